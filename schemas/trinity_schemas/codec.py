@@ -1,0 +1,102 @@
+"""MessagePack on the wire, decoded with hard limits. Nothing here can execute what it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .envelope import Envelope
+from .events import EVENT_TYPES, event_tag
+from .experiences import ExperienceGroup
+from .manifest import WeightManifest
+
+MAX_EVENT_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 64 << 20
+
+_TAGS = frozenset(event_tag(event) for event in EVENT_TYPES)
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_manifests = msgspec.msgpack.Decoder(WeightManifest)
+_experiences = msgspec.msgpack.Decoder(ExperienceGroup)
+_anything = msgspec.msgpack.Decoder()
+
+
+class ContractError(ValueError):
+    """Bytes that are not what the contract says; the message names the fault."""
+
+
+class UnknownEventType(ContractError):
+    """A well-formed envelope around an event that this version does not know."""
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode an envelope, a manifest or an experience group as MessagePack.
+
+    Raises :class:`ContractError` when an envelope or an experience group outgrows
+    ``MAX_EVENT_BYTES``: the sender is told, instead of every reader.
+    """
+    payload = _encoder.encode(message)
+    limit = MAX_MANIFEST_BYTES if isinstance(message, WeightManifest) else MAX_EVENT_BYTES
+    _check_size(payload, limit)
+    return payload
+
+
+def decode_envelope(payload: bytes) -> Envelope:
+    """Decode one log entry. Unknown fields are ignored.
+
+    Raises :class:`UnknownEventType` for an event of a later version (readers set it aside) and
+    :class:`ContractError` for everything else that is wrong. Nesting is bounded by the types,
+    and in fields that are ignored by the interpreter's recursion limit.
+    """
+    try:
+        _check_size(payload, MAX_EVENT_BYTES)
+        return _envelopes.decode(payload)
+    except msgspec.ValidationError as error:
+        tag = _unknown_tag(payload)
+        if tag is not None:
+            raise UnknownEventType(f"event type {tag!r} is not known to this version") from None
+        raise ContractError(f"not an event envelope: {error}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ContractError(f"not MessagePack: {error}") from None
+
+
+def decode_manifest(payload: bytes) -> WeightManifest:
+    """Decode a weight manifest. Raises :class:`ContractError` when it contradicts itself."""
+    return _decode(_manifests, payload, MAX_MANIFEST_BYTES, "a weight manifest")
+
+
+def decode_experiences(payload: bytes) -> ExperienceGroup:
+    """Decode one experience group. Raises :class:`ContractError`."""
+    return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience group")
+
+
+def to_json(message: msgspec.Struct) -> dict[str, Any]:
+    """The message as plain dictionaries and lists, for ``--json`` and exports."""
+    built = msgspec.to_builtins(message)
+    assert isinstance(built, dict)
+    return built
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, limit: int, what: str) -> Any:
+    try:
+        _check_size(payload, limit)
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ContractError(f"not {what}: {error}") from None
+
+
+def _check_size(payload: bytes, limit: int) -> None:
+    if len(payload) > limit:
+        raise ContractError(f"{len(payload)} bytes, above the limit of {limit}")
+
+
+def _unknown_tag(payload: bytes) -> str | None:
+    """The event's tag, when that alone is why the envelope did not decode."""
+    try:
+        raw = _anything.decode(payload)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    event = raw.get("event") if isinstance(raw, dict) else None
+    tag = event.get("type") if isinstance(event, dict) else None
+    return tag if isinstance(tag, str) and tag not in _TAGS else None

@@ -1,0 +1,39 @@
+"""What explorers hand to the trainer, on a stream of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from .identity import Rank, RunId, Slug, Step, StepRef
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class ExperienceGroup(Struct, frozen=True, kw_only=True):
+    """All sampled answers to one prompt, from one policy version.
+
+    ``responses`` are token ids without padding; ``logprobs`` has their shape and holds natural
+    log-probabilities under the policy that sampled them. ``rewards`` is what is learned from
+    (1.0 when the verifier accepts the answer), ``scores`` the verifier's own, partial, score.
+    """
+
+    run_id: RunId
+    group_id: Slug
+    step: Step
+    explorer: Rank
+    version: StepRef
+    prompt_tokens: list[TokenId]
+    responses: list[list[TokenId]]
+    logprobs: list[list[float]]
+    rewards: list[float]
+    scores: list[float]
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.responses), len(self.logprobs), len(self.rewards), len(self.scores)}
+        if len(sizes) != 1:
+            raise ValueError("responses, logprobs, rewards and scores must have one length")
+        for response, logprobs in zip(self.responses, self.logprobs, strict=True):
+            if len(response) != len(logprobs):
+                raise ValueError("every response needs one log-probability a token")

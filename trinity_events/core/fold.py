@@ -1,0 +1,541 @@
+"""The fold: from one entry of the log to the next state, and to what became true by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trinity_schemas import (
+    Announcement,
+    Envelope,
+    ExplorerStatusChanged,
+    Kind,
+    Producer,
+    PublishedPart,
+    Registration,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    SaveFailed,
+    SaveFinished,
+    SaveProof,
+    SaveStarted,
+    Slot,
+    StepCommitted,
+    StepFailed,
+    StepReady,
+    StepRef,
+    StepSuperseded,
+    ThreadCountRegistered,
+    TrainerStatusChanged,
+    VersionOpened,
+    VersionPartPublished,
+    VersionRetired,
+    WeightsApplied,
+    event_tag,
+    version_digest,
+)
+
+from .state import (
+    Anomaly,
+    ExplorerState,
+    KindState,
+    MonitorState,
+    ReadyPointer,
+    SlotState,
+    StepState,
+    VersionState,
+)
+
+# Announcements are the fold's own, whichever process runs it: their producer, sequence and time
+# follow from the log, so that a replay gives the very bytes that the live reducer wrote.
+MONITOR = Producer(role="reducer", rank=0, node="log", incarnation="monitor")
+
+KEPT_VERSIONS = 2
+KEPT_STEPS = 128
+KEPT_STEPS_AT_MOST = 4096
+KEPT_ANOMALIES = 32
+
+_EXPLORER_EVENTS = (WeightsApplied, ExplorerStatusChanged)
+_EPOCH_EVENTS = (RunOpened, RunResumed)
+
+
+def milliseconds(entry_id: str) -> int:
+    """The time of an entry, as the server stamped it."""
+    return int(entry_id.partition("-")[0])
+
+
+class Monitor:
+    """Folds a run's log into its :class:`MonitorState`.
+
+    Pure: the same entries give the same state and the same announcements, in the live reducer,
+    in a replay and in a test. Duplicates, late attempts and events of another epoch change
+    nothing and are counted as anomalies.
+    """
+
+    def __init__(self, state: MonitorState) -> None:
+        self.state = state
+        self._entry_id = state.position
+        self._out: list[Announcement] = []
+
+    def apply(self, entry_id: str, envelope: Envelope) -> list[Envelope]:
+        """Fold one entry; return what it made true, ready to be appended as announcements."""
+        state = self.state
+        self._advance(entry_id)
+        event = envelope.event
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            self._anomaly("announcement-among-events", event_tag(event))
+            return []
+        if not self._in_order(envelope.producer, envelope.sequence):
+            return []
+        if envelope.epoch != state.epoch or not state.epoch:
+            if not self._admit_epoch(envelope):
+                return []
+        handler(self, event, envelope)
+        return self._flush() if self._out else []
+
+    def set_aside(self, entry_id: str, reason: str) -> None:
+        """Pass over an entry that cannot be decoded; it goes to the dead letters."""
+        self._advance(entry_id)
+        self.state.dead_letters += 1
+        self._anomaly("undecodable", reason)
+
+    def _advance(self, entry_id: str) -> None:
+        self._entry_id = entry_id
+        self.state.position = entry_id
+        self.state.entries += 1
+
+    def _flush(self) -> list[Envelope]:
+        state, now = self.state, milliseconds(self._entry_id)
+        envelopes = []
+        for event in self._out:
+            state.announced += 1
+            envelopes.append(
+                Envelope(
+                    run_id=state.run_id,
+                    epoch=state.epoch,
+                    producer=MONITOR,
+                    sequence=state.announced,
+                    occurred_at=now / 1000,
+                    event=event,
+                )
+            )
+        self._out = []
+        return envelopes
+
+    # --- who may speak ---------------------------------------------------------------------
+
+    def _in_order(self, producer: Producer, sequence: int) -> bool:
+        sequences = self.state.sequences
+        last = sequences.get(producer.incarnation, 0)
+        if sequence <= last:
+            self._anomaly("duplicate", f"{_who(producer)} sent its event {sequence} again")
+            return False
+        if sequence > last + 1:
+            missing = f"{last + 1}" if sequence == last + 2 else f"{last + 1} to {sequence - 1}"
+            self._anomaly("gap", f"of {_who(producer)}, event {missing} is not in the log")
+        sequences[producer.incarnation] = sequence
+        return True
+
+    def _admit_epoch(self, envelope: Envelope) -> bool:
+        if isinstance(envelope.event, _EXPLORER_EVENTS):
+            return True
+        if isinstance(envelope.event, _EPOCH_EVENTS) and envelope.epoch > self.state.epoch:
+            return True
+        name = "stale-epoch" if envelope.epoch < self.state.epoch else "unopened-epoch"
+        self._anomaly(
+            name,
+            f"{event_tag(envelope.event)} of epoch {envelope.epoch} from "
+            f"{_who(envelope.producer)}, while the run is in epoch {self.state.epoch}",
+        )
+        return False
+
+    # --- the run ---------------------------------------------------------------------------
+
+    def _run_opened(self, _: RunOpened, envelope: Envelope) -> None:
+        self._open_epoch(envelope.epoch, 0)
+
+    def _run_resumed(self, event: RunResumed, envelope: Envelope) -> None:
+        self._open_epoch(envelope.epoch, event.step)
+        state = self.state
+        at = StepRef(state.epoch, event.step)
+        kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
+        for kind in kinds:
+            # Weights stay where they are until the resumed trainer has published its own.
+            if kind in state.ready:
+                state.ready[kind] = ReadyPointer(at=at, entry_id=self._entry_id)
+
+    def _open_epoch(self, epoch: int, step: int) -> None:
+        state = self.state
+        for left, step_state in sorted(state.steps.items()):
+            for kind, kind_state in step_state.kinds.items():
+                if not kind_state.settled:
+                    self._supersede(state.epoch, left, kind, StepRef(epoch, step))
+        state.epoch = epoch
+        state.steps = {}
+        state.forgotten_through = -1
+        state.closed = None
+        if state.opened_at is None:
+            state.opened_at = milliseconds(self._entry_id)
+
+    def _run_closed(self, event: RunClosed, _: Envelope) -> None:
+        self.state.closed = event.reason
+        self.state.trainer = "stopped"
+
+    # --- saves -----------------------------------------------------------------------------
+
+    def _registered(self, event: ThreadCountRegistered, _: Envelope) -> None:
+        if self._register(event.step, event.registration):
+            self._settle(event.step, event.registration.kind)
+
+    def _register(self, step: int, registration: Registration) -> bool:
+        kind = self._kind(step, registration.kind)
+        if kind is None:
+            return False
+        kind.registrations.setdefault(registration.registration_id, registration)
+        return True
+
+    def _save_started(self, event: SaveStarted, _: Envelope) -> None:
+        slot = self._slot(event.slot)
+        if slot is not None and event.save_id not in slot.failed and slot.proof is None:
+            slot.running[event.save_id] = milliseconds(self._entry_id)
+
+    def _save_finished(self, event: SaveFinished, _: Envelope) -> None:
+        slot = self._slot(event.slot)
+        if slot is None:
+            return
+        slot.running.pop(event.save_id, None)
+        slot.failed.pop(event.save_id, None)
+        if slot.proof is not None:
+            if slot.proof.save_id != event.save_id:
+                self._anomaly("late-attempt", f"{_slot(event.slot)} was finished before")
+            return
+        slot.proof = SaveProof(
+            slot=event.slot, save_id=event.save_id, bytes=event.bytes, digest=event.digest
+        )
+        slot.path = event.path
+        self._settle(event.slot.step, event.slot.kind)
+
+    def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
+        slot = self._slot(event.slot)
+        if slot is None:
+            return
+        slot.running.pop(event.save_id, None)
+        if slot.proof is not None:
+            return
+        reason = f"{_slot(event.slot)} failed: {event.error_type}: {event.message}"
+        slot.failed[event.save_id] = reason
+        kind = self.state.steps[event.slot.step].kinds[event.slot.kind]
+        if not kind.settled:
+            kind.failure = reason
+            self._out.append(
+                StepFailed(
+                    epoch=self.state.epoch,
+                    step=event.slot.step,
+                    kind=event.slot.kind,
+                    caused_by=self._entry_id,
+                    reason=reason,
+                )
+            )
+
+    def _committed(self, event: StepCommitted, _: Envelope) -> None:
+        kind = self._kind(event.step, event.kind)
+        if kind is None:
+            return
+        self.state.trainer_step = max(self.state.trainer_step, event.step)
+        for registration in event.registrations:
+            self._register(event.step, registration)
+        if kind.committed_at is None:
+            kind.committed_at = milliseconds(self._entry_id)
+        # All registrations first: a commit of one kind may settle another.
+        for settled in dict.fromkeys((event.kind, *(r.kind for r in event.registrations))):
+            self._settle(event.step, settled)
+
+    # --- weight versions -------------------------------------------------------------------
+
+    def _version_opened(self, event: VersionOpened, _: Envelope) -> None:
+        version = self._version(event.step)
+        if version is not None and not version.ranks:
+            version.ranks = event.ranks
+            version.transport = event.transport
+            self._settle(event.step, "weights")
+
+    def _part_published(self, event: VersionPartPublished, _: Envelope) -> None:
+        version = self._version(event.step)
+        if version is None:
+            return
+        # A retry replaces what a failed attempt left, until the version is ready.
+        if self.state.steps[event.step].kinds["weights"].outcome is None:
+            version.parts[event.rank] = PublishedPart(
+                rank=event.rank, manifest_digest=event.manifest_digest, bytes=event.bytes
+            )
+            self._settle(event.step, "weights")
+
+    def _applied(self, event: WeightsApplied, envelope: Envelope) -> None:
+        explorer = self._explorer(envelope.producer)
+        explorer.version = event.version
+        explorer.digest = event.digest
+        explorer.applied_at = milliseconds(self._entry_id)
+
+    # --- status ----------------------------------------------------------------------------
+
+    def _trainer_status(self, event: TrainerStatusChanged, _: Envelope) -> None:
+        self.state.trainer = event.status
+        self.state.trainer_step = max(self.state.trainer_step, event.step)
+
+    def _explorer_status(self, event: ExplorerStatusChanged, envelope: Envelope) -> None:
+        self._explorer(envelope.producer).status = event.status
+
+    def _explorer(self, producer: Producer) -> ExplorerState:
+        return self.state.explorers.setdefault(_who(producer), ExplorerState())
+
+    # --- what becomes true -----------------------------------------------------------------
+
+    def _settle(self, step: int, kind: Kind) -> None:
+        """Announce the kind of the step, and what rests on it, if it is complete now."""
+        step_state = self.state.steps[step]
+        if kind == "state_dict":
+            self._announce_if_complete(step, step_state, "state_dict")
+            self._announce_if_complete(step, step_state, "checkpoint")
+        elif kind == "checkpoint":
+            # Its state dict goes first: who sees the checkpoint ready finds both ready.
+            self._announce_if_complete(step, step_state, "state_dict")
+            self._announce_if_complete(step, step_state, "checkpoint")
+        else:
+            self._announce_if_complete(step, step_state, "weights")
+
+    def _announce_if_complete(self, step: int, step_state: StepState, kind: Kind) -> None:
+        kind_state = step_state.kinds.get(kind)
+        if kind_state is None or kind_state.outcome is not None:
+            return
+        if not is_complete(step_state, kind):
+            return
+        state = self.state
+        at = StepRef(state.epoch, step)
+        pointer = state.ready.get(kind)
+        if pointer is not None and pointer.at > at:
+            kind_state.outcome = "superseded"
+            self._supersede(state.epoch, step, kind, pointer.at)
+        else:
+            kind_state.outcome = "ready"
+            self._announce_ready(at, step_state, kind, kind_state)
+        self._forget()
+
+    def _announce_ready(
+        self, at: StepRef, step_state: StepState, kind: Kind, kind_state: KindState
+    ) -> None:
+        path: str | None = None
+        saves: tuple[SaveProof, ...] = ()
+        parts: tuple[PublishedPart, ...] = ()
+        digest: str | None = None
+        transport: str | None = None
+        if kind == "weights":
+            assert step_state.version is not None
+            version = step_state.version
+            parts = tuple(version.parts[rank] for rank in sorted(version.ranks))
+            digest = version_digest((part.rank, part.manifest_digest) for part in parts)
+            transport = version.transport
+        else:
+            saves = proof(step_state, kind)
+            path = staged_folder(step_state, kind)
+        self.state.ready[kind] = ReadyPointer(
+            at=at, entry_id=self._entry_id, path=path, digest=digest
+        )
+        self._out.append(
+            StepReady(
+                epoch=at.epoch,
+                step=at.step,
+                kind=kind,
+                caused_by=self._entry_id,
+                saves=saves,
+                path=path,
+                parts=parts,
+                version_digest=digest,
+                transport=transport,
+            )
+        )
+        if kind == "weights":
+            self.state.versions.append(at)
+            self._retire()
+
+    def _supersede(self, epoch: int, step: int, kind: Kind, by: StepRef) -> None:
+        self._out.append(
+            StepSuperseded(epoch=epoch, step=step, kind=kind, caused_by=self._entry_id, by=by)
+        )
+        if kind == "weights":
+            self._out.append(VersionRetired(epoch=epoch, step=step))
+
+    def _retire(self) -> None:
+        versions = self.state.versions
+        while len(versions) > KEPT_VERSIONS:
+            oldest = versions.pop(0)
+            self._out.append(VersionRetired(epoch=oldest.epoch, step=oldest.step))
+
+    def _forget(self) -> None:
+        """Drop the oldest steps of which nothing more can come, so that the state stays small."""
+        steps = self.state.steps
+        while len(steps) > KEPT_STEPS:
+            oldest = min(steps)
+            if len(steps) <= KEPT_STEPS_AT_MOST and not self._is_over(oldest):
+                return
+            del steps[oldest]
+            self.state.forgotten_through = max(self.state.forgotten_through, oldest)
+
+    def _is_over(self, step: int) -> bool:
+        at = StepRef(self.state.epoch, step)
+        for kind, kind_state in self.state.steps[step].kinds.items():
+            pointer = self.state.ready.get(kind)
+            if not kind_state.settled and (pointer is None or pointer.at < at):
+                return False
+        return True
+
+    # --- finding one's way -----------------------------------------------------------------
+
+    def _step(self, step: int) -> StepState | None:
+        state = self.state
+        found = state.steps.get(step)
+        if found is None:
+            if step <= state.forgotten_through:
+                self._anomaly("late", f"step {step} was settled long before")
+                return None
+            found = state.steps[step] = StepState()
+        return found
+
+    def _kind(self, step: int, kind: Kind) -> KindState | None:
+        step_state = self._step(step)
+        if step_state is None:
+            return None
+        return step_state.kinds.setdefault(kind, KindState())
+
+    def _version(self, step: int) -> VersionState | None:
+        if self._kind(step, "weights") is None:
+            return None
+        found = self.state.steps[step]
+        if found.version is None:
+            # A part may come before the event that opens its version.
+            found.version = VersionState(
+                ranks=(), transport="", opened_at=milliseconds(self._entry_id)
+            )
+        return found.version
+
+    def _slot(self, slot: Slot) -> SlotState | None:
+        kind = self._kind(slot.step, slot.kind)
+        if kind is None:
+            return None
+        return kind.slots.setdefault(slot_key(slot), SlotState(slot=slot))
+
+    def _anomaly(self, name: str, detail: str) -> None:
+        state = self.state
+        state.anomaly_counts[name] = state.anomaly_counts.get(name, 0) + 1
+        state.anomalies.append(Anomaly(entry_id=self._entry_id, name=name, detail=detail))
+        del state.anomalies[:-KEPT_ANOMALIES]
+
+
+def is_complete(step: StepState, kind: Kind) -> bool:
+    """Whether a kind of a step is proven complete (invariant 2)."""
+    state = step.kinds.get(kind)
+    if state is None:
+        return False
+    if kind == "weights":
+        version = step.version
+        return (
+            state.committed_at is not None
+            and version is not None
+            and bool(version.ranks)
+            and all(rank in version.parts for rank in version.ranks)
+        )
+    checkpoint = step.kinds.get("checkpoint")
+    if kind == "state_dict":
+        committed_by_checkpoint = checkpoint is not None and checkpoint.committed_at is not None
+        committed = state.committed_at is not None or committed_by_checkpoint
+        return committed and _all_saved(state)
+    state_dict = step.kinds.get("state_dict")
+    return (
+        state.committed_at is not None
+        and _all_saved(state, needs_registration=not _is_registered(state_dict))
+        and (state_dict is None or not _is_registered(state_dict) or _all_saved(state_dict))
+    )
+
+
+def _is_registered(kind: KindState | None) -> bool:
+    return kind is not None and bool(kind.registrations)
+
+
+def _all_saved(kind: KindState, *, needs_registration: bool = True) -> bool:
+    """Every expected slot has a finished attempt; an explicit zero needs none."""
+    if not kind.registrations:
+        return not needs_registration
+    named: set[str] = set()
+    unnamed = 0
+    for registration in kind.registrations.values():
+        if registration.slots:
+            named.update(slot_key(slot) for slot in registration.slots)
+        else:
+            unnamed += registration.expected
+    finished = {key for key, slot in kind.slots.items() if slot.proof is not None}
+    return named <= finished and len(finished - named) >= unnamed
+
+
+def slot_key(slot: Slot) -> str:
+    """A slot's name within its kind of its step."""
+    return f"{slot.role}.{slot.rank}.{slot.name}"
+
+
+def proof(step: StepState, kind: Kind) -> tuple[SaveProof, ...]:
+    """The finished slots that a kind rests on; a checkpoint rests on its state dict's too."""
+    return tuple(slot.proof for slot in _saved(step, kind) if slot.proof is not None)
+
+
+def staged_folder(step: StepState, kind: Kind) -> str | None:
+    """The folder below :data:`STAGING` that all saves of the kind were written to, if any.
+
+    Saves that named no path, or one of their caller's own, have none: nothing is to be moved.
+    """
+    saved = _saved(step, kind)
+    own = [slot for slot in saved if slot.slot.kind == kind] or saved
+    folders: set[str | None] = set()
+    for slot in own:
+        parts = slot.path.split("/") if slot.path else []
+        folders.add("/".join(parts[:2]) if len(parts) > 1 and parts[0] == STAGING else None)
+    return folders.pop() if len(folders) == 1 else None
+
+
+def _saved(step: StepState, kind: Kind) -> list[SlotState]:
+    kinds: tuple[Kind, ...] = (kind, "state_dict") if kind == "checkpoint" else (kind,)
+    return [
+        slot
+        for one in kinds
+        if one in step.kinds
+        for _, slot in sorted(step.kinds[one].slots.items())
+        if slot.proof is not None
+    ]
+
+
+STAGING = ".staging"
+"""Folder of a run's checkpoint directory in which saves are written until they are ready."""
+
+
+def _who(producer: Producer) -> str:
+    return f"{producer.role}-{producer.rank}"
+
+
+def _slot(slot: Slot) -> str:
+    return f"{slot.name} of {slot.role}-{slot.rank} for {slot.kind} step {slot.step}"
+
+
+_HANDLERS: dict[type, Callable[[Monitor, Any, Envelope], None]] = {
+    RunOpened: Monitor._run_opened,
+    RunResumed: Monitor._run_resumed,
+    RunClosed: Monitor._run_closed,
+    ThreadCountRegistered: Monitor._registered,
+    SaveStarted: Monitor._save_started,
+    SaveFinished: Monitor._save_finished,
+    SaveFailed: Monitor._save_failed,
+    StepCommitted: Monitor._committed,
+    VersionOpened: Monitor._version_opened,
+    VersionPartPublished: Monitor._part_published,
+    WeightsApplied: Monitor._applied,
+    TrainerStatusChanged: Monitor._trainer_status,
+    ExplorerStatusChanged: Monitor._explorer_status,
+}

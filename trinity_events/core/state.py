@@ -1,0 +1,133 @@
+"""What the fold knows of a run. Plain data: it encodes to a snapshot and back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+from trinity_schemas import (
+    ExplorerStatus,
+    Kind,
+    PublishedPart,
+    Registration,
+    SaveProof,
+    Slot,
+    StepRef,
+    TrainerStatus,
+)
+
+ORIGIN = "0-0"
+
+
+class SlotState(Struct, kw_only=True, omit_defaults=True):
+    """One slot of a step: its attempts by save id, and the first that finished."""
+
+    slot: Slot
+    running: dict[str, int] = field(default_factory=dict)
+    """Save id to the milliseconds at which the attempt started."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Save id to the reason."""
+    proof: SaveProof | None = None
+    path: str | None = None
+
+
+class KindState(Struct, kw_only=True, omit_defaults=True):
+    """One kind of one step."""
+
+    registrations: dict[str, Registration] = field(default_factory=dict)
+    slots: dict[str, SlotState] = field(default_factory=dict)
+    committed_at: int | None = None
+    outcome: Literal["ready", "superseded"] | None = None
+    failure: str | None = None
+    """Reason of the failure that was announced, which a retry may still overcome."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more will be announced of it, unless a retry succeeds."""
+        return self.outcome is not None or self.failure is not None
+
+
+class VersionState(Struct, kw_only=True):
+    """A weight version in the making."""
+
+    ranks: tuple[int, ...]
+    transport: str
+    opened_at: int
+    parts: dict[int, PublishedPart] = field(default_factory=dict)
+
+
+class StepState(Struct, kw_only=True, omit_defaults=True):
+    """One step of the current epoch."""
+
+    kinds: dict[Kind, KindState] = field(default_factory=dict)
+    version: VersionState | None = None
+
+
+class ReadyPointer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The newest ready step of a kind."""
+
+    at: StepRef
+    entry_id: str
+    path: str | None = None
+    digest: str | None = None
+
+
+class ExplorerState(Struct, kw_only=True, omit_defaults=True):
+    """What one explorer last said of itself."""
+
+    status: ExplorerStatus = "running"
+    version: StepRef | None = None
+    digest: str | None = None
+    applied_at: int | None = None
+
+
+class Anomaly(Struct, frozen=True, kw_only=True):
+    """Something in the log that should not be there, and that changed nothing."""
+
+    entry_id: str
+    name: str
+    detail: str
+
+
+class MonitorState(Struct, kw_only=True, omit_defaults=True):
+    """The state of a run after ``position``. Only :class:`~trinity_events.core.Monitor` changes it."""
+
+    run_id: str
+    position: str = ORIGIN
+    epoch: int = 0
+    opened_at: int | None = None
+    """Milliseconds at which the run was first opened."""
+    closed: str | None = None
+    """Reason with which the present epoch was closed."""
+    trainer: TrainerStatus | None = None
+    trainer_step: int = 0
+    steps: dict[int, StepState] = field(default_factory=dict)
+    forgotten_through: int = -1
+    """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""
+    ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
+    versions: list[StepRef] = field(default_factory=list)
+    """Ready weight versions that are not retired, oldest first."""
+    explorers: dict[str, ExplorerState] = field(default_factory=dict)
+    sequences: dict[str, int] = field(default_factory=dict)
+    """Producer incarnation to the last sequence seen of it."""
+    entries: int = 0
+    announced: int = 0
+    dead_letters: int = 0
+    anomaly_counts: dict[str, int] = field(default_factory=dict)
+    anomalies: list[Anomaly] = field(default_factory=list)
+    """The last few."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(MonitorState)
+
+
+def encode_state(state: MonitorState) -> bytes:
+    """A snapshot of the state."""
+    return _encoder.encode(state)
+
+
+def decode_state(snapshot: bytes) -> MonitorState:
+    """The state of a snapshot. Raises :class:`msgspec.DecodeError` for anything else."""
+    return _decoder.decode(snapshot)

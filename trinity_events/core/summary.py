@@ -1,0 +1,144 @@
+"""The figures of a run, computed from its log alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+from trinity_schemas import (
+    Envelope,
+    StepCommitted,
+    StepFailed,
+    StepReady,
+    StepRef,
+    VersionOpened,
+    VersionPartPublished,
+    WeightsApplied,
+)
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """Median, 99th percentile and largest of some seconds; zeros when there were none."""
+
+    median: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+    count: int = 0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of the values, by the nearest rank."""
+        if not values:
+            return cls()
+        ordered = sorted(values)
+
+        def rank(share: float) -> float:
+            return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+        return cls(median=rank(0.5), p99=rank(0.99), max=ordered[-1], count=len(ordered))
+
+
+class RunSummary(Struct, frozen=True, kw_only=True):
+    """What a run came to. Seconds throughout."""
+
+    run_id: str
+    steps: int
+    versions_published: int
+    versions_applied: int
+    """By at least one explorer."""
+    versions_superseded_unpulled: int
+    """Ready, never applied by anyone, and followed by a version that was."""
+    versions_unaccounted: int
+    """Ready, neither applied nor followed by an applied one."""
+    checkpoints_ready: int
+    failures: int
+    stall: Spread
+    """The training loop held by a publication, its slowest rank."""
+    transfer: Spread
+    """From a version's opening to its last byte verified, for each application of it."""
+    pause: Spread
+    """An explorer's engine held while it installs."""
+    events: int
+    events_per_step: float
+    event_bytes_per_step: float
+
+
+class _Version(Struct):
+    opened: float = 0.0
+    stall: float = 0.0
+    ready: bool = False
+    applied: bool = False
+
+
+class Summarizer:
+    """Takes the envelopes of a run's events and announcements, in any interleaving."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.rewards: dict[StepRef, float] = {}
+        """Mean reward of each step whose commit reported one."""
+        self._versions: dict[StepRef, _Version] = {}
+        self._transfers: list[float] = []
+        self._pauses: list[float] = []
+        self._steps: set[StepRef] = set()
+        self._checkpoints = self._failures = self._events = self._bytes = 0
+
+    def add(self, envelope: Envelope, nbytes: int) -> None:
+        """Count one entry of ``nbytes`` bytes on the wire."""
+        event = envelope.event
+        self._events += 1
+        self._bytes += nbytes
+        match event:
+            case StepCommitted(step=step, metrics=metrics):
+                if step:
+                    self._steps.add(StepRef(envelope.epoch, step))
+                if "reward" in metrics:
+                    self.rewards[StepRef(envelope.epoch, step)] = metrics["reward"]
+            case VersionOpened(step=step):
+                self._version(envelope.epoch, step).opened = envelope.occurred_at
+            case VersionPartPublished(step=step, seconds=seconds):
+                version = self._version(envelope.epoch, step)
+                version.stall = max(version.stall, seconds)
+            case WeightsApplied(version=ref):
+                version = self._version(ref.epoch, ref.step)
+                version.applied = True
+                if version.opened:
+                    self._transfers.append(max(0.0, event.verified_at - version.opened))
+                self._pauses.append(event.phases.pause)
+            case StepReady(kind="weights", epoch=epoch, step=step):
+                self._version(epoch, step).ready = True
+            case StepReady(kind="checkpoint"):
+                self._checkpoints += 1
+            case StepFailed():
+                self._failures += 1
+            case _:
+                pass
+
+    def summary(self) -> RunSummary:
+        """The figures so far."""
+        ready = {ref: version for ref, version in self._versions.items() if version.ready}
+        applied = [ref for ref, version in ready.items() if version.applied]
+        newest = max(applied, default=StepRef(0, 0))
+        unapplied = [ref for ref, version in ready.items() if not version.applied]
+        superseded = sum(ref < newest for ref in unapplied)
+        steps = max(len(self._steps), 1)
+        return RunSummary(
+            run_id=self.run_id,
+            steps=len(self._steps),
+            versions_published=len(ready),
+            versions_applied=len(applied),
+            versions_superseded_unpulled=superseded,
+            versions_unaccounted=len(unapplied) - superseded,
+            checkpoints_ready=self._checkpoints,
+            failures=self._failures,
+            stall=Spread.of([version.stall for version in ready.values()]),
+            transfer=Spread.of(self._transfers),
+            pause=Spread.of(self._pauses),
+            events=self._events,
+            events_per_step=self._events / steps,
+            event_bytes_per_step=self._bytes / steps,
+        )
+
+    def _version(self, epoch: int, step: int) -> _Version:
+        return self._versions.setdefault(StepRef(epoch, step), _Version())

@@ -1,0 +1,55 @@
+"""Errors that a user can cause or must hear of. Each message is one sentence with a way out."""
+
+from __future__ import annotations
+
+
+class TrinityError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ServerUnreachable(TrinityError):
+    """No server answers where the URL points."""
+
+
+class ServerTooOld(TrinityError):
+    """The server lacks commands that the pipeline relies on."""
+
+
+class InvalidUrl(TrinityError):
+    """The URL is not one of a Redis server."""
+
+
+class RunNotFound(TrinityError):
+    """No such run on this server."""
+
+
+class CheckpointRootUnusable(TrinityError):
+    """The checkpoint root cannot be written."""
+
+
+class PublishError(TrinityError):
+    """An event could not be written within its deadline."""
+
+
+class DeadlineExceeded(TrinityError):
+    """A wait ended without what it waited for; the message says what was missing."""
+
+
+class SaveError(TrinityError):
+    """One or more background saves failed; ``failures`` has them all."""
+
+    def __init__(self, message: str, failures: tuple[BaseException, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
+
+
+class VersionUnavailable(TrinityError):
+    """The weight version asked for is not there, or no longer there."""
+
+
+class CorruptVersion(TrinityError):
+    """What was read of a weight version is not what was published."""
+
+
+class IncompatibleWeights(TrinityError):
+    """A version's tensors do not fit the model they are to be installed in."""

@@ -1,0 +1,26 @@
+"""The append-only event log of a run: the port, Redis streams behind it, and those who write."""
+
+from .base import ORIGIN, Commit, DeadLetter, Entry, EventLog, Standing, Stream
+from .index import list_runs, require_run, watch_runs
+from .publisher import AsyncPublisher, Publisher, new_producer, open_run
+from .redis_log import RedisEventLog
+from .sync_log import SyncEventLog
+
+__all__ = [
+    "ORIGIN",
+    "AsyncPublisher",
+    "Commit",
+    "DeadLetter",
+    "Entry",
+    "EventLog",
+    "Publisher",
+    "RedisEventLog",
+    "Standing",
+    "Stream",
+    "SyncEventLog",
+    "list_runs",
+    "new_producer",
+    "open_run",
+    "require_run",
+    "watch_runs",
+]

@@ -1,0 +1,107 @@
+"""The port that an event log implements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
+
+ORIGIN = "0-0"
+"""The position before the first entry."""
+
+
+class Stream(Enum):
+    """The two streams of a run's log."""
+
+    EVENTS = "events"
+    """What everyone publishes."""
+    ANNOUNCEMENTS = "announcements"
+    """What the reducer alone writes, and subscribers listen to."""
+
+
+class Entry(NamedTuple):
+    """One entry: its id, ``milliseconds-number`` by the server's clock, and its bytes."""
+
+    id: str
+    payload: bytes
+
+
+class DeadLetter(NamedTuple):
+    """An entry that could not be decoded, and why."""
+
+    entry: Entry
+    reason: str
+
+
+class Standing(NamedTuple):
+    """The last announcement of one subject, such as ``step-ready/weights``."""
+
+    subject: str
+    entry: Entry
+
+
+class Commit(Struct, frozen=True, kw_only=True):
+    """One step of the reducer, taken whole or not at all.
+
+    ``announcements`` pairs each payload with the subject it is the newest of.
+    """
+
+    token: int
+    after: str
+    position: str
+    announcements: Sequence[tuple[str, bytes]] = ()
+    dead_letters: Sequence[DeadLetter] = ()
+    snapshot: bytes | None = None
+
+
+class EventLog(Protocol):
+    """One run's log.
+
+    Positions are entry ids; reading begins after them. Methods raise the client's connection
+    errors, which the callers in this package turn into their own.
+    """
+
+    run_id: str
+
+    async def append(self, payload: bytes) -> str:
+        """Append to the events; returns the entry id."""
+        ...
+
+    async def read(
+        self,
+        after: str = ORIGIN,
+        *,
+        stream: Stream = Stream.EVENTS,
+        limit: int = 1000,
+        through: str = "+",
+    ) -> list[Entry]:
+        """Up to ``limit`` entries after a position, up to and with ``through``."""
+        ...
+
+    async def wait(
+        self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
+    ) -> list[tuple[Stream, Entry]]:
+        """As :meth:`read` on one or both streams, waiting on the server until there is something."""
+        ...
+
+    async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
+        """The position of the newest entry."""
+        ...
+
+    async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
+        """Take the next epoch and append its first event, in one script; returns the epoch."""
+        ...
+
+    async def standing(self) -> list[Standing]:
+        """The last announcement of every subject."""
+        ...
+
+    async def load(self) -> tuple[bytes | None, str]:
+        """The reducer's last snapshot and its position."""
+        ...
+
+    async def commit(self, commit: Commit) -> bool:
+        """Write a reducer's step. False when another reducer leads or has gone further."""
+        ...

@@ -1,0 +1,20 @@
+-- One step of the reducer, whole or not at all: only for the newest leader (the fence), only
+-- from the position that it folded from. A reply that was lost is therefore safe to ask again:
+-- the position has moved, and the reducer reloads.
+-- KEYS: position, fence, announcements, dead, snapshot, current
+-- ARGV: token, after, position, snapshot or '', n, n * (subject, payload), m * (id, reason, payload)
+if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'fenced' end
+if (redis.call('GET', KEYS[1]) or '0-0') ~= ARGV[2] then return 'moved' end
+local at = 6
+for _ = 1, tonumber(ARGV[5]) do
+  local id = redis.call('XADD', KEYS[3], '*', 'e', ARGV[at + 1])
+  redis.call('HSET', KEYS[6], ARGV[at], id .. ' ' .. ARGV[at + 1])
+  at = at + 2
+end
+while at < #ARGV do
+  redis.call('XADD', KEYS[4], '*', 'id', ARGV[at], 'reason', ARGV[at + 1], 'e', ARGV[at + 2])
+  at = at + 3
+end
+redis.call('SET', KEYS[1], ARGV[3])
+if ARGV[4] ~= '' then redis.call('SET', KEYS[5], ARGV[4]) end
+return 'ok'

@@ -1,0 +1,68 @@
+"""The index of runs: a stream, so that new runs are waited for and not polled for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import redis.asyncio
+from trinity_schemas import RUN_INDEX, check_run_id
+
+from ..errors import RunNotFound
+
+_FIELD = b"run"
+
+
+async def add_run(client: redis.asyncio.Redis, run_id: str) -> None:
+    """List a run. Listing one again changes nothing for readers."""
+    await client.xadd(RUN_INDEX, {_FIELD: check_run_id(run_id)})
+
+
+async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
+    """Every run of the server, oldest first, with the seconds since the epoch when it was opened."""
+    reply: Any = await client.xrange(RUN_INDEX)
+    found: dict[str, float] = {}
+    for entry_id, fields in reply:
+        run_id = _run_id(fields)
+        if run_id is not None:
+            found.setdefault(run_id, int(entry_id.partition(b"-")[0]) / 1000)
+    return found
+
+
+async def require_run(client: redis.asyncio.Redis, run_id: str | None) -> str:
+    """The run asked for, or the newest. Raises RunNotFound."""
+    runs = await list_runs(client)
+    if run_id is None:
+        if not runs:
+            raise RunNotFound("there is no run on this server yet: start one with: trinity-events demo")
+        return max(runs, key=lambda run: runs[run])
+    if run_id not in runs:
+        known = ", ".join(list(runs)[-5:]) or "none"
+        raise RunNotFound(
+            f"there is no run {run_id!r} on this server (newest runs: {known}): "
+            "list them with: trinity-events runs"
+        )
+    return run_id
+
+
+async def watch_runs(client: redis.asyncio.Redis) -> AsyncIterator[str]:
+    """Every run, those that are there and then those that come, each once."""
+    seen: set[str] = set()
+    after = "0-0"
+    connection: Any = client
+    while True:
+        for _, found in await connection.xread({RUN_INDEX: after}, count=1000, block=5000) or ():
+            for entry_id, fields in found:
+                after = entry_id.decode()
+                run_id = _run_id(fields)
+                if run_id is not None and run_id not in seen:
+                    seen.add(run_id)
+                    yield run_id
+
+
+def _run_id(fields: dict[bytes, bytes] | None) -> str | None:
+    """The run of an index entry; None when someone else wrote it."""
+    try:
+        return check_run_id((fields or {})[_FIELD].decode())
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,7 @@
+-- Takes the epoch that the caller wrote into its event, if no one took it before.
+-- KEYS: epoch, events   ARGV: epoch to take, payload
+local present = tonumber(redis.call('GET', KEYS[1]) or '0')
+if present + 1 ~= tonumber(ARGV[1]) then return present end
+redis.call('INCR', KEYS[1])
+redis.call('XADD', KEYS[2], '*', 'e', ARGV[2])
+return -1

