@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policy.create_policy(folder, seed=0)
     return folder
 
+
 RECORDED_SPLITS = {
     "hulu>": "held-out",
     "chip>": "held-out",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _manifests = msgspec.msgpack.Decoder(WeightManifest)
 _experiences = msgspec.msgpack.Decoder(ExperienceGroup)
+T = TypeVar("T")
 _anything = msgspec.msgpack.Decoder()
 
 
@@ -78,7 +79,7 @@ def to_json(message: msgspec.Struct) -> dict[str, Any]:
     return built
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, limit: int, what: str) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, what: str) -> T:
     try:
         _check_size(payload, limit)
         return decoder.decode(payload)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from .identity import (
@@ -41,19 +40,19 @@ class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="t
 # --- the run -------------------------------------------------------------------------------
 
 
-class RunOpened(_Event):
+class RunOpened(_Event, frozen=True):
     """A trainer took a new epoch of the run and starts from its beginning."""
 
     config_digest: Digest | None = None
 
 
-class RunResumed(_Event):
+class RunResumed(_Event, frozen=True):
     """A trainer took a new epoch of the run and goes on from ``step``."""
 
     step: Step
 
 
-class RunClosed(_Event):
+class RunClosed(_Event, frozen=True):
     """The run's present epoch ended; ``error`` says why when it did not end by itself."""
 
     reason: Literal["finished", "interrupted", "failed"]
@@ -64,14 +63,14 @@ class RunClosed(_Event):
 # --- saves ---------------------------------------------------------------------------------
 
 
-class ThreadCountRegistered(_Event):
+class ThreadCountRegistered(_Event, frozen=True):
     """A step is to expect this many saves of this kind."""
 
     step: Step
     registration: Registration
 
 
-class SaveStarted(_Event):
+class SaveStarted(_Event, frozen=True):
     """A worker began an attempt at a slot."""
 
     save_id: Slug
@@ -79,7 +78,7 @@ class SaveStarted(_Event):
     path: RelativePath | None = None
 
 
-class SaveFinished(_Event):
+class SaveFinished(_Event, frozen=True):
     """An attempt is durable where its path says."""
 
     save_id: Slug
@@ -90,7 +89,7 @@ class SaveFinished(_Event):
     digest: Digest | None = None
 
 
-class SaveFailed(_Event):
+class SaveFailed(_Event, frozen=True):
     """An attempt ended without a result."""
 
     save_id: Slug
@@ -99,7 +98,7 @@ class SaveFailed(_Event):
     message: Text = ""
 
 
-class StepCommitted(_Event):
+class StepCommitted(_Event, frozen=True):
     """All saves of this kind of the step are dispatched.
 
     Carries the registrations again, so that this event alone establishes what to expect, and
@@ -115,7 +114,7 @@ class StepCommitted(_Event):
 # --- weight versions -----------------------------------------------------------------------
 
 
-class VersionOpened(_Event):
+class VersionOpened(_Event, frozen=True):
     """A weight version will be published by these ranks."""
 
     step: Step
@@ -123,7 +122,7 @@ class VersionOpened(_Event):
     transport: Slug
 
 
-class VersionPartPublished(_Event):
+class VersionPartPublished(_Event, frozen=True):
     """One rank's part of a version is whole and readable."""
 
     step: Step
@@ -135,7 +134,7 @@ class VersionPartPublished(_Event):
     seconds: Seconds = 0.0
 
 
-class VersionRetired(_Event):
+class VersionRetired(_Event, frozen=True):
     """The version is superseded and its memory may be freed."""
 
     epoch: Epoch
@@ -149,7 +148,7 @@ class AppliedPhases(Struct, frozen=True, kw_only=True):
     pause: Seconds
 
 
-class WeightsApplied(_Event):
+class WeightsApplied(_Event, frozen=True):
     """A consumer serves this version from now on; the digest is of what it installed."""
 
     version: StepRef
@@ -179,7 +178,7 @@ class PublishedPart(Struct, frozen=True, kw_only=True):
     bytes: Bytes
 
 
-class StepReady(_Event):
+class StepReady(_Event, frozen=True):
     """A kind of a step is proven complete. Announced once per (epoch, step, kind).
 
     ``version_digest`` and ``parts`` are there for weights, ``saves`` and ``path`` for files.
@@ -196,7 +195,7 @@ class StepReady(_Event):
     transport: Slug | None = None
 
 
-class StepFailed(_Event):
+class StepFailed(_Event, frozen=True):
     """A kind of a step failed. Not final: a retry can still make it ready."""
 
     epoch: Epoch
@@ -206,7 +205,7 @@ class StepFailed(_Event):
     reason: Text
 
 
-class StepSuperseded(_Event):
+class StepSuperseded(_Event, frozen=True):
     """A kind of a step completed, or was given up, after ``by`` had taken its place."""
 
     epoch: Epoch
@@ -219,14 +218,14 @@ class StepSuperseded(_Event):
 # --- status --------------------------------------------------------------------------------
 
 
-class TrainerStatusChanged(_Event):
+class TrainerStatusChanged(_Event, frozen=True):
     """The trainer's status."""
 
     status: TrainerStatus
     step: Step = 0
 
 
-class ExplorerStatusChanged(_Event):
+class ExplorerStatusChanged(_Event, frozen=True):
     """One explorer's status; which one is the envelope's producer."""
 
     status: ExplorerStatus
@@ -259,6 +258,4 @@ ANNOUNCEMENT_TYPES: tuple[type[Struct], ...] = Announcement.__args__
 
 def event_tag(event: type[Struct] | Struct) -> str:
     """The kebab-case tag by which an event is known on the wire."""
-    tag = msgspec.inspect.type_info(event if isinstance(event, type) else type(event))
-    assert isinstance(tag, msgspec.inspect.StructType) and isinstance(tag.tag, str)
-    return tag.tag
+    return str(event.__struct_config__.tag)

@@ -55,9 +55,7 @@ def _missing_saves(state: KindState, now: int) -> list[str]:
     done = sum(slot.proof is not None for slot in state.slots.values())
     if done >= expected:
         return []
-    named = {
-        slot_key(slot): slot for reg in state.registrations.values() for slot in reg.slots
-    }
+    named = {slot_key(slot): slot for reg in state.registrations.values() for slot in reg.slots}
     running = [
         f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} "
         f"(started {(now - min(slot.running.values())) / 1000:.1f} s ago)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec import Struct
+
 from trinity_schemas import Kind
 
 from .fold import staged_folder

@@ -89,9 +89,9 @@ class Monitor:
             return []
         if not self._in_order(envelope.producer, envelope.sequence):
             return []
-        if envelope.epoch != state.epoch or not state.epoch:
-            if not self._admit_epoch(envelope):
-                return []
+        current = envelope.epoch == state.epoch and state.epoch > 0
+        if not current and not self._admit_epoch(envelope):
+            return []
         handler(self, event, envelope)
         return self._flush() if self._out else []
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
+
 from trinity_schemas import (
     ExplorerStatus,
     Kind,
@@ -91,7 +92,7 @@ class Anomaly(Struct, frozen=True, kw_only=True):
 
 
 class MonitorState(Struct, kw_only=True, omit_defaults=True):
-    """The state of a run after ``position``. Only :class:`~trinity_events.core.Monitor` changes it."""
+    """The state of a run after ``position``. Only :class:`.Monitor` changes it."""
 
     run_id: str
     position: str = ORIGIN

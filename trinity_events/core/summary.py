@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from msgspec import Struct
+
 from trinity_schemas import (
     Envelope,
     StepCommitted,

@@ -83,7 +83,7 @@ class EventLog(Protocol):
     async def wait(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
-        """As :meth:`read` on one or both streams, waiting on the server until there is something."""
+        """As :meth:`read` on one or both streams, waiting on the server for them."""
         ...
 
     async def last_id(self, stream: Stream = Stream.EVENTS) -> str:

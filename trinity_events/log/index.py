@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import redis.asyncio
+
 from trinity_schemas import RUN_INDEX, check_run_id
 
 from ..errors import RunNotFound
@@ -19,7 +20,7 @@ async def add_run(client: redis.asyncio.Redis, run_id: str) -> None:
 
 
 async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
-    """Every run of the server, oldest first, with the seconds since the epoch when it was opened."""
+    """Every run of the server, oldest first, with the Unix time at which it was opened."""
     reply: Any = await client.xrange(RUN_INDEX)
     found: dict[str, float] = {}
     for entry_id, fields in reply:
@@ -34,7 +35,9 @@ async def require_run(client: redis.asyncio.Redis, run_id: str | None) -> str:
     runs = await list_runs(client)
     if run_id is None:
         if not runs:
-            raise RunNotFound("there is no run on this server yet: start one with: trinity-events demo")
+            raise RunNotFound(
+                "there is no run on this server yet: start one with: trinity-events demo"
+            )
         return max(runs, key=lambda run: runs[run])
     if run_id not in runs:
         known = ", ".join(list(runs)[-5:]) or "none"

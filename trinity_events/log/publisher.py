@@ -11,6 +11,7 @@ from collections.abc import Callable
 import anyio
 import redis
 import redis.asyncio
+
 from trinity_schemas import Envelope, Event, Producer, RunOpened, RunResumed, encode, event_tag
 
 from ..errors import PublishError

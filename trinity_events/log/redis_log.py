@@ -8,6 +8,7 @@ from typing import Any
 
 import redis.asyncio
 from redis.commands.core import AsyncScript
+
 from trinity_schemas import RunKeys
 
 from .base import ORIGIN, Commit, Entry, Standing, Stream
@@ -52,7 +53,7 @@ class RedisEventLog:
     async def wait(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
-        """As :meth:`read` on one or both streams, waiting on the server until there is something."""
+        """As :meth:`read` on one or both streams, waiting on the server for them."""
         streams = {self._key(stream): stream for stream in after}
         reply = await self._redis.xread(
             {key: after[stream] for key, stream in streams.items()},
@@ -60,9 +61,7 @@ class RedisEventLog:
             block=max(1, int(seconds * 1000)),
         )
         return [
-            (streams[key.decode()], entry)
-            for key, found in reply or ()
-            for entry in entries(found)
+            (streams[key.decode()], entry) for key, found in reply or () for entry in entries(found)
         ]
 
     async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
@@ -121,7 +120,7 @@ class RedisEventLog:
         return bool(outcome == b"ok")
 
     async def lead(self, lease: float) -> tuple[int, float]:
-        """Take the lead for ``lease`` seconds: a token, or 0 and the seconds until it may be free."""
+        """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""
         token, left = await self._lead(
             keys=[self.keys.leader, self.keys.fence], args=[int(lease * 1000)]
         )
@@ -135,9 +134,7 @@ class RedisEventLog:
 
 def entries(reply: Any) -> list[Entry]:
     """Entries of an XRANGE or XREAD reply; one without our field reads as empty bytes."""
-    return [
-        Entry(entry_id.decode(), (fields or {}).get(FIELD, b"")) for entry_id, fields in reply
-    ]
+    return [Entry(entry_id.decode(), (fields or {}).get(FIELD, b"")) for entry_id, fields in reply]
 
 
 def _script(client: redis.asyncio.Redis, name: str) -> AsyncScript:

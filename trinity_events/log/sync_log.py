@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import redis
+
 from trinity_schemas import RunKeys
 
 from .base import ORIGIN, Entry, Stream

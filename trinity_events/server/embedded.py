@@ -28,7 +28,7 @@ _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 def trinity_home() -> Path:
     """Where the embedded server and the demo keep their data: ``TRINITY_HOME``, or in $HOME."""
     configured = os.environ.get("TRINITY_HOME")
-    return Path(configured).expanduser().resolve() if configured else Path.home() / ".trinity-events"
+    return Path(configured or "~/.trinity-events").expanduser().resolve()
 
 
 def find_binary() -> Path:
@@ -98,7 +98,7 @@ class EmbeddedServer:
         except OSError as error:
             raise ServerUnreachable(
                 f"the embedded server cannot keep its data in {self.home} ({error.strerror}): "
-                "set TRINITY_HOME to a folder that can be written, or name a server with --redis-url"
+                "set TRINITY_HOME to one that can be written, or name a server with --redis-url"
             ) from None
         with users:
             with self._deciding():

@@ -1,0 +1,41 @@
+"""Trinity Events: checkpoints and weight versions of RL post-training, as an event log."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from trinity_schemas import StepFailed, StepReady, StepSuperseded, VersionRetired, WeightsApplied
+
+if TYPE_CHECKING:
+    from .coordinator import CheckpointCoordinator
+    from .subscriptions import Delivered, Subscription, subscribe
+    from .weights import Synchronizer
+
+__all__ = [
+    "CheckpointCoordinator",
+    "Delivered",
+    "StepFailed",
+    "StepReady",
+    "StepSuperseded",
+    "Subscription",
+    "Synchronizer",
+    "VersionRetired",
+    "WeightsApplied",
+    "subscribe",
+]
+
+_HOMES = {
+    "CheckpointCoordinator": ".coordinator",
+    "Delivered": ".subscriptions",
+    "Subscription": ".subscriptions",
+    "Synchronizer": ".weights",
+    "subscribe": ".subscriptions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: a consumer of events pays neither for torch nor for what it does not name.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

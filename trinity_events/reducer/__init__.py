@@ -1,0 +1,19 @@
+"""The process that folds the log, announces what became true and keeps the files in step."""
+
+from .checkpoints import CheckpointFiles, UnsafePath, writable_root
+from .leader import LEASE, Leader
+from .process import reduce_all, reduce_run
+from .reduce import SNAPSHOT_EVERY, Reducer, load_monitor
+
+__all__ = [
+    "LEASE",
+    "SNAPSHOT_EVERY",
+    "CheckpointFiles",
+    "Leader",
+    "Reducer",
+    "UnsafePath",
+    "load_monitor",
+    "reduce_all",
+    "reduce_run",
+    "writable_root",
+]

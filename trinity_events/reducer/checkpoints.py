@@ -1,0 +1,109 @@
+"""Brings a run's checkpoint directory in step with the state: promotes folders, moves pointers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ..core import FilePlan, Promotion
+from ..errors import CheckpointRootUnusable
+
+logger = logging.getLogger(__name__)
+
+
+class UnsafePath(ValueError):
+    """A path from an event that leads out of the run's checkpoint directory."""
+
+
+def writable_root(root: Path) -> Path:
+    """Create the root and prove that it can be written. Raises CheckpointRootUnusable."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return root.resolve()
+    except OSError as error:
+        raise CheckpointRootUnusable(
+            f"the checkpoint root {root} cannot be written ({error.strerror}): "
+            "choose another with --checkpoint-root, or make it writable"
+        ) from None
+
+
+class CheckpointFiles:
+    """The checkpoint directory of one run, ``ROOT/RUN``.
+
+    Idempotent: what is already as planned is left alone, so that it may run as often as one
+    likes, and after a crash does what the crash left undone.
+    """
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self.folder = root / run_id
+        self._reported: set[str] = set()
+
+    def reconcile(self, plan: FilePlan) -> None:
+        """Promote, then write the iteration files, so that they never name what is not there."""
+        for promotion in plan.promotions:
+            self._attempt(promotion.staged, lambda p=promotion: self._promote(p))  # type: ignore[misc]
+        for name, text in plan.iterations:
+            self._attempt(name, lambda n=name, t=text: self._point(n, t))  # type: ignore[misc]
+
+    def _attempt(self, what: str, act: Callable[[], None]) -> None:
+        # A disk that is full for a while must not stop the run: the next turn tries again.
+        try:
+            act()
+            self._reported.discard(what)
+        except (OSError, UnsafePath) as error:
+            if what not in self._reported:
+                self._reported.add(what)
+                logger.error("%s of %s: %s", what, self.folder, error)
+
+    def _promote(self, promotion: Promotion) -> None:
+        staged = inside(self.folder, promotion.staged)
+        if not staged.is_dir():
+            return  # promoted before, or saved by someone who wrote in place
+        target = inside(self.folder, promotion.target)
+        if target.exists():
+            # Of an earlier epoch, or the state dict that this checkpoint contains.
+            old = staged.parent / f"{staged.name}.replaced"
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            staged.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            staged.rename(target)
+        _sync_folder(self.folder)
+
+    def _point(self, name: str, text: str) -> None:
+        path = self.folder / name
+        try:
+            if path.read_text() == text:
+                return
+        except (FileNotFoundError, UnicodeDecodeError):
+            pass
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".{name}.{os.getpid()}"
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(self.folder)
+
+
+def inside(folder: Path, relative: str) -> Path:
+    """``folder / relative``, refused when it leads out of the folder, by links too."""
+    path = folder / relative
+    if not path.resolve().is_relative_to(folder.resolve()) or path.resolve() == folder.resolve():
+        raise UnsafePath(f"path {relative!r} leads out of {folder} and is not used")
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
