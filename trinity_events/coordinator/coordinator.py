@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio.to_thread
+
 from trinity_schemas import (
     Kind,
     Registration,
@@ -22,7 +23,7 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ..errors import SaveError
+from ..errors import PublishError, SaveError
 from ..log import Publisher
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class CheckpointCoordinator:
         """Register how many saves to expect of a step, and commit it.
 
         To be called once the saves are dispatched; they may be anywhere between not started and
-        finished. With no count at all the step is registered with an explicit zero, and ready.
+        finished. The kind that is committed is registered in any case: a count of zero says
+        that there is nothing to wait for.
 
         Args:
             global_step: The training step.
@@ -143,7 +145,7 @@ class CheckpointCoordinator:
         registrations = tuple(
             Registration(registration_id=secrets.token_hex(8), kind=one, expected=count)
             for one, count in counts
-            if count or (one == kind and not any(count for _, count in counts))
+            if count or one == kind
         )
         await anyio.to_thread.run_sync(
             self._commit, global_step, kind, registrations, metrics or {}
@@ -176,14 +178,7 @@ class CheckpointCoordinator:
             save_fn()
             nbytes, digest = _measure(Path(path)) if path is not None else (0, None)
         except BaseException as error:
-            self._publisher.publish(
-                SaveFailed(
-                    save_id=save_id,
-                    slot=slot,
-                    error_type=type(error).__name__,
-                    message=str(error)[:_LONGEST_MESSAGE],
-                )
-            )
+            self._tell_failure(save_id, slot, error)
             raise
         self._publisher.publish(
             SaveFinished(
@@ -195,6 +190,19 @@ class CheckpointCoordinator:
                 digest=digest,
             )
         )
+
+    def _tell_failure(self, save_id: str, slot: Slot, error: BaseException) -> None:
+        failed = SaveFailed(
+            save_id=save_id,
+            slot=slot,
+            error_type=type(error).__name__,
+            message=str(error)[:_LONGEST_MESSAGE],
+        )
+        try:
+            self._publisher.publish(failed)
+        except PublishError:
+            # The save's own error is the one that its caller must see.
+            logger.exception("the failure of save %s could not be published", slot.name)
 
     def _relative(self, path: Path | str | None) -> str | None:
         """The path as events have it; None when it lies elsewhere, where nothing is promoted."""

@@ -451,21 +451,16 @@ def is_complete(step: StepState, kind: Kind) -> bool:
         committed = state.committed_at is not None or committed_by_checkpoint
         return committed and _all_saved(state)
     state_dict = step.kinds.get("state_dict")
-    return (
-        state.committed_at is not None
-        and _all_saved(state, needs_registration=not _is_registered(state_dict))
-        and (state_dict is None or not _is_registered(state_dict) or _all_saved(state_dict))
-    )
+    rests_on = [state]
+    if state_dict is not None and state_dict.registrations:
+        rests_on.append(state_dict)
+    return state.committed_at is not None and all(_all_saved(one) for one in rests_on)
 
 
-def _is_registered(kind: KindState | None) -> bool:
-    return kind is not None and bool(kind.registrations)
-
-
-def _all_saved(kind: KindState, *, needs_registration: bool = True) -> bool:
+def _all_saved(kind: KindState) -> bool:
     """Every expected slot has a finished attempt; an explicit zero needs none."""
     if not kind.registrations:
-        return not needs_registration
+        return False
     named: set[str] = set()
     unnamed = 0
     for registration in kind.registrations.values():

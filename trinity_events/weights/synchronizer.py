@@ -1,0 +1,252 @@
+"""The client through which trainers publish weight versions and explorers pull them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trinity_schemas import (
+    AppliedPhases,
+    ContractError,
+    Producer,
+    SaveFailed,
+    Slot,
+    StepCommitted,
+    StepReady,
+    VersionOpened,
+    VersionPartPublished,
+    VersionRetired,
+    WeightsApplied,
+    decode_envelope,
+    decode_manifest,
+)
+
+from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
+from ..server import open_client
+from .base import ChunkStore, PartRef
+from .install import check_fit, install
+from .publish import CHUNK_BYTES, PartWriter, PublishedPartReport
+from .pull import PulledVersion, pull_version
+from .redis_store import RedisChunkStore
+
+
+class Synchronizer:
+    """Memory-based weight sync of one run, as one process of it.
+
+    Picklable: what it connects to, it connects to in the process where it is used. Methods are
+    synchronous and may be called from any thread, one at a time.
+
+    Args:
+        run_id: The run.
+        epoch: The epoch of the run that the process belongs to; explorers give 0.
+        redis_url: The server of the log.
+        weights_url: The server of the chunks; the log's when left out.
+        role: The process's role, in its events.
+        rank: The process's rank in that role.
+        chunk_bytes: Largest size of a chunk.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        epoch: int,
+        *,
+        redis_url: str,
+        weights_url: str | None = None,
+        role: str = "trainer",
+        rank: int = 0,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self._redis_url = redis_url
+        self._weights_url = weights_url or redis_url
+        self._role = role
+        self._rank = rank
+        self._chunk_bytes = chunk_bytes
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._publisher_made: Publisher | None = None
+        self._store_made: ChunkStore | None = None
+        self._read_through = ORIGIN
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("_publisher_made", "_store_made", "_read_through"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._disconnect()
+
+    def bind(self, role: str, rank: int) -> Synchronizer:
+        """The same client, speaking as another process."""
+        return Synchronizer(
+            self.run_id,
+            self.epoch,
+            redis_url=self._redis_url,
+            weights_url=self._weights_url,
+            role=role,
+            rank=rank,
+            chunk_bytes=self._chunk_bytes,
+        )
+
+    @property
+    def producer(self) -> Producer:
+        """Who this process is in the log."""
+        return self._publisher.producer
+
+    def close(self) -> None:
+        """Close the connections; a later call opens them again."""
+        if self._publisher_made is not None:
+            self._publisher_made.log.close()
+        if self._store_made is not None:
+            self._store_made.close()
+        self._disconnect()
+
+    # --- publishing ------------------------------------------------------------------------
+
+    def open_version(self, global_step: int, ranks: Iterable[int] = (0,)) -> None:
+        """Say that these ranks will publish a version; one process of the trainer does."""
+        self._publisher.publish(
+            VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._store.name)
+        )
+
+    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+        """A writer of one rank's part, after freeing what this rank has of retired versions."""
+        self._free_retired(rank)
+        return PartWriter(self._store, self._part(global_step, rank), self._chunk_bytes)
+
+    def part_published(
+        self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
+    ) -> None:
+        """Say that a part is whole. ``seconds`` is how long the training loop was held."""
+        self._publisher.publish(
+            VersionPartPublished(
+                step=global_step,
+                rank=rank,
+                manifest_digest=report.manifest_digest,
+                bytes=report.bytes,
+                tensors=report.tensors,
+                chunks=report.chunks,
+                seconds=seconds,
+            )
+        )
+
+    def publish(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], global_step: int, rank: int = 0
+    ) -> PublishedPartReport:
+        """Publish one rank's part from an iterator that needs no other rank.
+
+        What fails is told to the log and raised; nothing of the part is left.
+        """
+        began = time.monotonic()
+        writer = self.part_writer(global_step, rank)
+        try:
+            for name, tensor in named_tensors:
+                writer.add(name, tensor)
+            report = writer.seal()
+        except BaseException as error:
+            writer.discard()
+            self.part_failed(global_step, rank, error)
+            raise
+        self.part_published(global_step, rank, report, time.monotonic() - began)
+        return report
+
+    def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
+        """Say that a part will not come."""
+        slot = Slot(step=global_step, kind="weights", role=self._role, rank=rank, name="part")
+        self._publisher.publish(
+            SaveFailed(
+                save_id=secrets.token_hex(8),
+                slot=slot,
+                error_type=type(error).__name__,
+                message=str(error)[:2000],
+            )
+        )
+
+    def commit(self, global_step: int, metrics: dict[str, float] | None = None) -> None:
+        """Say that all parts of the version are under way, or done; the trainer does."""
+        self._publisher.publish(
+            StepCommitted(step=global_step, kind="weights", metrics=metrics or {})
+        )
+
+    # --- pulling ---------------------------------------------------------------------------
+
+    def pull(self, ready: StepReady) -> PulledVersion:
+        """Fetch and verify the version that an announcement names: that one, whole, or an error.
+
+        Raises:
+            VersionUnavailable: when it is no longer there; a newer one is, or will be.
+            CorruptVersion: when what is there is not what was announced.
+        """
+        return pull_version(self._store, self.run_id, ready)
+
+    def apply(self, module: torch.nn.Module, ready: StepReady) -> AppliedPhases:
+        """Pull a version, install it in the module in place, and report it.
+
+        Nothing of the module changes before all of the version is here, verified and known to
+        fit. Raises as :meth:`pull`, and IncompatibleWeights.
+        """
+        began = time.monotonic()
+        version = self.pull(ready)
+        verified_at = time.time()
+        pairs = check_fit(module, version)
+        fetched = time.monotonic()
+        install(pairs)
+        phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
+        self._publisher.publish(
+            WeightsApplied(
+                version=version.ref,
+                digest=version.digest,
+                bytes=version.bytes,
+                verified_at=verified_at,
+                phases=phases,
+            )
+        )
+        return phases
+
+    # --- what it stands on -----------------------------------------------------------------
+
+    @property
+    def _publisher(self) -> Publisher:
+        if self._publisher_made is None:
+            log = SyncEventLog(open_client(self._redis_url), self.run_id)
+            producer = new_producer(self._role, self._rank)
+            self._publisher_made = Publisher(log, self.epoch, producer)
+        return self._publisher_made
+
+    @property
+    def _store(self) -> ChunkStore:
+        if self._store_made is None:
+            self._store_made = RedisChunkStore(open_client(self._weights_url))
+        return self._store_made
+
+    def _part(self, step: int, rank: int, epoch: int | None = None) -> PartRef:
+        return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
+
+    def _free_retired(self, rank: int) -> None:
+        """Free this rank's parts of the versions that the reducer has retired since last time."""
+        log = self._publisher.log
+        while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS):
+            for entry in found:
+                self._read_through = entry.id
+                event = decode_envelope(entry.payload).event
+                if isinstance(event, VersionRetired):
+                    self._free(self._part(event.step, rank, event.epoch))
+
+    def _free(self, part: PartRef) -> None:
+        raw = self._store.get_manifest(part)
+        if raw is None:
+            return
+        try:
+            chunks = len(decode_manifest(raw).chunks)
+        except ContractError:
+            chunks = 0  # not ours; its chunks expire
+        self._store.delete(part, chunks)

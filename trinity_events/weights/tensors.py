@@ -1,0 +1,65 @@
+"""Tensors as bytes and back, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+from typing_extensions import Buffer
+
+from trinity_schemas import TensorEntry
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name in a manifest. Raises TypeError for one that cannot travel."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(f"tensors of dtype {dtype} cannot be published")
+    return name
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's elements, row-major; a copy only when it is not on the CPU or not contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # view() refuses tensors of no elements.
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def as_tensor(buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """The tensor that ``entry`` describes, a view of the part's bytes where alignment allows.
+
+    Args:
+        buffer: uint8 [bytes of the part].
+        entry: Where the tensor lies in it.
+    """
+    dtype = DTYPES[entry.dtype]
+    data = buffer[entry.offset : entry.offset + entry.nbytes]
+    if data.data_ptr() % dtype.itemsize:
+        data = data.clone()
+    return (
+        data.view(dtype).reshape(entry.shape)
+        if entry.nbytes
+        else torch.empty(entry.shape, dtype=dtype)
+    )
+
+
+def digest(data: Buffer) -> str:
+    """XXH3 of 128 bits: finds what broke by accident, at the speed of memory."""
+    return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
