@@ -63,7 +63,7 @@ def sample(folder: Path, task: Task, *, temperature: float = 1.0):
 
 
 def with_random_rewards(groups: list[rollout.Rollout]) -> list[rollout.Rollout]:
-    """The groups with rewards drawn by lot: a random policy earns none, and no reward means no gradient."""
+    """The groups with rewards by lot: a random policy earns none, which would mean no gradient."""
     lot = random.Random(0)
     return [
         dataclasses.replace(group, rewards=[float(lot.random() < 0.5) for _ in group.rewards])

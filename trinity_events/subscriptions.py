@@ -23,7 +23,7 @@ from trinity_schemas import (
 )
 
 from .errors import DeadlineExceeded
-from .log import ORIGIN, Entry, RedisEventLog, Stream
+from .log import ORIGIN, Entry, RedisEventLog, Stream, before, position
 from .log.redis_log import entries
 from .server import connect, serving
 
@@ -251,7 +251,12 @@ def subscribe(
         ValueError: for a start or a mixture of types that makes no sense.
     """
     if start not in ("current", "beginning"):
-        position(start)
+        try:
+            position(start)
+        except ValueError as error:
+            raise ValueError(
+                f'start at "current", at "beginning" or after an entry: {error}'
+            ) from None
     for one in types:
         if one not in EVENT_TYPES:
             raise ValueError(f"{one.__name__} is not an event: see trinity_schemas.EVENT_TYPES")
@@ -265,25 +270,6 @@ def subscribe(
         deadline=deadline,
         claim_after=claim_after,
     )
-
-
-def position(entry_id: str) -> tuple[int, int]:
-    """An entry id as numbers that compare. Raises ValueError for anything else."""
-    milliseconds, _, number = entry_id.partition("-")
-    if not (milliseconds.isdigit() and number.isdigit()):
-        raise ValueError(
-            f'{entry_id!r} is not a place to start from: use "current", "beginning", '
-            "or an entry id such as 1700000000000-0"
-        )
-    return int(milliseconds), int(number)
-
-
-def before(entry_id: str) -> str:
-    """The largest id below this one."""
-    milliseconds, number = position(entry_id)
-    if number:
-        return f"{milliseconds}-{number - 1}"
-    return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else ORIGIN
 
 
 def _stream_of(event_type: type[Struct]) -> Stream:

@@ -51,6 +51,8 @@ from .state import (
 # follow from the log, so that a replay gives the very bytes that the live reducer wrote.
 MONITOR = Producer(role="reducer", rank=0, node="log", incarnation="monitor")
 
+KINDS: tuple[Kind, ...] = ("state_dict", "checkpoint", "weights")
+
 KEPT_VERSIONS = 2
 KEPT_STEPS = 128
 KEPT_STEPS_AT_MOST = 4096

@@ -1,7 +1,8 @@
 """The append-only event log of a run: the port, Redis streams behind it, and those who write."""
 
-from .base import ORIGIN, Commit, DeadLetter, Entry, EventLog, Standing, Stream
+from .base import Commit, DeadLetter, Entry, EventLog, Standing, Stream
 from .index import list_runs, require_run, watch_runs
+from .position import ORIGIN, before, position
 from .publisher import AsyncPublisher, Publisher, new_producer, open_run
 from .redis_log import RedisEventLog
 from .sync_log import SyncEventLog
@@ -18,9 +19,11 @@ __all__ = [
     "Standing",
     "Stream",
     "SyncEventLog",
+    "before",
     "list_runs",
     "new_producer",
     "open_run",
+    "position",
     "require_run",
     "watch_runs",
 ]

@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-ORIGIN = "0-0"
-"""The position before the first entry."""
+from .position import ORIGIN
 
 
 class Stream(Enum):

@@ -11,7 +11,8 @@ from redis.commands.core import AsyncScript
 
 from trinity_schemas import RunKeys
 
-from .base import ORIGIN, Commit, Entry, Standing, Stream
+from .base import Commit, Entry, Standing, Stream
+from .position import ORIGIN
 
 FIELD = b"e"
 """The field of a stream entry that holds the event."""

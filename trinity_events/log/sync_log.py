@@ -8,7 +8,8 @@ import redis
 
 from trinity_schemas import RunKeys
 
-from .base import ORIGIN, Entry, Stream
+from .base import Entry, Stream
+from .position import ORIGIN
 from .redis_log import FIELD, entries
 
 

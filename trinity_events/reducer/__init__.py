@@ -3,7 +3,7 @@
 from .checkpoints import CheckpointFiles, UnsafePath, writable_root
 from .leader import LEASE, Leader
 from .process import reduce_all, reduce_run
-from .reduce import SNAPSHOT_EVERY, Reducer, load_monitor
+from .reduce import SNAPSHOT_EVERY, Reducer, fold, load_monitor
 
 __all__ = [
     "LEASE",
@@ -12,6 +12,7 @@ __all__ = [
     "Leader",
     "Reducer",
     "UnsafePath",
+    "fold",
     "load_monitor",
     "reduce_all",
     "reduce_run",

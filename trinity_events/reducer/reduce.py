@@ -72,10 +72,13 @@ class Reducer:
         return True
 
     async def _step(self, monitor: Monitor, after: str, found: list[Entry]) -> bool:
+        was_closed = monitor.state.closed
         announcements, dead = fold(monitor, found)
         self._stale = bool(announcements)
         self._since_snapshot += len(found)
-        due = self._since_snapshot >= SNAPSHOT_EVERY
+        # A run that ends leaves its last state, for whoever looks at it afterwards.
+        ended = monitor.state.closed is not None and was_closed is None
+        due = ended or self._since_snapshot >= SNAPSHOT_EVERY
         commit = Commit(
             token=self._token,
             after=after,

@@ -1,1 +1,1 @@
-"""The small language model that really learns: its tasks, its policy, its warm-up, its rollouts and its GRPO loss."""
+"""The small language model that really learns: tasks, policy, warm-up, rollouts, GRPO loss."""

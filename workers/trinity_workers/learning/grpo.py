@@ -1,8 +1,8 @@
-"""Group Relative Policy Optimization, as pure functions on tensors: no I/O, no process group, no optimizer.
+"""Group Relative Policy Optimization as pure functions on tensors: no I/O, no process group.
 
 The objective is GRPO's clipped surrogate (DeepSeekMath, arXiv 2402.03300) without its KL term, as a
-mean over all response tokens of the batch (as in DAPO, arXiv 2503.14476) and not per response, whose
-1/|o| favours long wrong answers (Dr. GRPO, arXiv 2503.20783).
+mean over all response tokens of the batch (as in DAPO, arXiv 2503.14476) and not per response,
+whose 1/|o| favours long wrong answers (Dr. GRPO, arXiv 2503.20783).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GroupLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B responses with their prompts: P columns of prompt padded on the left, R of response on the right.
+    """B responses: P columns of prompt, padded on the left, then R of response, padded on the right.
 
     input_ids: [B, P + R] int64.
     attention_mask: [B, P + R] int64, 1 on real tokens. It is made from lengths, since a policy may
@@ -87,8 +87,8 @@ class Batch:
 def group_advantages(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     """(reward - mean) / deviation within each group; 0 where all rewards of a group are equal.
 
-    The deviation is the population's (divided by S). Equality is tested on the rewards: the deviation
-    of equal ones may come out a rounding error above zero, which would blow noise up to ones.
+    The deviation is the population's (divided by S). Equality is tested on the rewards: the
+    deviation of equal ones may come out a rounding error above zero, and blow noise up to ones.
     """
     return [_standardised(group) for group in rewards]
 
@@ -163,7 +163,7 @@ def response_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) 
     trained is not the one that acted.
     """
     width = batch.response_mask.shape[1]
-    # The column before a token predicts it: the last R + 1 columns spare the head over the prompt's.
+    # The column before a token predicts it, so R + 1 columns; the head is spared the prompt's.
     output: Any = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,

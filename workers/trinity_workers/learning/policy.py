@@ -1,7 +1,7 @@
 """The policy: a Qwen2 of 129,728 parameters and a tokenizer with one token a character.
 
-Both live in one Hugging Face folder. It is an ordinary `transformers` model, so that everything that
-carries its weights (FSDP, checkpoints, the Synchronizer) meets the names, tied embeddings and
+Both live in one Hugging Face folder. It is an ordinary `transformers` model, so that everything
+that carries its weights (FSDP, checkpoints, the Synchronizer) meets the names, tied embeddings and
 grouped key-value heads of a real one.
 """
 
@@ -46,7 +46,7 @@ def isolated_rng(seed: int, device: torch.device | None = None) -> Iterator[None
     cuda = device is not None and device.type == "cuda"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
-        # Not torch.manual_seed: it would also seed the CUDA devices that fork_rng does not put back.
+        # Not torch.manual_seed: it also seeds the CUDA devices that fork_rng does not put back.
         torch.default_generator.manual_seed(seed)
         if cuda:
             stack.enter_context(torch.cuda.device(device))
@@ -88,7 +88,7 @@ def save_policy(model: PreTrainedModel, folder: Path) -> None:
 def load_policy(
     folder: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model (on the CPU, in evaluation mode) and tokenizer from a folder, never from the hub."""
+    """Load model (on the CPU, in evaluation mode) and tokenizer; the hub is never asked."""
     if not (folder / "config.json").is_file():
         # transformers would take a missing folder for the name of a repository on the hub.
         raise FileNotFoundError(f"no policy in {folder}: config.json is missing")

@@ -22,7 +22,8 @@ class Rollout:
     """One question and S sampled answers to it: a group, in the words of GRPO.
 
     prompt_tokens: token ids of the prompt, without padding.
-    responses: S lists of token ids, without padding, with the end of sequence as last id where it was produced.
+    responses: S lists of token ids, without padding, with the end of sequence as last id where it
+        was produced.
     logprobs: S lists, one log-probability (in nats) a response token, under the policy and at the
         temperature that sampled it.
     rewards: S numbers, 0.0 or 1.0, to learn from.
@@ -77,7 +78,7 @@ def sampled_accuracy(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> float:
-    """Share in [0, 1] of sampled answers that are exactly right: what GRPO raises, so what shows it."""
+    """Share in [0, 1] of sampled answers that are exactly right: the number that GRPO raises."""
     return _exact_share(
         generate(
             model,
@@ -100,7 +101,7 @@ def greedy_accuracy(
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> float:
-    """Share in [0, 1] of questions whose greedy answer is exactly right; it may dip while others rise."""
+    """Share in [0, 1] of greedy answers that are exactly right; it dips now and then in training."""
     return _exact_share(
         _answer(
             model,
@@ -148,8 +149,8 @@ def _answer(
         for row in range(index * samples, (index + 1) * samples):
             length, ended = _response_length(tokens[row], tokenizer.eos_token_id)
             response = tokens[row][:length]
-            # Special tokens are kept: a padding token that was really sampled must spoil the answer,
-            # not vanish from it.
+            # Special tokens are kept: a padding token that was really sampled must spoil the
+            # answer, not vanish from it.
             text = (
                 str(tokenizer.decode(response[:-1], skip_special_tokens=False)) if ended else None
             )
@@ -163,7 +164,7 @@ def _answer(
 
 
 def _response_length(tokens: list[int], eos_token_id: int) -> tuple[int, bool]:
-    """Length of the response with its end of sequence, and whether it has one; the rest is padding."""
+    """Length of the response with its end of sequence, and whether it has one."""
     try:
         return tokens.index(eos_token_id) + 1, True
     except ValueError:
@@ -179,7 +180,7 @@ def _generate_tokens(
     temperature: float | None,
     generator: torch.Generator | None,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """New token ids and their log-probabilities, both [questions x samples, T], T <= max_new_tokens."""
+    """New token ids and their log-probabilities, [questions x samples, T], T <= max_new_tokens."""
     width = max(len(prompt) for prompt in prompts)
     pad = tokenizer.pad_token_id
     device = model.device

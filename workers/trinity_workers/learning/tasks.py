@@ -61,7 +61,7 @@ class Task(Protocol):
         ...
 
     def training_questions(self, seed: int) -> Iterator[Question]:
-        """Endless questions of the training split, with repeats, the same ones for the same seed."""
+        """Endless training questions, with repeats; the same ones for the same seed."""
         ...
 
     def held_out(self, count: int) -> list[Question]:
@@ -110,7 +110,7 @@ class SpellBackward:
         )
 
     def training_questions(self, seed: int) -> Iterator[Question]:
-        """Endless questions of the training split, with repeats, the same ones for the same seed."""
+        """Endless training questions, with repeats; the same ones for the same seed."""
         for question in self._draws(f"training:{seed}"):
             if split_of(question.prompt) == "training":
                 yield question
@@ -136,9 +136,9 @@ class SpellBackward:
         return Reward(exact=float(score >= _EXACT_SCORE), score=score)
 
     def _draws(self, stream: str) -> Iterator[Question]:
-        # The family seeds entry i with (seed + i), so neighbouring seeds give one sequence shifted by
-        # one. Starting every stream at a hashed index keeps streams apart, and one loaded family
-        # serves them all.
+        # The family seeds entry i with (seed + i), so neighbouring seeds give one sequence shifted
+        # by one. Starting every stream at a hashed index keeps streams apart, and one loaded
+        # family serves them all.
         start = int.from_bytes(hashlib.sha256(f"{self.name}:{stream}".encode()).digest()[:7], "big")
         index = start
         while True:

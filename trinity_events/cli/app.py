@@ -1,0 +1,62 @@
+"""Gathers the commands, and turns what goes wrong into one sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+
+import typer
+
+from ..errors import TrinityError
+from .reducer import reducer
+from .replay import replay
+from .runs import runs
+from .serve import serve
+from .status import status
+from .tail import tail
+
+# Commands of the workers' package, which this package does not import, come by entry point.
+PLUGINS = "trinity_events.commands"
+
+
+def build() -> typer.Typer:
+    """The application with every command that is installed."""
+    app = typer.Typer(
+        name="trinity-events",
+        help="Event-driven checkpoint and weight-sync pipeline for RL post-training.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for plugin in entry_points(group=PLUGINS):
+        app.command(plugin.name)(plugin.load())
+    for command in (serve, reducer, runs, status, tail, replay):
+        app.command()(command)
+    return app
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is one sentence and exit status 1."""
+    try:
+        build()()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough, as `| head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        for cause in _causes(error):
+            if isinstance(cause, TrinityError):
+                print(f"error: {cause}", file=sys.stderr)
+                sys.exit(1)
+        raise
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error, or the errors of its group."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in _causes(one)]
+    return [error]

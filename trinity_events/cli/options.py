@@ -1,0 +1,74 @@
+"""Options that several commands take."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import redis.asyncio
+import typer
+
+from ..log import RedisEventLog, require_run
+from ..server import connect, serving, trinity_home
+
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis-url",
+        envvar="TRINITY_REDIS_URL",
+        help="Server of the event log; the embedded server when left out.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+RunArgument = Annotated[str, typer.Argument(help="The run's id.", show_default=False)]
+OptionalRun = Annotated[
+    str | None, typer.Argument(help="The run's id; the newest when left out.", show_default=False)
+]
+CheckpointRoot = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint-root",
+        help="Folder with one checkpoint directory a run; below TRINITY_HOME when left out.",
+        show_default=False,
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every announcement.")]
+
+
+def checkpoint_root(given: Path | None) -> Path:
+    """The folder given, or the one below ``TRINITY_HOME``."""
+    return given or trinity_home() / "checkpoints"
+
+
+def log_to_stderr(*, verbose: bool) -> None:
+    """Logging for commands that run for long."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+    )
+
+
+@asynccontextmanager
+async def client_of(redis_url: str | None) -> AsyncIterator[redis.asyncio.Redis]:
+    """A client of the server that was chosen."""
+    with serving(redis_url) as url:
+        async with connect(url) as client:
+            yield client
+
+
+@asynccontextmanager
+async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisEventLog]:
+    """The log of a run that must be there."""
+    async with client_of(redis_url) as client:
+        yield RedisEventLog(client, await require_run(client, run))
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on standard output."""
+    print(json.dumps(msgspec.to_builtins(value, str_keys=True)))

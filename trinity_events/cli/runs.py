@@ -1,0 +1,42 @@
+"""``trinity-events runs``."""
+
+from __future__ import annotations
+
+import anyio
+from rich.console import Console
+
+from ..core import MonitorState
+from ..history import current_state
+from ..log import RedisEventLog, list_runs
+from ..views import runs_table
+from .options import Json, RedisUrl, client_of, print_json
+
+
+def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
+    """List the runs of a server, oldest first.
+
+    Example: trinity-events runs
+    """
+    states = anyio.run(_states, redis_url)
+    if as_json:
+        print_json([_row(state) for state in states])
+    elif states:
+        Console().print(runs_table(states))
+    else:
+        print("No runs yet. Start one with: trinity-events demo")
+
+
+async def _states(redis_url: str | None) -> list[MonitorState]:
+    async with client_of(redis_url) as client:
+        return [await current_state(RedisEventLog(client, run)) for run in await list_runs(client)]
+
+
+def _row(state: MonitorState) -> dict[str, object]:
+    return {
+        "run_id": state.run_id,
+        "opened_at": state.opened_at,
+        "epoch": state.epoch,
+        "trainer": state.closed or state.trainer,
+        "step": state.trainer_step,
+        "ready": {kind: pointer.at for kind, pointer in state.ready.items()},
+    }

@@ -1,0 +1,47 @@
+"""``trinity-events serve``."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Annotated
+
+import anyio
+import typer
+
+from ..reducer import reduce_all, writable_root
+from ..server import EmbeddedServer, connect_sync, trinity_home
+from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr
+from .reducer import until_stopped
+
+
+def serve(
+    port: Annotated[
+        int, typer.Option(help="Loopback port to listen on too; 0 for the socket alone.", min=0)
+    ] = 0,
+    root: CheckpointRoot = None,
+    verbose: Verbose = False,
+) -> None:
+    """Run the embedded server and a reducer for all its runs, until interrupted.
+
+    For local development without Docker: other commands find the server by themselves.
+
+    Example: trinity-events serve --port 6390
+    """
+    log_to_stderr(verbose=verbose)
+    folder = writable_root(checkpoint_root(root))
+    with ExitStack() as stack:
+        url = stack.enter_context(EmbeddedServer(trinity_home()).attached())
+        shown = url
+        if port:
+            with connect_sync(url) as client:
+                client.config_set("bind", "127.0.0.1")
+                client.config_set("port", port)
+            shown = f"redis://127.0.0.1:{port}"
+
+        def started() -> None:
+            print(f"serving at {shown} (Ctrl-C stops)", flush=True)
+
+        async def reduce() -> None:
+            await reduce_all(url, run_id=None, root=folder, started=started)
+
+        anyio.run(until_stopped, reduce)

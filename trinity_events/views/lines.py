@@ -1,0 +1,56 @@
+"""One event, one line."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from msgspec.structs import asdict
+
+from trinity_schemas import ANNOUNCEMENT_TYPES, Envelope, Registration, Slot, event_tag
+
+
+def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = None) -> str:
+    """The entry as a line: id, time, who, what."""
+    at = int(entry_id.partition("-")[0]) / 1000
+    when = (
+        f"{at - run_start:+9.3f}s"
+        if run_start is not None
+        else datetime.fromtimestamp(at).strftime("%H:%M:%S.%f")[:-3]
+    )
+    event = envelope.event
+    mark = "»" if isinstance(event, ANNOUNCEMENT_TYPES) else " "
+    who = f"{envelope.producer.role}-{envelope.producer.rank}"
+    details = " ".join(_details(asdict(event)))
+    return f"{entry_id:<18} {when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
+
+
+_LEFT_OUT = {"save_id", "caused_by", "saves", "parts", "registrations", "verified_at"}
+
+
+def _details(fields: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}={_value(value)}"
+        for name, value in fields.items()
+        if name not in _LEFT_OUT and value not in (None, "", (), {})
+    ]
+
+
+def _value(value: Any) -> str:  # noqa: PLR0911
+    match value:
+        case Slot():
+            return f"{value.kind}/{value.step}/{value.role}-{value.rank}/{value.name}"
+        case Registration():
+            return f"{value.expected}x{value.kind}"
+        case float():
+            return f"{value:.4g}"
+        case dict():
+            return ",".join(f"{key}:{_value(one)}" for key, one in value.items())
+        case str() if ":" in value and len(value) > 32:
+            return value[:16] + "…"  # a digest
+        case _ if hasattr(value, "epoch") and hasattr(value, "step"):
+            return f"{value.epoch}/{value.step}"
+        case _ if hasattr(value, "__struct_fields__"):
+            return ",".join(f"{key}:{_value(one)}" for key, one in asdict(value).items())
+        case _:
+            return str(value)

@@ -1,0 +1,88 @@
+"""A run's state, and the list of runs, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..core import MonitorState, explain
+from ..core.fold import KINDS
+
+
+def runs_table(states: Iterable[MonitorState]) -> Table:
+    """One line a run."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("RUN", "OPENED", "EPOCH", "TRAINER", "STEP", *(kind.upper() for kind in KINDS)):
+        table.add_column(column, no_wrap=True)
+    for state in states:
+        table.add_row(
+            state.run_id,
+            _when(state.opened_at),
+            str(state.epoch),
+            _trainer(state),
+            str(state.trainer_step),
+            *(_pointer(state, kind) for kind in KINDS),
+        )
+    return table
+
+
+def status_panel(state: MonitorState) -> RenderableType:
+    """Everything about one run that one looks for first."""
+    head = Text.assemble(
+        ("run ", "dim"),
+        (state.run_id, "bold"),
+        ("  epoch ", "dim"),
+        str(state.epoch),
+        ("  trainer ", "dim"),
+        f"{_trainer(state)} at step {state.trainer_step}",
+        ("  entries ", "dim"),
+        f"{state.entries}",
+        ("  opened ", "dim"),
+        _when(state.opened_at),
+    )
+    ready = Table(box=None, pad_edge=False)
+    for column in ("READY", "STEP", "SINCE", "DIGEST"):
+        ready.add_column(column)
+    for kind in KINDS:
+        pointer = state.ready.get(kind)
+        if pointer is not None:
+            since = _when(int(pointer.entry_id.partition("-")[0]))
+            ready.add_row(kind, _pointer(state, kind), since, (pointer.digest or "")[:20])
+    explorers = Table(box=None, pad_edge=False)
+    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE"):
+        explorers.add_column(column)
+    for name, explorer in sorted(state.explorers.items()):
+        serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
+        explorers.add_row(name, explorer.status, serves, _when(explorer.applied_at))
+    lines = [
+        Text(explain(state, step), style="yellow")
+        for step, found in sorted(state.steps.items())
+        if any(kind.outcome is None for kind in found.kinds.values())
+    ]
+    if state.anomaly_counts:
+        counts = ", ".join(f"{name} {count}" for name, count in state.anomaly_counts.items())
+        lines.append(Text(f"Anomalies: {counts}.", style="red"))
+        last = state.anomalies[-1]
+        lines.append(Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"))
+    return Group(head, Text(), ready, Text(), explorers, *lines)
+
+
+def _pointer(state: MonitorState, kind: str) -> str:
+    pointer = state.ready.get(kind)  # type: ignore[call-overload]
+    if pointer is None:
+        return "-"
+    return f"{pointer.at.step}" + (f" (epoch {pointer.at.epoch})" if pointer.at.epoch > 1 else "")
+
+
+def _trainer(state: MonitorState) -> str:
+    return state.closed or state.trainer or "-"
+
+
+def _when(milliseconds: int | None) -> str:
+    if milliseconds is None:
+        return "-"
+    return datetime.fromtimestamp(milliseconds / 1000).strftime("%Y-%m-%d %H:%M:%S")
