@@ -228,7 +228,7 @@ def test_a_sampled_padding_token_spoils_an_answer(folder: Path, task: Task) -> N
             patch.setattr(
                 rollout,
                 "_generate_tokens",
-                lambda *_: ([tokens], [[-1.0] * len(tokens)]),
+                lambda *_, **__: ([tokens], [[-1.0] * len(tokens)]),
             )
             return rollout.generate(model, tokenizer, task, [question], samples=1)[0]
 

@@ -19,6 +19,10 @@ class InvalidUrl(TrinityError):
     """The URL is not one of a Redis server."""
 
 
+class InvalidRunId(TrinityError):
+    """The run id is not a slug."""
+
+
 class RunNotFound(TrinityError):
     """No such run on this server."""
 

@@ -13,6 +13,9 @@ import msgspec
 import redis.asyncio
 import typer
 
+from trinity_schemas import check_run_id
+
+from ..errors import InvalidRunId
 from ..log import RedisEventLog, require_run
 from ..server import connect, serving, trinity_home
 
@@ -39,6 +42,14 @@ CheckpointRoot = Annotated[
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every announcement.")]
+
+
+def checked_run(run: str) -> str:
+    """The run's id, if it can be one."""
+    try:
+        return check_run_id(run)
+    except ValueError as error:
+        raise InvalidRunId(str(error)) from None
 
 
 def checkpoint_root(given: Path | None) -> Path:

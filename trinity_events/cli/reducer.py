@@ -11,12 +11,16 @@ from typing import Annotated
 import anyio
 import typer
 
-from trinity_schemas import check_run_id
-
-from ..errors import RunNotFound
 from ..reducer import reduce_all, writable_root
 from ..server import serving
-from .options import CheckpointRoot, RedisUrl, Verbose, checkpoint_root, log_to_stderr
+from .options import (
+    CheckpointRoot,
+    RedisUrl,
+    Verbose,
+    checked_run,
+    checkpoint_root,
+    log_to_stderr,
+)
 
 
 def reducer(
@@ -43,14 +47,6 @@ def reducer(
     folder = writable_root(checkpoint_root(root))
     with serving(redis_url) as url:
         anyio.run(until_stopped, lambda: reduce_all(url, run_id=run, root=folder), lifeline)
-
-
-def checked_run(run: str) -> str:
-    """The run's id, if it can be one."""
-    try:
-        return check_run_id(run)
-    except ValueError as error:
-        raise RunNotFound(str(error)) from None
 
 
 async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = False) -> None:

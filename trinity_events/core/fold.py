@@ -447,11 +447,11 @@ def is_complete(step: StepState, kind: Kind) -> bool:
             and bool(version.ranks)
             and all(rank in version.parts for rank in version.ranks)
         )
-    checkpoint = step.kinds.get("checkpoint")
     if kind == "state_dict":
-        committed_by_checkpoint = checkpoint is not None and checkpoint.committed_at is not None
-        committed = state.committed_at is not None or committed_by_checkpoint
-        return committed and _all_saved(state)
+        # A checkpoint makes it ready too, but not before itself: they may share a folder.
+        return _all_saved(state) and (
+            state.committed_at is not None or is_complete(step, "checkpoint")
+        )
     state_dict = step.kinds.get("state_dict")
     rests_on = [state]
     if state_dict is not None and state_dict.registrations:

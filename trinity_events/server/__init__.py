@@ -2,7 +2,7 @@
 
 from .connect import SOCKET_DEADLINE, check_server, connect, connect_sync, open_client
 from .embedded import EmbeddedServer, find_binary, trinity_home
-from .resolve import serving
+from .resolve import serving, serving_weights
 
 __all__ = [
     "SOCKET_DEADLINE",
@@ -13,5 +13,6 @@ __all__ = [
     "find_binary",
     "open_client",
     "serving",
+    "serving_weights",
     "trinity_home",
 ]

@@ -68,11 +68,17 @@ class EmbeddedServer:
     It runs detached. Every user holds a shared lock on ``users.lock`` while it uses the server,
     and the last one to leave stops it; what is killed lets go by dying. Starting and stopping
     is decided under ``start.lock``, so that no one attaches to a server that is going away.
+
+    Args:
+        home: The folder.
+        name: Which of the home's servers: its subfolder.
+        durable: Whether it keeps an append-only file.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, name: str = "redis", *, durable: bool = True) -> None:
         self.home = home
-        self.data = home / "redis"
+        self.data = home / name
+        self._durable = durable
 
     @property
     def socket(self) -> Path:
@@ -80,7 +86,7 @@ class EmbeddedServer:
         path = self.data / "redis.sock"
         if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
             return path
-        name = hashlib.sha256(os.fsencode(self.home)).hexdigest()[:16]
+        name = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"trinity-events-{os.getuid()}-{name}" / "redis.sock"
 
     @property
@@ -146,7 +152,8 @@ class EmbeddedServer:
             str(find_binary()),
             *("--port", "0"),
             *("--unixsocket", str(self.socket), "--unixsocketperm", "700"),
-            *("--dir", str(self.data), "--appendonly", "yes", "--appendfsync", "everysec"),
+            *("--dir", str(self.data), "--appendfsync", "everysec"),
+            *("--appendonly", "yes" if self._durable else "no"),
             *("--save", "", "--maxmemory-policy", "noeviction"),
             *("--logfile", str(self.data / "redis.log"), "--daemonize", "yes"),
         ]

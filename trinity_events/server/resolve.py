@@ -18,3 +18,19 @@ def serving(redis_url: str | None) -> Iterator[str]:
     else:
         with EmbeddedServer(trinity_home()).attached() as embedded:
             yield embedded
+
+
+@contextmanager
+def serving_weights(weights_url: str | None, redis_url: str) -> Iterator[str]:
+    """The server of the weight chunks: the URL given, or ``TRINITY_WEIGHTS_REDIS_URL``.
+
+    Else, beside the embedded log server, a second one that keeps no file; beside any other log
+    server, that server itself.
+    """
+    url = weights_url or os.environ.get("TRINITY_WEIGHTS_REDIS_URL")
+    embedded = EmbeddedServer(trinity_home())
+    if url is None and redis_url == embedded.url:
+        with EmbeddedServer(trinity_home(), "weights", durable=False).attached() as own:
+            yield own
+    else:
+        yield url or redis_url

@@ -12,6 +12,7 @@ import torch
 from trinity_schemas import (
     AppliedPhases,
     ContractError,
+    ExplorerStatusChanged,
     Producer,
     SaveFailed,
     Slot,
@@ -109,6 +110,10 @@ class Synchronizer:
         if self._store_made is not None:
             self._store_made.close()
         self._disconnect()
+
+    def tell(self, event: ExplorerStatusChanged) -> None:
+        """Say how this explorer is."""
+        self._publisher.publish(event)
 
     # --- publishing ------------------------------------------------------------------------
 

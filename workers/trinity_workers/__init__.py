@@ -1,0 +1,1 @@
+"""The engines and those who drive them: trainers, explorers, and the demo that runs them all."""

@@ -45,7 +45,7 @@ class GroupLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B responses: P columns of prompt, padded on the left, then R of response, padded on the right.
+    """B responses: P columns of prompt, padded on the left, and R of response, on the right.
 
     input_ids: [B, P + R] int64.
     attention_mask: [B, P + R] int64, 1 on real tokens. It is made from lengths, since a policy may

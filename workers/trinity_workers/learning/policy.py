@@ -25,9 +25,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-PAD_TOKEN = "<pad>"
-EOS_TOKEN = "<eos>"
-UNKNOWN_TOKEN = "<unk>"
+PAD = "<pad>"
+END = "<eos>"
+UNKNOWN = "<unk>"
 
 # Every character of the tasks' prompts and answers is a token of its own.
 _CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " "
@@ -114,19 +114,17 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _character_tokenizer() -> PreTrainedTokenizerFast:
-    tokens = [PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN, *_CHARACTERS]
-    backend = Tokenizer(
-        models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN_TOKEN)
-    )
+    tokens = [PAD, END, UNKNOWN, *_CHARACTERS]
+    backend = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     # Without a decoder tokens are joined by spaces.
     backend.decoder = decoders.Fuse()
     make: Any = PreTrainedTokenizerFast  # its constructor has no annotations
     tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=backend,
-        pad_token=PAD_TOKEN,
-        eos_token=EOS_TOKEN,
-        unk_token=UNKNOWN_TOKEN,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=_MAX_POSITIONS,

@@ -101,7 +101,7 @@ def greedy_accuracy(
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> float:
-    """Share in [0, 1] of greedy answers that are exactly right; it dips now and then in training."""
+    """Share in [0, 1] of greedy answers that are exactly right; it dips now and then."""
     return _exact_share(
         _answer(
             model,
@@ -141,7 +141,13 @@ def _answer(
         return []
     prompts = [tokenizer.encode(q.prompt, add_special_tokens=False) for q in questions]
     tokens, logprobs = _generate_tokens(
-        model, tokenizer, prompts, samples, max_new_tokens, temperature, generator
+        model,
+        tokenizer,
+        prompts,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=generator,
     )
     rollouts: list[Rollout] = []
     for index, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
@@ -175,6 +181,7 @@ def _generate_tokens(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
+    *,
     samples: int,
     max_new_tokens: int,
     temperature: float | None,

@@ -1,0 +1,68 @@
+"""What a run is configured by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+
+
+class RunConfig(Struct, frozen=True, kw_only=True):
+    """A run, as every process of it is told. Times are seconds."""
+
+    run_id: str
+    epoch: Positive
+    """Taken when the run was opened; processes are given it, they never read it."""
+    redis_url: str
+    weights_url: str
+    """The server of the weight chunks."""
+    checkpoint_folder: Path
+    """The run's own directory, below the reducer's checkpoint root."""
+    model_folder: Path
+    """Hugging Face folder that the policy starts from."""
+
+    engine: Literal["fsdp"] = "fsdp"
+    trainers: Positive = 2
+    explorers: Positive = 1
+    task: str = "spell-backward"
+    seed: int = 0
+
+    steps: Positive = 300
+    sync_interval: Positive = 1
+    """Steps between two published weight versions."""
+    sync_offset: NotNegative = 1
+    """Versions that explorers may be behind; 0 is strictly on-policy and takes turns."""
+    save_interval: NotNegative = 100
+    """Steps between two checkpoints; 0 writes none."""
+    sync_timeout: float = 300.0
+    """Longest wait for weights, experiences or a save."""
+
+    prompts_per_step: Positive = 16
+    samples_per_prompt: Positive = 16
+    max_new_tokens: Positive = 7
+    temperature: float = 1.0
+    learning_rate: float = 5e-4
+    ramp_steps: NotNegative = 20
+    gradient_norm: float = 1.0
+    clip: float = 0.2
+    held_out_questions: NotNegative = 256
+
+    def version_wanted(self, step: int) -> int:
+        """The oldest weight version whose answers may serve training step ``step``.
+
+        Versions are published after step 0 and after every ``sync_interval``-th step.
+        """
+        newest_possible = (step - 1) // self.sync_interval
+        return max(0, newest_possible - self.sync_offset) * self.sync_interval
+
+    def is_sync_step(self, step: int) -> bool:
+        """Whether weights are published after the step; they always are after the last."""
+        return step % self.sync_interval == 0 or step == self.steps
+
+    def is_save_step(self, step: int) -> bool:
+        """Whether a checkpoint is written after the step."""
+        return self.save_interval > 0 and step % self.save_interval == 0

@@ -1,0 +1,106 @@
+"""The processes around the Ray actors: the reducer, kept alive, and the local Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import Process
+
+from trinity_events.errors import TrinityError
+
+_STOP_DEADLINE = 5.0
+_MOST_RESTARTS = 5
+
+
+class ReducerFailed(TrinityError):
+    """The reducer ended again and again."""
+
+
+class ReducerProcess:
+    """A reducer in its own process, started again when it dies."""
+
+    def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path, log: Path) -> None:
+        self._command = [
+            *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
+            *("--run", run_id, "--redis-url", redis_url),
+            *("--checkpoint-root", str(checkpoint_root)),
+        ]
+        self._log = log
+        self.restarts = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep it running for the block."""
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self._keep)
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()
+
+    async def _keep(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        process = await self._start()
+        task_status.started()
+        try:
+            while True:
+                status = await process.wait()
+                self.restarts += 1
+                if self.restarts > _MOST_RESTARTS:
+                    raise ReducerFailed(
+                        f"the reducer ended {self.restarts} times, last with status {status}: "
+                        f"see {self._log}"
+                    )
+                process = await self._start()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _stop(process)
+
+    async def _start(self) -> Process:
+        with self._log.open("ab") as log:
+            # A session of its own: Ctrl-C is ours to hear, and the reducer's last work to do.
+            # Its standard input is its lifeline: it ends when we do, however we end.
+            return await anyio.open_process(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+
+async def _stop(process: Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        with anyio.move_on_after(_STOP_DEADLINE):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+    await process.aclose()
+
+
+@contextmanager
+def local_ray(actors: int) -> Iterator[Any]:
+    """A Ray of our own on this machine, with room for so many actors; ended with the block."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # We hand out GPUs ourselves where there are any; Ray must not hide them from CPU actors.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=max(actors, os.cpu_count() or 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        yield ray
+    finally:
+        ray.shutdown()

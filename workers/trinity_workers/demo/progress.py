@@ -1,0 +1,85 @@
+"""What the demo shows while it runs, read off the run's own log."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from trinity_events.core import Monitor, MonitorState
+from trinity_events.log import Entry, EventLog, Stream
+from trinity_schemas import ContractError, StepCommitted, decode_envelope
+
+LINES_EVERY = 10.0
+"""Seconds between two lines where there is no terminal to redraw."""
+_SMOOTHING = 20
+
+
+class ProgressView:
+    """Step, reward, weight version and staleness: a bar in a terminal, lines elsewhere.
+
+    Writes to standard error, so that standard output is the summary alone.
+    """
+
+    def __init__(self, run_id: str, steps: int) -> None:
+        self._monitor = Monitor(MonitorState(run_id=run_id))
+        self._steps = steps
+        self._rewards: list[float] = []
+        self._metrics: dict[str, float] = {}
+        self._console = Console(stderr=True)
+        self._printed_at = 0.0
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    async def follow(self, log: EventLog) -> None:
+        """Show the run until cancelled."""
+        with Progress(
+            TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        ) as self._bar:
+            self._task = self._bar.add_task("", total=self._steps, shown="starting")
+            while True:
+                after = {Stream.EVENTS: self._monitor.state.position}
+                for _, entry in await log.wait(after, seconds=5):
+                    self._fold(entry)
+                self._show()
+
+    def say(self, text: str) -> None:
+        """One line about what is being done."""
+        self._console.print(text, style="dim", highlight=False)
+
+    def _fold(self, entry: Entry) -> None:
+        try:
+            envelope = decode_envelope(entry.payload)
+        except ContractError as error:
+            self._monitor.set_aside(entry.id, str(error))
+            return
+        self._monitor.apply(entry.id, envelope)
+        if isinstance(envelope.event, StepCommitted) and "reward" in envelope.event.metrics:
+            self._metrics = envelope.event.metrics
+            self._rewards.append(self._metrics["reward"])
+
+    def _show(self) -> None:
+        state = self._monitor.state
+        recent = self._rewards[-_SMOOTHING:]
+        served = [e.version.step for e in state.explorers.values() if e.version is not None]
+        weights = state.ready.get("weights")
+        shown = "  ".join(
+            (
+                f"reward {sum(recent) / len(recent):.2f}" if recent else "reward -",
+                f"weights {weights.at.step if weights else '-'}",
+                f"served {min(served) if served else '-'}",
+                f"staleness {self._metrics.get('staleness', 0):.1f}",
+            )
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=state.trainer_step, shown=shown)
+        if not self._console.is_terminal and time.monotonic() - self._printed_at > LINES_EVERY:
+            self._printed_at = time.monotonic()
+            self.say(f"step {state.trainer_step}/{self._steps}  {shown}")

@@ -1,0 +1,161 @@
+"""A torch FSDP2 engine around a Hugging Face causal language model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+# Below this size, one all-gather of everything is faster than one for each layer.
+_SHARD_LAYERS_FROM = 10_000_000
+
+
+class FSDPEngine:
+    """Holds the sharded model and its optimizer on one rank.
+
+    The default process group must be initialised. Parameters stay in float32.
+
+    Args:
+        model_folder: Hugging Face folder to start from.
+        device: Where this rank computes.
+        learning_rate: Of AdamW, after the ramp.
+        ramp_steps: Optimizer steps over which the learning rate rises to it.
+        gradient_norm: Gradients are clipped to this global norm.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        device: torch.device,
+        learning_rate: float,
+        ramp_steps: int = 0,
+        gradient_norm: float = 1.0,
+    ) -> None:
+        from ..learning.policy import load_policy
+
+        model, self.tokenizer = load_policy(model_folder)
+        self.device = device
+        self.config: Any = model.config
+        self.module: Any = _shard(model.to(device), device)
+        self._gradient_norm = gradient_norm
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=learning_rate, betas=(0.9, 0.99)
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, ramp_steps))
+        )
+
+    def optimizer_step(self, loss: torch.Tensor) -> float:
+        """Backward of a 0-dim loss, clip, and step; returns the gradient norm before clipping."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._gradient_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors by Hugging Face name, one gathered at a time. Collective.
+
+        A tensor that is tied to another appears once, under its first name.
+        """
+        for name, parameter in self.module.named_parameters():
+            value = parameter.detach()
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def model_state(self) -> dict[str, Any]:
+        """This rank's shard of the model, copied to the CPU: training may go on."""
+        return _copied(self.module.state_dict())
+
+    def training_state(self) -> dict[str, Any]:
+        """This rank's shard of optimizer, scheduler and random generator, copied to the CPU."""
+        return {
+            "optimizer": _copied(self.optimizer.state_dict()),
+            "scheduler": self.scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write model and training state below ``local_path``; on disk on return. Collective."""
+        del hdfs_path, global_step, max_ckpt_to_keep
+        folder = Path(local_path)
+        write_state(folder / shard_name("model"), self.model_state())
+        write_state(folder / shard_name("optim"), self.training_state())
+        dist.barrier()
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Load what :meth:`save_checkpoint` wrote with the same number of ranks. Collective.
+
+        Raises:
+            FileNotFoundError: when this rank's shard is not there.
+        """
+        del hdfs_path, del_local_after_load
+        folder = Path(local_path)
+        self.module.load_state_dict(read_state(folder / shard_name("model")))
+        training = read_state(folder / shard_name("optim"))
+        self.optimizer.load_state_dict(training["optimizer"])
+        self.scheduler.load_state_dict(training["scheduler"])
+        torch.set_rng_state(training["rng"])
+        dist.barrier()
+
+
+def shard_name(what: str) -> str:
+    """File name of this rank's shard, as veRL names them."""
+    return f"{what}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write the file whole or not at all, and durably."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read what :func:`write_state` wrote. Tensors and plain values alone: nothing is executed."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is not there: a checkpoint is loaded with as many ranks as it was saved with"
+        )
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def _shard(model: Any, device: torch.device) -> Any:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if sum(parameter.numel() for parameter in model.parameters()) >= _SHARD_LAYERS_FROM:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _copied(value: Any) -> Any:
+    """The same structure with every tensor, sharded ones too, copied to the CPU."""
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().to("cpu", copy=True)
+        return copy
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_copied(one) for one in value]
+    return value

@@ -1,0 +1,211 @@
+"""The exploration loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import torch
+from msgspec import Struct
+
+from trinity_events import Synchronizer
+from trinity_events.errors import VersionUnavailable
+from trinity_events.server import connect
+from trinity_schemas import (
+    ExperienceGroup,
+    ExplorerStatus,
+    ExplorerStatusChanged,
+    StepReady,
+    StepRef,
+)
+
+from ..config import RunConfig
+from ..experiences import ExperienceWriter
+from ..learning.policy import load_policy
+from ..learning.rollout import Rollout, generate, sampled_accuracy
+from ..learning.tasks import Question, make_task
+from .versions import NewestVersion
+
+logger = logging.getLogger(__name__)
+
+ROLE = "explorer"
+
+
+class ExplorationResult(Struct, frozen=True, kw_only=True):
+    """What one explorer came to. Accuracies are shares of sampled answers on held-out questions."""
+
+    rank: int
+    applied: int
+    groups: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+
+class Explorer:
+    """Answers each training step's questions with weights fresh enough for it.
+
+    Args:
+        config: The run.
+        rank: Which of its explorers; rank 0 also measures on held-out questions.
+    """
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self._serves: StepRef | None = None
+        self._applied = 0
+
+    @classmethod
+    def get_actor(cls, config: RunConfig, rank: int) -> Any:
+        """A Ray actor of it."""
+        import ray
+
+        name = f"explorer-{rank}-{config.run_id}"
+        return ray.remote(cls).options(name=name, num_cpus=0).remote(config, rank)
+
+    async def prepare(self) -> None:
+        """Load the model, whose weights the first version will replace."""
+        config = self.config
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorers + 1)))
+        # Generation reports every length that it was not told of; ours is told.
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        self._model, self._tokenizer = load_policy(config.model_folder)
+        self._task = make_task(config.task)
+        self._questions = self._task.training_questions(config.seed * 1000 + self.rank)
+        self._generator = torch.Generator().manual_seed(config.seed * 1000 + self.rank)
+        self._synchronizer = Synchronizer(
+            config.run_id,
+            0,
+            redis_url=config.redis_url,
+            weights_url=config.weights_url,
+            role=ROLE,
+            rank=self.rank,
+        )
+
+    async def explore(self) -> ExplorationResult:
+        """Explore until the weights of the last step are applied."""
+        config = self.config
+        versions = NewestVersion(config.run_id, config.epoch, config.redis_url)
+        async with AsyncExitStack() as exits:
+            client = await exits.enter_async_context(connect(config.redis_url))
+            # The most that may be under way: every step up to the newest that weights allow.
+            ahead = config.sync_interval * (config.sync_offset + 2)
+            writer = ExperienceWriter(client, config.run_id, bound=config.prompts_per_step * ahead)
+            tasks = await exits.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(versions.follow)
+            await self._say("running")
+            try:
+                result = await self._explore(versions, writer)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._say("stopped")
+                tasks.cancel_scope.cancel()
+        await anyio.to_thread.run_sync(self._synchronizer.close)
+        return result
+
+    async def _say(self, status: ExplorerStatus) -> None:
+        await anyio.to_thread.run_sync(
+            self._synchronizer.tell, ExplorerStatusChanged(status=status)
+        )
+
+    async def _explore(
+        self, versions: NewestVersion, writer: ExperienceWriter
+    ) -> ExplorationResult:
+        config = self.config
+        before = after = None
+        groups = 0
+        for step in range(1, config.steps + 1):
+            await self._refresh(versions, config.version_wanted(step))
+            if step == 1:
+                before = await self._measure()
+            for group in await anyio.to_thread.run_sync(self._answer, step):
+                await writer.add(group, deadline=config.sync_timeout)
+                groups += 1
+        await self._refresh(versions, config.steps)
+        after = await self._measure()
+        return ExplorationResult(
+            rank=self.rank,
+            applied=self._applied,
+            groups=groups,
+            accuracy_before=before,
+            accuracy_after=after,
+        )
+
+    async def _refresh(self, versions: NewestVersion, step: int) -> None:
+        """Serve the newest version, which must be of ``step`` or later."""
+        ready = await versions.wait(step, after=None, deadline=self.config.sync_timeout)
+        while StepRef(ready.epoch, ready.step) != self._serves:
+            try:
+                await anyio.to_thread.run_sync(self._apply, ready)
+            except VersionUnavailable:
+                # Retired while we looked: a newer one is ready, or about to be.
+                ready = await versions.wait(
+                    step,
+                    after=StepRef(ready.epoch, ready.step),
+                    deadline=self.config.sync_timeout,
+                )
+
+    def _apply(self, ready: StepReady) -> None:
+        self._synchronizer.apply(self._model, ready)
+        self._serves = StepRef(ready.epoch, ready.step)
+        self._applied += 1
+
+    def _answer(self, step: int) -> list[ExperienceGroup]:
+        """This explorer's share of the step's questions, answered."""
+        config = self.config
+        assert self._serves is not None
+        mine = range(self.rank, config.prompts_per_step, config.explorers)
+        rollouts = generate(
+            self._model,
+            self._tokenizer,
+            self._task,
+            _first(self._questions, len(mine)),
+            samples=config.samples_per_prompt,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            generator=self._generator,
+        )
+        return [
+            self._group(step, index, rollout) for index, rollout in zip(mine, rollouts, strict=True)
+        ]
+
+    def _group(self, step: int, index: int, rollout: Rollout) -> ExperienceGroup:
+        assert self._serves is not None
+        return ExperienceGroup(
+            run_id=self.config.run_id,
+            group_id=f"{self._serves.epoch}-{step}-{index}",
+            step=step,
+            explorer=self.rank,
+            version=self._serves,
+            prompt_tokens=rollout.prompt_tokens,
+            responses=rollout.responses,
+            logprobs=rollout.logprobs,
+            rewards=rollout.rewards,
+            scores=rollout.scores,
+        )
+
+    async def _measure(self) -> float | None:
+        count = self.config.held_out_questions
+        if self.rank != 0 or count == 0:
+            return None
+        return await anyio.to_thread.run_sync(self._held_out_accuracy, count)
+
+    def _held_out_accuracy(self, count: int) -> float:
+        return sampled_accuracy(
+            self._model,
+            self._tokenizer,
+            self._task,
+            self._task.held_out(count),
+            samples=4,
+            max_new_tokens=self.config.max_new_tokens,
+            generator=torch.Generator().manual_seed(self.config.seed),
+        )
+
+
+def _first(questions: Iterator[Question], count: int) -> list[Question]:
+    return [next(questions) for _ in range(count)]

@@ -1,0 +1,72 @@
+"""Waiting for weights: on announcements, never on a timer."""
+
+from __future__ import annotations
+
+import anyio
+
+from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.subscriptions import subscribe
+from trinity_schemas import RunClosed, StepReady, StepRef
+
+
+class RunEnded(TrinityError):
+    """The trainer closed the run; there will be no more weights."""
+
+
+class NewestVersion:
+    """Follows a run's ready weight versions of one epoch, and keeps the newest."""
+
+    def __init__(self, run_id: str, epoch: int, redis_url: str) -> None:
+        self._run_id = run_id
+        self._epoch = epoch
+        self._redis_url = redis_url
+        self._changed = anyio.Condition()
+        self.newest: StepReady | None = None
+        self._closed: RunClosed | None = None
+
+    async def follow(self) -> None:
+        """Follow until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._follow_end)
+            async with subscribe(self._run_id, StepReady, redis_url=self._redis_url) as events:
+                async for delivered in events:
+                    event = delivered.event
+                    if event.kind == "weights" and event.epoch == self._epoch:
+                        async with self._changed:
+                            self.newest = event
+                            self._changed.notify_all()
+
+    async def _follow_end(self) -> None:
+        events = subscribe(self._run_id, RunClosed, redis_url=self._redis_url, start="beginning")
+        async with events:
+            async for delivered in events:
+                if delivered.envelope.epoch >= self._epoch:
+                    async with self._changed:
+                        self._closed = delivered.event
+                        self._changed.notify_all()
+
+    async def wait(self, step: int, *, after: StepRef | None, deadline: float) -> StepReady:
+        """The newest version, once it is of ``step`` or later and later than ``after``.
+
+        Raises:
+            RunEnded: when the run is closed before that.
+            DeadlineExceeded: when the deadline passes before that.
+        """
+        with anyio.move_on_after(deadline):
+            async with self._changed:
+                while True:
+                    newest = self.newest
+                    if (
+                        newest is not None
+                        and newest.step >= step
+                        and (after is None or StepRef(newest.epoch, newest.step) > after)
+                    ):
+                        return newest
+                    if self._closed is not None:
+                        raise RunEnded(f"run {self._run_id} was closed: {self._closed.reason}")
+                    await self._changed.wait()
+        have = "none" if self.newest is None else f"of step {self.newest.step}"
+        raise DeadlineExceeded(
+            f"weights of step {step} of run {self._run_id} were not ready within {deadline:g} s "
+            f"(newest: {have}): see trinity-events status {self._run_id}"
+        )

@@ -1,0 +1,141 @@
+"""FSDP: save a sharded state dict in the background, upload the weights to the Synchronizer.
+
+The engine exposes ``module`` and ``get_per_tensor_param()``: this project's FSDPEngine, or another
+of the same interface. Every function is collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+import time
+from logging import Logger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
+
+from ..collectives import raise_together
+from ..engines.base import TrainEngine, per_tensor_params
+from ..engines.fsdp import shard_name, write_state
+
+if TYPE_CHECKING:
+    from trinity_events import CheckpointCoordinator
+
+SAVE_NAME = "model_state_dict"
+
+
+def fsdp_save_state_dict(
+    engine: Any,
+    local_path: str,
+    global_step: int,
+    coordinator: CheckpointCoordinator,
+    logger: Logger,
+) -> None:
+    """Save the sharded model state dict, in the background.
+
+    The shard is copied to the CPU on the calling thread; writing it is left to the coordinator,
+    so that training goes on. Rank 0 also writes the Hugging Face configuration and tokenizer to
+    ``{local_path}/huggingface``, as part of its save. Every rank's save is a slot of its own: the
+    trainer registers as many as there are ranks.
+
+    Args:
+        engine: The engine; ``engine.module`` is the sharded model.
+        local_path: Folder to save to.
+        global_step: The training step.
+        coordinator: Runs the save and tells the log of it.
+        logger: Says where it saves to.
+    """
+    folder = Path(local_path)
+    path = folder / shard_name("model")
+    state = {
+        name: value.detach().to("cpu", copy=True)
+        for name, value in engine.module.state_dict().items()
+    }
+
+    def save() -> None:
+        write_state(path, state)
+        if dist.get_rank() == 0:
+            _save_huggingface(engine, folder / "huggingface")
+
+    logger.info("step %d: saves %s in the background", global_step, path)
+    coordinator.save_async(SAVE_NAME, save, global_step, is_state_dict=True, path=path)
+
+
+def fsdp_upload_state_dict(
+    engine: TrainEngine, synchronizer: Synchronizer, global_step: int, logger: Logger
+) -> None:
+    """Publish the full weights as the version of ``global_step``, streamed from rank 0.
+
+    Tensor by tensor: no rank ever holds the whole model. When rank 0 fails, all ranks finish the
+    gathers, then all raise; the version is never seen.
+
+    Args:
+        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks.
+        synchronizer: Where to; on rank 0 it publishes the events too.
+        global_step: The training step, which names the version.
+        logger: Says what was published.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+    """
+    began = time.monotonic()
+    writer: PartWriter | None = None
+    report: PublishedPartReport | None = None
+    error: Exception | None = None
+    if _rank() == 0:
+        try:
+            synchronizer.open_version(global_step, ranks=(0,))
+            writer = synchronizer.part_writer(global_step, 0)
+        except Exception as caught:
+            error = caught
+    device: torch.device | None = None
+    for name, tensor in per_tensor_params(engine):
+        device = tensor.device
+        if writer is not None and error is None:
+            try:
+                writer.add(name, tensor)
+            except Exception as caught:
+                error = caught  # the others are inside the gathers: go on with them
+    if writer is not None and error is None:
+        try:
+            report = writer.seal()
+            synchronizer.part_published(global_step, 0, report, time.monotonic() - began)
+        except Exception as caught:
+            error = caught
+    if error is not None:
+        _give_up(synchronizer, writer, global_step, error, logger)
+    raise_together(error, device)
+    if report is not None:
+        logger.info("step %d: published %d bytes", global_step, report.bytes)
+
+
+def _give_up(
+    synchronizer: Synchronizer,
+    writer: PartWriter | None,
+    step: int,
+    error: Exception,
+    logger: Logger,
+) -> None:
+    """Take back what was sent and say so, as far as the servers still answer."""
+    try:
+        if writer is not None:
+            writer.discard()
+        synchronizer.part_failed(step, 0, error)
+    except Exception:
+        logger.exception("step %d: the failed upload could not be cleaned up", step)
+
+
+def _save_huggingface(engine: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    engine.module.config.save_pretrained(folder)
+    tokenizer = getattr(engine, "tokenizer", None)
+    if tokenizer is None:  # veRL keeps it with the checkpoint manager
+        tokenizer = getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

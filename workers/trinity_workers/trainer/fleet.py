@@ -1,0 +1,120 @@
+"""The trainer's ranks as Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+import ray
+
+from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events.coordinator import staged_path
+from trinity_events.errors import TrinityError
+from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.server import open_client
+from trinity_schemas import ExperienceGroup
+
+from ..config import RunConfig
+from .worker import TrainWorker
+from .wrapper import TrainEngineWrapper
+
+
+class WorkerDied(TrinityError):
+    """A worker process ended while it was needed."""
+
+
+class RayTrainerFleet(TrainEngineWrapper):
+    """One Ray actor a rank, each with its own engine."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._workers: list[Any] = []
+        self._step = 0
+        log = SyncEventLog(open_client(config.redis_url), config.run_id)
+        publisher = Publisher(log, config.epoch, new_producer("trainer"))
+        self._coordinator = CheckpointCoordinator(publisher, config.checkpoint_folder)
+        self._synchronizer = Synchronizer(
+            config.run_id, config.epoch, redis_url=config.redis_url, weights_url=config.weights_url
+        )
+
+    async def prepare(self) -> None:
+        """Start the workers and load the model."""
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= self._config.trainers else 0
+        actor = ray.remote(TrainWorker).options(num_cpus=1, num_gpus=gpus)
+        self._workers = [actor.remote(self._config, rank) for rank in range(self._config.trainers)]
+        host, port = await self._ask(0, "address")
+        await self._ask_all("setup", host, port)
+
+    @property
+    def train_step_num(self) -> int:
+        """Steps taken."""
+        return self._step
+
+    async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
+        """Take one step on these groups, dealt out over the ranks; returns its metrics."""
+        world = len(self._workers)
+        shares = [list(batch_exps[rank::world]) for rank in range(world)]
+        metrics = await asyncio.gather(
+            *(self._ask(rank, "train_step", share) for rank, share in enumerate(shares))
+        )
+        self._step += 1
+        first: dict[str, float] = metrics[0]
+        return first
+
+    async def save_checkpoint(
+        self, block_until_saved: bool = False, save_as_hf: bool = False
+    ) -> None:
+        """Save the whole checkpoint; every rank's model and training state are slots of it."""
+        if save_as_hf:
+            raise ValueError("saving as one Hugging Face model is not there yet")
+        step, world = self._step, len(self._workers)
+        await self._ask_all("save_checkpoint", self._save_folder(step), step)
+        await self._coordinator.register_and_monitor(
+            step, state_dict_thread_count=world, checkpoint_thread_count=world
+        )
+        if block_until_saved:
+            await self.wait_for_save()
+
+    async def save_state_dict(self) -> None:
+        """Save the model's state dict alone; every rank's shard is a slot of it."""
+        step = self._step
+        await self._ask_all("save_state_dict", self._save_folder(step), step)
+        await self._coordinator.register_and_monitor(
+            step, is_state_dict=True, state_dict_thread_count=len(self._workers)
+        )
+
+    async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
+        """Publish the weights, and commit the version."""
+        await self._ask_all("upload_state_dict", self._step)
+        await anyio.to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+
+    async def wait_for_save(self) -> None:
+        """Wait for background saves; raises what failed in them."""
+        await self._ask_all("wait_on_save_thread")
+
+    async def shutdown(self) -> None:
+        """Stop the workers."""
+        await self._ask_all("shutdown")
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+
+    def _save_folder(self, step: int) -> str:
+        folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
+        return str(folder / "actor")
+
+    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(self._ask(rank, method, *args) for rank in range(len(self._workers)))
+        )
+
+    async def _ask(self, rank: int, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self._workers[rank], method).remote(*args)
+        except ray.exceptions.RayActorError:
+            raise WorkerDied(
+                f"trainer worker {rank} of run {self._config.run_id} died in {method} "
+                f"at step {self._step}"
+            ) from None

@@ -1,0 +1,58 @@
+"""What the trainer's loop asks of whatever trains."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from trinity_schemas import ExperienceGroup
+
+from ..config import RunConfig
+
+
+class TrainEngineWrapper(ABC):
+    """Wraps a training engine, wherever its workers run."""
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Start the workers and load the model."""
+
+    @property
+    @abstractmethod
+    def train_step_num(self) -> int:
+        """Steps taken."""
+
+    @abstractmethod
+    async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
+        """Take one step on these groups; returns its metrics."""
+
+    @abstractmethod
+    async def save_checkpoint(
+        self, block_until_saved: bool = False, save_as_hf: bool = False
+    ) -> None:
+        """Save the whole checkpoint: model, optimizer and other states."""
+
+    @abstractmethod
+    async def save_state_dict(self) -> None:
+        """Save the model's state dict alone, for checkpoint-based weight sync."""
+
+    @abstractmethod
+    async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
+        """Publish the weights for memory-based weight sync, and commit the version."""
+
+    @abstractmethod
+    async def wait_for_save(self) -> None:
+        """Wait for background saves; raises what failed in them."""
+
+    @abstractmethod
+    async def shutdown(self) -> None:
+        """Stop the workers."""
+
+
+def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
+    """The wrapper for the engine that the configuration names. Raises ValueError for others."""
+    if config.engine == "fsdp":
+        from .fleet import RayTrainerFleet
+
+        return RayTrainerFleet(config)
+    raise ValueError(f"there is no engine {config.engine!r}: choose fsdp")
