@@ -250,6 +250,11 @@ class Monitor:
             self._register(event.step, registration)
         if kind.committed_at is None:
             kind.committed_at = milliseconds(self._entry_id)
+            if event.kind == "checkpoint":
+                # Decided here, where the trainer's own order decides it: what the workers'
+                # events overtake must not.
+                state_dict = self.state.steps[event.step].kinds.get("state_dict")
+                kind.with_state_dict = state_dict is not None and bool(state_dict.registrations)
         # All registrations first: a commit of one kind may settle another.
         for settled in dict.fromkeys((event.kind, *(r.kind for r in event.registrations))):
             self._settle(event.step, settled)
@@ -450,13 +455,16 @@ def is_complete(step: StepState, kind: Kind) -> bool:
     if kind == "state_dict":
         # A checkpoint makes it ready too, but not before itself: they may share a folder.
         return _all_saved(state) and (
-            state.committed_at is not None or is_complete(step, "checkpoint")
+            state.committed_at is not None
+            or (
+                "checkpoint" in step.kinds
+                and step.kinds["checkpoint"].with_state_dict
+                and is_complete(step, "checkpoint")
+            )
         )
-    state_dict = step.kinds.get("state_dict")
-    rests_on = [state]
-    if state_dict is not None and state_dict.registrations:
-        rests_on.append(state_dict)
-    return state.committed_at is not None and all(_all_saved(one) for one in rests_on)
+    if state.committed_at is None or not _all_saved(state):
+        return False
+    return not state.with_state_dict or _all_saved(step.kinds["state_dict"])
 
 
 def _all_saved(kind: KindState) -> bool:
@@ -499,7 +507,7 @@ def staged_folder(step: StepState, kind: Kind) -> str | None:
 
 
 def _saved(step: StepState, kind: Kind) -> list[SlotState]:
-    kinds: tuple[Kind, ...] = (kind, "state_dict") if kind == "checkpoint" else (kind,)
+    kinds: list[Kind] = [kind, "state_dict"] if step.kinds[kind].with_state_dict else [kind]
     return [
         slot
         for one in kinds

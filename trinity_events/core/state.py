@@ -39,6 +39,8 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
     registrations: dict[str, Registration] = field(default_factory=dict)
     slots: dict[str, SlotState] = field(default_factory=dict)
     committed_at: int | None = None
+    with_state_dict: bool = False
+    """Of a checkpoint: whether it rests on the step's state dict too, decided by its commit."""
     outcome: Literal["ready", "superseded"] | None = None
     failure: str | None = None
     """Reason of the failure that was announced, which a retry may still overcome."""

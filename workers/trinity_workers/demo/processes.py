@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def local_ray(actors: int) -> Iterator[Any]:
         num_cpus=max(actors, os.cpu_count() or 1),
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )
     try:
         yield ray

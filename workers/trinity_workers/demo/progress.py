@@ -29,6 +29,7 @@ class ProgressView:
         self._metrics: dict[str, float] = {}
         self._console = Console(stderr=True)
         self._printed_at = 0.0
+        self._printed_step = 0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -80,6 +81,7 @@ class ProgressView:
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=state.trainer_step, shown=shown)
-        if not self._console.is_terminal and time.monotonic() - self._printed_at > LINES_EVERY:
-            self._printed_at = time.monotonic()
+        due = time.monotonic() - self._printed_at > LINES_EVERY
+        if not self._console.is_terminal and due and state.trainer_step > self._printed_step:
+            self._printed_at, self._printed_step = time.monotonic(), state.trainer_step
             self.say(f"step {state.trainer_step}/{self._steps}  {shown}")

@@ -44,7 +44,7 @@ class FSDPEngine:
         model, self.tokenizer = load_policy(model_folder)
         self.device = device
         self.config: Any = model.config
-        self.module: Any = _shard(model.to(device), device)
+        self.module: Any = _shard(model, device)
         self._gradient_norm = gradient_norm
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=learning_rate, betas=(0.9, 0.99)
@@ -73,7 +73,8 @@ class FSDPEngine:
 
     def model_state(self) -> dict[str, Any]:
         """This rank's shard of the model, copied to the CPU: training may go on."""
-        return _copied(self.module.state_dict())
+        state: dict[str, Any] = _copied(self.module.state_dict())
+        return state
 
     def training_state(self) -> dict[str, Any]:
         """This rank's shard of optimizer, scheduler and random generator, copied to the CPU."""
@@ -142,6 +143,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _shard(model: Any, device: torch.device) -> Any:
+    model.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if sum(parameter.numel() for parameter in model.parameters()) >= _SHARD_LAYERS_FROM:
         for layer in model.model.layers:
@@ -152,8 +154,7 @@ def _shard(model: Any, device: torch.device) -> Any:
 def _copied(value: Any) -> Any:
     """The same structure with every tensor, sharded ones too, copied to the CPU."""
     if isinstance(value, torch.Tensor):
-        copy = value.detach().to("cpu", copy=True)
-        return copy
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -41,7 +41,8 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     async def prepare(self) -> None:
         """Start the workers and load the model."""
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= self._config.trainers else 0
+        resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        gpus = 1 if resources.get("GPU", 0) >= self._config.trainers else 0
         actor = ray.remote(TrainWorker).options(num_cpus=1, num_gpus=gpus)
         self._workers = [actor.remote(self._config, rank) for rank in range(self._config.trainers)]
         host, port = await self._ask(0, "address")

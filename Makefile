@@ -1,0 +1,35 @@
+# One command per intent. Everything runs in .venv, which the first command makes.
+PYTHON ?= python3
+# The package index for torch. Left empty, pip's own; for the small build without CUDA:
+# make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test lint format clean
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/trinity-events demo
+
+test: setup
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

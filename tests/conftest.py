@@ -1,0 +1,80 @@
+"""A real server for the whole session, and what tests need on it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from trinity_events.log import RedisEventLog
+from trinity_events.server import EmbeddedServer, connect, open_client
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home():
+    """A TRINITY_HOME of the session's own; its embedded servers run as long as the session."""
+    with tempfile.TemporaryDirectory(prefix="trinity-test-") as folder:
+        before = dict(os.environ)
+        os.environ["TRINITY_HOME"] = folder
+        for name in ("TRINITY_REDIS_URL", "TRINITY_WEIGHTS_REDIS_URL"):
+            os.environ.pop(name, None)
+        yield Path(folder)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def redis_url(home):
+    with EmbeddedServer(home).attached() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def weights_url(home):
+    with EmbeddedServer(home, "weights", durable=False).attached() as url:
+        yield url
+
+
+@pytest.fixture
+def run_id():
+    return f"test-{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+async def client(redis_url):
+    async with connect(redis_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def log(client: redis.asyncio.Redis, run_id: str) -> RedisEventLog:
+    return RedisEventLog(client, run_id)
+
+
+@pytest.fixture
+def sync_client(redis_url):
+    with open_client(redis_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def cli(home):
+    """Runs the real command line in a process of its own."""
+
+    def run(*args: str, timeout: float = 60, env: dict[str, str] | None = None):
+        return subprocess.run(
+            [sys.executable, "-m", "trinity_events", *args],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,171 @@
+"""The contract: what is on the wire, and what a reader refuses."""
+
+import msgspec
+import pytest
+
+from tests.histories import DIGEST, History, finished, part
+from trinity_schemas import (
+    MAX_EVENT_BYTES,
+    Chunk,
+    ContractError,
+    ExperienceGroup,
+    RunKeys,
+    StepCommitted,
+    StepReady,
+    StepRef,
+    TensorEntry,
+    UnknownEventType,
+    WeightManifest,
+    check_run_id,
+    chunk_key,
+    decode_envelope,
+    decode_experiences,
+    decode_manifest,
+    encode,
+    event_tag,
+    manifest_key,
+    to_json,
+)
+
+
+def envelope(event=None):
+    history = History()
+    history.add(event or finished(3))
+    return history.entries[-1][1]
+
+
+def changed(**fields):
+    return msgspec.msgpack.encode({**to_json(envelope()), **fields})
+
+
+def test_an_event_survives_the_wire():
+    for event in (finished(3, path="a/b"), part(4), StepCommitted(step=1, kind="weights")):
+        sent = envelope(event)
+        assert decode_envelope(encode(sent)) == sent
+
+
+def test_tags_are_kebab_case():
+    assert event_tag(StepReady) == "step-ready"
+    assert to_json(envelope(part(1)))["event"]["type"] == "version-part-published"
+
+
+def test_unknown_fields_are_ignored():
+    raw = to_json(envelope())
+    raw["later"] = {"deep": [1, 2]}
+    raw["event"]["later"] = 1
+    assert decode_envelope(msgspec.msgpack.encode(raw)) == envelope()
+
+
+def test_unknown_event_types_are_told_apart_from_broken_ones():
+    with pytest.raises(UnknownEventType, match="'from-the-future'"):
+        decode_envelope(changed(event={"type": "from-the-future"}))
+    with pytest.raises(ContractError, match="Expected `int`"):
+        decode_envelope(changed(epoch="one"))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", b"not msgpack at all", encode(envelope())[:-3], b"\x81\xa1a" * 100_000],
+    ids=["empty", "reserved byte", "text", "truncated", "deeply nested"],
+)
+def test_foreign_bytes_are_refused(payload):
+    with pytest.raises(ContractError):
+        decode_envelope(payload)
+
+
+def test_an_oversized_event_is_refused_by_its_sender_and_by_its_readers():
+    big = StepCommitted(step=1, kind="weights", metrics={f"m{i}": 1.0 for i in range(100_000)})
+    with pytest.raises(ContractError, match="above the limit"):
+        encode(envelope(big))
+    with pytest.raises(ContractError, match="above the limit"):
+        decode_envelope(b"\x00" * (MAX_EVENT_BYTES + 1))
+
+
+@pytest.mark.parametrize("step", [-1, 2**60, 1.5, "7"])
+def test_an_impossible_step_is_refused(step):
+    raw = to_json(envelope())
+    raw["event"]["slot"]["step"] = step
+    with pytest.raises(ContractError):
+        decode_envelope(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", "{a}", "a:b", "..", ".hidden", "a b", "x" * 64, "é"])
+def test_run_ids_are_slugs(run_id):
+    with pytest.raises(ValueError, match="is not a slug"):
+        check_run_id(run_id)
+    with pytest.raises(ValueError, match="is not a slug"):
+        RunKeys.of(run_id)
+
+
+def test_keys_of_a_run_share_one_hash_tag():
+    assert RunKeys.of("grpo-7b").events == "trinity:{grpo-7b}:events"
+    assert all("{grpo-7b}" in key for key in RunKeys.of("grpo-7b"))
+
+
+def test_weights_have_hash_tags_of_their_own():
+    assert "{r.1.2.0}" in manifest_key("r", 1, 2, 0)
+    assert chunk_key("r", 1, 2, 0, 7).endswith(":7")
+
+
+def manifest(**changes):
+    fields = {
+        "run_id": "r",
+        "epoch": 1,
+        "step": 2,
+        "rank": 0,
+        "tensors": (
+            TensorEntry(name="a", dtype="float32", shape=(2, 3), offset=0),
+            TensorEntry(name="b", dtype="bfloat16", shape=(), offset=24),
+            TensorEntry(name="c", dtype="int8", shape=(0, 4), offset=26),
+        ),
+        "chunks": (Chunk(nbytes=20, digest=DIGEST), Chunk(nbytes=6, digest=DIGEST)),
+    }
+    return WeightManifest(**{**fields, **changes})
+
+
+def test_a_manifest_survives_the_wire():
+    assert decode_manifest(encode(manifest())) == manifest()
+    assert manifest().nbytes == 26
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("tensors", [{"name": "a", "dtype": "float32", "shape": [7], "offset": 0}], "28 bytes"),
+        ("tensors", [{"name": "a", "dtype": "float128", "shape": [1], "offset": 0}], "dtype"),
+        ("tensors", [{"name": "a", "dtype": "int8", "shape": [26], "offset": 5}], "begins at 5"),
+        ("tensors", [{"name": "a", "dtype": "int8", "shape": [2**60], "offset": 0}], "Expected"),
+        ("tensors", [{"name": "a", "dtype": "int8", "shape": [-1], "offset": 0}], "Expected"),
+        ("chunks", [[2**60, DIGEST]], "chunks hold"),
+        ("chunks", [[26, "md5"]], "Expected"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(field, value, said):
+    raw = {**to_json(manifest()), field: value}
+    with pytest.raises(ContractError, match=said):
+        decode_manifest(msgspec.msgpack.encode(raw))
+
+
+def test_a_tensor_appears_once_in_a_manifest():
+    twice = (TensorEntry(name="a", dtype="int8", shape=(0,), offset=0),) * 2
+    with pytest.raises(ValueError, match="twice"):
+        manifest(tensors=twice, chunks=())
+
+
+def test_experiences_must_be_complete():
+    group = ExperienceGroup(
+        run_id="r",
+        group_id="g",
+        step=1,
+        explorer=0,
+        version=StepRef(1, 0),
+        prompt_tokens=[1],
+        responses=[[2, 3]],
+        logprobs=[[-0.5, -0.25]],
+        rewards=[1.0],
+        scores=[1.0],
+    )
+    assert decode_experiences(encode(group)) == group
+    for broken in ({"rewards": []}, {"logprobs": [[-0.5]]}):
+        with pytest.raises(ContractError):
+            decode_experiences(msgspec.msgpack.encode({**to_json(group), **broken}))

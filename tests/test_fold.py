@@ -1,0 +1,428 @@
+"""The fold: what is ready, what failed, what was superseded, whatever the order."""
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.histories import (
+    History,
+    committed,
+    failed,
+    finished,
+    fold,
+    opened,
+    part,
+    publish_weights,
+    registration,
+    started,
+)
+from trinity_events.core import decode_state, encode_state, explain
+from trinity_events.core.fold import KEPT_STEPS, KEPT_VERSIONS
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    RunOpened,
+    RunResumed,
+    StepFailed,
+    StepReady,
+    StepRef,
+    StepSuperseded,
+    ThreadCountRegistered,
+    VersionRetired,
+    encode,
+)
+
+
+def registered(step, **kwargs):
+    return ThreadCountRegistered(step=step, registration=registration(**kwargs))
+
+
+def of(said, event_type):
+    return [one for one in said if isinstance(one, event_type)]
+
+
+def ready(said):
+    return [(one.kind, one.step) for one in of(said, StepReady)]
+
+
+def test_a_step_is_ready_in_whatever_order_its_events_come():
+    events = [
+        registered(1, expected=2),
+        started(1, "a", rank=0),
+        finished(1, "a", rank=0),
+        finished(1, "b", rank=1),
+        committed(1, "state_dict", registration(expected=2)),
+    ]
+    for order in itertools.permutations(events):
+        history = History()
+        for number, event in enumerate(order):
+            history.add(event, by=f"p{number}")
+        monitor, said = history.fold()
+        assert ready(said) == [("state_dict", 1)]
+        assert monitor.state.ready["state_dict"].at == StepRef(1, 1)
+
+
+def test_commit_waits_for_every_registered_save():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=2)))
+    history.add(finished(1, rank=0))
+    assert ready(history.fold()[1]) == []
+    history.add(finished(1, rank=1))
+    assert ready(history.fold()[1]) == [("state_dict", 1)]
+
+
+def test_registrations_add_up_by_distinct_id():
+    history = History()
+    history.add(registered(1, name="one"))
+    history.add(registered(1, name="two"))
+    history.add(registered(1, name="two"))
+    history.add(committed(1))
+    history.add(finished(1, rank=0))
+    assert ready(history.fold()[1]) == []
+    history.add(finished(1, rank=1))
+    assert ready(history.fold()[1]) == [("state_dict", 1)]
+
+
+def test_the_commit_alone_establishes_the_registration():
+    history = History()
+    history.add(finished(1))
+    history.add(committed(1, "state_dict", registration()))
+    assert ready(history.fold()[1]) == [("state_dict", 1)]
+
+
+def test_an_explicit_zero_is_ready_at_once_but_no_registration_is_not():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=0)))
+    history.add(committed(2))
+    assert ready(history.fold()[1]) == [("state_dict", 1)]
+
+
+def test_a_finish_delivered_twice_counts_once():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=2)))
+    history.add(finished(1, "a"), by="actor")
+    history.add(finished(1, "a"), by="actor", sequence=1)  # the same event again
+    history.add(finished(1, "b"), by="actor", sequence=2)  # another attempt at the same slot
+    monitor, said = history.fold()
+    assert ready(said) == []
+    assert monitor.state.anomaly_counts == {"duplicate": 1, "late-attempt": 1}
+
+
+def test_a_checkpoint_waits_for_its_state_dict_and_makes_it_ready_with_it():
+    history = History()
+    history.add(
+        committed(5, "checkpoint", registration("state_dict"), registration("checkpoint"))
+    )
+    history.add(finished(5, kind="state_dict"))
+    assert ready(history.fold()[1]) == []
+    history.add(finished(5, kind="checkpoint"))
+    assert ready(history.fold()[1]) == [("state_dict", 5), ("checkpoint", 5)]
+
+
+def test_a_checkpoint_may_rest_on_its_state_dict_alone():
+    # As Trinity-RFT registers it: one state-dict save, committed as a checkpoint.
+    history = History()
+    history.add(
+        committed(5, "checkpoint", registration("state_dict"), registration("checkpoint", 0))
+    )
+    history.add(finished(5, kind="state_dict"))
+    assert ready(history.fold()[1]) == [("state_dict", 5), ("checkpoint", 5)]
+
+
+def test_a_state_dict_of_its_own_does_not_wait_for_a_checkpoint():
+    history = History()
+    history.add(committed(5, "state_dict", registration("state_dict")))
+    history.add(committed(5, "checkpoint", registration("checkpoint")))
+    history.add(finished(5, kind="state_dict"))
+    assert ready(history.fold()[1]) == [("state_dict", 5)]
+
+
+def test_weights_are_ready_when_every_rank_has_published():
+    events = [
+        opened(3, 0, 1),
+        part(3, rank=0),
+        part(3, rank=1, digest="sha256:" + "1" * 64),
+        committed(3, "weights"),
+    ]
+    digests = set()
+    for order in itertools.permutations(events):
+        history = History()
+        for number, event in enumerate(order):
+            history.add(event, by=f"p{number}")
+        _, said = history.fold()
+        [announced] = of(said, StepReady)
+        assert [one.rank for one in announced.parts] == [0, 1]
+        assert announced.transport == "redis"
+        digests.add(announced.version_digest)
+    assert len(digests) == 1
+
+
+def test_a_ready_step_carries_its_proof():
+    history = History()
+    history.add(finished(1, "attempt", rank=2))
+    cause = history.add(committed(1, "state_dict", registration()))
+    [announced] = of(history.fold()[1], StepReady)
+    assert announced.caused_by == cause
+    assert [(one.slot.rank, one.save_id, one.bytes) for one in announced.saves] == [
+        (2, "attempt", 8)
+    ]
+
+
+def test_a_failed_save_fails_its_step_once_and_a_retry_makes_it_ready():
+    history = History()
+    history.add(committed(1, "state_dict", registration()))
+    history.add(failed(1, "a"))
+    history.add(failed(1, "b"))
+    history.add(finished(1, "c"))
+    _, said = history.fold()
+    [failure] = of(said, StepFailed)
+    assert "model of actor-0" in failure.reason
+    assert "disk full" in failure.reason
+    assert ready(said) == [("state_dict", 1)]
+
+
+def test_a_failure_after_the_finish_changes_nothing():
+    history = History()
+    history.add(finished(1, "a"))
+    history.add(failed(1, "b"))
+    history.add(committed(1, "state_dict", registration()))
+    _, said = history.fold()
+    assert of(said, StepFailed) == []
+    assert ready(said) == [("state_dict", 1)]
+
+
+def test_a_slow_checkpoint_is_superseded_not_an_error():
+    history = History()
+    history.add(committed(1, "checkpoint", registration("checkpoint")))
+    history.add(committed(2, "checkpoint", registration("checkpoint")))
+    history.add(finished(2, kind="checkpoint"))
+    history.add(finished(1, kind="checkpoint"))
+    monitor, said = history.fold()
+    assert ready(said) == [("checkpoint", 2)]
+    [superseded] = of(said, StepSuperseded)
+    assert (superseded.step, superseded.by) == (1, StepRef(1, 2))
+    assert monitor.state.ready["checkpoint"].at == StepRef(1, 2)
+
+
+def test_events_of_an_older_epoch_change_nothing():
+    history = History()
+    history.add(RunResumed(step=0), by="second", epoch=2)
+    history.add(committed(9, "state_dict", registration(expected=0)), epoch=1)
+    monitor, said = history.fold()
+    assert said == []
+    assert monitor.state.ready == {}
+    assert monitor.state.anomaly_counts == {"stale-epoch": 1}
+
+
+def test_nothing_is_believed_before_an_epoch_is_opened():
+    for epoch in (0, 1):
+        history = History(opened=False)
+        history.add(committed(9, "state_dict", registration(expected=0)), epoch=epoch)
+        assert history.fold()[1] == []
+
+
+def test_a_resume_moves_the_pointers_back_at_once():
+    history = History()
+    for kind in ("state_dict", "checkpoint"):
+        history.add(committed(105, kind, registration(kind, 0)))
+    history.add(RunResumed(step=100), by="second", epoch=2)
+    monitor, _ = history.fold()
+    assert monitor.state.ready["checkpoint"].at == StepRef(2, 100)
+    history.add(committed(101, "state_dict", registration(expected=0)), by="second", epoch=2)
+    monitor, said = history.fold()
+    assert ready(said)[-1] == ("state_dict", 101)
+    assert monitor.state.ready["state_dict"].at == StepRef(2, 101)
+
+
+def test_what_an_old_epoch_left_open_is_superseded_by_the_new_one():
+    history = History()
+    history.add(committed(7, "state_dict", registration()))
+    history.add(opened(7))
+    history.add(RunOpened(), by="second", epoch=2)
+    _, said = history.fold()
+    assert {(one.kind, one.epoch, one.by.epoch) for one in of(said, StepSuperseded)} == {
+        ("state_dict", 1, 2),
+        ("weights", 1, 2),
+    }
+    assert [(one.epoch, one.step) for one in of(said, VersionRetired)] == [(1, 7)]
+
+
+def test_old_weight_versions_are_retired():
+    history = History()
+    for step in range(5):
+        publish_weights(history, step)
+    monitor, said = history.fold()
+    assert [one.step for one in of(said, VersionRetired)] == [0, 1, 2]
+    assert [ref.step for ref in monitor.state.versions] == [3, 4]
+    assert len(monitor.state.versions) == KEPT_VERSIONS
+
+
+def test_a_retried_part_replaces_the_first_until_the_version_is_ready():
+    second, third = ("sha256:" + digit * 64 for digit in "23")
+    history = History()
+    history.add(opened(1))
+    history.add(part(1))
+    history.add(part(1, digest=second))
+    history.add(committed(1, "weights"))
+    history.add(part(1, digest=third))
+    [announced] = of(history.fold()[1], StepReady)
+    assert announced.parts[0].manifest_digest == second
+
+
+def test_a_gap_in_a_producers_sequence_is_an_anomaly_that_names_it():
+    history = History()
+    history.add(started(1), by="actor", rank=3)
+    history.add(finished(1), by="actor", rank=3, sequence=4)
+    monitor, _ = history.fold()
+    assert monitor.state.anomaly_counts == {"gap": 1}
+    assert "actor-3, event 2 to 3" in monitor.state.anomalies[0].detail
+
+
+def test_explorers_are_not_fenced_by_epochs():
+    history = History()
+    history.add(ExplorerStatusChanged(status="running"), by="explorer", epoch=0)
+    assert history.fold()[0].state.explorers["explorer-0"].status == "running"
+
+
+def test_finished_steps_are_forgotten_and_stay_settled():
+    history = History()
+    for step in range(1, 3 * KEPT_STEPS):
+        history.add(committed(step, "state_dict", registration(expected=0)))
+    history.add(committed(1, "state_dict", registration(expected=0)))
+    monitor, said = history.fold()
+    assert len(monitor.state.steps) == KEPT_STEPS
+    assert ready(said) == [("state_dict", step) for step in range(1, 3 * KEPT_STEPS)]
+    assert monitor.state.anomaly_counts == {"late": 1}
+
+
+def test_a_step_that_waits_is_not_forgotten():
+    history = History()
+    history.add(committed(1, "checkpoint", registration("checkpoint")))
+    for step in range(2, 2 * KEPT_STEPS):
+        history.add(committed(step, "state_dict", registration(expected=0)))
+    history.add(finished(1, kind="checkpoint"))
+    assert ("checkpoint", 1) in ready(history.fold()[1])
+
+
+def test_explain_names_who_is_missing():
+    history = History()
+    history.add(committed(4, "state_dict", registration(expected=2)))
+    history.add(started(4, "a", rank=1))
+    history.add(finished(4, "b", rank=0))
+    publish = History()
+    publish.add(opened(4, 0, 1))
+    publish.add(part(4, rank=0))
+    said = explain(history.fold()[0].state, 4)
+    assert said == (
+        "Step 4 state_dict waits for 1 of 2 saves: model of actor-1 (started 0.0 s ago)."
+    )
+    assert "the part of rank 1" in explain(publish.fold()[0].state, 4)
+    assert "Nothing is known of step 9" in explain(history.fold()[0].state, 9)
+
+
+KINDS = ("state_dict", "checkpoint", "weights")
+
+
+@st.composite
+def histories(draw):
+    """Some steps of some kinds, whole, broken off or failing.
+
+    Each process's events keep their order; how the processes' events interleave is drawn.
+    """
+    trainer, workers = [], []
+    for step in draw(st.lists(st.integers(1, 4), min_size=1, max_size=4, unique=True)):
+        for kind in draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True)):
+            ranks = draw(st.integers(1, 3))
+            whole = draw(st.booleans())
+            if kind == "weights":
+                trainer += [opened(step, *range(ranks)), committed(step, kind)]
+                workers += [part(step, rank=rank) for rank in range(ranks - (not whole))]
+            else:
+                wanted = registration(kind, ranks)
+                trainer.append(ThreadCountRegistered(step=step, registration=wanted))
+                trainer.append(committed(step, kind, wanted))
+                for rank in range(ranks - (not whole)):
+                    if draw(st.booleans()):
+                        workers.append(failed(step, f"f{rank}", kind=kind, rank=rank))
+                    workers.append(finished(step, f"s{rank}", kind=kind, rank=rank))
+    sent = [(event, "trainer") for event in trainer]
+    for number, event in enumerate(draw(st.permutations(workers))):
+        sent.insert(draw(st.integers(0, len(sent))), (event, f"worker-{number}"))
+    repeats = draw(st.lists(st.integers(0, len(sent) - 1), max_size=5))
+    return sent, repeats
+
+
+def folded(sent, repeats=()):
+    history = History()
+    for event, by in sent:
+        history.add(event, by=by)
+    entries = list(history.entries)
+    for number in repeats:
+        entries.append((f"{5000 + len(entries)}-0", history.entries[number + 1][1]))
+    return entries
+
+
+@settings(max_examples=200, deadline=None)
+@given(histories())
+def test_order_decides_neither_what_is_complete_nor_where_pointers_end(drawn):
+    sent, repeats = drawn
+    monitor, said = fold(folded(sent, repeats))
+    # The trainer first, then the workers: sorting is stable.
+    straight, _ = fold(folded(sorted(sent, key=lambda pair: pair[1] != "trainer")))
+    assert {kind: pointer.at for kind, pointer in monitor.state.ready.items()} == {
+        kind: pointer.at for kind, pointer in straight.state.ready.items()
+    }
+    complete = {(e.kind, e.step) for e in said if isinstance(e, StepReady | StepSuperseded)}
+    for event_type in (StepReady, StepFailed, StepSuperseded):
+        named = [(one.kind, one.step) for one in of(said, event_type)]
+        assert len(named) == len(set(named)), "announced twice"
+    assert complete == {
+        (kind, step)
+        for step, state in straight.state.steps.items()
+        for kind, kind_state in state.kinds.items()
+        if kind_state.outcome is not None
+    }
+    for kind in KINDS:
+        steps = [one.step for one in of(said, StepReady) if one.kind == kind]
+        assert steps == sorted(steps), "a pointer went back"
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.integers(0, 40))
+def test_a_snapshot_at_any_entry_goes_on_as_the_live_fold_does(drawn, cut):
+    entries = folded(*drawn)
+    live, said = fold(entries)
+    first, said_before = fold(entries[:cut])
+    resumed = type(first)(decode_state(encode_state(first.state)))
+    said_after = [one.event for entry in entries[cut:] for one in resumed.apply(*entry)]
+    assert said_before + said_after == said
+    assert resumed.state == live.state
+
+
+@settings(max_examples=50, deadline=None)
+@given(histories())
+def test_a_replay_announces_the_very_same_bytes(drawn):
+    entries = folded(*drawn)
+
+    def announce():
+        monitor, _ = fold([])
+        return [encode(one) for entry in entries for one in monitor.apply(*entry)]
+
+    assert announce() == announce()
+
+
+def test_state_encodes_to_json_for_programs():
+    history = History()
+    publish_weights(history, 1)
+    msgspec.json.encode(msgspec.to_builtins(history.fold()[0].state, str_keys=True))
+
+
+@pytest.mark.parametrize("events", [200, 400])
+def test_state_does_not_grow_with_the_run(events):
+    history = History()
+    for step in range(events):
+        publish_weights(history, step)
+    monitor, _ = history.fold()
+    assert len(encode_state(monitor.state)) < 40_000
