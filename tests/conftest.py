@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from trinity_events.log import RedisEventLog
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import EmbeddedServer, connect, open_client
 
 
@@ -55,6 +55,12 @@ async def client(redis_url):
 @pytest.fixture
 def log(client: redis.asyncio.Redis, run_id: str) -> RedisEventLog:
     return RedisEventLog(client, run_id)
+
+
+@pytest.fixture
+async def publisher(client, log, run_id):
+    epoch = await open_run(client, run_id)
+    return AsyncPublisher(log, epoch, new_producer("trainer"))
 
 
 @pytest.fixture

@@ -112,9 +112,7 @@ def test_a_finish_delivered_twice_counts_once():
 
 def test_a_checkpoint_waits_for_its_state_dict_and_makes_it_ready_with_it():
     history = History()
-    history.add(
-        committed(5, "checkpoint", registration("state_dict"), registration("checkpoint"))
-    )
+    history.add(committed(5, "checkpoint", registration("state_dict"), registration("checkpoint")))
     history.add(finished(5, kind="state_dict"))
     assert ready(history.fold()[1]) == []
     history.add(finished(5, kind="checkpoint"))

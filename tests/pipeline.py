@@ -1,0 +1,61 @@
+"""The pipeline around a test: a reducer as a process or as a task, and what it announces."""
+
+import asyncio
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import anyio
+
+from tests.histories import committed, opened, part
+from trinity_events.log import AsyncPublisher, RedisEventLog, Stream
+from trinity_events.reducer import reduce_run
+from trinity_events.server import connect
+from trinity_schemas import StepReady, decode_envelope
+
+
+@contextmanager
+def reducer_process(redis_url, run_id, root):
+    """The reducer as users start it."""
+    command = [
+        *(sys.executable, "-m", "trinity_events", "reducer"),
+        *("--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(root)),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def reducer_task(redis_url, run_id, root=None):
+    """The reducer as a task. Not in a task group: fixtures are torn down in another task."""
+    async with connect(redis_url, retry=False) as own:
+        task = asyncio.create_task(reduce_run(own, run_id, root))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def announced(log: RedisEventLog, count: int) -> list[StepReady]:
+    """The first announcements, once there are that many."""
+    with anyio.fail_after(20):
+        while len(found := await log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)) < count:
+            await anyio.sleep(0.01)
+    return [decode_envelope(entry.payload).event for entry in found]
+
+
+async def publish_steps(publisher: AsyncPublisher, steps) -> None:
+    for step in steps:
+        await publisher.publish(opened(step))
+        await publisher.publish(part(step))
+        await publisher.publish(committed(step, "weights"))
+
+
+async def count_announcements(log: RedisEventLog) -> int:
+    return await log._redis.xlen(log.keys.announcements)

@@ -1,0 +1,147 @@
+"""The checkpoint directory follows the state."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.histories import History, committed, finished, registration
+from trinity_events.core import FilePlan, Promotion, plan_files
+from trinity_events.errors import CheckpointRootUnusable
+from trinity_events.reducer import CheckpointFiles, writable_root
+from trinity_schemas import RunResumed
+
+NEEDS_PERMISSIONS = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+
+
+def write(folder: Path, relative: str) -> None:
+    path = folder / relative
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(relative)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return CheckpointFiles(tmp_path, "run")
+
+
+def checkpoint(history: History, step: int, attempt: str) -> None:
+    both = registration("state_dict"), registration("checkpoint")
+    history.add(committed(step, "checkpoint", *both))
+    for kind, name in (("state_dict", "model.pt"), ("checkpoint", "optim.pt")):
+        history.add(finished(step, kind=kind, path=f".staging/{attempt}/actor/{name}"))
+
+
+def test_a_ready_checkpoint_gets_its_name_and_both_files_name_it(files):
+    history = History()
+    checkpoint(history, 7, "a")
+    for name in ("model.pt", "optim.pt"):
+        write(files.folder, f".staging/a/actor/{name}")
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert sorted(p.name for p in (files.folder / "global_step_7/actor").iterdir()) == [
+        "model.pt",
+        "optim.pt",
+    ]
+    for name in ("latest_checkpointed_iteration.txt", "latest_state_dict_iteration.txt"):
+        assert (files.folder / name).read_text() == "7"
+
+
+def test_nothing_moves_before_the_checkpoint_is_whole(files):
+    history = History()
+    checkpoint(history, 7, "a")
+    history.entries.pop()
+    write(files.folder, ".staging/a/actor/model.pt")
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert (files.folder / ".staging/a").is_dir()
+    assert sorted(path.name for path in files.folder.iterdir()) == [".staging"]
+
+
+def test_a_checkpoint_takes_the_place_of_the_state_dict_of_its_step(files):
+    history = History()
+    history.add(committed(7, "state_dict", registration()))
+    history.add(finished(7, path=".staging/a/actor/model.pt"))
+    write(files.folder, ".staging/a/actor/model.pt")
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert (files.folder / "global_step_7/actor/model.pt").is_file()
+    history.add(committed(7, "checkpoint", registration("checkpoint")))
+    history.add(finished(7, kind="checkpoint", path=".staging/b/actor/optim.pt"))
+    write(files.folder, ".staging/b/actor/optim.pt")
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert [p.name for p in (files.folder / "global_step_7/actor").iterdir()] == ["optim.pt"]
+    assert list((files.folder / ".staging").iterdir()) == []
+
+
+def test_a_superseded_checkpoint_is_kept_but_not_pointed_to(files):
+    history = History()
+    checkpoint(history, 2, "two")
+    checkpoint(history, 1, "one")
+    for name in ("one", "two"):
+        write(files.folder, f".staging/{name}/actor/model.pt")
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert (files.folder / "global_step_1").is_dir()
+    assert (files.folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_a_resume_writes_the_step_it_resumes_from(files):
+    history = History()
+    checkpoint(history, 105, "a")
+    history.add(RunResumed(step=100), by="second", epoch=2)
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert (files.folder / "latest_checkpointed_iteration.txt").read_text() == "100"
+
+
+@pytest.mark.parametrize("garbage", ["", "7 is what it was", "\x00", "106"])
+def test_a_garbled_iteration_file_is_put_right(files, garbage):
+    history = History()
+    checkpoint(history, 105, "a")
+    write(files.folder, "latest_checkpointed_iteration.txt")
+    (files.folder / "latest_checkpointed_iteration.txt").write_text(garbage)
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert (files.folder / "latest_checkpointed_iteration.txt").read_text() == "105"
+
+
+def test_reconciling_again_changes_nothing(files):
+    history = History()
+    checkpoint(history, 7, "a")
+    write(files.folder, ".staging/a/actor/model.pt")
+    plan = plan_files(history.fold()[0].state)
+    files.reconcile(plan)
+    before = {path: path.stat().st_mtime_ns for path in files.folder.rglob("*")}
+    files.reconcile(plan)
+    assert before == {path: path.stat().st_mtime_ns for path in files.folder.rglob("*")}
+
+
+@pytest.mark.parametrize("staged", ["../other", ".staging/..", "/etc", ".staging/link"])
+def test_a_path_that_leaves_the_run_is_not_used(files, tmp_path, staged, caplog):
+    outside = tmp_path / "other"
+    write(outside, "precious")
+    (files.folder / ".staging").mkdir(parents=True)
+    (files.folder / ".staging/link").symlink_to(outside)
+    files.reconcile(FilePlan(promotions=(Promotion(1, staged),), iterations=()))
+    assert (outside / "precious").read_text() == "precious"
+    assert not (files.folder / "global_step_1").exists()
+    assert "leads out of" in caplog.text
+
+
+def test_one_fault_does_not_keep_the_rest_from_being_done(files, caplog):
+    plan = FilePlan(
+        promotions=(Promotion(1, "../x"),),
+        iterations=(("latest_state_dict_iteration.txt", "1"),),
+    )
+    for _ in range(3):
+        files.reconcile(plan)
+    assert (files.folder / "latest_state_dict_iteration.txt").read_text() == "1"
+    assert len(caplog.records) == 1, "said once, not every second"
+
+
+def test_a_root_that_is_a_file_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointRootUnusable, match="cannot be written"):
+        writable_root(tmp_path / "file" / "below")
+
+
+@NEEDS_PERMISSIONS
+def test_a_root_that_cannot_be_written_is_refused_in_one_sentence(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointRootUnusable, match="choose another with --checkpoint-root"):
+        writable_root(tmp_path)

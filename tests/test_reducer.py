@@ -1,0 +1,152 @@
+"""The reducer against a real server, in its own process where dying is the point."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import anyio
+
+from tests.histories import committed, finished, registration
+from tests.pipeline import (
+    announced,
+    count_announcements,
+    publish_steps,
+    reducer_process,
+    reducer_task,
+)
+from trinity_events.core import decode_state
+from trinity_events.core.fold import KEPT_VERSIONS
+from trinity_events.history import Replay, current_state, read_all
+from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run
+from trinity_events.reducer import Reducer, reduce_run
+from trinity_events.server import connect
+from trinity_schemas import RunClosed, StepReady, VersionRetired, encode
+
+
+async def test_what_became_true_is_announced_with_its_cause(publisher, log, redis_url, run_id):
+    async with reducer_task(redis_url, run_id):
+        await publisher.publish(committed(1, "state_dict", registration()))
+        cause = await publisher.publish(finished(1))
+        [ready] = await announced(log, 1)
+    assert (ready.kind, ready.step, ready.caused_by) == ("state_dict", 1, cause)
+
+
+async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_twice(
+    publisher, log, redis_url, run_id, tmp_path
+):
+    kills, steps = 0, 0
+
+    async def publish_until_killed_thrice():
+        nonlocal steps
+        while kills < 3:
+            await publish_steps(publisher, [steps])
+            steps += 1
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(publish_until_killed_thrice)
+        while kills < 3:
+            done = await count_announcements(log)
+            with reducer_process(redis_url, run_id, tmp_path), anyio.fail_after(20):
+                while await count_announcements(log) <= done:
+                    await anyio.sleep(0.001)
+            # Killed right after its first announcements, wherever it is by now.
+            kills += 1
+            # Its lease would hold the next one up for three seconds.
+            await log._redis.delete(log.keys.leader)
+    with reducer_process(redis_url, run_id, tmp_path):
+        events = await announced(log, steps + max(0, steps - KEPT_VERSIONS))
+    ready = [one.step for one in events if isinstance(one, StepReady)]
+    assert ready == list(range(steps))
+    retired = [one.step for one in events if isinstance(one, VersionRetired)]
+    assert retired == list(range(steps - KEPT_VERSIONS))
+
+
+async def test_a_replay_gives_the_state_and_the_bytes_of_the_live_reducer(
+    publisher, log, redis_url, run_id
+):
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, range(20))
+        await log.append(b"\xff not an event")
+        last = await publisher.publish(RunClosed(reason="finished"))
+        with anyio.fail_after(10):
+            while (await log.load())[1] != last:
+                await anyio.sleep(0.01)
+    replay = Replay(run_id)
+    bytes_announced = []
+    async for entry in read_all(log):
+        for folded in replay.feed([entry]):
+            bytes_announced += [encode(one) for one in folded.announcements]
+    live = [entry.payload async for entry in read_all(log, Stream.ANNOUNCEMENTS)]
+    assert bytes_announced == live
+    snapshot, position = await log.load()
+    assert position == last
+    assert decode_state(snapshot) == replay.state == await current_state(log)
+    assert replay.state.dead_letters == 1
+
+
+async def test_a_foreign_entry_goes_to_the_dead_letters_and_the_run_goes_on(
+    publisher, log, client, redis_url, run_id
+):
+    other = AsyncPublisher(
+        RedisEventLog(client, "another-run"), publisher.epoch, new_producer("trainer")
+    )
+    other.log = log  # an event of one run in another's log
+    async with reducer_task(redis_url, run_id):
+        await log.append(b"\x81")
+        await other.publish(committed(1, "state_dict", registration(expected=0)))
+        await publisher.publish(committed(2, "state_dict", registration(expected=0)))
+        [ready] = await announced(log, 1)
+    assert ready.step == 2
+    reasons = [fields[b"reason"].decode() for _, fields in await client.xrange(log.keys.dead)]
+    assert "not MessagePack" in reasons[0]
+    assert "an event of run 'another-run'" in reasons[1]
+
+
+async def test_a_second_reducer_takes_over_within_seconds(publisher, log, redis_url, run_id):
+    async with reducer_task(redis_url, run_id):
+        async with connect(redis_url, retry=False) as own:
+            with anyio.move_on_after(0.2):
+                await reduce_run(own, run_id, None)  # waits: the other leads
+        await publish_steps(publisher, [1])
+        await announced(log, 1)
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [2])
+        assert [one.step for one in await announced(log, 2)] == [1, 2]
+
+
+async def test_a_reducer_that_was_overtaken_stops_and_writes_nothing(log, publisher):
+    token, _ = await log.lead(0.01)
+    stale = Reducer(log, None, token)
+    await anyio.sleep(0.05)
+    await log.lead(5)
+    await publish_steps(publisher, [1])
+    with anyio.fail_after(5):
+        await stale.run()  # returns: its first commit is refused
+    assert await log.read(stream=Stream.ANNOUNCEMENTS) == []
+
+
+async def test_a_snapshot_of_another_version_is_folded_anew(publisher, log, redis_url, run_id):
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1])
+        await announced(log, 1)
+    await log._redis.set(log.keys.snapshot, b"\x01")
+    state = await current_state(log)
+    assert state.ready["weights"].at.step == 1
+
+
+async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_path):
+    command = [sys.executable, "-m", "trinity_events", "reducer", "--redis-url", redis_url]
+    process = subprocess.Popen(
+        [*command, "--checkpoint-root", str(tmp_path)], stderr=subprocess.DEVNULL
+    )
+    try:
+        for number in range(2):
+            run_id = f"served-{os.getpid()}-{number}"
+            log = RedisEventLog(client, run_id)
+            epoch = await open_run(client, run_id)
+            await publish_steps(AsyncPublisher(log, epoch, new_producer("trainer")), [1])
+            assert (await announced(log, 1))[0].step == 1
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0

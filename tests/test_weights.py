@@ -1,0 +1,282 @@
+"""Weight versions over a real server: whole or invisible, bit for bit."""
+
+import pickle
+
+import anyio
+import msgspec
+import pytest
+import torch
+
+from tests.pipeline import announced, reducer_task
+from trinity_events import Synchronizer
+from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
+from trinity_events.server import open_client
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, pull_version
+from trinity_events.weights.publish import manifest_digest
+from trinity_events.weights.tensors import DTYPES, dtype_name
+from trinity_schemas import (
+    PublishedPart,
+    SaveFailed,
+    StepReady,
+    VersionRetired,
+    WeightsApplied,
+    chunk_key,
+    decode_envelope,
+    decode_manifest,
+    manifest_key,
+)
+
+
+@pytest.fixture
+def weights_client(weights_url):
+    with open_client(weights_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def trainer(publisher, redis_url, weights_url, run_id):
+    """Publishes as rank 0, with a reducer running."""
+    made = Synchronizer(
+        run_id, publisher.epoch, redis_url=redis_url, weights_url=weights_url, chunk_bytes=64
+    )
+    async with reducer_task(redis_url, run_id):
+        yield made
+    made.close()
+
+
+@pytest.fixture
+def explorer(redis_url, weights_url, run_id):
+    made = Synchronizer(
+        run_id, 0, redis_url=redis_url, weights_url=weights_url, role="explorer", rank=1
+    )
+    yield made
+    made.close()
+
+
+def publish(trainer, tensors, step):
+    trainer.open_version(step)
+    trainer.publish(tensors.items(), step)
+    trainer.commit(step)
+
+
+async def ready(log, step) -> StepReady:
+    with anyio.fail_after(10):
+        while True:
+            found = [one for one in await announced(log, 1) if isinstance(one, StepReady)]
+            for event in found:
+                if event.step == step:
+                    return event
+            await anyio.sleep(0.01)
+
+
+def awkward() -> dict[str, torch.Tensor]:
+    """Everything that tends to go wrong on the way."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"dtype.{name}": torch.randint(0, 256, (7, 16), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .clone()
+        for name, dtype in DTYPES.items()
+        if dtype is not torch.bool
+    }
+    tensors["dtype.bool"] = torch.tensor([True, False, True])
+    tensors["scalar"] = torch.tensor(1.5, dtype=torch.bfloat16)
+    tensors["empty"] = torch.empty(0, 3)
+    tensors["transposed"] = torch.arange(12.0).reshape(3, 4).t()
+    tensors["strided"] = torch.arange(100.0)[::7]
+    tensors["odd"] = torch.arange(5, dtype=torch.uint8)
+    tensors["after odd"] = torch.arange(3.0)
+    return tensors
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+async def test_every_kind_of_tensor_travels_bit_for_bit(trainer, explorer, log):
+    sent = awkward()
+    publish(trainer, sent, 3)
+    version = explorer.pull(await ready(log, 3))
+    received = dict(version.tensors())
+    assert list(received) == list(sent)
+    for name, tensor in sent.items():
+        assert received[name].dtype == tensor.dtype
+        assert received[name].shape == tensor.shape
+        assert torch.equal(bits(received[name]), bits(tensor)), name
+
+
+async def test_applying_installs_in_place_and_reports_what_is_served(trainer, explorer, log):
+    model, source = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    publish(trainer, dict(source.named_parameters()), 1)
+    event = await ready(log, 1)
+    phases = explorer.apply(model, event)
+    assert torch.equal(model.weight, source.weight)
+    assert torch.equal(model.bias, source.bias)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    told = [decode_envelope(entry.payload) for entry in await log.read()][-1]
+    assert isinstance(told.event, WeightsApplied)
+    assert (told.producer.role, told.producer.rank) == ("explorer", 1)
+    assert told.event.digest == event.version_digest
+    assert told.event.phases == phases
+
+
+async def test_a_version_is_invisible_before_it_is_committed(trainer, log):
+    trainer.open_version(1)
+    trainer.publish([("a", torch.ones(100))], 1)
+    await anyio.sleep(0.2)
+    assert await log._redis.xlen(log.keys.announcements) == 0
+    trainer.commit(1)
+    await ready(log, 1)
+
+
+async def test_a_chunk_that_was_changed_is_never_installed(trainer, explorer, log, weights_client):
+    model = torch.nn.Linear(32, 4)
+    before = model.weight.clone()
+    publish(trainer, dict(torch.nn.Linear(32, 4).named_parameters()), 1)
+    event = await ready(log, 1)
+    key = chunk_key(explorer.run_id, event.epoch, 1, 0, 2)
+    weights_client.setrange(key, 5, b"\x55")
+    with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 1"):
+        explorer.apply(model, event)
+    assert torch.equal(model.weight, before)
+
+
+async def test_a_truncated_chunk_is_never_installed(trainer, explorer, log, weights_client):
+    publish(trainer, {"a": torch.ones(100)}, 1)
+    event = await ready(log, 1)
+    weights_client.set(chunk_key(explorer.run_id, event.epoch, 1, 0, 1), b"short")
+    with pytest.raises(CorruptVersion, match="chunk 1"):
+        explorer.pull(event)
+
+
+async def test_a_manifest_that_was_swapped_is_not_believed(trainer, explorer, log, weights_client):
+    publish(trainer, {"a": torch.ones(100)}, 1)
+    publish(trainer, {"a": torch.zeros(100)}, 2)
+    event = await ready(log, 2)
+    epoch, run_id = event.epoch, explorer.run_id
+    other = weights_client.get(manifest_key(run_id, epoch, 1, 0))
+    weights_client.set(manifest_key(run_id, epoch, 2, 0), other)
+    with pytest.raises(CorruptVersion, match="not the one that was announced"):
+        explorer.pull(event)
+
+
+async def test_a_version_that_is_gone_is_an_error_that_says_so(
+    trainer, explorer, log, weights_client
+):
+    publish(trainer, {"a": torch.ones(100)}, 1)
+    event = await ready(log, 1)
+    weights_client.delete(chunk_key(explorer.run_id, event.epoch, 1, 0, 3))
+    with pytest.raises(VersionUnavailable, match="chunk 3"):
+        explorer.pull(event)
+    weights_client.delete(manifest_key(explorer.run_id, event.epoch, 1, 0))
+    with pytest.raises(VersionUnavailable, match="retired, expired, or on another server"):
+        explorer.pull(event)
+
+
+async def test_retired_versions_are_freed_and_the_newest_two_stay(
+    trainer, explorer, log, weights_client
+):
+    for step in range(6):
+        publish(trainer, {"a": torch.full((100,), float(step))}, step)
+        await ready(log, step)
+    with anyio.fail_after(10):
+        while not any(
+            isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
+        ):
+            await anyio.sleep(0.01)
+    trainer.part_writer(6, 0)  # whoever publishes next frees first
+    keys = weights_client.keys(f"trinity-weights:{{{explorer.run_id}.*")
+    steps = {key.decode().split("}")[0].split(".")[-2] for key in keys}
+    assert steps == {"4", "5"}
+    assert all(weights_client.ttl(key) > 0 for key in keys), "orphans expire"
+
+
+async def test_what_does_not_fit_changes_nothing_and_names_the_tensor(trainer, explorer, log):
+    model = torch.nn.Linear(8, 4)
+    before = model.weight.clone()
+    good = dict(torch.nn.Linear(8, 4).named_parameters())
+    wrong = {
+        "has no 'extra'": {**good, "extra": torch.ones(1)},
+        "has no 'bias', which the model needs": {"weight": good["weight"]},
+        "'bias' is torch.float32": {**good, "bias": torch.ones(5)},
+        "'weight' is torch.float32": {**good, "weight": good["weight"].bfloat16()},
+    }
+    for step, (said, tensors) in enumerate(wrong.items()):
+        publish(trainer, tensors, step)
+        event = await ready(log, step)
+        with pytest.raises(IncompatibleWeights, match=said):
+            explorer.apply(model, event)
+    assert torch.equal(model.weight, before)
+
+
+async def test_tied_parameters_need_one_tensor(trainer, explorer, log):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    publish(trainer, {"a.weight": torch.ones(4, 4)}, 1)
+    explorer.apply(model, await ready(log, 1))
+    assert torch.equal(model["b"].weight, torch.ones(4, 4))
+
+
+async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log, weights_client):
+    def tensors():
+        yield "a", torch.ones(100)
+        raise RuntimeError("gather failed")
+
+    trainer.open_version(1)
+    with pytest.raises(RuntimeError, match="gather failed"):
+        trainer.publish(tensors(), 1)
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(told, SaveFailed)
+    assert (told.slot.kind, told.message) == ("weights", "gather failed")
+
+
+def test_a_dtype_that_cannot_travel_is_refused():
+    with pytest.raises(TypeError, match="complex64 cannot be published"):
+        dtype_name(torch.complex64)
+
+
+async def test_a_synchronizer_is_picklable_and_connects_where_it_is_used(trainer, explorer, log):
+    copy = pickle.loads(pickle.dumps(trainer))
+    publish(copy, {"a": torch.ones(3)}, 1)
+    copy.close()
+    event = await ready(log, 1)
+    assert explorer.pull(event).bytes == 12
+    assert trainer.bind("actor", 2).producer.rank == 2
+
+
+def test_a_part_holds_one_chunk_in_memory(weights_client, run_id):
+    store = RedisChunkStore(weights_client)
+    writer = PartWriter(store, PartRef(run_id, 1, 1, 0), chunk_bytes=1024)
+    writer.add("big", torch.arange(10_000, dtype=torch.uint8))
+    report = writer.seal()
+    assert (report.bytes, report.chunks) == (10_000, 10)
+    manifest = decode_manifest(store.get_manifest(PartRef(run_id, 1, 1, 0)))
+    assert [chunk.nbytes for chunk in manifest.chunks] == [1024] * 9 + [784]
+
+
+def test_a_header_that_asks_for_too_much_allocates_nothing(weights_client, run_id):
+    store, ref = RedisChunkStore(weights_client), PartRef(run_id, 1, 1, 0)
+    lie = msgspec.msgpack.encode(
+        {
+            "run_id": run_id,
+            "epoch": 1,
+            "step": 1,
+            "rank": 0,
+            "tensors": [{"name": "a", "dtype": "int8", "shape": [2**48], "offset": 0}],
+            "chunks": [[2**48, "xxh3:" + "0" * 32]],
+        }
+    )
+    store.put_manifest(ref, lie)
+    announced_part = PublishedPart(rank=0, manifest_digest=manifest_digest(lie), bytes=26)
+    event = StepReady(
+        epoch=1,
+        step=1,
+        kind="weights",
+        caused_by="1-0",
+        parts=(announced_part,),
+        version_digest="sha256:" + "0" * 64,
+    )
+    with pytest.raises(CorruptVersion):
+        pull_version(store, run_id, event)
