@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 
@@ -31,15 +31,24 @@ def reducer_process(redis_url, run_id, root):
 
 @asynccontextmanager
 async def reducer_task(redis_url, run_id, root=None):
-    """The reducer as a task. Not in a task group: fixtures are torn down in another task."""
+    """The reducer as a task, ended as its process ends it: by a cancel scope.
+
+    Not in a task group, since fixtures are torn down in another task; and not by task.cancel(),
+    which asyncio.wait_for of Python 3.11, that redis-py sends with, may swallow.
+    """
+    scope = anyio.CancelScope()
+
+    async def reduce():
+        with scope:
+            await reduce_run(own, run_id, root)
+
     async with connect(redis_url, retry=False) as own:
-        task = asyncio.create_task(reduce_run(own, run_id, root))
+        task = asyncio.create_task(reduce())
         try:
             yield
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            scope.cancel()
+            await task
 
 
 async def announced(log: RedisEventLog, count: int) -> list[StepReady]:
