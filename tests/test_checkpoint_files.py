@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.histories import History, committed, finished, registration
-from trinity_events.core import FilePlan, Promotion, plan_files
+from trinity_events.core import FilePlan, IterationFile, Promotion, plan_files
 from trinity_events.errors import CheckpointRootUnusable
 from trinity_events.reducer import CheckpointFiles, writable_root
-from trinity_schemas import RunResumed
+from trinity_schemas import RunOpened, RunResumed
 
 NEEDS_PERMISSIONS = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 
@@ -94,7 +94,7 @@ def test_a_resume_writes_the_step_it_resumes_from(files):
 def test_a_garbled_iteration_file_is_put_right(files, garbage):
     history = History()
     checkpoint(history, 105, "a")
-    write(files.folder, "latest_checkpointed_iteration.txt")
+    write(files.folder, "global_step_105/actor/model.pt")
     (files.folder / "latest_checkpointed_iteration.txt").write_text(garbage)
     files.reconcile(plan_files(history.fold()[0].state))
     assert (files.folder / "latest_checkpointed_iteration.txt").read_text() == "105"
@@ -109,6 +109,36 @@ def test_reconciling_again_changes_nothing(files):
     before = {path: path.stat().st_mtime_ns for path in files.folder.rglob("*")}
     files.reconcile(plan)
     assert before == {path: path.stat().st_mtime_ns for path in files.folder.rglob("*")}
+
+
+def test_an_iteration_file_never_names_a_checkpoint_that_is_not_there(files, caplog):
+    history = History()
+    checkpoint(history, 7, "a")
+    files.reconcile(plan_files(history.fold()[0].state))  # nothing was written to .staging/a
+    assert not (files.folder / "latest_checkpointed_iteration.txt").exists()
+    assert "global_step_7 is not there" in caplog.text
+
+
+def test_the_checkpoint_of_an_earlier_epoch_is_kept_aside(files):
+    history = History()
+    checkpoint(history, 7, "old")
+    write(files.folder, ".staging/old/actor/optim.pt")
+    files.reconcile(plan_files(history.fold()[0].state))
+    history.add(RunOpened(), by="second", epoch=2)
+    history.add(committed(7, "state_dict", registration()), by="second", epoch=2)
+    history.add(finished(7, path=".staging/new/actor/model.pt"), by="second", epoch=2)
+    write(files.folder, ".staging/new/actor/model.pt")
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert (files.folder / "global_step_7/actor/model.pt").is_file()
+    assert (files.folder / ".staging/new.replaced_global_step_7/actor/optim.pt").is_file()
+
+
+@pytest.mark.parametrize("path", [".staging//x", ".staging/./x", ".staging/../x", ".staging"])
+def test_a_path_can_never_name_the_whole_staging_folder(path):
+    history = History()
+    history.add(committed(1, "state_dict", registration()))
+    history.add(finished(1, path=path))
+    assert plan_files(history.fold()[0].state).promotions == ()
 
 
 @pytest.mark.parametrize("staged", ["../other", ".staging/..", "/etc", ".staging/link"])
@@ -126,7 +156,7 @@ def test_a_path_that_leaves_the_run_is_not_used(files, tmp_path, staged, caplog)
 def test_one_fault_does_not_keep_the_rest_from_being_done(files, caplog):
     plan = FilePlan(
         promotions=(Promotion(1, "../x"),),
-        iterations=(("latest_state_dict_iteration.txt", "1"),),
+        iterations=(IterationFile("latest_state_dict_iteration.txt", 1),),
     )
     for _ in range(3):
         files.reconcile(plan)

@@ -25,12 +25,14 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     RunOpened,
     RunResumed,
+    Sender,
     StepFailed,
     StepReady,
     StepRef,
     StepSuperseded,
     ThreadCountRegistered,
     VersionRetired,
+    decode_envelope,
     encode,
 )
 
@@ -302,6 +304,56 @@ def test_a_step_that_waits_is_not_forgotten():
         history.add(committed(step, "state_dict", registration(expected=0)))
     history.add(finished(1, kind="checkpoint"))
     assert ("checkpoint", 1) in ready(history.fold()[1])
+
+
+def test_a_commit_long_after_its_saves_is_settled_once_and_harmless():
+    # Settling one kind of it may be what makes the step old enough to be forgotten.
+    history = History()
+    history.add(finished(1, kind="state_dict"))
+    history.add(finished(1, kind="checkpoint"))
+    for step in range(2, KEPT_STEPS + 12):
+        publish_weights(history, step)
+    both = registration("state_dict"), registration("checkpoint")
+    history.add(committed(1, "checkpoint", *both))
+    assert ready(history.fold()[1])[-2:] == [("state_dict", 1), ("checkpoint", 1)]
+
+
+def test_state_stays_small_when_every_save_fails():
+    history = History()
+    for step in range(3 * KEPT_STEPS):
+        for attempt in range(12):
+            history.add(failed(step, f"attempt-{attempt}"))
+    state = history.fold()[0].state
+    assert len(state.steps) == KEPT_STEPS
+    assert len(encode_state(state)) < 1_000_000
+
+
+def test_what_is_announced_can_be_decoded_whatever_was_said():
+    history = History()
+    history.add(committed(1, "state_dict", registration()))
+    event = msgspec.structs.replace(failed(1), message="x" * 8192, error_type="E" * 256)
+    history.add(event)
+    monitor, _ = fold(history.entries[:-1])
+    [announcement] = monitor.apply(*history.entries[-1])
+    assert decode_envelope(encode(announcement)) == announcement
+
+
+def test_a_new_epoch_begins_at_its_own_step():
+    history = History()
+    history.add(committed(105, "state_dict", registration(expected=0)))
+    history.add(RunResumed(step=100), by="second", epoch=2)
+    assert history.fold()[0].state.trainer_step == 100
+
+
+def test_an_event_of_a_later_contract_leaves_no_gap():
+    history = History()
+    history.add(started(1), by="actor")
+    history.add(finished(1), by="actor", sequence=3)
+    monitor, _ = fold(history.entries[:-1])
+    producer = history.entries[-1][1].producer
+    monitor.set_aside("1500-0", "unknown", Sender(run_id="history", producer=producer, sequence=2))
+    monitor.apply("2000-0", history.entries[-1][1])
+    assert monitor.state.anomaly_counts == {"undecodable": 1}
 
 
 def test_explain_names_who_is_missing():

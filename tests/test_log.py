@@ -27,7 +27,7 @@ from trinity_events.log import (
     watch_runs,
 )
 from trinity_events.server import open_client
-from trinity_schemas import RunOpened, RunResumed, decode_envelope
+from trinity_schemas import ContractError, RunOpened, RunResumed, decode_envelope
 
 
 async def test_entries_are_read_in_order_and_after_a_position(log):
@@ -90,6 +90,13 @@ async def test_what_cannot_be_published_is_an_error_that_names_the_event(run_id)
     with pytest.raises(PublishError, match=f"step-committed of run {run_id} was not published"):
         await publisher.publish(committed(1, "state_dict", registration()))
     await client.aclose()
+
+
+async def test_an_event_that_breaks_the_contract_is_refused_by_its_sender(log):
+    publisher = AsyncPublisher(log, 1, new_producer("no slug"))
+    with pytest.raises(ContractError, match=r"role"):
+        await publisher.publish(committed(1))
+    assert await log.read() == []
 
 
 async def test_a_commit_counts_only_for_the_newest_leader_and_from_its_own_position(log):

@@ -135,6 +135,36 @@ async def test_a_snapshot_of_another_version_is_folded_anew(publisher, log, redi
     assert state.ready["weights"].at.step == 1
 
 
+async def test_entries_that_were_lost_are_reported_and_the_run_goes_on(
+    publisher, log, redis_url, run_id, caplog
+):
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1])
+        await announced(log, 1)
+    position = (await log.load())[1]
+    await log._redis.xdel(log.keys.events, position)
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [2])
+        assert [one.step for one in await announced(log, 2)] == [1, 2]
+    assert f"has no entry {position}" in caplog.text
+
+
+async def test_a_run_that_was_closed_is_served_again_when_it_is_opened_again(
+    client, redis_url, run_id, log, publisher
+):
+    async with connect(redis_url, retry=False) as own:
+        await publisher.publish(RunClosed(reason="finished"))
+        with anyio.fail_after(10):
+            await reduce_run(own, run_id, None, until_closed=True)  # ends by itself
+        epoch = await open_run(client, run_id)
+        again = AsyncPublisher(log, epoch, new_producer("trainer"))
+        await publish_steps(again, [1])
+        await again.publish(RunClosed(reason="finished"))
+        with anyio.fail_after(10):
+            await reduce_run(own, run_id, None, until_closed=True)
+    assert [one.step for one in await announced(log, 1)] == [1]
+
+
 async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_path):
     command = [sys.executable, "-m", "trinity_events", "reducer", "--redis-url", redis_url]
     process = subprocess.Popen(

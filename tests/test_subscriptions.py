@@ -9,7 +9,7 @@ from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events import StepReady, VersionRetired, subscribe
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.log import ORIGIN
+from trinity_events.log import ORIGIN, AsyncPublisher, new_producer, open_run
 from trinity_schemas import SaveStarted, StepFailed
 
 
@@ -43,6 +43,23 @@ async def test_a_follower_from_current_sees_the_state_now_then_what_comes(
         ]
         await publish_steps(reduced, [3])
         assert [(one.kind, one.step) for one in await take(events, 1)] == [("weights", 3)]
+
+
+async def test_what_a_resume_went_back_behind_is_not_current(
+    reduced, client, log, redis_url, run_id
+):
+    await reduced.publish(committed(105, "checkpoint", registration("checkpoint", 0)))
+    await publish_steps(reduced, [105])
+    await announced(log, 2)
+    epoch = await open_run(client, run_id, resume_from=100)
+    resumed = AsyncPublisher(log, epoch, new_producer("trainer"))
+    await resumed.publish(committed(101, "state_dict", registration(expected=0)))
+    await announced(log, 3)
+    async with subscribe(run_id, StepReady, redis_url=redis_url) as events:
+        assert [(one.kind, one.step) for one in await take(events, 2)] == [
+            ("weights", 105),  # the newest there are, until the resumed trainer publishes
+            ("state_dict", 101),
+        ]
 
 
 async def test_a_follower_goes_on_from_a_position(reduced, redis_url, run_id):

@@ -57,6 +57,8 @@ class Delivered(Generic[E]):
             await self._ack()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "event":  # not set yet, as while it is copied
+            raise AttributeError(name)
         return getattr(self.event, name)
 
     def __repr__(self) -> str:

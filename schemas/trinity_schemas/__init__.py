@@ -3,6 +3,7 @@
 from .codec import (
     MAX_EVENT_BYTES,
     ContractError,
+    Sender,
     UnknownEventType,
     decode_envelope,
     decode_experiences,
@@ -78,6 +79,7 @@ __all__ = [
     "SaveFinished",
     "SaveProof",
     "SaveStarted",
+    "Sender",
     "Slot",
     "StepCommitted",
     "StepFailed",

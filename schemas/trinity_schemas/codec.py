@@ -6,29 +6,44 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .envelope import Envelope
+from .envelope import Envelope, Producer, Sequence
 from .events import EVENT_TYPES, event_tag
 from .experiences import ExperienceGroup
+from .identity import RunId
 from .manifest import WeightManifest
 
-MAX_EVENT_BYTES = 1 << 20
+MAX_EVENT_BYTES = 4 << 20
 MAX_MANIFEST_BYTES = 64 << 20
-
-_TAGS = frozenset(event_tag(event) for event in EVENT_TYPES)
-_encoder = msgspec.msgpack.Encoder()
-_envelopes = msgspec.msgpack.Decoder(Envelope)
-_manifests = msgspec.msgpack.Decoder(WeightManifest)
-_experiences = msgspec.msgpack.Decoder(ExperienceGroup)
-T = TypeVar("T")
-_anything = msgspec.msgpack.Decoder()
 
 
 class ContractError(ValueError):
     """Bytes that are not what the contract says; the message names the fault."""
 
 
+class Sender(msgspec.Struct, frozen=True, kw_only=True):
+    """What of an envelope can be read although its event is unknown."""
+
+    run_id: RunId
+    producer: Producer
+    sequence: Sequence
+
+
 class UnknownEventType(ContractError):
-    """A well-formed envelope around an event that this version does not know."""
+    """An envelope around an event that this version does not know, and who sent it."""
+
+    def __init__(self, message: str, sender: Sender | None = None) -> None:
+        super().__init__(message)
+        self.sender = sender
+
+
+_TAGS = frozenset(event_tag(event) for event in EVENT_TYPES)
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_senders = msgspec.msgpack.Decoder(Sender)
+_manifests = msgspec.msgpack.Decoder(WeightManifest)
+_experiences = msgspec.msgpack.Decoder(ExperienceGroup)
+T = TypeVar("T")
+_anything = msgspec.msgpack.Decoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -56,7 +71,9 @@ def decode_envelope(payload: bytes) -> Envelope:
     except msgspec.ValidationError as error:
         tag = _unknown_tag(payload)
         if tag is not None:
-            raise UnknownEventType(f"event type {tag!r} is not known to this version") from None
+            raise UnknownEventType(
+                f"event type {tag[:64]!r} is not known to this version", _sender(payload)
+            ) from None
         raise ContractError(f"not an event envelope: {error}") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise ContractError(f"not MessagePack: {error}") from None
@@ -90,6 +107,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, wha
 def _check_size(payload: bytes, limit: int) -> None:
     if len(payload) > limit:
         raise ContractError(f"{len(payload)} bytes, above the limit of {limit}")
+
+
+def _sender(payload: bytes) -> Sender | None:
+    try:
+        return _senders.decode(payload)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _unknown_tag(payload: bytes) -> str | None:

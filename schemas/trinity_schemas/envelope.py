@@ -12,6 +12,9 @@ from .identity import Epoch, Name, Rank, RunId, Slug
 SCHEMA_VERSION = 1
 
 
+Sequence = Annotated[int, Meta(ge=1, le=2**53)]
+
+
 class Producer(Struct, frozen=True, kw_only=True):
     """A sender of events. ``incarnation`` is new whenever the sender starts anew."""
 
@@ -40,7 +43,7 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
     run_id: RunId
     epoch: Epoch
     producer: Producer
-    sequence: Annotated[int, Meta(ge=1, le=2**53)]
+    sequence: Sequence
     occurred_at: float
     event: Event
     schema_version: Annotated[int, Meta(ge=1, le=2**15)] = SCHEMA_VERSION

@@ -181,7 +181,8 @@ class PublishedPart(Struct, frozen=True, kw_only=True):
 class StepReady(_Event, frozen=True):
     """A kind of a step is proven complete. Announced once per (epoch, step, kind).
 
-    ``version_digest`` and ``parts`` are there for weights, ``saves`` and ``path`` for files.
+    ``version_digest`` and ``parts`` are there for weights; for files ``saves`` (the first of
+    them, ``save_count`` in all) and ``path``, where they were written before they got their name.
     """
 
     epoch: Epoch
@@ -189,6 +190,7 @@ class StepReady(_Event, frozen=True):
     kind: Kind
     caused_by: EntryId
     saves: tuple[SaveProof, ...] = ()
+    save_count: Count = 0
     path: RelativePath | None = None
     parts: tuple[PublishedPart, ...] = ()
     version_digest: Digest | None = None

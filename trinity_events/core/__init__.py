@@ -1,7 +1,7 @@
 """The pure core: what the log means. No I/O, no clock, no randomness."""
 
 from .explain import explain
-from .files import FilePlan, Promotion, plan_files
+from .files import FilePlan, IterationFile, Promotion, final_name, plan_files
 from .fold import MONITOR, Monitor
 from .state import MonitorState, ReadyPointer, decode_state, encode_state
 from .summary import RunSummary, Summarizer
@@ -9,6 +9,7 @@ from .summary import RunSummary, Summarizer
 __all__ = [
     "MONITOR",
     "FilePlan",
+    "IterationFile",
     "Monitor",
     "MonitorState",
     "Promotion",
@@ -18,5 +19,6 @@ __all__ = [
     "decode_state",
     "encode_state",
     "explain",
+    "final_name",
     "plan_files",
 ]

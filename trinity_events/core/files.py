@@ -16,23 +16,36 @@ ITERATION_FILES: dict[Kind, str] = {
 }
 
 
+def final_name(step: int) -> str:
+    """The folder of a step that is ready, as Trinity-RFT and veRL name it."""
+    return f"global_step_{step}"
+
+
 class Promotion(Struct, frozen=True, order=True):
-    """A folder of saves that is complete and gets its final name."""
+    """A folder of saves that is complete and gets its final name.
+
+    ``holds_old`` says that it contains all that the folder of that name can contain, which is
+    then removed; otherwise that folder is of an earlier epoch, and is kept aside.
+    """
 
     step: int
     staged: str
+    holds_old: bool = False
 
-    @property
-    def target(self) -> str:
-        """Its name from then on, below the run's checkpoint directory."""
-        return f"global_step_{self.step}"
+
+class IterationFile(Struct, frozen=True):
+    """An iteration file and the step it is to name, once ``needs`` (if any) is there."""
+
+    name: str
+    step: int
+    needs: str | None = None
 
 
 class FilePlan(Struct, frozen=True, kw_only=True):
-    """Folders to promote, then iteration files to hold the given text."""
+    """Folders to promote, then iteration files to write."""
 
     promotions: tuple[Promotion, ...]
-    iterations: tuple[tuple[str, str], ...]
+    iterations: tuple[IterationFile, ...]
 
 
 def plan_files(state: MonitorState) -> FilePlan:
@@ -51,11 +64,12 @@ def plan_files(state: MonitorState) -> FilePlan:
             if folder is not None:
                 promotions.pop(folder, None)
         if chosen is not None:
-            promotions[chosen] = Promotion(step, chosen)
+            two = len(set(folders.values()) - {None}) > 1
+            promotions[chosen] = Promotion(step, chosen, holds_old=two)
     iterations = tuple(
-        (name, str(state.ready[kind].at.step))
+        IterationFile(name, pointer.at.step, final_name(pointer.at.step) if pointer.path else None)
         for kind, name in ITERATION_FILES.items()
-        if kind in state.ready
+        if (pointer := state.ready.get(kind)) is not None
     )
     return FilePlan(promotions=tuple(sorted(promotions.values())), iterations=iterations)
 

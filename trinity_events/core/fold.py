@@ -20,6 +20,7 @@ from trinity_schemas import (
     SaveFinished,
     SaveProof,
     SaveStarted,
+    Sender,
     Slot,
     StepCommitted,
     StepFailed,
@@ -57,6 +58,11 @@ KEPT_VERSIONS = 2
 KEPT_STEPS = 128
 KEPT_STEPS_AT_MOST = 4096
 KEPT_ANOMALIES = 32
+KEPT_PRODUCERS = 16_384
+KEPT_FAILURES = 8
+LONGEST_REASON = 4000
+MOST_PROOFS = 8192
+"""Saves that an announcement lists; it counts them all."""
 
 _EXPLORER_EVENTS = (WeightsApplied, ExplorerStatusChanged)
 _EPOCH_EVENTS = (RunOpened, RunResumed)
@@ -95,13 +101,20 @@ class Monitor:
         if not current and not self._admit_epoch(envelope):
             return []
         handler(self, event, envelope)
+        if len(state.steps) > KEPT_STEPS:
+            self._forget()
         return self._flush() if self._out else []
 
-    def set_aside(self, entry_id: str, reason: str) -> None:
-        """Pass over an entry that cannot be decoded; it goes to the dead letters."""
+    def set_aside(self, entry_id: str, reason: str, sender: Sender | None = None) -> None:
+        """Pass over an entry that cannot be decoded; it goes to the dead letters.
+
+        Where its sender could be read, the sender's order goes on with it.
+        """
         self._advance(entry_id)
         self.state.dead_letters += 1
         self._anomaly("undecodable", reason)
+        if sender is not None:
+            self._in_order(sender.producer, sender.sequence)
 
     def _advance(self, entry_id: str) -> None:
         self._entry_id = entry_id
@@ -130,14 +143,17 @@ class Monitor:
 
     def _in_order(self, producer: Producer, sequence: int) -> bool:
         sequences = self.state.sequences
-        last = sequences.get(producer.incarnation, 0)
+        last = sequences.pop(producer.incarnation, 0)
+        # Taken out and put back: the dictionary's order is that of last use, oldest first.
+        sequences[producer.incarnation] = max(last, sequence)
+        if len(sequences) > KEPT_PRODUCERS:
+            del sequences[next(iter(sequences))]
         if sequence <= last:
             self._anomaly("duplicate", f"{_who(producer)} sent its event {sequence} again")
             return False
         if sequence > last + 1:
             missing = f"{last + 1}" if sequence == last + 2 else f"{last + 1} to {sequence - 1}"
             self._anomaly("gap", f"of {_who(producer)}, event {missing} is not in the log")
-        sequences[producer.incarnation] = sequence
         return True
 
     def _admit_epoch(self, envelope: Envelope) -> bool:
@@ -175,6 +191,7 @@ class Monitor:
                 if not kind_state.settled:
                     self._supersede(state.epoch, left, kind, StepRef(epoch, step))
         state.epoch = epoch
+        state.trainer_step = step
         state.steps = {}
         state.forgotten_through = -1
         state.closed = None
@@ -227,7 +244,10 @@ class Monitor:
         if slot.proof is not None:
             return
         reason = f"{_slot(event.slot)} failed: {event.error_type}: {event.message}"
+        reason = reason[:LONGEST_REASON]
         slot.failed[event.save_id] = reason
+        if len(slot.failed) > KEPT_FAILURES:
+            del slot.failed[next(iter(slot.failed))]
         kind = self.state.steps[event.slot.step].kinds[event.slot.kind]
         if not kind.settled:
             kind.failure = reason
@@ -326,12 +346,9 @@ class Monitor:
             self._supersede(state.epoch, step, kind, pointer.at)
         else:
             kind_state.outcome = "ready"
-            self._announce_ready(at, step_state, kind, kind_state)
-        self._forget()
+            self._announce_ready(at, step_state, kind)
 
-    def _announce_ready(
-        self, at: StepRef, step_state: StepState, kind: Kind, kind_state: KindState
-    ) -> None:
+    def _announce_ready(self, at: StepRef, step_state: StepState, kind: Kind) -> None:
         path: str | None = None
         saves: tuple[SaveProof, ...] = ()
         parts: tuple[PublishedPart, ...] = ()
@@ -355,7 +372,8 @@ class Monitor:
                 step=at.step,
                 kind=kind,
                 caused_by=self._entry_id,
-                saves=saves,
+                saves=saves[:MOST_PROOFS],
+                save_count=len(saves),
                 path=path,
                 parts=parts,
                 version_digest=digest,
@@ -502,7 +520,8 @@ def staged_folder(step: StepState, kind: Kind) -> str | None:
     folders: set[str | None] = set()
     for slot in own:
         parts = slot.path.split("/") if slot.path else []
-        folders.add("/".join(parts[:2]) if len(parts) > 1 and parts[0] == STAGING else None)
+        staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
+        folders.add("/".join(parts[:2]) if staged else None)
     return folders.pop() if len(folders) == 1 else None
 
 

@@ -9,10 +9,12 @@ from msgspec import Struct
 
 from trinity_schemas import (
     Envelope,
+    RunResumed,
     StepCommitted,
     StepFailed,
     StepReady,
     StepRef,
+    TrainerStatusChanged,
     VersionOpened,
     VersionPartPublished,
     WeightsApplied,
@@ -82,7 +84,8 @@ class Summarizer:
         self._versions: dict[StepRef, _Version] = {}
         self._transfers: list[float] = []
         self._pauses: list[float] = []
-        self._steps: set[StepRef] = set()
+        self._first_steps: dict[int, int] = {}
+        self._last_steps: dict[int, int] = {}
         self._checkpoints = self._failures = self._events = self._bytes = 0
 
     def add(self, envelope: Envelope, nbytes: int) -> None:
@@ -92,10 +95,13 @@ class Summarizer:
         self._bytes += nbytes
         match event:
             case StepCommitted(step=step, metrics=metrics):
-                if step:
-                    self._steps.add(StepRef(envelope.epoch, step))
+                self._reached(envelope.epoch, step)
                 if "reward" in metrics:
                     self.rewards[StepRef(envelope.epoch, step)] = metrics["reward"]
+            case TrainerStatusChanged(step=step):
+                self._reached(envelope.epoch, step)
+            case RunResumed(step=step):
+                self._first_steps[envelope.epoch] = step
             case VersionOpened(step=step):
                 self._version(envelope.epoch, step).opened = envelope.occurred_at
             case VersionPartPublished(step=step, seconds=seconds):
@@ -123,10 +129,12 @@ class Summarizer:
         newest = max(applied, default=StepRef(0, 0))
         unapplied = [ref for ref, version in ready.items() if not version.applied]
         superseded = sum(ref < newest for ref in unapplied)
-        steps = max(len(self._steps), 1)
+        steps = sum(
+            last - self._first_steps.get(epoch, 0) for epoch, last in self._last_steps.items()
+        )
         return RunSummary(
             run_id=self.run_id,
-            steps=len(self._steps),
+            steps=steps,
             versions_published=len(ready),
             versions_applied=len(applied),
             versions_superseded_unpulled=superseded,
@@ -137,9 +145,12 @@ class Summarizer:
             transfer=Spread.of(self._transfers),
             pause=Spread.of(self._pauses),
             events=self._events,
-            events_per_step=self._events / steps,
-            event_bytes_per_step=self._bytes / steps,
+            events_per_step=self._events / max(steps, 1),
+            event_bytes_per_step=self._bytes / max(steps, 1),
         )
+
+    def _reached(self, epoch: int, step: int) -> None:
+        self._last_steps[epoch] = max(step, self._last_steps.get(epoch, 0))
 
     def _version(self, epoch: int, step: int) -> _Version:
         return self._versions.setdefault(StepRef(epoch, step), _Version())

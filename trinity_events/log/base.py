@@ -44,13 +44,15 @@ class Standing(NamedTuple):
 class Commit(Struct, frozen=True, kw_only=True):
     """One step of the reducer, taken whole or not at all.
 
-    ``announcements`` pairs each payload with the subject it is the newest of.
+    ``announcements`` pairs each payload with the subject it is the newest of, if any;
+    ``retracted`` names subjects of which nothing stands any more.
     """
 
     token: int
     after: str
     position: str
     announcements: Sequence[tuple[str, bytes]] = ()
+    retracted: Sequence[str] = ()
     dead_letters: Sequence[DeadLetter] = ()
     snapshot: bytes | None = None
 

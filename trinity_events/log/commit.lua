@@ -2,13 +2,20 @@
 -- from the position that it folded from. A reply that was lost is therefore safe to ask again:
 -- the position has moved, and the reducer reloads.
 -- KEYS: position, fence, announcements, dead, snapshot, current
--- ARGV: token, after, position, snapshot or '', n, n * (subject, payload), m * (id, reason, payload)
+-- ARGV: token, after, position, snapshot or '', k, k * retracted subject,
+--       n, n * (subject or '', payload), m * (id, reason, payload)
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'fenced' end
 if (redis.call('GET', KEYS[1]) or '0-0') ~= ARGV[2] then return 'moved' end
 local at = 6
 for _ = 1, tonumber(ARGV[5]) do
+  redis.call('HDEL', KEYS[6], ARGV[at])
+  at = at + 1
+end
+local announcements = tonumber(ARGV[at])
+at = at + 1
+for _ = 1, announcements do
   local id = redis.call('XADD', KEYS[3], '*', 'e', ARGV[at + 1])
-  redis.call('HSET', KEYS[6], ARGV[at], id .. ' ' .. ARGV[at + 1])
+  if ARGV[at] ~= '' then redis.call('HSET', KEYS[6], ARGV[at], id .. ' ' .. ARGV[at + 1]) end
   at = at + 2
 end
 while at < #ARGV do

@@ -20,13 +20,14 @@ async def add_run(client: redis.asyncio.Redis, run_id: str) -> None:
 
 
 async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
-    """Every run of the server, oldest first, with the Unix time at which it was opened."""
+    """Every run of the server, with the Unix time of its last opening, oldest first."""
     reply: Any = await client.xrange(RUN_INDEX)
     found: dict[str, float] = {}
     for entry_id, fields in reply:
         run_id = _run_id(fields)
         if run_id is not None:
-            found.setdefault(run_id, int(entry_id.partition(b"-")[0]) / 1000)
+            found.pop(run_id, None)
+            found[run_id] = int(entry_id.partition(b"-")[0]) / 1000
     return found
 
 
@@ -38,7 +39,7 @@ async def require_run(client: redis.asyncio.Redis, run_id: str | None) -> str:
             raise RunNotFound(
                 "there is no run on this server yet: start one with: trinity-events demo"
             )
-        return max(runs, key=lambda run: runs[run])
+        return list(runs)[-1]
     if run_id not in runs:
         known = ", ".join(list(runs)[-5:]) or "none"
         raise RunNotFound(
@@ -49,8 +50,7 @@ async def require_run(client: redis.asyncio.Redis, run_id: str | None) -> str:
 
 
 async def watch_runs(client: redis.asyncio.Redis) -> AsyncIterator[str]:
-    """Every run, those that are there and then those that come, each once."""
-    seen: set[str] = set()
+    """Every listing of a run: those that are there, then those that come; repeats included."""
     after = "0-0"
     connection: Any = client
     while True:
@@ -58,8 +58,7 @@ async def watch_runs(client: redis.asyncio.Redis) -> AsyncIterator[str]:
             for entry_id, fields in found:
                 after = entry_id.decode()
                 run_id = _run_id(fields)
-                if run_id is not None and run_id not in seen:
-                    seen.add(run_id)
+                if run_id is not None:
                     yield run_id
 
 

@@ -12,7 +12,16 @@ import anyio
 import redis
 import redis.asyncio
 
-from trinity_schemas import Envelope, Event, Producer, RunOpened, RunResumed, encode, event_tag
+from trinity_schemas import (
+    Envelope,
+    Event,
+    Producer,
+    RunOpened,
+    RunResumed,
+    decode_envelope,
+    encode,
+    event_tag,
+)
 
 from ..errors import PublishError
 from .base import EventLog
@@ -47,6 +56,8 @@ class _Stamp:
             event=event,
         )
         payload = encode(envelope)
+        # Constraints are checked where bytes are read: better here, once, than by every reader.
+        decode_envelope(payload)
         self._sequence += 1
         return payload
 
@@ -75,7 +86,12 @@ class Publisher:
         return self._stamp.producer
 
     def publish(self, event: Event) -> str:
-        """Append the event; returns its entry id. Raises PublishError when no server takes it."""
+        """Append the event; returns its entry id.
+
+        Raises:
+            PublishError: when no server takes it.
+            ContractError: when the event breaks the contract.
+        """
         with self._lock:
             try:
                 return self.log.append(self._stamp.next(event))
@@ -97,7 +113,7 @@ class AsyncPublisher:
         return self._stamp.epoch
 
     async def publish(self, event: Event) -> str:
-        """Append the event; returns its entry id. Raises PublishError when no server takes it."""
+        """Append the event; returns its entry id. Raises as :meth:`Publisher.publish`."""
         async with self._lock:
             try:
                 return await self.log.append(self._stamp.next(event))
@@ -111,11 +127,14 @@ async def open_run(
     """Take a new epoch of the run, from its beginning or from a step; returns the epoch.
 
     Listed in the index first: a crash in between leaves an empty run, never an unlisted one.
+    And again after: a reducer that let go of the run just before hears of it.
     """
     await add_run(client, run_id)
     log = RedisEventLog(client, run_id)
     event: Event = RunOpened() if resume_from is None else RunResumed(step=resume_from)
-    return await log.open_epoch(_opening(run_id, event))
+    epoch = await log.open_epoch(_opening(run_id, event))
+    await add_run(client, run_id)
+    return epoch
 
 
 def _opening(run_id: str, event: Event) -> Callable[[int], bytes]:

@@ -102,7 +102,7 @@ class RedisEventLog:
         """Write a reducer's step. False when another reducer leads or has gone further."""
         keys = self.keys
         args: list[Any] = [commit.token, commit.after, commit.position, commit.snapshot or b""]
-        args.append(len(commit.announcements))
+        args += (len(commit.retracted), *commit.retracted, len(commit.announcements))
         for subject, payload in commit.announcements:
             args += (subject, payload)
         for letter in commit.dead_letters:

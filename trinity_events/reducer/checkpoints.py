@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core import FilePlan, Promotion
+from ..core import FilePlan, IterationFile, Promotion, final_name
 from ..errors import CheckpointRootUnusable
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class CheckpointFiles:
         """Promote, then write the iteration files, so that they never name what is not there."""
         for promotion in plan.promotions:
             self._attempt(promotion.staged, lambda p=promotion: self._promote(p))  # type: ignore[misc]
-        for name, text in plan.iterations:
-            self._attempt(name, lambda n=name, t=text: self._point(n, t))  # type: ignore[misc]
+        for iteration in plan.iterations:
+            self._attempt(iteration.name, lambda i=iteration: self._point(i))  # type: ignore[misc]
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         # A disk that is full for a while must not stop the run: the next turn tries again.
@@ -63,28 +63,29 @@ class CheckpointFiles:
     def _promote(self, promotion: Promotion) -> None:
         staged = inside(self.folder, promotion.staged)
         if not staged.is_dir():
-            return  # promoted before, or saved by someone who wrote in place
-        target = inside(self.folder, promotion.target)
+            return  # promoted before
+        target = inside(self.folder, final_name(promotion.step))
         if target.exists():
-            # Of an earlier epoch, or the state dict that this checkpoint contains.
-            old = staged.parent / f"{staged.name}.replaced"
-            shutil.rmtree(old, ignore_errors=True)
+            old = staged.parent / f"{staged.name}.replaced_{target.name}"
             target.rename(old)
             staged.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
+            if promotion.holds_old:
+                shutil.rmtree(old)
         else:
             staged.rename(target)
         _sync_folder(self.folder)
 
-    def _point(self, name: str, text: str) -> None:
-        path = self.folder / name
+    def _point(self, iteration: IterationFile) -> None:
+        text, path = str(iteration.step), self.folder / iteration.name
+        if iteration.needs is not None and not (self.folder / iteration.needs).is_dir():
+            raise FileNotFoundError(f"{iteration.needs} is not there, so it is not pointed to")
         try:
             if path.read_text() == text:
                 return
         except (FileNotFoundError, UnicodeDecodeError):
             pass
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{name}.{os.getpid()}"
+        temporary = self.folder / f".{iteration.name}.{os.getpid()}"
         with temporary.open("w") as file:
             file.write(text)
             file.flush()

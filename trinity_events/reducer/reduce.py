@@ -13,12 +13,16 @@ from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     ContractError,
     Envelope,
+    StepFailed,
+    StepReady,
+    StepSuperseded,
     decode_envelope,
     encode,
     event_tag,
 )
 
 from ..core import Monitor, MonitorState, decode_state, encode_state, plan_files
+from ..core.fold import KINDS
 from ..log import Commit, DeadLetter, Entry, EventLog, Stream
 from .checkpoints import CheckpointFiles
 
@@ -29,6 +33,13 @@ SNAPSHOT_EVERY = 10_000
 BATCH = 1000
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
+_OF_AN_EPOCH = tuple(
+    f"{event_tag(one)}/{kind}"
+    for one in (StepReady, StepFailed, StepSuperseded)
+    for kind in KINDS
+    if not (one is StepReady and kind == "weights")
+)
+"""What stands only in its epoch; a resume may have gone back behind it."""
 
 
 class Reducer:
@@ -45,16 +56,21 @@ class Reducer:
         self._since_snapshot = 0
         self._reconciled_at = 0.0
         self._stale = False
+        self._idle = False
 
-    async def run(self) -> None:
-        """Fold until the log refuses us: another leads, or has gone further.
+    async def run(self, *, until_closed: bool = False) -> bool:
+        """Fold until the log refuses us, because another leads or has gone further.
+
+        Told to, also until the run is closed and nothing more comes; returns whether it was.
 
         Raises the client's errors. Whichever way it ends, what was folded does not count.
         """
         monitor, self._since_snapshot = await load_monitor(self._log)
         await self._reconcile(monitor.state)
         while await self._turn(monitor):
-            pass
+            if until_closed and self._idle and monitor.state.closed is not None:
+                return True
+        return False
 
     async def _turn(self, monitor: Monitor) -> bool:
         """Wait for entries, for a second at most, and take one step with them."""
@@ -65,6 +81,7 @@ class Reducer:
                 {Stream.EVENTS: after}, seconds=RECONCILE_EVERY, limit=BATCH
             )
             found = [entry for _, entry in waited]
+        self._idle = not found
         if found and not await self._step(monitor, after, found):
             return False
         if self._stale or time.monotonic() - self._reconciled_at >= RECONCILE_EVERY:
@@ -72,7 +89,7 @@ class Reducer:
         return True
 
     async def _step(self, monitor: Monitor, after: str, found: list[Entry]) -> bool:
-        was_closed = monitor.state.closed
+        was_closed, epoch_before = monitor.state.closed, monitor.state.epoch
         announcements, dead = fold(monitor, found)
         self._stale = bool(announcements)
         self._since_snapshot += len(found)
@@ -83,7 +100,11 @@ class Reducer:
             token=self._token,
             after=after,
             position=monitor.state.position,
-            announcements=[(subject(one), encode(one)) for one in announcements],
+            announcements=[
+                (subject(one) if stands(one, monitor.state) else "", encode(one))
+                for one in announcements
+            ],
+            retracted=_OF_AN_EPOCH if monitor.state.epoch != epoch_before else (),
             dead_letters=dead,
             snapshot=encode_state(monitor.state) if due else None,
         )
@@ -112,7 +133,7 @@ def fold(monitor: Monitor, found: list[Entry]) -> tuple[list[Envelope], list[Dea
             if envelope.run_id != run_id:
                 raise ContractError(f"an event of run {envelope.run_id!r}, not of {run_id!r}")
         except ContractError as error:
-            monitor.set_aside(entry.id, str(error))
+            monitor.set_aside(entry.id, str(error), getattr(error, "sender", None))
             dead.append(DeadLetter(entry, str(error)))
         else:
             announcements += monitor.apply(entry.id, envelope)
@@ -124,6 +145,12 @@ def subject(envelope: Envelope) -> str:
     event = envelope.event
     assert isinstance(event, ANNOUNCEMENT_TYPES)
     return f"{event_tag(event)}/{getattr(event, 'kind', 'weights')}"
+
+
+def stands(envelope: Envelope, state: MonitorState) -> bool:
+    """Whether an announcement holds now: weights until newer ones, files in their epoch."""
+    of_weights = isinstance(envelope.event, StepReady) and envelope.event.kind == "weights"
+    return of_weights or envelope.epoch == state.epoch
 
 
 async def load_monitor(log: EventLog) -> tuple[Monitor, int]:
@@ -144,6 +171,13 @@ async def load_monitor(log: EventLog) -> tuple[Monitor, int]:
     while monitor.state.position != position:
         found = await log.read(monitor.state.position, through=position, limit=BATCH)
         if not found:
+            logger.error(
+                "the log of %s has no entry %s, which was folded before: what followed %s is lost",
+                log.run_id,
+                position,
+                monitor.state.position,
+            )
+            monitor.state.position = position
             break
         fold(monitor, found)
         silent += len(found)

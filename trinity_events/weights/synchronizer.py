@@ -242,7 +242,10 @@ class Synchronizer:
         while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS):
             for entry in found:
                 self._read_through = entry.id
-                event = decode_envelope(entry.payload).event
+                try:
+                    event = decode_envelope(entry.payload).event
+                except ContractError:
+                    continue  # of a later version of the contract
                 if isinstance(event, VersionRetired):
                     self._free(self._part(event.step, rank, event.epoch))
 

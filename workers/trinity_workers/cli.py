@@ -49,7 +49,7 @@ def demo(
         typer.Option(
             "--weights-redis-url",
             envvar="TRINITY_WEIGHTS_REDIS_URL",
-            help="Server of the weight chunks; the log's when left out.",
+            help="Server of the weight chunks; an embedded one, or else the log's, when left out.",
             show_default=False,
         ),
     ] = None,

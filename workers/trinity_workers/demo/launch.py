@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from trinity_events.log import (
 )
 from trinity_events.reducer import writable_root
 from trinity_events.server import connect, serving, serving_weights, trinity_home
-from trinity_schemas import RunClosed, decode_envelope
+from trinity_schemas import ContractError, RunClosed, decode_envelope
 
 from ..config import RunConfig
 from ..explorer import ExplorationResult, Explorer
@@ -226,7 +226,8 @@ async def _summarize_log(log: RedisEventLog) -> RunSummary:
     summarizer = Summarizer(log.run_id)
     for stream in Stream:
         async for entry in read_all(log, stream):
-            summarizer.add(decode_envelope(entry.payload), len(entry.payload))
+            with suppress(ContractError):  # a dead letter, which the reducer has reported
+                summarizer.add(decode_envelope(entry.payload), len(entry.payload))
     return summarizer.summary()
 
 
