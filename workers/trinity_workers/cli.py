@@ -19,6 +19,7 @@ from trinity_events.cli.options import (
     print_json,
 )
 from trinity_events.errors import TrinityError
+from trinity_events.reducer import writable_root
 
 
 class MissingExtra(TrinityError):
@@ -59,13 +60,15 @@ def demo(
 
     Example: trinity-events demo --steps 100 --explorers 2
     """
+    # What can be wrong is found out before the heavy imports.
+    run_id = checked_run(run or f"demo-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = writable_root(checkpoint_root(root))
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
     from .demo.launch import DemoOptions, Interrupted, run_demo
     from .demo.summary import summary_table
 
-    run_id = run or f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     options = DemoOptions(
-        run_id=checked_run(run_id),
+        run_id=run_id,
         steps=steps,
         trainers=trainers,
         explorers=explorers,
@@ -75,12 +78,12 @@ def demo(
         seed=seed,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
-        checkpoint_root=checkpoint_root(root),
+        checkpoint_root=folder,
     )
     try:
         summary = anyio.run(run_demo, options)
-    except* Interrupted as errors:
-        print(errors.exceptions[0], file=sys.stderr)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
         raise SystemExit(130) from None
     if as_json:
         print_json(summary)

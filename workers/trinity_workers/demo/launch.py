@@ -25,7 +25,6 @@ from trinity_events.log import (
     open_run,
     position,
 )
-from trinity_events.reducer import writable_root
 from trinity_events.server import connect, serving, serving_weights, trinity_home
 from trinity_schemas import ContractError, RunClosed, decode_envelope
 
@@ -71,14 +70,18 @@ async def run_demo(options: DemoOptions) -> DemoSummary:
         Interrupted: on SIGINT or SIGTERM, after everything was ended and the log closed.
         TrinityError: when a part fails.
     """
-    async with _interruptible(options.run_id), AsyncExitStack() as exits:
-        return await _run(options, exits)
+    try:
+        async with _interruptible(options.run_id), AsyncExitStack() as exits:
+            return await _run(options, exits)
+    except BaseExceptionGroup as group:
+        # Task groups nest; what happened is what one reads for.
+        raise _first(group) from None
     raise AssertionError("unreachable")
 
 
 async def _run(options: DemoOptions, exits: AsyncExitStack) -> DemoSummary:
     began = time.monotonic()
-    root = writable_root(options.checkpoint_root)
+    root = options.checkpoint_root
     folder = trinity_home() / "runs" / options.run_id
     folder.mkdir(parents=True, exist_ok=True)
     view = ProgressView(options.run_id, options.steps)
@@ -231,10 +234,21 @@ async def _summarize_log(log: RedisEventLog) -> RunSummary:
     return summarizer.summary()
 
 
+def _first(error: BaseException) -> BaseException:
+    """The first error of a group of groups, preferring those that are meant for people."""
+    leaves = [error]
+    while any(isinstance(leaf, BaseExceptionGroup) for leaf in leaves):
+        leaves = [
+            one
+            for leaf in leaves
+            for one in (leaf.exceptions if isinstance(leaf, BaseExceptionGroup) else (leaf,))
+        ]
+    return next((leaf for leaf in leaves if isinstance(leaf, TrinityError)), leaves[0])
+
+
 def _sentence(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        return _sentence(error.exceptions[0])
-    return f"{type(error).__name__}: {error}"[:2000]
+    first = _first(error)
+    return f"{type(first).__name__}: {first}"[:2000]
 
 
 def _replay_command(options: DemoOptions) -> str:

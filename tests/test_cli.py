@@ -1,0 +1,154 @@
+"""The command line, as a process, right and wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import anyio
+import pytest
+
+from tests.histories import committed, registration
+from tests.pipeline import announced, publish_steps, reducer_task
+from trinity_events.cli.app import build
+from trinity_schemas import RunClosed
+
+COMMANDS = ("demo", "serve", "reducer", "runs", "status", "tail", "replay")
+
+
+@pytest.fixture
+async def finished_run(publisher, log, redis_url, run_id):
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, range(3))
+        await publisher.publish(committed(2, "state_dict", registration()))
+        await publisher.publish(RunClosed(reason="finished", step=2))
+        await announced(log, 4)
+    return run_id
+
+
+def test_every_command_is_there():
+    names = {command.name or command.callback.__name__ for command in build().registered_commands}
+    assert names == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_has_an_example(cli, command):
+    shown = cli(command, "--help", env={"COLUMNS": "200"})
+    assert shown.returncode == 0
+    assert f"Example: trinity-events {command}" in shown.stdout
+
+
+async def test_status_shows_what_is_ready_and_what_a_step_waits_for(cli, finished_run, redis_url):
+    shown = cli("status", finished_run, "--redis-url", redis_url)
+    assert shown.returncode == 0
+    assert "finished at step 2" in shown.stdout
+    assert "Step 2 state_dict waits for 1 of 1 saves" in shown.stdout
+    state = json.loads(cli("status", finished_run, "--json").stdout)
+    assert state["ready"]["weights"]["at"] == {"epoch": 1, "step": 2}
+
+
+async def test_runs_lists_the_run(cli, finished_run):
+    assert finished_run in cli("runs", env={"COLUMNS": "150"}).stdout
+    rows = json.loads(cli("runs", "--json").stdout)
+    [row] = [row for row in rows if row["run_id"] == finished_run]
+    assert row["trainer"] == "finished"
+    assert row["ready"]["weights"]["step"] == 2
+
+
+async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finished_run):
+    lines = [json.loads(line) for line in cli("tail", finished_run, "--json").stdout.splitlines()]
+    assert {line["stream"] for line in lines} == {"events", "announcements"}
+    assert [line["id"] for line in lines] == sorted(line["id"] for line in lines)
+    assert len(cli("tail", finished_run, "-n", "2").stdout.splitlines()) == 2
+
+
+async def test_tail_follows(cli, finished_run, publisher):
+    command = [sys.executable, "-m", "trinity_events", "tail", finished_run, "-n", "0", "-f"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(3):  # until it listens there is nothing to hear: say it again
+            await publisher.publish(committed(9, "state_dict"))
+            await anyio.sleep(1)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert "step-committed" in out
+    assert process.returncode == 130
+
+
+async def test_replay_shows_each_event_with_what_it_made_true(cli, finished_run):
+    shown = cli("replay", finished_run, env={"COLUMNS": "200"})
+    assert shown.returncode == 0
+    assert shown.stdout.count("step-ready") == 3
+    assert "finished at step 2" in shown.stdout
+
+
+async def test_replay_stops_at_a_step_or_at_an_entry(cli, finished_run, log):
+    state = json.loads(cli("replay", finished_run, "--until", "1", "--json").stdout)
+    assert state["ready"]["weights"]["at"]["step"] == 1
+    third = (await log.read())[2].id
+    state = json.loads(cli("replay", finished_run, "--until", third, "--json").stdout)
+    assert state["position"] == third
+    assert "weights" not in state.get("ready", {})
+
+
+MISTAKES = {
+    "an unreachable server": (("runs", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
+    "no URL": (("runs", "--redis-url", "ftp://x"), "is not the URL of a Redis server"),
+    "no such run": (("status", "nope"), "there is no run 'nope'"),
+    "no such run to replay": (("replay", "nope"), "there is no run 'nope'"),
+    "no run id": (("reducer", "--run", "a/b"), "is not a slug"),
+    "no root": (("reducer", "--checkpoint-root", "/proc/x"), "cannot be written"),
+    "no root to serve": (("serve", "--checkpoint-root", "/proc/x"), "cannot be written"),
+    "no root for a demo": (("demo", "--checkpoint-root", "/proc/x"), "cannot be written"),
+    "no run id for a demo": (("demo", "--run", "{x}"), "is not a slug"),
+    "a demo without server": (("demo", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
+    "a demo without chunk server": (
+        ("demo", "--weights-redis-url", "redis://127.0.0.1:1"),
+        "no Redis server answers at redis://127.0.0.1:1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_sentence_and_a_nonzero_exit(cli, redis_url, args, said):
+    shown = cli(*args)
+    assert shown.returncode == 1
+    assert shown.stdout == ""
+    [line] = shown.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+async def test_a_place_that_the_log_does_not_have_is_one_sentence(cli, finished_run):
+    for until, said in (("99", "step 99 was not reached"), ("x-y", "--until takes a step")):
+        shown = cli("replay", finished_run, "--until", until, "--no-timeline")
+        assert shown.returncode == 1
+        assert said in shown.stderr
+        assert "Traceback" not in shown.stderr
+
+
+def test_serve_serves_until_it_is_interrupted(tmp_path):
+    command = [sys.executable, "-m", "trinity_events", "serve"]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "TRINITY_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline().startswith("serving at unix://")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
+def test_the_reader_of_a_pipe_may_leave_early(cli, finished_run, redis_url):
+    command = f"{sys.executable} -m trinity_events replay {finished_run} | head -1"
+    shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert "run-opened" in shown.stdout
+    assert shown.stderr == ""

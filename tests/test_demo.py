@@ -1,0 +1,153 @@
+"""The main job, short but whole: every part a real process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.tensor  # to load sharded tensors
+
+from trinity_events.server import connect_sync
+from trinity_schemas import RunKeys
+
+pytestmark = pytest.mark.timeout(170)
+
+STEPS = 12
+
+
+def demo(*args: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "trinity_events", "demo", "--json", *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def children(text: str) -> list[int]:
+    """Processes whose command line holds the text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if text.encode() in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(condition, seconds: float = 90):
+    give_up = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(home, redis_url, weights_url):
+    """A demo in whose middle the reducer was killed, and its summary."""
+    run_id = "short-demo"
+    process = demo(
+        *("--run", run_id, "--steps", str(STEPS), "--save-interval", "6", "--explorers", "2")
+    )
+    key = RunKeys.of(run_id).announcements
+    with connect_sync(redis_url) as client:
+        wait_for(lambda: client.xlen(key) > 3 or process.poll() is not None)
+        # A demo is short: hold the reducer up first, so that it is killed with work to do.
+        [reducer] = children(f"reducer\0--lifeline\0--verbose\0--run\0{run_id}\0")
+        os.kill(reducer, signal.SIGKILL)
+    out, error = process.communicate(timeout=150)
+    assert process.returncode == 0, error
+    return run_id, json.loads(out)
+
+
+def test_every_version_was_applied_or_superseded_before_it_was_pulled(finished):
+    _, summary = finished
+    log = summary["log"]
+    assert log["steps"] == STEPS
+    assert log["versions_published"] == STEPS + 1
+    assert log["versions_unaccounted"] == 0
+    assert log["versions_applied"] + log["versions_superseded_unpulled"] == STEPS + 1
+    assert log["failures"] == 0
+
+
+def test_the_reducer_was_killed_and_no_step_was_lost_or_announced_twice(finished, cli):
+    run_id, summary = finished
+    assert summary["reducer_restarts"] == 1
+    lines = cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines()
+    ready = [
+        (line["event"]["kind"], line["event"]["step"])
+        for line in map(json.loads, lines)
+        if line["event"]["type"] == "step-ready"
+    ]
+    expected = [("weights", step) for step in range(STEPS + 1)]
+    expected += [(kind, step) for step in (6, 12) for kind in ("state_dict", "checkpoint")]
+    assert sorted(ready) == sorted(expected)
+
+
+def test_a_replay_of_the_finished_run_gives_the_state_that_status_shows(finished, cli):
+    run_id, _ = finished
+    replayed = cli("replay", run_id, "--json")
+    assert json.loads(replayed.stdout) == json.loads(cli("status", run_id, "--json").stdout)
+    state = json.loads(replayed.stdout)
+    assert state["closed"] == "finished"
+    assert state["explorers"]["explorer-0"]["version"]["step"] == STEPS
+    assert state["explorers"]["explorer-1"]["digest"] == state["ready"]["weights"]["digest"]
+
+
+def test_the_checkpoints_are_whole_and_pointed_to(finished):
+    folder = Path(finished[1]["checkpoint_folder"])
+    for name in ("latest_checkpointed_iteration.txt", "latest_state_dict_iteration.txt"):
+        assert (folder / name).read_text() == str(STEPS)
+    for step in (6, 12):
+        actor = folder / f"global_step_{step}" / "actor"
+        names = {path.name for path in actor.iterdir()}
+        assert names == {
+            *(
+                f"{what}_world_size_2_rank_{rank}.pt"
+                for what in ("model", "optim")
+                for rank in (0, 1)
+            ),
+            "huggingface",
+        }
+    state = torch.load(actor / "model_world_size_2_rank_0.pt", weights_only=True)
+    assert "model.embed_tokens.weight" in state
+
+
+def test_nothing_is_left_running(finished):
+    assert children(finished[0]) == []
+
+
+def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, redis_url):
+    run_id = "interrupted-demo"
+    process = demo("--run", run_id, "--steps", "100000", start_new_session=True)
+    key = RunKeys.of(run_id).announcements
+    with connect_sync(redis_url) as client:
+        wait_for(lambda: client.xlen(key) > 3 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert f"run {run_id} was interrupted" in error
+    assert "Traceback" not in error
+    state = json.loads(cli("replay", run_id, "--json").stdout)
+    assert state["closed"] == "interrupted"
+    wait_for(lambda: not session_members(process.pid), 15)
+
+
+def session_members(session: int) -> list[int]:
+    """Processes of a session, and those that mention the run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found + children("interrupted-demo")

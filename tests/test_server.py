@@ -1,0 +1,182 @@
+"""The embedded server and the choice of a server, with real server processes."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trinity_events.errors import InvalidUrl, ServerTooOld, ServerUnreachable
+from trinity_events.server import (
+    EmbeddedServer,
+    connect,
+    connect_sync,
+    find_binary,
+    open_client,
+    serving,
+    serving_weights,
+)
+
+
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRINITY_HOME", str(tmp_path))
+    return tmp_path
+
+
+def alive(server: EmbeddedServer) -> bool:
+    return server._answers()
+
+
+def test_the_last_user_to_leave_stops_the_server(own_home):
+    server = EmbeddedServer(own_home)
+    with server.attached():
+        with EmbeddedServer(own_home).attached():
+            pass
+        assert alive(server)
+    assert not alive(server)
+
+
+def test_what_was_written_is_there_when_it_starts_again(own_home):
+    for expected in (1, 2):
+        with serving(None) as url, connect_sync(url) as client:
+            assert client.incr("counter") == expected
+
+
+def test_a_server_without_durability_keeps_no_file(own_home):
+    with (
+        EmbeddedServer(own_home, "weights", durable=False).attached() as url,
+        connect_sync(url) as client,
+    ):
+        client.set("chunk", b"x")
+    with (
+        EmbeddedServer(own_home, "weights", durable=False).attached() as url,
+        connect_sync(url) as client,
+    ):
+        assert client.get("chunk") is None
+
+
+def test_a_user_that_is_killed_lets_go(own_home):
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from trinity_events.server import EmbeddedServer\n"
+        "with EmbeddedServer(Path(sys.argv[1])).attached():\n"
+        "    print('ready', flush=True); time.sleep(60)\n"
+    )
+    user = subprocess.Popen(
+        [sys.executable, "-c", script, str(own_home)], stdout=subprocess.PIPE, text=True
+    )
+    assert user.stdout.readline() == "ready\n"
+    user.kill()
+    user.wait()
+    user.stdout.close()
+    server = EmbeddedServer(own_home)
+    assert alive(server)
+    with server.attached():
+        pass
+    assert not alive(server)
+
+
+def test_many_who_start_at_once_share_one_server(own_home):
+    pids = []
+
+    def use():
+        with EmbeddedServer(own_home).attached() as url, connect_sync(url) as client:
+            pids.append(client.info("server")["process_id"])
+            started.wait(20)
+
+    started = threading.Barrier(4)
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(pids)) == 1
+    assert len(pids) == 4
+
+
+def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path):
+    home = tmp_path / ("long" * 30)
+    server = EmbeddedServer(home)
+    assert len(os.fsencode(server.socket)) <= 100
+    with server.attached() as url, connect_sync(url) as client:
+        assert client.ping()
+
+
+def test_a_home_that_cannot_be_written_is_one_sentence():
+    server = EmbeddedServer(Path("/proc/home")).attached()
+    with pytest.raises(ServerUnreachable, match="set TRINITY_HOME to one that can be written"):
+        server.__enter__()
+
+
+def test_a_server_on_path_is_used_when_it_is_new_enough(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    in_wheel = find_binary()
+    for version, chosen in (("6.2.14", in_wheel), ("7.0.15", tmp_path / "redis-server")):
+        fake = tmp_path / "redis-server"
+        fake.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=00000000:0'\n")
+        fake.chmod(0o755)
+        assert find_binary() == chosen
+
+
+def test_the_url_given_comes_before_the_environment_and_before_the_embedded(own_home, monkeypatch):
+    with serving(None) as url:
+        assert url == EmbeddedServer(own_home).url
+        with serving_weights(None, url) as weights:
+            assert weights == EmbeddedServer(own_home, "weights").url
+    monkeypatch.setenv("TRINITY_REDIS_URL", "redis://from-environment")
+    with serving(None) as url:
+        assert url == "redis://from-environment"
+    with serving("redis://given") as url:
+        assert url == "redis://given"
+        with serving_weights(None, url) as weights:
+            assert weights == "redis://given"
+
+
+@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", ""])
+def test_what_is_no_url_of_a_server_is_refused(url):
+    with pytest.raises(InvalidUrl, match="use redis://HOST:PORT"):
+        open_client(url)
+
+
+async def test_an_unreachable_server_is_one_sentence_without_the_password():
+    url = "redis://user:secret@127.0.0.1:1/0"
+    with pytest.raises(ServerUnreachable, match="no Redis server answers") as caught:
+        async with connect(url):
+            pass
+    assert "secret" not in str(caught.value)
+    assert "user:***@127.0.0.1:1" in str(caught.value)
+
+
+@pytest.fixture
+def old_server():
+    """Answers INFO as Redis 6.2 does; nothing else is asked of a server that is too old."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    while data := connection.recv(4096):
+                        text = b"redis_version:6.2.14\r\n"
+                        info = b"$%d\r\n%s\r\n" % (len(text), text)
+                        for command in data.split(b"*")[1:]:
+                            connection.sendall(info if b"INFO\r\n" in command else b"+OK\r\n")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_server_that_is_too_old_is_one_sentence(old_server):
+    with pytest.raises(ServerTooOld, match=r"is version 6.2.14, but 7.0 or newer is needed"):
+        connect_sync(old_server).__enter__()
+    with pytest.raises(ServerTooOld, match=r"upgrade it"):
+        async with connect(old_server):
+            pass
