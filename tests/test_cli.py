@@ -14,7 +14,10 @@ from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events.cli.app import build
 from trinity_schemas import RunClosed
 
-COMMANDS = ("demo", "serve", "reducer", "runs", "status", "tail", "replay")
+COMMANDS = (
+    *("demo", "serve", "reducer", "runs", "status", "tail", "replay"),
+    *("export", "import", "verify"),
+)
 
 
 @pytest.fixture

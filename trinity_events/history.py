@@ -1,16 +1,20 @@
-"""Reading a run back: its state now, and as it was at any entry."""
+"""Folding a run's log: as the reducer last had it, as it is now, as it was at any entry."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple
 
-from trinity_schemas import Envelope, decode_envelope
+import msgspec
 
-from .core import Monitor, MonitorState
+from trinity_schemas import ContractError, Envelope, decode_envelope
+
+from .core import Monitor, MonitorState, decode_state
 from .errors import TrinityError
-from .log import ORIGIN, Entry, EventLog, Stream, position
-from .reducer import fold, load_monitor
+from .log import ORIGIN, DeadLetter, Entry, EventLog, Stream, position
+
+logger = logging.getLogger(__name__)
 
 PAGE = 1000
 
@@ -27,14 +31,64 @@ class UntilNotFound(TrinityError):
     """The log has no such entry or step to stop at."""
 
 
-async def read_all(log: EventLog, stream: Stream = Stream.EVENTS) -> AsyncIterator[Entry]:
-    """Every entry that is there now, oldest first."""
+async def read_all(
+    log: EventLog, stream: Stream = Stream.EVENTS, after: str = ORIGIN
+) -> AsyncIterator[Entry]:
+    """Every entry after a position that is there now, oldest first."""
     end = await log.last_id(stream)
-    after = ORIGIN
     while found := await log.read(after, stream=stream, through=end, limit=PAGE):
         for entry in found:
             yield entry
         after = found[-1].id
+
+
+def fold(monitor: Monitor, found: list[Entry]) -> tuple[list[Envelope], list[DeadLetter]]:
+    """Fold entries; returns what they made true, and those that could not be decoded."""
+    announcements: list[Envelope] = []
+    dead: list[DeadLetter] = []
+    run_id = monitor.state.run_id
+    for entry in found:
+        try:
+            envelope = decode_envelope(entry.payload)
+            if envelope.run_id != run_id:
+                raise ContractError(f"an event of run {envelope.run_id!r}, not of {run_id!r}")
+        except ContractError as error:
+            monitor.set_aside(entry.id, str(error), getattr(error, "sender", None))
+            dead.append(DeadLetter(entry, str(error)))
+        else:
+            announcements += monitor.apply(entry.id, envelope)
+    return announcements, dead
+
+
+async def load_monitor(log: EventLog) -> tuple[Monitor, int]:
+    """The fold as the log's position has it, and how many entries that is past a snapshot.
+
+    Loads the last snapshot and folds on up to the position in silence: what those entries made
+    true has been announced. A snapshot that this version cannot read is folded anew.
+    """
+    snapshot, position = await log.load()
+    state = MonitorState(run_id=log.run_id)
+    if snapshot is not None:
+        try:
+            state = decode_state(snapshot)
+        except msgspec.DecodeError as error:
+            logger.warning("snapshot of %s is not readable (%s): folding anew", log.run_id, error)
+    monitor = Monitor(state)
+    silent = 0
+    while monitor.state.position != position:
+        found = await log.read(monitor.state.position, through=position, limit=PAGE)
+        if not found:
+            logger.error(
+                "the log of %s has no entry %s, which was folded before: what followed %s is lost",
+                log.run_id,
+                position,
+                monitor.state.position,
+            )
+            monitor.state.position = position
+            break
+        fold(monitor, found)
+        silent += len(found)
+    return monitor, silent
 
 
 async def current_state(log: EventLog) -> MonitorState:
@@ -66,6 +120,11 @@ class Replay:
         self.finished = until is None
 
     @property
+    def wants_more(self) -> bool:
+        """Whether the place to stop at is still to come."""
+        return self._until is None or not self.finished
+
+    @property
     def state(self) -> MonitorState:
         """The state so far."""
         return self.monitor.state
@@ -74,7 +133,7 @@ class Replay:
         """Fold entries until there is cause to stop."""
         folded: list[Folded] = []
         for entry in entries:
-            if self._until is not None and self.finished:
+            if not self.wants_more:
                 break
             if self._until_id is not None and position(entry.id) > position(self._until_id):
                 self.finished = True

@@ -8,12 +8,14 @@ from importlib.metadata import entry_points
 import typer
 
 from ..errors import TrinityError
+from .export import export, import_
 from .reducer import reducer
 from .replay import replay
 from .runs import runs
 from .serve import serve
 from .status import status
 from .tail import tail
+from .verify import verify
 
 # Commands of the workers' package, which this package does not import, come by entry point.
 PLUGINS = "trinity_events.commands"
@@ -31,8 +33,8 @@ def build() -> typer.Typer:
     )
     for plugin in entry_points(group=PLUGINS):
         app.command(plugin.name)(plugin.load())
-    for command in (serve, reducer, runs, status, tail, replay):
-        app.command()(command)
+    for command in (serve, reducer, runs, status, tail, replay, export, import_, verify):
+        app.command(command.__name__.rstrip("_"))(command)
     return app
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
 from rich.console import Console
 
-from ..history import Folded, Replay, read_all
+from ..archive import read_recording
+from ..archive.export import whole_stream
+from ..archive.segments import Archive
+from ..history import Folded, Replay
+from ..log import Entry, Stream
 from ..views import event_line, status_panel
-from .options import Json, RedisUrl, RunArgument, log_of, print_json
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, log_of, print_json
+from .verify import RunOrFile, recorded_file
 
 
 def replay(
-    run: RunArgument,
+    run: RunOrFile,
     until: Annotated[
         str | None,
         typer.Option(
@@ -27,32 +33,48 @@ def replay(
     timeline: Annotated[
         bool, typer.Option(help="Print every event with what it made true, before the state.")
     ] = True,
+    root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Fold a run's log again, from its first event on, and show the state that it leads to.
+    """Fold a log again, from its first event on, and show the state that it leads to.
+
+    A file needs no server.
 
     Example: trinity-events replay demo-1 --until 40 --no-timeline
     """
-    anyio.run(_replay, redis_url, run, until, timeline and not as_json, as_json)
-
-
-async def _replay(
-    redis_url: str | None, run: str, until: str | None, timeline: bool, as_json: bool
-) -> None:
-    replaying = Replay(run, until)
-    async with log_of(redis_url, run) as log:
-        async for entry in read_all(log):
-            for folded in replaying.feed([entry]):
-                if timeline:
-                    _print(folded, (replaying.state.opened_at or 0) / 1000)
-            if until is not None and replaying.finished:
-                break
+    path = recorded_file(run)
+    if path is not None:
+        recording = read_recording(path)
+        replaying = Replay(recording.header.run_id, until)
+        for entry in recording.events:
+            _feed(replaying, entry, show=timeline and not as_json)
+    else:
+        replaying = Replay(run, until)
+        show = timeline and not as_json
+        anyio.run(_replay_run, redis_url, run, checkpoint_root(root), replaying, show)
     replaying.check_finished()
     if as_json:
         print_json(replaying.state)
     else:
         Console().print(status_panel(replaying.state))
+
+
+async def _replay_run(
+    redis_url: str | None, run: str, root: Path, replaying: Replay, show: bool
+) -> None:
+    async with log_of(redis_url, run) as log:
+        async for entry in whole_stream(log, Stream.EVENTS, Archive(root / run, run)):
+            if not _feed(replaying, entry, show=show):
+                return
+
+
+def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
+    """Fold one entry; returns whether to go on."""
+    for folded in replaying.feed([entry]):
+        if show:
+            _print(folded, (replaying.state.opened_at or 0) / 1000)
+    return replaying.wants_more
 
 
 def _print(folded: Folded, run_start: float) -> None:

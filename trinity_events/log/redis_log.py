@@ -11,7 +11,7 @@ from redis.commands.core import AsyncScript
 
 from trinity_schemas import RunKeys
 
-from .base import Commit, Entry, Standing, Stream
+from .base import Commit, DeadLetter, Entry, Standing, Stream
 from .position import ORIGIN
 
 FIELD = b"e"
@@ -29,6 +29,7 @@ class RedisEventLog:
         self._open_epoch = _script(client, "open_epoch")
         self._lead = _script(client, "lead")
         self._renew = _script(client, "renew")
+        self._trim = _script(client, "trim")
 
     def _key(self, stream: Stream) -> str:
         return self.keys.events if stream is Stream.EVENTS else self.keys.announcements
@@ -119,6 +120,30 @@ class RedisEventLog:
             args=args,
         )
         return bool(outcome == b"ok")
+
+    async def trim(self, stream: Stream, limit: str) -> int:
+        """Drop entries below ``limit`` that no group still needs; returns how many."""
+        key = self._key(stream)
+        return (
+            int(await self._trim(keys=[key], args=[limit])) if await self._redis.exists(key) else 0
+        )
+
+    async def first_left(self, stream: Stream) -> str | None:
+        """The oldest entry of a stream that has lost older ones; None when it is whole."""
+        if not await self._redis.exists(self._key(stream)):
+            return None
+        info = await self._redis.xinfo_stream(self._key(stream))
+        if info["entries-added"] == info["length"]:
+            return None
+        first = info["first-entry"]
+        return first[0].decode() if first else info["last-generated-id"].decode()
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        """The entries that could not be decoded, and why."""
+        return [
+            DeadLetter(Entry(fields[b"id"].decode(), fields[b"e"]), fields[b"reason"].decode())
+            for _, fields in await self._redis.xrange(self.keys.dead)
+        ]
 
     async def lead(self, lease: float) -> tuple[int, float]:
         """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""

@@ -3,7 +3,7 @@
 from .checkpoints import CheckpointFiles, UnsafePath, writable_root
 from .leader import LEASE, Leader
 from .process import reduce_all, reduce_run
-from .reduce import SNAPSHOT_EVERY, Reducer, fold, load_monitor
+from .reduce import SNAPSHOT_EVERY, Reducer
 
 __all__ = [
     "LEASE",
@@ -12,8 +12,6 @@ __all__ = [
     "Leader",
     "Reducer",
     "UnsafePath",
-    "fold",
-    "load_monitor",
     "reduce_all",
     "reduce_run",
     "writable_root",

@@ -12,11 +12,13 @@ import anyio
 import redis
 import redis.asyncio
 
+from ..archive.segments import Archive
 from ..log import RedisEventLog, watch_runs
 from ..server import connect
 from .checkpoints import CheckpointFiles
 from .leader import LEASE, Leader
 from .reduce import Reducer
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,8 @@ async def _lead_and_fold(
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(keep)
-            closed = await Reducer(log, files, token).run(until_closed=until_closed)
+            retention = None if files is None else Retention(log, Archive(files.folder, log.run_id))
+            closed = await Reducer(log, files, token, retention).run(until_closed=until_closed)
             tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True), suppress(redis.RedisError), anyio.move_on_after(1):

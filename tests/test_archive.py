@@ -1,0 +1,249 @@
+"""Exports, imports, segments, retention and verification, against a real server."""
+
+import json
+import os
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from tests.histories import committed, finished, registration, started
+from tests.pipeline import announced, publish_steps, reducer_task
+from trinity_events.archive import (
+    Archive,
+    BadRecording,
+    import_recording,
+    read_recording,
+    record_run,
+    verify,
+    write_lines,
+)
+from trinity_events.archive.export import ArchiveMissing, RunExists
+from trinity_events.core import MonitorState
+from trinity_events.history import current_state
+from trinity_events.log import Entry, Stream
+from trinity_events.reducer.retention import Retention
+from trinity_events.server import EmbeddedServer, connect
+from trinity_schemas import RunClosed
+
+
+@pytest.fixture
+async def finished_run(publisher, log, redis_url, run_id, tmp_path):
+    async with reducer_task(redis_url, run_id, tmp_path / "root"):
+        await publish_steps(publisher, range(5))
+        await publisher.publish(started(3))
+        await log.append(b"\xff\x00 from elsewhere")
+        last = await publisher.publish(RunClosed(reason="finished", step=4))
+        with anyio.fail_after(10):
+            while (await log.load())[1] != last:
+                await anyio.sleep(0.01)
+    return tmp_path / "root" / run_id
+
+
+@pytest.fixture
+async def exported(finished_run, log, tmp_path):
+    recording = await record_run(log)
+    path = tmp_path / "run.jsonl"
+    write_lines(path, recording.header, recording.lines())
+    return path
+
+
+async def test_an_export_read_back_is_the_run_bit_for_bit(exported, log):
+    assert read_recording(exported) == await record_run(log)
+    for line in exported.read_text().splitlines():
+        json.loads(line)
+
+
+async def test_an_imported_run_is_the_run_on_another_server(exported, log, run_id, tmp_path):
+    state = await current_state(log)
+    with EmbeddedServer(tmp_path / "home").attached() as url:
+        async with connect(url) as client, reducer_task(url, run_id):
+            await import_recording(client, read_recording(exported))
+            elsewhere = type(log)(client, run_id)
+            assert await current_state(elsewhere) == state
+            assert await record_run(elsewhere) == await record_run(log)
+            assert [one.subject for one in await elsewhere.standing()] != []
+            # A reducer that finds it announces nothing again.
+            await anyio.sleep(0.3)
+            count = len(read_recording(exported).announcements)
+            assert len(await announced(elsewhere, count)) == count
+
+
+async def test_an_import_never_touches_a_run_that_is_there(exported, client, log):
+    before = await record_run(log)
+    with pytest.raises(RunExists, match="left as it is"):
+        await import_recording(client, read_recording(exported))
+    assert await record_run(log) == before
+
+
+def lines(path):
+    return path.read_bytes().splitlines(keepends=True)
+
+
+DAMAGES = {
+    "no header": (lambda all_lines: all_lines[1:], "is not a recorded log"),
+    "another file": (lambda _: [b"hello\n"], "is not a recorded log"),
+    "empty": (lambda _: [], "is not a recorded log"),
+    "another version": (
+        lambda all_lines: [all_lines[0].replace(b'"version":1', b'"version":9'), *all_lines[1:]],
+        "is of format version 9",
+    ),
+    "cut off": (
+        lambda all_lines: [*all_lines[:-1], all_lines[-1][:20]],
+        r"line \d+ is not an entry",
+    ),
+    "a line that does not parse": (
+        lambda all_lines: [*all_lines[:3], b"{not json}\n", *all_lines[3:]],
+        "line 4 is not an entry",
+    ),
+    "bytes that are no base64": (
+        lambda all_lines: [*all_lines[:2], all_lines[2].replace(b'"payload":"', b'"payload":"*')],
+        "line 3 is not an entry",
+    ),
+    "out of order": (
+        lambda all_lines: [all_lines[0], all_lines[2], all_lines[1]],
+        "line 3: entry .* is out of order",
+    ),
+    "a run id that leaves its folder": (
+        lambda all_lines: [b'{"format":"trinity-events-log","version":1,"run_id":"../x"}\n'],
+        "is not a slug",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES.values(), ids=DAMAGES)
+async def test_a_damaged_file_is_one_sentence_that_names_the_place(exported, damage, said):
+    exported.write_bytes(b"".join(damage(lines(exported))))
+    with pytest.raises(BadRecording, match=said):
+        read_recording(exported)
+
+
+def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(BadRecording, match="cannot be read: No such file"):
+        read_recording(tmp_path / "missing.jsonl")
+
+
+async def test_a_sound_run_verifies_and_its_oddities_are_listed(finished_run, log):
+    snapshot, _ = await log.load()
+    report = verify(await record_run(log), snapshot, finished_run)
+    assert report.sound
+    assert report.checked == ("announcements", "snapshot", "iteration files")
+    said = [finding.what for finding in report.findings]
+    assert any("undecodable" in what for what in said)
+    assert any("started, never ended" in what for what in said)
+
+
+async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publisher):
+    recording = await record_run(log)
+    snapshot, _ = await log.load()
+    fewer = msgspec.structs.replace(recording, announcements=recording.announcements[:-1])
+    other = [*recording.announcements[:-1], Entry("9999999999999-0", b"forged")]
+    forged = msgspec.structs.replace(recording, announcements=other)
+    assert not verify(fewer).sound
+    assert "announcement 8 is not the one" in verify(forged).findings[0].what
+    changed = msgspec.msgpack.encode(
+        {**msgspec.msgpack.decode(snapshot, strict=False), "announced": 999}
+    )
+    assert not verify(recording, changed).sound
+    assert not verify(recording, b"\x01").sound
+
+
+async def test_verify_finds_an_iteration_file_that_lies(
+    publisher, log, redis_url, run_id, tmp_path
+):
+    async with reducer_task(redis_url, run_id, tmp_path):
+        await publisher.publish(committed(7, "checkpoint", registration("checkpoint")))
+        await publisher.publish(finished(7, kind="checkpoint"))
+        path = tmp_path / run_id / "latest_checkpointed_iteration.txt"
+        with anyio.fail_after(10):
+            while not path.exists():
+                await anyio.sleep(0.01)
+    recording = await record_run(log)
+    assert verify(recording, run_folder=tmp_path / run_id).sound
+    path.write_text("8")
+    [finding] = verify(recording, run_folder=tmp_path / run_id).findings
+    assert "says '8', the log 7" in finding.what
+    path.unlink()
+    assert "cannot be read" in verify(recording, run_folder=tmp_path / run_id).findings[0].what
+
+
+async def test_a_run_that_ends_is_kept_in_its_folder(finished_run, log, run_id):
+    archive = Archive(finished_run, run_id)
+    for stream in Stream:
+        assert list(archive.read(stream)) == await log.read(stream=stream)
+
+
+async def keep(log, archive, entries):
+    for number in range(entries):
+        await log.append(b"%d" % number)
+    await Retention(log, archive)(MonitorState(run_id=log.run_id, position=await log.last_id()))
+
+
+async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):
+    archive = Archive(tmp_path, run_id)
+    for _ in range(4):
+        await keep(log, archive, 10)
+    assert [entry.payload for entry in archive.read(Stream.EVENTS)] == [
+        b"%d" % number for number in range(10)
+    ] * 4
+    assert len(await log.read()) == 20, "the two newest segments stay on the server"
+    recording = await record_run(log, archive)
+    assert len(recording.events) == 40
+    with pytest.raises(ArchiveMissing, match="name that with --checkpoint-root"):
+        await record_run(log)
+
+
+async def test_what_a_group_has_not_acknowledged_or_read_is_not_trimmed(log, run_id, tmp_path):
+    archive = Archive(tmp_path, run_id)
+    await keep(log, archive, 10)
+    ids = [entry.id for entry in await log.read()]
+    redis = log._redis
+    await redis.xgroup_create(log.keys.events, "slow", id="0")
+    await redis.xreadgroup("slow", "one", {log.keys.events: ">"}, count=4)
+    await redis.xack(log.keys.events, "slow", *ids[:2])
+    for _ in range(3):
+        await keep(log, archive, 10)
+    assert (await log.read())[0].id == ids[2], "the oldest that is pending"
+    await redis.xack(log.keys.events, "slow", *ids)
+    await keep(log, archive, 10)
+    assert (await log.read())[0].id == ids[3], "the last that was delivered"
+
+
+async def test_a_full_disk_keeps_the_log_on_the_server(log, run_id, caplog):
+    archive = Archive(Path("/proc/nowhere"), run_id)
+    await keep(log, archive, 10)
+    assert len(await log.read()) == 10
+    assert "stays on the server" in caplog.text
+
+
+async def test_two_leaders_in_a_row_may_write_overlapping_segments(log, run_id, tmp_path):
+    archive = Archive(tmp_path, run_id)
+    ids = [await log.append(b"%d" % number) for number in range(10)]
+    entries = await log.read()
+    archive.add(Stream.EVENTS, entries[:6])
+    archive.add(Stream.EVENTS, entries[3:])
+    assert [entry.id for entry in archive.read(Stream.EVENTS)] == ids
+    assert archive.through(Stream.EVENTS) == ids[-1]
+
+
+async def test_commands_export_import_replay_and_verify(finished_run, cli, run_id, tmp_path):
+    path = tmp_path / f"{run_id}.jsonl"
+    root = ("--checkpoint-root", str(finished_run.parent))
+    assert "entries of run" in cli("export", run_id, "-o", str(path), *root).stdout
+    elsewhere = {"TRINITY_HOME": str(tmp_path / "elsewhere"), "PATH": os.environ["PATH"]}
+    replayed = cli("replay", str(path), "--json", env=elsewhere)
+    assert json.loads(replayed.stdout)["closed"] == "finished"
+    assert not (tmp_path / "elsewhere").exists(), "a file needs no server"
+    assert "is imported" in cli("import", str(path), env=elsewhere).stdout
+    assert json.loads(cli("status", run_id, "--json", env=elsewhere).stdout) == json.loads(
+        replayed.stdout
+    )
+    assert cli("verify", run_id, *root).returncode == 0
+    report = cli("verify", str(path), "--json")
+    assert json.loads(report.stdout)["run_id"] == run_id
+    again = cli("import", str(path), env=elsewhere)
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: run")
+    missing = cli("replay", "missing.jsonl")
+    assert missing.stderr == "error: missing.jsonl cannot be read: No such file or directory\n"

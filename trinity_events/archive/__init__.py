@@ -1,0 +1,23 @@
+"""Logs outside the server: exports, imports, archived segments, and checking one against all."""
+
+from .export import Recording, import_recording, read_recording, record_run
+from .format import FORMAT_VERSION, BadRecording, Header, Line, read_lines, write_lines
+from .segments import Archive
+from .verify import Finding, Report, verify
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Archive",
+    "BadRecording",
+    "Finding",
+    "Header",
+    "Line",
+    "Recording",
+    "Report",
+    "import_recording",
+    "read_lines",
+    "read_recording",
+    "record_run",
+    "verify",
+    "write_lines",
+]

@@ -1,0 +1,144 @@
+"""A whole run as a file, and back on any server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+from msgspec import Struct
+
+from trinity_schemas import ContractError, decode_envelope
+
+from ..core.standing import subject
+from ..errors import TrinityError
+from ..history import read_all
+from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
+from ..log.index import add_run
+from ..log.redis_log import FIELD
+from .format import Header, Line, line_of, read_lines
+from .segments import Archive
+
+_AT_ONCE = 500
+
+
+class RunExists(TrinityError):
+    """The run that is to be imported is on the server already."""
+
+
+class ArchiveMissing(TrinityError):
+    """Part of the log is in files that were not found."""
+
+
+class Recording(Struct, frozen=True, kw_only=True):
+    """A run's log in memory: what a file, or a server with its archive, holds of it."""
+
+    header: Header
+    events: list[Entry]
+    announcements: list[Entry]
+    dead: list[DeadLetter]
+
+    def lines(self) -> Iterator[Line]:
+        """The lines of its file."""
+        for entry in self.events:
+            yield line_of("events", entry)
+        for entry in self.announcements:
+            yield line_of("announcements", entry)
+        for entry, reason in self.dead:
+            yield line_of("dead", entry, reason)
+
+
+async def whole_stream(
+    log: RedisEventLog, stream: Stream, archive: Archive | None
+) -> AsyncIterator[Entry]:
+    """Every entry of a stream: the archive first, then what is still on the server."""
+    after = ORIGIN
+    if archive is not None:
+        for entry in archive.read(stream):
+            after = entry.id
+            yield entry
+    # What is trimmed is in the archive, whose newest segments the server has too.
+    left = await log.first_left(stream)
+    if left is not None and position(after) < position(left):
+        raise ArchiveMissing(
+            f"{stream.value} of run {log.run_id} before {left} are no longer on the server: "
+            "they are in its checkpoint directory, so name that with --checkpoint-root"
+        )
+    async for entry in read_all(log, stream, after=after):
+        yield entry
+
+
+async def record_run(log: RedisEventLog, archive: Archive | None = None) -> Recording:
+    """All of a run's log."""
+    _, reached = await log.load()
+    return Recording(
+        header=Header(run_id=log.run_id, position=reached),
+        events=[entry async for entry in whole_stream(log, Stream.EVENTS, archive)],
+        announcements=[entry async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive)],
+        dead=await log.dead_letters(),
+    )
+
+
+def read_recording(path: Path) -> Recording:
+    """A file that ``export`` wrote. Raises BadRecording."""
+    header, lines = read_lines(path)
+    recording = Recording(header=header, events=[], announcements=[], dead=[])
+    for line in lines:
+        if line.stream == "dead":
+            recording.dead.append(DeadLetter(line.entry, line.reason or ""))
+        else:
+            getattr(recording, line.stream).append(line.entry)
+    return recording
+
+
+async def import_recording(client: redis.asyncio.Redis, recording: Recording) -> None:
+    """Put a recorded run on a server, entry ids and bytes as they were.
+
+    Raises:
+        RunExists: when the server has a run of that name; nothing is changed.
+    """
+    run_id = recording.header.run_id
+    log = RedisEventLog(client, run_id)
+    if run_id in await list_runs(client) or await log.exists():
+        raise RunExists(
+            f"run {run_id} is on this server already and is left as it is: "
+            "import into another server, or another TRINITY_HOME"
+        )
+    keys = log.keys
+    server: Any = client
+    for key, entries in (
+        (keys.events, recording.events),
+        (keys.announcements, recording.announcements),
+    ):
+        for first in range(0, len(entries), _AT_ONCE):
+            async with server.pipeline(transaction=False) as pipe:
+                for entry in entries[first : first + _AT_ONCE]:
+                    pipe.xadd(key, {FIELD: entry.payload}, id=entry.id)
+                await pipe.execute()
+    async with server.pipeline(transaction=True) as pipe:
+        for entry, reason in recording.dead:
+            pipe.xadd(keys.dead, {"id": entry.id, "reason": reason, "e": entry.payload})
+        epoch = 0
+        for entry in recording.announcements:
+            try:
+                envelope = decode_envelope(entry.payload)
+            except ContractError:
+                continue
+            epoch = max(epoch, envelope.epoch)
+            value = entry.id.encode() + b" " + entry.payload
+            pipe.hset(keys.current, subject(envelope), value)
+        pipe.set(keys.epoch, max(epoch, _last_epoch(recording)))
+        pipe.set(keys.position, recording.header.position)
+        await pipe.execute()
+    await add_run(client, run_id)
+
+
+def _last_epoch(recording: Recording) -> int:
+    epochs = [0]
+    for entry in recording.events:
+        try:
+            epochs.append(decode_envelope(entry.payload).epoch)
+        except ContractError:
+            continue
+    return max(epochs)

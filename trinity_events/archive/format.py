@@ -1,0 +1,154 @@
+"""The file format: JSON lines, a header first, each entry with its exact bytes.
+
+Beside the bytes, which alone count when a file is read, each line shows the event for people and
+for ``jq``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from trinity_schemas import ContractError, check_run_id, decode_envelope, to_json
+
+from ..errors import TrinityError
+from ..log import ORIGIN, Entry, position
+
+FORMAT = "trinity-events-log"
+FORMAT_VERSION = 1
+
+LineStream = Literal["events", "announcements", "dead"]
+
+
+class BadRecording(TrinityError):
+    """A file that is not a recorded log, or not one that this version reads."""
+
+
+class Header(Struct, frozen=True, kw_only=True):
+    """First line of a file. ``position`` is how far the reducer had folded."""
+
+    run_id: str
+    format: str = FORMAT
+    version: int = FORMAT_VERSION
+    position: str = ORIGIN
+
+
+class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry. ``payload`` is base64; ``reason`` says why a dead letter is one."""
+
+    stream: LineStream
+    id: str
+    payload: str
+    reason: str | None = None
+    envelope: Any = None
+
+    @property
+    def entry(self) -> Entry:
+        """The entry with its bytes."""
+        return Entry(self.id, base64.b64decode(self.payload, validate=True))
+
+
+def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line:
+    """The line of an entry."""
+    shown: dict[str, Any] | None = None
+    with suppress(ContractError):
+        shown = to_json(decode_envelope(entry.payload))
+    payload = base64.b64encode(entry.payload).decode()
+    return Line(stream=stream, id=entry.id, payload=payload, reason=reason, envelope=shown)
+
+
+def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> int:
+    """Write the file whole or not at all, and durably; returns how many entries it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    count = 0
+    try:
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.encode(header) + b"\n")
+            for line in lines:
+                file.write(msgspec.json.encode(line) + b"\n")
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return count
+
+
+def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
+    """The header, and the entries as they are read.
+
+    Raises:
+        BadRecording: for anything that is not such a file, naming the line; from the iterator
+            too.
+    """
+    with _opened(path) as file:
+        first = file.readline()
+    return _header(path, first), _lines(path)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise BadRecording(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _header(path: Path, first: bytes) -> Header:
+    try:
+        raw = msgspec.json.decode(first, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raw = {}
+    if raw.get("format") != FORMAT:
+        raise BadRecording(
+            f"{path} is not a recorded log: its first line is not the header that "
+            "trinity-events export writes"
+        )
+    if raw.get("version") != FORMAT_VERSION:
+        raise BadRecording(
+            f"{path} is of format version {raw.get('version')}, this trinity-events reads "
+            f"version {FORMAT_VERSION}: use the trinity-events that wrote it, or a newer one"
+        )
+    try:
+        header = msgspec.convert(raw, Header)
+        check_run_id(header.run_id)
+        position(header.position)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise BadRecording(f"{path} line 1: {error}") from None
+    return header
+
+
+def _lines(path: Path) -> Iterator[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    last: dict[str, tuple[int, int]] = {}
+    with _opened(path) as file:
+        file.readline()
+        for number, raw in enumerate(file, start=2):
+            try:
+                line = decoder.decode(raw)
+                at = position(line.id)
+                binascii.a2b_base64(line.payload, strict_mode=True)
+            except (msgspec.DecodeError, UnicodeDecodeError, binascii.Error, ValueError) as error:
+                raise BadRecording(
+                    f"{path} line {number} is not an entry ({error}): the file was cut off or "
+                    "changed; export the run again"
+                ) from None
+            if at <= last.get(line.stream, (-1, -1)):
+                raise BadRecording(f"{path} line {number}: entry {line.id} is out of order")
+            last[line.stream] = at
+            yield line

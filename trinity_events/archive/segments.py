@@ -1,0 +1,84 @@
+"""Archived segments: entries that were kept in files before they were trimmed (invariant 8)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..log import ORIGIN, Entry, Stream, position
+from .format import Header, line_of, read_lines, write_lines
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "log"
+_LEFT_ON_SERVER = 2
+
+
+class _Segment(NamedTuple):
+    first: tuple[int, int]
+    last: tuple[int, int]
+    path: Path
+
+
+class Archive:
+    """The segments of one run, in ``ROOT/RUN/log``.
+
+    A segment is named by the first and the last entry that it holds, so that what is archived is
+    known from a listing. Overlapping segments, as two leaders in a row may write, are read once.
+    """
+
+    def __init__(self, run_folder: Path, run_id: str) -> None:
+        self.folder = run_folder / FOLDER
+        self._run_id = run_id
+
+    def add(self, stream: Stream, entries: list[Entry]) -> None:
+        """Keep the entries, durably."""
+        if entries:
+            name = f"{stream.value}.{entries[0].id}.{entries[-1].id}.jsonl"
+            lines = (line_of(stream.value, entry) for entry in entries)
+            write_lines(self.folder / name, Header(run_id=self._run_id), lines)
+
+    def through(self, stream: Stream) -> str:
+        """The last entry that is kept."""
+        segments = self._segments(stream)
+        last = max((segment.last for segment in segments), default=None)
+        return ORIGIN if last is None else f"{last[0]}-{last[1]}"
+
+    def read(self, stream: Stream, after: str = ORIGIN) -> Iterator[Entry]:
+        """The entries that are kept, in order, each once.
+
+        Raises:
+            BadRecording: when a segment was damaged, naming it.
+        """
+        at = position(after)
+        for segment in self._segments(stream):
+            if segment.last <= at:
+                continue
+            _, lines = read_lines(segment.path)
+            for line in lines:
+                if position(line.id) > at:
+                    at = position(line.id)
+                    yield line.entry
+
+    def trim_limit(self, stream: Stream) -> str | None:
+        """Below this entry all is kept, and the two newest segments are not touched.
+
+        What is asked for most stays on the server; None when there is nothing to trim.
+        """
+        segments = self._segments(stream)
+        if len(segments) <= _LEFT_ON_SERVER:
+            return None
+        first = segments[-_LEFT_ON_SERVER].first
+        return f"{first[0]}-{first[1]}"
+
+    def _segments(self, stream: Stream) -> list[_Segment]:
+        found: list[_Segment] = []
+        for path in self.folder.glob(f"{stream.value}.*.jsonl"):
+            try:
+                _, first, last, _ = path.name.split(".")
+                found.append(_Segment(position(first), position(last), path))
+            except ValueError:
+                logger.warning("%s is not a segment of the archive: passed over", path)
+        return sorted(found)

@@ -1,0 +1,148 @@
+"""Checks a log against everything that was derived from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from trinity_schemas import encode
+
+from ..core import Monitor, MonitorState, decode_state, plan_files
+from ..history import fold
+from ..log import position
+from .export import Recording
+
+Severity = Literal["mismatch", "anomaly", "open"]
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One thing worth knowing.
+
+    A ``mismatch`` is something derived that the log does not give: it must not happen. An
+    ``anomaly`` is in the log itself and changed nothing (a duplicate, a gap...). ``open`` is
+    what was begun and never ended (an orphan).
+    """
+
+    severity: Severity
+    what: str
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What was checked and what was found."""
+
+    run_id: str
+    entries: int
+    announcements: int
+    checked: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing derived contradicts the log."""
+        return all(finding.severity != "mismatch" for finding in self.findings)
+
+
+def verify(
+    recording: Recording, snapshot: bytes | None = None, run_folder: Path | None = None
+) -> Report:
+    """Fold the log anew and compare.
+
+    Args:
+        recording: The log.
+        snapshot: The reducer's last snapshot, where there is a server.
+        run_folder: The run's checkpoint directory, where it is at hand.
+    """
+    findings: list[Finding] = []
+    checked = ["announcements"]
+    kept = _decoded(snapshot, findings)
+    if snapshot is not None:
+        checked.append("snapshot")
+    monitor = Monitor(MonitorState(run_id=recording.header.run_id))
+    announced: list[bytes] = []
+    files_of: MonitorState | None = None
+    reached = position(recording.header.position)
+    for entry in recording.events:
+        envelopes, _ = fold(monitor, [entry])
+        if position(entry.id) <= reached:
+            announced += [encode(one) for one in envelopes]
+        if kept is not None and entry.id == kept.position and kept != monitor.state:
+            findings.append(_mismatch(f"the snapshot at {entry.id} is not what the log folds to"))
+    files_of = monitor.state
+    findings += _compare_announcements(announced, [e.payload for e in recording.announcements])
+    if run_folder is not None:
+        checked.append("iteration files")
+        findings += _compare_files(files_of, run_folder)
+    findings += [
+        Finding(severity="anomaly", what=f"{one.name}: {one.detail} (entry {one.entry_id})")
+        for one in monitor.state.anomalies
+    ]
+    counted = sum(monitor.state.anomaly_counts.values())
+    if counted > len(monitor.state.anomalies):
+        counts = ", ".join(f"{n} {name}" for name, n in monitor.state.anomaly_counts.items())
+        findings.append(Finding(severity="anomaly", what=f"{counted} anomalies in all: {counts}"))
+    findings += _orphans(monitor.state)
+    return Report(
+        run_id=recording.header.run_id,
+        entries=len(recording.events),
+        announcements=len(recording.announcements),
+        checked=tuple(checked),
+        findings=tuple(findings),
+    )
+
+
+def _mismatch(what: str) -> Finding:
+    return Finding(severity="mismatch", what=what)
+
+
+def _decoded(snapshot: bytes | None, findings: list[Finding]) -> MonitorState | None:
+    if snapshot is None:
+        return None
+    try:
+        return decode_state(snapshot)
+    except msgspec.DecodeError as error:
+        findings.append(_mismatch(f"the snapshot cannot be read: {error}"))
+        return None
+
+
+def _compare_announcements(expected: list[bytes], found: list[bytes]) -> list[Finding]:
+    for number, (one, other) in enumerate(zip(expected, found, strict=False), start=1):
+        if one != other:
+            return [_mismatch(f"announcement {number} is not the one that the log gives")]
+    if len(expected) != len(found):
+        return [_mismatch(f"the log gives {len(expected)} announcements, {len(found)} are there")]
+    return []
+
+
+def _compare_files(state: MonitorState, folder: Path) -> list[Finding]:
+    findings: list[Finding] = []
+    for iteration in plan_files(state).iterations:
+        path = folder / iteration.name
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            findings.append(_mismatch(f"{path} cannot be read: {error}"))
+            continue
+        if text != str(iteration.step):
+            findings.append(_mismatch(f"{path} says {text[:40]!r}, the log {iteration.step}"))
+        if iteration.needs is not None and not (folder / iteration.needs).is_dir():
+            findings.append(_mismatch(f"{folder / iteration.needs} is not there"))
+    return findings
+
+
+def _orphans(state: MonitorState) -> list[Finding]:
+    findings: list[Finding] = []
+    for step, found in sorted(state.steps.items()):
+        for kind, kind_state in found.kinds.items():
+            findings += [
+                Finding(severity="open", what=f"step {step} {kind}: {key} started, never ended")
+                for key, slot in kind_state.slots.items()
+                if slot.running and slot.proof is None
+            ]
+            if kind_state.outcome is None:
+                findings.append(
+                    Finding(severity="open", what=f"step {step} {kind} never became ready")
+                )
+    return findings

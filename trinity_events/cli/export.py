@@ -1,0 +1,65 @@
+"""``trinity-events export`` and ``trinity-events import``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+from ..archive import Recording, import_recording, read_recording, record_run, write_lines
+from ..archive.segments import Archive
+from .options import (
+    CheckpointRoot,
+    RedisUrl,
+    RunArgument,
+    checkpoint_root,
+    client_of,
+    log_of,
+)
+
+File = Annotated[Path, typer.Argument(help="A file that export wrote.", show_default=False)]
+
+
+def export(
+    run: RunArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write; RUN.jsonl when left out."),
+    ] = None,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Write a run's whole log to a file of JSON lines, archived entries included.
+
+    Example: trinity-events export demo-1 --output demo-1.jsonl
+    """
+    path = output or Path(f"{run}.jsonl")
+    recording = anyio.run(record, redis_url, run, checkpoint_root(root))
+    count = write_lines(path, recording.header, recording.lines())
+    print(f"{count} entries of run {run} in {path}")
+
+
+def import_(path: File, redis_url: RedisUrl = None) -> None:
+    """Put an exported run on a server, where status, tail, replay and the rest find it.
+
+    Example: trinity-events import demo-1.jsonl
+    """
+    recording = read_recording(path)
+    anyio.run(_import, redis_url, recording)
+    print(
+        f"run {recording.header.run_id} is imported: trinity-events status "
+        f"{recording.header.run_id}"
+    )
+
+
+async def record(redis_url: str | None, run: str, root: Path) -> Recording:
+    """A run's whole log, from its server and its archive."""
+    async with log_of(redis_url, run) as log:
+        return await record_run(log, Archive(root / run, run))
+
+
+async def _import(redis_url: str | None, recording: Recording) -> None:
+    async with client_of(redis_url) as client:
+        await import_recording(client, recording)

@@ -1,0 +1,69 @@
+"""``trinity-events verify``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+from rich.console import Console
+
+from ..archive import Report, read_recording, record_run
+from ..archive import verify as check
+from ..archive.segments import Archive
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, log_of, print_json
+
+RunOrFile = Annotated[
+    str, typer.Argument(metavar="RUN|FILE", help="A run, or a file that export wrote.")
+]
+
+_STYLES = {"mismatch": "bold red", "anomaly": "yellow", "open": "dim"}
+
+
+def verify(
+    run: RunOrFile, root: CheckpointRoot = None, redis_url: RedisUrl = None, as_json: Json = False
+) -> None:
+    """Fold a log anew and compare: announcements, snapshot and iteration files must agree.
+
+    Also lists duplicates, gaps, and what was begun and never ended. Exits 1 on a mismatch.
+
+    Example: trinity-events verify demo-1
+    """
+    path = recorded_file(run)
+    if path is not None:
+        report = check(read_recording(path))
+    else:
+        report = anyio.run(_verify, redis_url, run, checkpoint_root(root))
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if not report.sound:
+        sys.exit(1)
+
+
+def recorded_file(run_or_file: str) -> Path | None:
+    """The file that the argument names; None when it names a run."""
+    path = Path(run_or_file)
+    return path if path.suffix == ".jsonl" or path.is_file() else None
+
+
+async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
+    async with log_of(redis_url, run) as log:
+        recording = await record_run(log, Archive(root / run, run))
+        snapshot, _ = await log.load()
+    folder = root / run
+    return check(recording, snapshot, folder if folder.is_dir() else None)
+
+
+def _print(report: Report) -> None:
+    console = Console(highlight=False)
+    for finding in report.findings:
+        console.print(f"{finding.severity:<9} {finding.what}", style=_STYLES[finding.severity])
+    verdict = "sound" if report.sound else "NOT sound"
+    console.print(
+        f"run {report.run_id} is {verdict}: {report.entries} entries and {report.announcements} "
+        f"announcements, compared with {', '.join(report.checked)}"
+    )

@@ -1,0 +1,36 @@
+"""Which announcements hold now: what ``subscribe(start="current")`` begins with."""
+
+from __future__ import annotations
+
+from trinity_schemas import (
+    ANNOUNCEMENT_TYPES,
+    Envelope,
+    StepFailed,
+    StepReady,
+    StepSuperseded,
+    event_tag,
+)
+
+from .fold import KINDS
+from .state import MonitorState
+
+OF_AN_EPOCH = tuple(
+    f"{event_tag(one)}/{kind}"
+    for one in (StepReady, StepFailed, StepSuperseded)
+    for kind in KINDS
+    if not (one is StepReady and kind == "weights")
+)
+"""What stands only in its epoch; a resume may have gone back behind it."""
+
+
+def subject(envelope: Envelope) -> str:
+    """What an announcement is the newest of: its type and its kind."""
+    event = envelope.event
+    assert isinstance(event, ANNOUNCEMENT_TYPES)
+    return f"{event_tag(event)}/{getattr(event, 'kind', 'weights')}"
+
+
+def stands(envelope: Envelope, state: MonitorState) -> bool:
+    """Whether an announcement holds now: weights until newer ones, files in their epoch."""
+    of_weights = isinstance(envelope.event, StepReady) and envelope.event.kind == "weights"
+    return of_weights or envelope.epoch == state.epoch
