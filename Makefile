@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test base-install lint format clean
 
 setup: $(VENV)/installed
 
@@ -21,6 +21,9 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+base-install: setup
+	tests/install/base_install.sh
 
 lint: setup
 	$(BIN)/ruff format --check .
