@@ -46,7 +46,7 @@ class CheckpointCoordinator:
         self._publisher = publisher
         self._run_folder = run_folder
         self._threads: dict[str, threading.Thread] = {}
-        self._failures: list[BaseException] = []
+        self._failures: list[tuple[str, BaseException]] = []
         self._lock = threading.Lock()
 
     def save_async(
@@ -78,7 +78,7 @@ class CheckpointCoordinator:
             except BaseException as error:
                 logger.exception("background save %s of step %d failed", name, global_step)
                 with self._lock:
-                    self._failures.append(error)
+                    self._failures.append((f"{name} of step {global_step}", error))
 
         # Not a daemon: a process that ends waits for its saves to be whole.
         thread = threading.Thread(target=run, name=f"save-{name}-step-{global_step}")
@@ -112,8 +112,12 @@ class CheckpointCoordinator:
             failures, self._failures = tuple(self._failures), []
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-            first = f"{type(failures[0]).__name__}: {failures[0]}"
-            raise SaveError(f"a background save failed: {first}{more}", failures) from failures[0]
+            what, first = failures[0]
+            raise SaveError(
+                f"background save {what} failed{more}: {type(first).__name__}: {first}: "
+                "mend that, and save the step again; until then it is not ready",
+                tuple(error for _, error in failures),
+            ) from first
 
     async def register_and_monitor(
         self,
