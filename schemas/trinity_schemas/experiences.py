@@ -20,20 +20,22 @@ class ExperienceGroup(Struct, frozen=True, kw_only=True):
     """
 
     run_id: RunId
-    group_id: Slug
-    step: Step
-    explorer: Rank
-    version: StepRef
-    prompt_tokens: list[TokenId]
-    responses: list[list[TokenId]]
-    logprobs: list[list[float]]
-    rewards: list[float]
-    scores: list[float]
+    group_id: Annotated[Slug, Meta(description="Its name; a second of it is dropped.")]
+    step: Annotated[Step, Meta(description="The training step that is to use it.")]
+    explorer: Annotated[Rank, Meta(description="Which explorer made it.")]
+    version: Annotated[StepRef, Meta(description="The weights that sampled the answers.")]
+    prompt_tokens: Annotated[list[TokenId], Meta(description="Token ids of the prompt.")]
+    responses: Annotated[list[list[TokenId]], Meta(description="Token ids of each answer.")]
+    logprobs: Annotated[list[list[float]], Meta(description="One for each token of each answer.")]
+    rewards: Annotated[list[float], Meta(description="One for each answer.")]
+    scores: Annotated[list[float], Meta(description="One for each answer.")]
 
     def __post_init__(self) -> None:
         sizes = {len(self.responses), len(self.logprobs), len(self.rewards), len(self.scores)}
         if len(sizes) != 1:
             raise ValueError("responses, logprobs, rewards and scores must have one length")
+        if not (self.prompt_tokens and self.responses and all(self.responses)):
+            raise ValueError("the prompt and every response must have at least one token")
         for response, logprobs in zip(self.responses, self.logprobs, strict=True):
             if len(response) != len(logprobs):
                 raise ValueError("every response needs one log-probability a token")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -14,28 +17,49 @@ class PeerFailed(TrinityError):
     """Another rank failed in a collective operation; the message is that rank's."""
 
 
-def raise_together(error: BaseException | None, device: torch.device | None = None) -> None:
+@contextmanager
+def together() -> Iterator[None]:
+    """Raise on every rank when the block fails on any.
+
+    The block must hold no collective: a rank that fails in it would leave the others in there.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    raise_together(error)
+
+
+def raise_together(error: Exception | None) -> None:
     """Tell every rank whether any failed; raise on all of them if so.
 
     A collective: every rank must call it, after it has finished the collectives before. A rank
     that failed raises its own error, the others raise :class:`PeerFailed` with the message of
     the lowest rank that did. Text travels as bytes; nothing is pickled.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        if error is not None:
-            raise error
-        return
-    said = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
-    mine = torch.zeros(_MESSAGE_BYTES + 1, dtype=torch.uint8, device=device)
-    mine[0] = error is not None
-    mine[1 : 1 + len(said)] = torch.frombuffer(bytearray(said or b"\0"), dtype=torch.uint8)[
-        : len(said)
-    ]
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    failed = _first_failed(error) if dist.is_available() and dist.is_initialized() else None
     if error is not None:
         raise error
+    if failed is not None:
+        raise failed
+
+
+def _first_failed(error: Exception | None) -> PeerFailed | None:
+    said = b"" if error is None else f"{type(error).__name__}: {error}".encode(errors="replace")
+    told = bytes([error is not None]) + said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_message_device())
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
     for rank, theirs in enumerate(everyone):
         if theirs[0]:
-            text = bytes(theirs[1:].tolist()).rstrip(b"\0").decode(errors="replace")
-            raise PeerFailed(f"rank {rank} failed: {text}")
+            message = bytes(theirs[1:].tolist()).rstrip(b"\0").decode(errors="replace")
+            return PeerFailed(f"rank {rank} failed: {message}")
+    return None
+
+
+def _message_device() -> torch.device:
+    """Where the default group takes tensors from: NCCL alone takes none from the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import anyio
@@ -13,8 +13,11 @@ from trinity_events.errors import DeadlineExceeded
 from trinity_schemas import ContractError, ExperienceGroup, RunKeys, decode_experiences, encode
 
 GROUP = "trainer"
+MEMBER = "trainer"
+"""One logical consumer: a trainer takes over whatever the one before it left."""
 FIELD = b"e"
 BLOCK = 5.0
+"""Seconds that one read waits on the server; below the socket's own deadline."""
 
 # Refuses to grow past the bound, atomically; nothing that waits to be trained on is ever trimmed.
 _ADD = """
@@ -42,8 +45,8 @@ class ExperienceWriter:
         while not await self._add(keys=[self._key], args=[self._bound, payload]):
             if anyio.current_time() > give_up:
                 raise DeadlineExceeded(
-                    f"the trainer of run {self._run_id} used none of {self._bound} experience "
-                    f"groups within {deadline:g} s: is it running?"
+                    f"{self._bound} experience groups of run {self._run_id} wait for the trainer, "
+                    f"which made no room for another within {deadline:g} s: is it running?"
                 )
             await anyio.sleep(pause)
             pause = min(2 * pause, 0.5)
@@ -52,7 +55,9 @@ class ExperienceWriter:
 class ExperienceReader:
     """Takes the groups of one training step at a time, through a consumer group.
 
-    Groups of other epochs, and bytes that are no group, are dropped and counted.
+    One reader of a run works at a time. It begins with what the one before it had read and not
+    acknowledged. Bytes that are no group, and groups of other epochs, of steps that were taken
+    before, or that came twice, are dropped and counted.
     """
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str, epoch: int) -> None:
@@ -60,8 +65,10 @@ class ExperienceReader:
         self._key = RunKeys.of(run_id).experiences
         self._run_id = run_id
         self._epoch = epoch
-        self._held: dict[int, list[tuple[bytes, ExperienceGroup]]] = {}
-        self._made = False
+        self._step = 0
+        self._held: dict[int, dict[str, tuple[bytes, ExperienceGroup]]] = {}
+        self._unacknowledged: set[bytes] = set()
+        self._started = False
         self.dropped = 0
 
     async def take(
@@ -72,56 +79,95 @@ class ExperienceReader:
         Raises:
             DeadlineExceeded: when they are not there in time, saying how many are.
         """
-        await self._make_group()
         give_up = anyio.current_time() + deadline
-        while len(self._held.get(step, ())) < count:
+        self._step = step
+        for late in [held for held in self._held if held < step]:
+            await self._drop([entry_id for entry_id, _ in self._held.pop(late).values()])
+        if not self._started:
+            await self._start()
+        held = self._held.setdefault(step, {})
+        while len(held) < count:
             left = give_up - anyio.current_time()
             if left <= 0:
                 raise DeadlineExceeded(
-                    f"{len(self._held.get(step, ()))} of {count} experience groups for step {step} "
-                    f"of run {self._run_id} arrived within {deadline:g} s: are its explorers alive?"
+                    f"{len(held)} of {count} experience groups for step {step} of run "
+                    f"{self._run_id} arrived within {deadline:g} s: are its explorers alive?"
                 )
             await self._read(min(left, BLOCK))
-        taken = self._held.pop(step)
-        # An explorer that numbers its groups lower than the trainer is late for good.
-        for late in [held for held in self._held if held < step]:
-            await self._drop([entry_id for entry_id, _ in self._held.pop(late)])
-        surplus = [entry_id for entry_id, _ in taken[count:]]
-        if surplus:
-            await self._drop(surplus)
+        taken = list(self._held.pop(step).values())
+        await self._drop([entry_id for entry_id, _ in taken[count:]])
         return [group for _, group in taken[:count]], [entry_id for entry_id, _ in taken[:count]]
 
     async def ack(self, entry_ids: Sequence[bytes]) -> None:
         """The groups are trained on: free them."""
-        if entry_ids:
-            await self._redis.xack(self._key, GROUP, *entry_ids)
-            await self._redis.xdel(self._key, *entry_ids)
+        if not entry_ids:
+            return
+        # Both or neither: what is acknowledged but not deleted would count for ever.
+        async with self._redis.pipeline(transaction=True) as both:
+            both.xack(self._key, GROUP, *entry_ids)
+            both.xdel(self._key, *entry_ids)
+            await both.execute()
+        self._unacknowledged.difference_update(entry_ids)
 
     async def _drop(self, entry_ids: Sequence[bytes]) -> None:
         self.dropped += len(entry_ids)
         await self.ack(entry_ids)
 
-    async def _read(self, seconds: float) -> None:
-        reply = await self._redis.xreadgroup(
-            GROUP, "trainer", {self._key: ">"}, count=256, block=max(1, int(seconds * 1000))
-        )
-        for _, found in reply or ():
-            for entry_id, fields in found:
-                try:
-                    group = decode_experiences(fields.get(FIELD, b""))
-                except ContractError:
-                    group = None
-                if group is None or group.version.epoch != self._epoch:
-                    await self._drop([entry_id])
-                else:
-                    self._held.setdefault(group.step, []).append((entry_id, group))
-
-    async def _make_group(self) -> None:
-        if self._made:
-            return
+    async def _start(self) -> None:
         try:
             await self._redis.xgroup_create(self._key, GROUP, id="0", mkstream=True)
         except redis.ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
-        self._made = True
+        await self._take_over()
+        self._started = True
+
+    async def _read(self, seconds: float) -> None:
+        reply = await self._redis.xreadgroup(
+            GROUP, MEMBER, {self._key: ">"}, count=256, block=max(1, int(seconds * 1000))
+        )
+        for _, entries in reply or ():
+            await self._sort(entries)
+        if not reply:
+            await self._take_over()
+
+    async def _take_over(self) -> None:
+        """Take what was handed out but is not in our hands.
+
+        To a reader that died, or to us in a reply that was lost with its connection.
+        """
+        pending = await self._redis.xpending(self._key, GROUP)
+        if pending["pending"] <= len(self._unacknowledged):
+            return
+        cursor = b"0-0"
+        while True:
+            cursor, entries, *_ = await self._redis.xautoclaim(
+                self._key, GROUP, MEMBER, min_idle_time=0, start_id=cursor, count=100
+            )
+            await self._sort(entries)
+            if cursor == b"0-0":
+                return
+
+    async def _sort(self, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        """Hold what can be used, by step; drop the rest."""
+        useless: list[bytes] = []
+        for entry_id, fields in entries:
+            if entry_id in self._unacknowledged:
+                continue
+            self._unacknowledged.add(entry_id)
+            group = self._useful(fields.get(FIELD, b""))
+            if group is None:
+                useless.append(entry_id)
+            else:
+                self._held.setdefault(group.step, {})[group.group_id] = (entry_id, group)
+        await self._drop(useless)
+
+    def _useful(self, payload: bytes) -> ExperienceGroup | None:
+        try:
+            group = decode_experiences(payload)
+        except ContractError:
+            return None
+        ours = group.run_id == self._run_id and group.version.epoch == self._epoch
+        late = group.step < self._step
+        twice = group.group_id in self._held.get(group.step, ())
+        return group if ours and not late and not twice else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from ..collectives import together
+from .files import copied, read_state, write_state
 
 # Below this size, one all-gather of everything is faster than one for each layer.
 _SHARD_LAYERS_FROM = 10_000_000
@@ -73,14 +75,14 @@ class FSDPEngine:
 
     def model_state(self) -> dict[str, Any]:
         """This rank's shard of the model, copied to the CPU: training may go on."""
-        state: dict[str, Any] = _copied(self.module.state_dict())
+        state: dict[str, Any] = copied(self.module.state_dict())
         return state
 
     def training_state(self) -> dict[str, Any]:
         """This rank's shard of optimizer, scheduler and random generator, copied to the CPU."""
         return {
-            "optimizer": _copied(self.optimizer.state_dict()),
-            "scheduler": self.scheduler.state_dict(),
+            "optimizer": copied(self.optimizer.state_dict()),
+            "scheduler": copied(self.scheduler.state_dict()),
             "rng": torch.get_rng_state(),
         }
 
@@ -94,9 +96,9 @@ class FSDPEngine:
         """Write model and training state below ``local_path``; on disk on return. Collective."""
         del hdfs_path, global_step, max_ckpt_to_keep
         folder = Path(local_path)
-        write_state(folder / shard_name("model"), self.model_state())
-        write_state(folder / shard_name("optim"), self.training_state())
-        dist.barrier()
+        with together():
+            write_state(folder / shard_name("model"), self.model_state())
+            write_state(folder / shard_name("optim"), self.training_state())
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -105,41 +107,22 @@ class FSDPEngine:
 
         Raises:
             FileNotFoundError: when this rank's shard is not there.
+            PeerFailed: when another rank could not read its own; nothing is loaded then.
         """
         del hdfs_path, del_local_after_load
         folder = Path(local_path)
-        self.module.load_state_dict(read_state(folder / shard_name("model")))
-        training = read_state(folder / shard_name("optim"))
+        with together():
+            model = read_state(folder / shard_name("model"))
+            training = read_state(folder / shard_name("optim"))
+        self.module.load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])
         self.scheduler.load_state_dict(training["scheduler"])
         torch.set_rng_state(training["rng"])
-        dist.barrier()
 
 
 def shard_name(what: str) -> str:
     """File name of this rank's shard, as veRL names them."""
     return f"{what}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
-
-
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write the file whole or not at all, and durably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote. Tensors and plain values alone: nothing is executed."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is not there: a checkpoint is loaded with as many ranks as it was saved with"
-        )
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
 
 
 def _shard(model: Any, device: torch.device) -> Any:
@@ -149,14 +132,3 @@ def _shard(model: Any, device: torch.device) -> Any:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def _copied(value: Any) -> Any:
-    """The same structure with every tensor, sharded ones too, copied to the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_copied(one) for one in value]
-    return value

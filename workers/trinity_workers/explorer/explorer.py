@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -14,7 +13,7 @@ import torch
 from msgspec import Struct
 
 from trinity_events import Synchronizer
-from trinity_events.errors import VersionUnavailable
+from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_events.server import connect
 from trinity_schemas import (
     ExperienceGroup,
@@ -89,24 +88,31 @@ class Explorer:
 
     async def explore(self) -> ExplorationResult:
         """Explore until the weights of the last step are applied."""
+        try:
+            return await self._run()
+        except BaseExceptionGroup as errors:
+            # One error is what went wrong; a group of it would not survive the way through Ray.
+            error = _first_error(errors)
+            raise error from error.__cause__
+        finally:
+            self._synchronizer.close()
+
+    async def _run(self) -> ExplorationResult:
         config = self.config
         versions = NewestVersion(config.run_id, config.epoch, config.redis_url)
-        async with AsyncExitStack() as exits:
-            client = await exits.enter_async_context(connect(config.redis_url))
-            # The most that may be under way: every step up to the newest that weights allow.
-            ahead = config.sync_interval * (config.sync_offset + 2)
+        # The most that may be under way: every step up to the newest that weights allow.
+        ahead = config.sync_interval * (config.sync_offset + 2)
+        async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
             writer = ExperienceWriter(client, config.run_id, bound=config.prompts_per_step * ahead)
-            tasks = await exits.enter_async_context(anyio.create_task_group())
             tasks.start_soon(versions.follow)
             await self._say("running")
             try:
-                result = await self._explore(versions, writer)
+                return await self._explore(versions, writer)
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._say("stopped")
                 tasks.cancel_scope.cancel()
-        await anyio.to_thread.run_sync(self._synchronizer.close)
-        return result
+        raise AssertionError("unreachable")
 
     async def _say(self, status: ExplorerStatus) -> None:
         await anyio.to_thread.run_sync(
@@ -137,18 +143,30 @@ class Explorer:
         )
 
     async def _refresh(self, versions: NewestVersion, step: int) -> None:
-        """Serve the newest version, which must be of ``step`` or later."""
-        ready = await versions.wait(step, after=None, deadline=self.config.sync_timeout)
-        while StepRef(ready.epoch, ready.step) != self._serves:
+        """Serve the newest version, which must be of ``step`` or later.
+
+        One that is gone was retired while we looked; one that is not what was announced is never
+        used. In either case a newer one will do.
+        """
+        unusable: StepRef | None = None
+        reason: TrinityError | None = None
+        while True:
+            try:
+                ready = await versions.wait(step, after=unusable, deadline=self.config.sync_timeout)
+            except DeadlineExceeded as late:
+                if reason is None:
+                    raise
+                raise DeadlineExceeded(f"{late}; the last one was no use: {reason}") from reason
+            newest = StepRef(ready.epoch, ready.step)
+            if newest == self._serves:
+                return
             try:
                 await anyio.to_thread.run_sync(self._apply, ready)
-            except VersionUnavailable:
-                # Retired while we looked: a newer one is ready, or about to be.
-                ready = await versions.wait(
-                    step,
-                    after=StepRef(ready.epoch, ready.step),
-                    deadline=self.config.sync_timeout,
-                )
+            except (VersionUnavailable, CorruptVersion) as error:
+                logger.warning("explorer %d waits for newer weights: %s", self.rank, error)
+                unusable, reason = newest, error
+            else:
+                return
 
     def _apply(self, ready: StepReady) -> None:
         self._synchronizer.apply(self._model, ready)
@@ -209,3 +227,8 @@ class Explorer:
 
 def _first(questions: Iterator[Question], count: int) -> list[Question]:
     return [next(questions) for _ in range(count)]
+
+
+def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = errors.exceptions[0]
+    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first

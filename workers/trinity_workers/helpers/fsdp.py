@@ -11,14 +11,14 @@ from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
 
 from ..collectives import raise_together
 from ..engines.base import TrainEngine, per_tensor_params
-from ..engines.fsdp import shard_name, write_state
+from ..engines.files import copied, make_folder, sync_tree, write_state
+from ..engines.fsdp import shard_name
 
 if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
@@ -49,14 +49,12 @@ def fsdp_save_state_dict(
     """
     folder = Path(local_path)
     path = folder / shard_name("model")
-    state = {
-        name: value.detach().to("cpu", copy=True)
-        for name, value in engine.module.state_dict().items()
-    }
+    state = copied(engine.module.state_dict())
+    first = dist.get_rank() == 0
 
     def save() -> None:
         write_state(path, state)
-        if dist.get_rank() == 0:
+        if first:
             _save_huggingface(engine, folder / "huggingface")
 
     logger.info("step %d: saves %s in the background", global_step, path)
@@ -90,9 +88,7 @@ def fsdp_upload_state_dict(
             writer = synchronizer.part_writer(global_step, 0)
         except Exception as caught:
             error = caught
-    device: torch.device | None = None
     for name, tensor in per_tensor_params(engine):
-        device = tensor.device
         if writer is not None and error is None:
             try:
                 writer.add(name, tensor)
@@ -104,9 +100,11 @@ def fsdp_upload_state_dict(
             synchronizer.part_published(global_step, 0, report, time.monotonic() - began)
         except Exception as caught:
             error = caught
-    if error is not None:
-        _give_up(synchronizer, writer, global_step, error, logger)
-    raise_together(error, device)
+    try:
+        raise_together(error)
+    finally:  # the others first: they hold the training loop, and a server may be slow to answer
+        if error is not None:
+            _give_up(synchronizer, writer, global_step, error, logger)
     if report is not None:
         logger.info("step %d: published %d bytes", global_step, report.bytes)
 
@@ -118,23 +116,27 @@ def _give_up(
     error: Exception,
     logger: Logger,
 ) -> None:
-    """Take back what was sent and say so, as far as the servers still answer."""
+    """Say so, and take back what was sent, each as far as its server still answers."""
+    try:
+        synchronizer.part_failed(step, 0, error)
+    except Exception:
+        logger.exception("step %d: the failure of the upload could not be published", step)
     try:
         if writer is not None:
             writer.discard()
-        synchronizer.part_failed(step, 0, error)
     except Exception:
-        logger.exception("step %d: the failed upload could not be cleaned up", step)
+        logger.exception("step %d: what was sent of the weights stays until it expires", step)
 
 
 def _save_huggingface(engine: Any, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     engine.module.config.save_pretrained(folder)
     tokenizer = getattr(engine, "tokenizer", None)
     if tokenizer is None:  # veRL keeps it with the checkpoint manager
         tokenizer = getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    sync_tree(folder)
 
 
 def _rank() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio.to_thread
@@ -32,8 +32,8 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._config = config
         self._workers: list[Any] = []
         self._step = 0
-        log = SyncEventLog(open_client(config.redis_url), config.run_id)
-        publisher = Publisher(log, config.epoch, new_producer("trainer"))
+        self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
+        publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
         self._coordinator = CheckpointCoordinator(publisher, config.checkpoint_folder)
         self._synchronizer = Synchronizer(
             config.run_id, config.epoch, redis_url=config.redis_url, weights_url=config.weights_url
@@ -41,10 +41,13 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     async def prepare(self) -> None:
         """Start the workers and load the model."""
+        config = self._config
         resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        gpus = 1 if resources.get("GPU", 0) >= self._config.trainers else 0
-        actor = ray.remote(TrainWorker).options(num_cpus=1, num_gpus=gpus)
-        self._workers = [actor.remote(self._config, rank) for rank in range(self._config.trainers)]
+        own_gpu = has_gpu_each(resources, config.trainers)
+        actor = ray.remote(TrainWorker).options(num_cpus=1, num_gpus=int(own_gpu))
+        self._workers = [
+            actor.remote(config, rank, own_gpu=own_gpu) for rank in range(config.trainers)
+        ]
         host, port = await self._ask(0, "address")
         await self._ask_all("setup", host, port)
 
@@ -101,6 +104,8 @@ class RayTrainerFleet(TrainEngineWrapper):
         for worker in self._workers:
             ray.kill(worker)
         self._workers = []
+        self._synchronizer.close()
+        self._log.close()
 
     def _save_folder(self, step: int) -> str:
         folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
@@ -119,3 +124,8 @@ class RayTrainerFleet(TrainEngineWrapper):
                 f"trainer worker {rank} of run {self._config.run_id} died in {method} "
                 f"at step {self._step}"
             ) from None
+
+
+def has_gpu_each(resources: Mapping[str, float], trainers: int) -> bool:
+    """Whether a cluster of these resources has a GPU for each trainer."""
+    return resources.get("GPU", 0) >= trainers

@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_schemas import ExperienceGroup
 
+from ..collectives import together
 from ..config import RunConfig
 from ..engines import FSDPEngine
-from ..engines.fsdp import shard_name, write_state
+from ..engines.files import write_state
+from ..engines.fsdp import shard_name
 from ..helpers import fsdp_save_state_dict, fsdp_upload_state_dict
 from ..learning.grpo import collate, grpo_loss, response_logprobs
 
@@ -30,31 +33,41 @@ ROLE = "actor"
 
 
 class TrainWorker:
-    """Holds one rank's engine. Every method is collective: the fleet calls it on all ranks."""
+    """Holds one rank's engine. Methods are collective, but for address(): all ranks call them.
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
+    Args:
+        config: The run.
+        rank: Which of its trainers.
+        own_gpu: Whether every trainer was given a GPU of its own.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, *, own_gpu: bool = False) -> None:
         self._config = config
         self._rank = rank
+        self._device = compute_device(own_gpu)
+        self._timeout = timedelta(seconds=config.sync_timeout)
+        self._store: TCPStore | None = None
 
     def address(self) -> tuple[str, int]:
-        """A host and a free port for the process group, asked of rank 0."""
+        """Where the ranks meet: rank 0, which is asked for it, listens there from now on."""
         host = socket.gethostbyname(socket.gethostname())
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return host, int(probe.getsockname()[1])
+        self._store = TCPStore(
+            host, 0, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        return host, self._store.port
 
     def setup(self, host: str, port: int) -> None:
         """Join the process group and load the model."""
         config = self._config
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainers))
-        cuda = torch.cuda.is_available()
-        self._device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        if self._store is None:
+            self._store = TCPStore(host, port, timeout=self._timeout)
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            init_method=f"tcp://{host}:{port}",
+            "nccl" if self._device.type == "cuda" else "gloo",
+            store=self._store,
             rank=self._rank,
             world_size=config.trainers,
-            timeout=timedelta(seconds=config.sync_timeout),
+            timeout=self._timeout,
         )
         torch.manual_seed(config.seed)
         self._engine = FSDPEngine(
@@ -65,8 +78,8 @@ class TrainWorker:
             gradient_norm=config.gradient_norm,
         )
         self._engine.module.train()
-        log = SyncEventLog(open_client(config.redis_url), config.run_id)
-        publisher = Publisher(log, config.epoch, new_producer(ROLE, self._rank))
+        self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
+        publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
         self._coordinator = CheckpointCoordinator(publisher, config.checkpoint_folder)
         self._synchronizer = Synchronizer(
             config.run_id,
@@ -80,7 +93,8 @@ class TrainWorker:
     def train_step(self, groups: Sequence[ExperienceGroup]) -> dict[str, float]:
         """One GRPO step on this rank's groups; metrics are of all ranks."""
         config = self._config
-        batch = collate(groups, self._engine.tokenizer.pad_token_id).to(self._device)
+        with together():  # a rank without groups, or with bad ones, must not leave the others
+            batch = collate(groups, self._engine.tokenizer.pad_token_id).to(self._device)
         logprobs = response_logprobs(self._engine.module, batch, config.temperature)
         loss_sum, metrics = grpo_loss(logprobs, batch, clip=config.clip)
         tokens = torch.tensor(float(batch.token_count), device=self._device)
@@ -124,7 +138,16 @@ class TrainWorker:
         self._coordinator.wait_all()
 
     def shutdown(self) -> None:
-        """Leave the process group."""
-        self._synchronizer.close()
-        if dist.is_initialized():
+        """Wait for background saves, and leave the process group; raises what failed in them."""
+        try:
+            self._coordinator.wait_all()
+        finally:
+            self._synchronizer.close()
+            self._log.close()
             dist.destroy_process_group()
+
+
+def compute_device(own_gpu: bool) -> torch.device:
+    """The GPU that Ray gave this rank alone, else the CPU: NCCL takes no two ranks on one GPU."""
+    cuda = own_gpu and torch.cuda.is_available()
+    return torch.device("cuda", 0) if cuda else torch.device("cpu")

@@ -1,0 +1,691 @@
+"""The FSDP engine and its helpers on two real ranks over Gloo, against a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoConfig, AutoTokenizer  # noqa: E402
+
+from tests.pipeline import announced, reducer_task  # noqa: E402
+from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
+from trinity_events.coordinator import staged_path  # noqa: E402
+from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
+from trinity_events.server import open_client  # noqa: E402
+from trinity_events.weights import PartWriter  # noqa: E402
+from trinity_schemas import (  # noqa: E402
+    ExperienceGroup,
+    SaveFailed,
+    SaveFinished,
+    SaveStarted,
+    StepReady,
+    StepRef,
+    decode_envelope,
+)
+from trinity_workers.collectives import PeerFailed  # noqa: E402
+from trinity_workers.config import RunConfig  # noqa: E402
+from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines.files import read_state, write_state  # noqa: E402
+from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
+from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
+from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
+from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
+
+WORLD = 2
+NO_SERVER = "redis://127.0.0.1:1"
+logger = logging.getLogger(__name__)
+
+
+# --- two processes, which run functions of this module on command -----------------------------
+
+
+@dataclass(frozen=True)
+class Where:
+    """What every rank is told."""
+
+    run_id: str
+    epoch: int
+    redis_url: str
+    weights_url: str
+    model_folder: Path
+    run_folder: Path
+    meeting_place: Path
+
+
+@dataclass
+class Rank:
+    """What one rank holds between two commands."""
+
+    number: int
+    where: Where = None
+    engine: FSDPEngine = None
+    publisher: Publisher = None
+    worker: TrainWorker = None
+    exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def synchronizer(self, kind: type[Synchronizer] = Synchronizer, **but: str) -> Synchronizer:
+        where = self.where
+        urls = {"redis_url": where.redis_url, "weights_url": where.weights_url} | but
+        made = kind(
+            where.run_id, where.epoch, role="actor", rank=self.number, chunk_bytes=65536, **urls
+        )
+        self.exits.callback(made.close)
+        return made
+
+
+class Pair:
+    """Two processes that stay for the whole module: importing torch is paid for once."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes = []
+        self._processes = []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    async def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the function returns on each rank; raises what it raised on one."""
+        answers = await self.answers(function, *args)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    async def answers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the function returned or raised on each rank."""
+        asked = [self.ask(rank, function, *args) for rank in range(WORLD)]
+        return [await answer() for answer in asked]
+
+    def ask(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        """Start the function on one rank; the answer is what it returned or raised."""
+        pipe = self._pipes[rank]
+        pipe.send_bytes(pickle.dumps((function, args)))
+
+        def receive() -> Any:
+            assert pipe.poll(30), f"rank {rank} did not answer {function.__name__}"
+            return pickle.loads(pipe.recv_bytes())
+
+        return lambda: anyio.to_thread.run_sync(receive)
+
+    def close(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _serve(pipe, number: int) -> None:
+    torch.set_num_threads(1)
+    rank = Rank(number)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pickle.loads(pipe.recv_bytes())
+            try:
+                answer = function(rank, *args)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                answer = error
+            # As plain bytes: torch would hand tensors over through shared memory.
+            pipe.send_bytes(pickle.dumps(answer))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    create_policy(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def where(publisher, redis_url, weights_url, run_id, folder, tmp_path) -> Where:
+    return Where(
+        run_id=run_id,
+        epoch=publisher.epoch,
+        redis_url=redis_url,
+        weights_url=weights_url,
+        model_folder=folder,
+        run_folder=tmp_path / run_id,
+        meeting_place=tmp_path / "meeting-place",
+    )
+
+
+@pytest.fixture
+async def ranks(processes, where):
+    """The two processes in a new process group, each with an engine of its own."""
+    await processes(_join, where)
+    yield processes
+    await processes(_leave)
+
+
+def _join(rank: Rank, where: Where) -> None:
+    rank.where = where
+    dist.init_process_group(
+        "gloo", init_method=where.meeting_place.as_uri(), rank=rank.number, world_size=WORLD
+    )
+    rank.engine = _new_engine(where)
+    log = SyncEventLog(open_client(where.redis_url), where.run_id)
+    rank.exits.callback(log.close)
+    rank.publisher = Publisher(log, where.epoch, new_producer("actor", rank.number))
+
+
+def _new_engine(where: Where) -> FSDPEngine:
+    engine = FSDPEngine(
+        where.model_folder, device=torch.device("cpu"), learning_rate=1e-3, ramp_steps=4
+    )
+    engine.module.train()
+    return engine
+
+
+def _leave(rank: Rank) -> None:
+    rank.exits.close()
+    dist.destroy_process_group()
+
+
+def _full_weights(rank: Rank) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value.clone()) for name, value in rank.engine.get_per_tensor_param()]
+
+
+def _take_step(rank: Rank, seed: int) -> float:
+    """An optimizer step on tokens of the rank's own; returns the gradient norm."""
+    generator = torch.Generator().manual_seed(10 * seed + rank.number)
+    tokens = torch.randint(3, 90, (4, 16), generator=generator)
+    loss = rank.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return rank.engine.optimizer_step(loss)
+
+
+# --- weights in memory ------------------------------------------------------------------------
+
+
+def upload(rank: Rank, step: int) -> None:
+    fsdp_upload_state_dict(rank.engine, rank.synchronizer(), step, logger)
+
+
+async def ready(log, kind: str, step: int) -> StepReady:
+    with anyio.fail_after(20):
+        while True:
+            for event in await announced(log, 1):
+                if isinstance(event, StepReady) and (event.kind, event.step) == (kind, step):
+                    return event
+            await anyio.sleep(0.01)
+
+
+async def applied(where: Where, log, step: int) -> dict[str, torch.Tensor]:
+    """The weights of a Hugging Face model into which the version was applied."""
+    model, _ = load_policy(where.model_folder)
+    explorer = Synchronizer(
+        where.run_id, 0, redis_url=where.redis_url, weights_url=where.weights_url, role="explorer"
+    )
+    event = await ready(log, "weights", step)
+    await anyio.to_thread.run_sync(explorer.apply, model, event)
+    explorer.close()
+    return dict(model.named_parameters())
+
+
+@pytest.fixture
+async def committer(where):
+    """Commits versions as the trainer does, with a reducer running."""
+    made = Synchronizer(
+        where.run_id, where.epoch, redis_url=where.redis_url, weights_url=where.weights_url
+    )
+    async with reducer_task(where.redis_url, where.run_id):
+        yield made
+    made.close()
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+async def test_full_tensors_are_the_model_folders_by_name_and_bit_on_every_rank(ranks, folder):
+    in_folder = load_file(folder / "model.safetensors")
+    for found in await ranks(_full_weights):
+        names = [name for name, _ in found]
+        assert sorted(names) == sorted(in_folder)
+        assert "lm_head.weight" not in names, "tied to the embeddings, which are there"
+        assert_equal(dict(sorted(found)), dict(sorted(in_folder.items())))
+
+
+async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
+    ranks, where, log, committer
+):
+    at_start = dict((await ranks(_full_weights))[0])
+    await ranks(_take_step, 1)
+    await ranks(upload, 1)
+    committer.commit(1)
+    trained, again = (dict(one) for one in await ranks(_full_weights))
+    assert not torch.equal(trained["model.norm.weight"], at_start["model.norm.weight"])
+    assert_equal(trained, again)
+    assert_equal(await applied(where, log, 1), trained)
+
+
+class FailsAtThirdTensor(PartWriter):
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if len(self._tensors) == 2:
+            raise OSError("no room for the third tensor")
+        super().add(name, tensor)
+
+
+class FailingSynchronizer(Synchronizer):
+    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
+
+
+def upload_that_fails(rank: Rank, step: int) -> None:
+    fsdp_upload_state_dict(rank.engine, rank.synchronizer(FailingSynchronizer), step, logger)
+
+
+async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_works(
+    ranks, where, log, committer
+):
+    began = time.monotonic()
+    own, peers = await ranks.answers(upload_that_fails, 1)
+    assert time.monotonic() - began < 5
+    assert isinstance(own, OSError)
+    assert isinstance(peers, PeerFailed)
+    assert str(peers) == "rank 0 failed: OSError: no room for the third tensor"
+    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(told, SaveFailed)
+    assert (told.slot.kind, told.message) == ("weights", "no room for the third tensor")
+    with open_client(where.weights_url) as weights:
+        assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
+    # The ranks' collectives still match: the same step again, and training goes on.
+    await ranks(upload, 1)
+    committer.commit(1)
+    expected = dict((await ranks(_full_weights))[0])
+    assert_equal(await applied(where, log, 1), expected)
+    norms = await ranks(_take_step, 1)
+    assert norms[0] == norms[1] > 0
+
+
+def upload_without_server(rank: Rank, step: int) -> None:
+    synchronizer = rank.synchronizer(weights_url=NO_SERVER)
+    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger)
+
+
+async def test_a_chunk_server_that_is_gone_fails_the_upload_in_the_log_too(ranks, log):
+    own, peers = await ranks.answers(upload_without_server, 1)
+    assert "refused" in str(own)
+    assert isinstance(peers, PeerFailed)
+    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(told, SaveFailed)
+    assert "refused" in told.message
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+class HeldPublisher(Publisher):
+    """Publishes nothing before it is let go: a background save then has not begun to write."""
+
+    gate: threading.Event
+
+    def publish(self, event) -> str:
+        assert self.gate.wait(20)
+        return super().publish(event)
+
+
+@contextlib.contextmanager
+def synced_paths() -> Iterator[set[str]]:
+    """Every path that is synced in the block, in any thread; it is really synced, too."""
+    found: set[str] = set()
+    fsync = os.fsync
+
+    def recorded(handle: int) -> None:
+        fsync(handle)
+        found.add(str(Path(f"/proc/self/fd/{handle}").readlink()))
+
+    os.fsync = recorded
+    try:
+        yield found
+    finally:
+        os.fsync = fsync
+
+
+def save_and_overwrite(rank: Rank, folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Save, overwrite the weights, and only then let the save go; returns what it should hold."""
+    publisher = HeldPublisher(rank.publisher.log, rank.where.epoch, rank.publisher.producer)
+    publisher.gate = threading.Event()
+    coordinator = CheckpointCoordinator(publisher, rank.where.run_folder)
+    shards = {
+        name: value.to_local().clone() for name, value in rank.engine.module.state_dict().items()
+    }
+    with synced_paths() as synced:
+        fsdp_save_state_dict(rank.engine, str(folder), 5, coordinator, logger)
+        assert not shard(folder, rank.number).exists()
+        with torch.no_grad():
+            for parameter in rank.engine.module.parameters():
+                parameter.to_local().fill_(7.0)
+        publisher.gate.set()
+        coordinator.wait_all()
+    return shards, synced
+
+
+def shard(folder: Path, rank: int, what: str = "model") -> Path:
+    return folder / f"{what}_world_size_{WORLD}_rank_{rank}.pt"
+
+
+async def test_each_rank_saves_its_shard_in_the_background_as_it_was_at_the_call(
+    ranks, where, log, sync_client
+):
+    folder = staged_path(where.run_folder, where.epoch, 5) / "actor"
+    saved = await ranks(save_and_overwrite, folder)
+
+    for rank, (expected, _) in enumerate(saved):
+        state = read_state(shard(folder, rank))
+        assert_equal({name: value.to_local() for name, value in state.items()}, expected)
+
+    config = AutoConfig.from_pretrained(folder / "huggingface")
+    assert (config.model_type, config.hidden_size) == ("qwen2", 64)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "huggingface")
+    assert tokenizer.decode(tokenizer.encode("sun>")) == "sun>"
+
+    told = [decode_envelope(entry.payload) for entry in await log.read()]
+    saves = [one for one in told if isinstance(one.event, SaveStarted | SaveFinished)]
+    for rank in range(WORLD):
+        started, finished = (one.event for one in saves if one.producer.rank == rank)
+        assert started.save_id == finished.save_id
+        assert finished.slot.kind == "state_dict"
+        assert finished.bytes == shard(folder, rank).stat().st_size
+    assert len({one.event.slot for one in saves}) == WORLD
+
+    # Both slots are what the trainer registers, so the step becomes ready with them.
+    trainer = Publisher(
+        SyncEventLog(sync_client, where.run_id), where.epoch, new_producer("trainer")
+    )
+    async with reducer_task(where.redis_url, where.run_id):
+        await CheckpointCoordinator(trainer).register_and_monitor(
+            5, is_state_dict=True, state_dict_thread_count=WORLD
+        )
+        assert len((await ready(log, "state_dict", 5)).saves) == WORLD
+
+
+async def test_a_save_has_finished_only_when_all_of_it_is_on_disk(ranks, where):
+    folder = staged_path(where.run_folder, where.epoch, 5) / "actor"
+    saved = await ranks(save_and_overwrite, folder)
+    synced = set().union(*(paths for _, paths in saved))
+    for rank, (_, paths) in enumerate(saved):
+        path = shard(folder, rank)
+        # Synced under its temporary name, then renamed, then the name itself synced.
+        assert {str(path.with_name(f".{path.name}.tmp")), str(folder)} <= paths
+    huggingface = [folder / "huggingface", *(folder / "huggingface").iterdir()]
+    assert len(huggingface) > 3
+    assert {str(path) for path in huggingface} <= saved[0][1]
+    new_folders = [folder, folder.parent, folder.parent.parent, where.run_folder]
+    assert {str(path.parent) for path in new_folders} <= synced, "the names of new folders"
+
+
+async def test_a_shard_loads_in_a_process_that_knows_of_no_group(ranks, where, tmp_path):
+    folder = tmp_path / "checkpoint"
+    await ranks(_take_step, 1)  # so that the optimizer has a state
+    await ranks(save_checkpoint, folder)
+    code = (
+        "import sys; from pathlib import Path;"
+        "from trinity_workers.engines.files import read_state;"
+        "model, optim = (read_state(Path(path)) for path in sys.argv[1:]);"
+        "print(type(model['model.norm.weight']).__name__, len(optim['optimizer']['state']))"
+    )
+    command = [sys.executable, "-c", code, shard(folder, 1), shard(folder, 1, "optim")]
+    done = await anyio.run_process(command, stderr=subprocess.DEVNULL)
+    assert done.stdout.decode().split() == ["DTensor", "26"]
+
+
+def test_a_file_that_would_execute_something_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "executed",))
+
+    torch.save({"model": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        read_state(tmp_path / "evil.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):
+    path = tmp_path / "model.pt"
+    write_state(path, {"a": torch.ones(3)})
+    with pytest.raises(AttributeError, match="pickle"):
+        write_state(path, {"a": torch.ones(1000), "b": lambda: None})
+    assert list(tmp_path.iterdir()) == [path]
+    assert torch.equal(read_state(path)["a"], torch.ones(3))
+
+
+def save_checkpoint(rank: Rank, folder: Path) -> None:
+    rank.engine.save_checkpoint(str(folder))
+
+
+def load_checkpoint(rank: Rank, folder: Path) -> None:
+    rank.engine.load_checkpoint(str(folder))
+
+
+def replace_engine(rank: Rank) -> None:
+    rank.engine = _new_engine(rank.where)
+
+
+def everything(rank: Rank) -> dict[str, Any]:
+    """Model, optimizer and scheduler, as plain tensors and values."""
+    optimizer = rank.engine.optimizer.state_dict()
+    state = {
+        f"{index}.{name}": value
+        for index, values in optimizer["state"].items()
+        for name, value in values.items()
+    }
+    tensors = dict(rank.engine.module.state_dict()) | state
+    return {
+        "tensors": {
+            name: value.to_local() if hasattr(value, "to_local") else value
+            for name, value in tensors.items()
+        },
+        "groups": optimizer["param_groups"],
+        "scheduler": rank.engine.scheduler.state_dict(),
+        "rng": torch.get_rng_state().tolist(),
+    }
+
+
+async def test_a_checkpoint_restores_everything_and_training_goes_on_identically(ranks, tmp_path):
+    folder = tmp_path / "checkpoint"
+    for seed in (1, 2):
+        await ranks(_take_step, seed)
+    await ranks(save_checkpoint, folder)
+    at_save = await ranks(everything)
+    norms = [await ranks(_take_step, seed) for seed in (3, 4)]
+    at_end = await ranks(everything)
+
+    await ranks(replace_engine)
+    await ranks(_take_step, 9)
+    await ranks(load_checkpoint, folder)
+    for restored, saved in zip(await ranks(everything), at_save, strict=True):
+        assert_equal(restored.pop("tensors"), saved.pop("tensors"))
+        assert restored == saved
+    assert [await ranks(_take_step, seed) for seed in (3, 4)] == norms
+    for restored, saved in zip(await ranks(everything), at_end, strict=True):
+        assert_equal(restored.pop("tensors"), saved.pop("tensors"))
+        assert restored == saved
+
+
+async def test_a_shard_that_is_missing_on_one_rank_loads_nothing_on_any(ranks, tmp_path):
+    folder = tmp_path / "checkpoint"
+    await ranks(_take_step, 1)
+    await ranks(save_checkpoint, folder)
+    await ranks(_take_step, 2)
+    before = await ranks(_full_weights)
+    shard(folder, 1, "optim").unlink()
+    first, second = await ranks.answers(load_checkpoint, folder)
+    assert isinstance(first, PeerFailed)
+    assert "rank 1 failed: FileNotFoundError" in str(first)
+    assert isinstance(second, FileNotFoundError)
+    for now, then in zip(await ranks(_full_weights), before, strict=True):
+        assert_equal(dict(now), dict(then))
+
+
+async def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(ranks, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shard(folder, 0).mkdir(parents=True)  # where a file is to be
+    first, second = await ranks.answers(save_checkpoint, folder)
+    assert isinstance(first, IsADirectoryError)
+    assert isinstance(second, PeerFailed)
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+def make_groups(run_id: str, seed: int, count: int = 5) -> list[ExperienceGroup]:
+    """Groups whose lengths differ much, so that ranks get shares of very different size."""
+    lot = random.Random(seed)
+    groups = []
+    for index in range(count):
+        lengths = [lot.randint(1, 4) if index % 2 else lot.randint(6, 12) for _ in range(4)]
+        rewards = [1.0, 0.0, *(float(lot.random() < 0.5) for _ in range(2))]
+        groups.append(
+            ExperienceGroup(
+                run_id=run_id,
+                group_id=f"1-{seed}-{index}",
+                step=seed,
+                explorer=0,
+                version=StepRef(1, 0),
+                prompt_tokens=[lot.randint(3, 90) for _ in range(lot.randint(2, 6))],
+                responses=[[lot.randint(3, 90) for _ in range(length)] for length in lengths],
+                logprobs=[[lot.uniform(-4.8, -4.3) for _ in range(length)] for length in lengths],
+                rewards=rewards,
+                scores=rewards,
+            )
+        )
+    return groups
+
+
+def run_config(where: Where, trainers: int) -> RunConfig:
+    return RunConfig(
+        run_id=where.run_id,
+        epoch=where.epoch,
+        redis_url=where.redis_url,
+        weights_url=where.weights_url,
+        checkpoint_folder=where.run_folder,
+        model_folder=where.model_folder,
+        trainers=trainers,
+        ramp_steps=0,
+        sync_timeout=20.0,
+    )
+
+
+def make_worker(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
+    rank.worker = TrainWorker(config, rank.number)
+    return rank.worker.address() if rank.number == 0 else None
+
+
+def set_up_worker(rank: Rank, host: str, port: int) -> None:
+    rank.worker.setup(host, port)
+    rank.engine = rank.worker._engine
+
+
+def train(rank: Rank, groups: list[ExperienceGroup]) -> dict[str, float]:
+    return rank.worker.train_step(groups[rank.number :: dist.get_world_size()])
+
+
+def shut_worker_down(rank: Rank) -> None:
+    rank.worker.shutdown()
+
+
+@dataclass
+class Training:
+    metrics: list[dict[str, float]]
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+def train_from_the_start(rank: Rank, address, steps: list[list[ExperienceGroup]]) -> Training:
+    set_up_worker(rank, *address)
+    try:
+        before = dict(_full_weights(rank))
+        metrics = [train(rank, groups) for groups in steps]
+        return Training(metrics, before, dict(_full_weights(rank)))
+    finally:
+        shut_worker_down(rank)
+
+
+def train_alone(rank: Rank, config: RunConfig, steps: list[list[ExperienceGroup]]) -> Training:
+    return train_from_the_start(rank, make_worker(rank, config), steps)
+
+
+async def test_training_on_two_ranks_equals_training_on_one(processes, where):
+    steps = [make_groups(where.run_id, seed) for seed in (1, 2, 3)]
+    tokens = [
+        sum(len(one) for group in steps[0][rank::WORLD] for one in group.responses)
+        for rank in range(WORLD)
+    ]
+    assert tokens[0] > 3 * tokens[1], "the ranks' shares differ"
+
+    alone = await processes.ask(0, train_alone, run_config(where, 1), steps)()
+    address, _ = await processes(make_worker, run_config(where, WORLD))
+    together, second = await processes(train_from_the_start, address, steps)
+
+    assert together.metrics == second.metrics, "metrics are of all ranks"
+    assert together.metrics[0]["response_tokens"] == sum(tokens)
+    for both, one in zip(together.metrics, alone.metrics, strict=True):
+        assert both == pytest.approx(one, abs=1e-5, rel=1e-5)
+    for name, weights in alone.after.items():
+        torch.testing.assert_close(together.after[name], weights, atol=1e-5, rtol=0)
+    moved = max((after - alone.before[name]).abs().max() for name, after in alone.after.items())
+    assert moved > 1e-3, "there was something to tell apart"
+
+
+@pytest.fixture
+async def trainers(processes, where):
+    """The two processes as the fleet's workers."""
+    address, _ = await processes(make_worker, run_config(where, WORLD))
+    await processes(set_up_worker, *address)
+    yield processes
+    await processes(shut_worker_down)
+
+
+async def test_a_share_that_cannot_be_trained_on_fails_on_all_ranks_and_the_next_works(
+    trainers, where
+):
+    groups = make_groups(where.run_id, 1)
+    first, second = await trainers.answers(train, groups[:1])
+    assert isinstance(first, PeerFailed)
+    assert isinstance(second, ValueError)
+    first, second = await trainers(train, groups)
+    assert first == second
+
+
+def test_gpus_are_used_only_when_every_trainer_has_its_own():
+    assert has_gpu_each({"CPU": 8.0, "GPU": 2.0}, 2)
+    assert not has_gpu_each({"CPU": 8.0, "GPU": 1.0}, 2)
+    assert not has_gpu_each({"CPU": 8.0}, 1)
+    # Ray lets workers without a GPU of their own see all of them; they must not use them.
+    assert compute_device(own_gpu=False) == torch.device("cpu")
+    assert compute_device(own_gpu=True).type == ("cuda" if torch.cuda.is_available() else "cpu")
