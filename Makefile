@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test base-install lint format clean
+.PHONY: setup demo test base-install schemas docs lint format clean
 
 setup: $(VENV)/installed
 
@@ -25,10 +25,18 @@ test: setup
 base-install: setup
 	tests/install/base_install.sh
 
+schemas: setup
+	$(BIN)/python -m trinity_schemas.documents
+
+docs: setup
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m trinity_schemas.documents --check
 
 format: setup
 	$(BIN)/ruff format .

@@ -16,7 +16,7 @@ from trinity_schemas import RunClosed
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "tail", "replay"),
-    *("export", "import", "verify"),
+    *("export", "import", "verify", "trainer", "explorer"),
 )
 
 

@@ -93,7 +93,7 @@ def test_a_failed_background_save_is_an_event_and_wait_all_raises_it(coordinator
     coordinator.save_async("model", save, 5)
     coordinator.save_async("optimizer", save, 5)
     with pytest.raises(
-        SaveError, match=r"model of step 5 failed \(and 1 more\): OSError: disk full"
+        SaveError, match=r"of step 5 failed \(and 1 more\): OSError: disk full"
     ) as caught:
         coordinator.wait_all()
     assert len(caught.value.failures) == 2

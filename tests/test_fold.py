@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.histories import (
+    DIGEST,
     History,
     committed,
     failed,
@@ -17,21 +18,45 @@ from tests.histories import (
     part,
     publish_weights,
     registration,
+    slot,
     started,
 )
 from trinity_events.core import decode_state, encode_state, explain
-from trinity_events.core.fold import KEPT_STEPS, KEPT_VERSIONS
+from trinity_events.core.fold import (
+    _HANDLERS,
+    KEPT_ATTEMPTS,
+    KEPT_DETACHED,
+    KEPT_EXPLORERS,
+    KEPT_STEPS,
+    KEPT_VERSIONS,
+    MONITOR,
+)
+from trinity_events.core.standing import stands
 from trinity_schemas import (
+    ANNOUNCEMENT_TYPES,
+    EVENT_TYPES,
+    AppliedPhases,
+    ConsumerDetached,
+    DeadlineReached,
+    ExpiredAttempt,
     ExplorerStatusChanged,
+    LeaseExpired,
+    Producer,
+    Registration,
     RunOpened,
     RunResumed,
+    SaveGranted,
+    SaveProgressed,
+    SaveRequested,
     Sender,
     StepFailed,
     StepReady,
     StepRef,
     StepSuperseded,
+    SyncRequested,
     ThreadCountRegistered,
     VersionRetired,
+    WeightsApplied,
     decode_envelope,
     encode,
 )
@@ -372,6 +397,330 @@ def test_explain_names_who_is_missing():
     assert "Nothing is known of step 9" in explain(history.fold()[0].state, 9)
 
 
+def requested(step, save_id="a", **at):
+    return SaveRequested(save_id=save_id, slot=slot(step, **at))
+
+
+def progressed(step, nbytes, save_id="a", **at):
+    return SaveProgressed(save_id=save_id, slot=slot(step, **at), bytes=nbytes)
+
+
+def expired(step, *save_ids, **at):
+    return LeaseExpired(
+        holder=Producer(role="actor", rank=at.get("rank", 0), node="host-7", incarnation="x"),
+        lease=30.0,
+        attempts=tuple(ExpiredAttempt(save_id=one, slot=slot(step, **at)) for one in save_ids),
+    )
+
+
+def deadline(step, kind="state_dict"):
+    return DeadlineReached(step=step, kind=kind, seconds=60.0)
+
+
+def detached(group, pending=0):
+    return ConsumerDetached(
+        group=group, stream="announcements", position="1001-0", pending=pending, idle=900.0
+    )
+
+
+def applied(step, epoch=1):
+    return WeightsApplied(
+        version=StepRef(epoch, step),
+        digest=DIGEST,
+        bytes=8,
+        verified_at=1.0,
+        phases=AppliedPhases(fetch=0.5, pause=0.25),
+    )
+
+
+def only_slot(monitor, step=1, kind="state_dict"):
+    [found] = monitor.state.steps[step].kinds[kind].slots.values()
+    return found
+
+
+def test_the_fold_bears_every_event_and_takes_announcements_from_nobody():
+    assert set(_HANDLERS) == set(EVENT_TYPES) - set(ANNOUNCEMENT_TYPES)
+    history = History()
+    grant = SaveGranted(epoch=1, save_id="a", slot=slot(1), caused_by="1-0", lease=30.0)
+    history.add(grant, by="impostor")
+    monitor, said = history.fold()
+    assert said == []
+    assert monitor.state.anomaly_counts == {"announcement-among-events": 1}
+    assert monitor.state.steps == {}
+
+
+def test_a_grant_answers_one_attempt_and_is_not_what_subscribers_begin_with():
+    grant = SaveGranted(epoch=1, save_id="a", slot=slot(1), caused_by="1-0", lease=30.0)
+    failure = StepFailed(epoch=1, step=1, kind="weights", caused_by="1-0", reason="")
+    history = History()
+    for event, standing in ((grant, False), (failure, True)):
+        history.add(event)
+        said = msgspec.structs.replace(history.entries[-1][1], producer=MONITOR)
+        assert stands(said, history.fold()[0].state) is standing
+
+
+def test_a_whole_life_of_a_save_under_a_strategy_is_no_anomaly():
+    history = History()
+    history.add(committed(1, "state_dict", registration()))
+    for event in (requested(1), started(1), progressed(1, 4), finished(1)):
+        history.add(event, by="actor")
+    monitor, said = history.fold()
+    assert ready(said) == [("state_dict", 1)]
+    assert monitor.state.anomaly_counts == {}
+    found = only_slot(monitor)
+    assert (found.waiting, found.running, found.progress, found.failed) == ({}, {}, {}, {})
+
+
+def test_a_request_waits_in_its_slot_until_its_attempt_starts_or_ends():
+    for event, waits in ((None, ["a"]), (started(1), []), (failed(1), []), (expired(1, "a"), [])):
+        history = History()
+        history.add(requested(1), by="actor")
+        if event is not None:
+            history.add(event, by="actor")
+        monitor, _ = history.fold()
+        assert list(only_slot(monitor).waiting) == waits
+
+
+def test_a_request_of_an_attempt_that_is_further_changes_nothing():
+    for earlier in (started(1), failed(1), finished(1)):
+        history = History()
+        history.add(earlier, by="one")
+        history.add(requested(1), by="two")
+        assert only_slot(history.fold()[0]).waiting == {}
+
+
+def test_requests_at_one_slot_are_bounded():
+    history = History()
+    for number in range(3 * KEPT_ATTEMPTS):
+        history.add(requested(1, f"attempt-{number}"))
+    waiting = list(only_slot(history.fold()[0]).waiting)
+    assert waiting == [f"attempt-{2 * KEPT_ATTEMPTS + one}" for one in range(KEPT_ATTEMPTS)]
+
+
+def test_explain_tells_who_waits_for_its_turn_and_how_far_the_others_are():
+    history = History()
+    history.add(committed(4, "state_dict", registration(expected=3)))
+    history.add(started(4, "a", rank=0))
+    history.add(progressed(4, 1_000_000, "a", rank=0))
+    history.add(requested(4, "b", rank=1))
+    history.add(failed(4, "c", rank=2))
+    said = explain(history.fold()[0].state, 4)
+    assert "waits for 3 of 3 saves: model of actor-0 (started 0.0 s ago, 1,000,000 bytes" in said
+    assert "model of actor-1 (waiting for its turn for 0.0 s); model of actor-2 (failed)" in said
+
+
+def test_progress_counts_only_while_its_attempt_runs_and_proves_nothing():
+    history = History()
+    history.add(progressed(1, 1))
+    assert history.fold()[0].state.steps == {}
+    history.add(committed(1, "state_dict", registration()))
+    history.add(started(1))
+    history.add(progressed(1, 8))
+    history.add(progressed(1, 9, "another"))
+    monitor, said = history.fold()
+    assert only_slot(monitor).progress == {"a": 8}
+    assert ready(said) == []
+    history.add(failed(1))
+    history.add(progressed(1, 16))
+    assert only_slot(history.fold()[0]).progress == {}
+
+
+def test_a_lapsed_lease_fails_its_attempts_and_their_steps_with_a_reason():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=2)))
+    history.add(started(1, "a", rank=3))
+    cause = history.add(expired(1, "a", rank=3), by="reducer")
+    monitor, said = history.fold()
+    [failure] = of(said, StepFailed)
+    assert failure.caused_by == cause
+    assert failure.reason == (
+        "model of actor-3 for state_dict step 1 failed: "
+        "nothing was heard of actor-3 on host-7 for 30 s"
+    )
+    found = only_slot(monitor)
+    assert (found.running, list(found.failed)) == ({}, ["a"])
+    assert monitor.state.anomaly_counts == {}
+
+
+def test_an_attempt_that_finishes_after_its_lease_counts_if_its_slot_has_no_other():
+    history = History()
+    history.add(committed(1, "state_dict", registration()))
+    history.add(started(1, "a"))
+    history.add(expired(1, "a"))
+    history.add(finished(1, "a"))
+    monitor, said = history.fold()
+    assert [type(one) for one in said] == [StepFailed, StepReady]
+    assert only_slot(monitor).proof.save_id == "a"
+    other = History()
+    other.add(committed(1, "state_dict", registration()))
+    other.add(expired(1, "a"))
+    other.add(finished(1, "b"))
+    other.add(finished(1, "a"))
+    monitor, said = other.fold()
+    assert [type(one) for one in said] == [StepFailed, StepReady]
+    assert only_slot(monitor).proof.save_id == "b"
+    assert monitor.state.anomaly_counts == {"late-attempt": 1}
+
+
+def test_a_lease_that_lapses_after_the_finish_changes_nothing():
+    history = History()
+    history.add(finished(1, "a"))
+    history.add(expired(1, "a"))
+    history.add(expired(1))
+    history.add(committed(1, "state_dict", registration()))
+    assert [type(one) for one in history.fold()[1]] == [StepReady]
+
+
+def test_a_start_that_comes_after_its_lease_lapsed_does_not_run():
+    history = History()
+    history.add(expired(1, "a"), by="reducer")
+    history.add(started(1, "a"), by="actor")
+    assert only_slot(history.fold()[0]).running == {}
+
+
+def test_what_an_attempt_said_of_its_failure_outlasts_its_lease():
+    history = History()
+    history.add(failed(1, "a"))
+    history.add(expired(1, "a"))
+    assert "disk full" in only_slot(history.fold()[0]).failed["a"]
+
+
+def test_two_leaders_may_say_that_a_lease_lapsed():
+    history = History()
+    history.add(started(1, "a"), by="actor")
+    history.add(expired(1, "a"), by="reducer", rank=0)
+    once, _ = history.fold()
+    history.add(expired(1, "a"), by="reducer", rank=1)
+    twice, said = history.fold()
+    assert len(of(said, StepFailed)) == 1
+    assert twice.state.steps == once.state.steps
+
+
+def test_a_deadline_fails_what_is_committed_and_lists_what_is_missing():
+    both = registration("state_dict"), registration("checkpoint", 2)
+    history = History()
+    history.add(committed(5, "checkpoint", *both))
+    history.add(finished(5, "a", kind="checkpoint", rank=0))
+    history.add(started(5, "b", kind="checkpoint", rank=1))
+    history.add(deadline(5, "checkpoint"), by="reducer")
+    monitor, said = history.fold()
+    [failure] = of(said, StepFailed)
+    assert failure.kind == "checkpoint"
+    assert failure.reason == (
+        "checkpoint of step 5 was not complete 60 s after its commit: it lacks 1 of 2 saves: "
+        "model of actor-1 (started 0.0 s ago), 1 of 1 saves of its state dict"
+    )
+    history.add(finished(5, "b", kind="checkpoint", rank=1))
+    history.add(finished(5, "c", kind="state_dict"))
+    assert ready(history.fold()[1]) == [("state_dict", 5), ("checkpoint", 5)]
+    assert monitor.state.anomaly_counts == {}
+
+
+def test_a_deadline_names_slots_that_nobody_spoke_of():
+    named = Registration(
+        registration_id="r", kind="state_dict", expected=2, slots=(slot(1), slot(1, rank=1))
+    )
+    history = History()
+    history.add(finished(1, "x", rank=7))
+    history.add(finished(1, "y", rank=0))
+    history.add(committed(1, "state_dict", named))
+    history.add(deadline(1))
+    [failure] = of(history.fold()[1], StepFailed)
+    assert failure.reason.endswith("lacks 1 of 2 saves: model of actor-1 (not started)")
+
+
+def test_a_deadline_of_weights_names_the_ranks_without_a_part():
+    history = History()
+    history.add(opened(3, 0, 1, 2))
+    history.add(part(3, rank=1))
+    history.add(committed(3, "weights"))
+    history.add(deadline(3, "weights"))
+    [failure] = of(history.fold()[1], StepFailed)
+    assert failure.reason.endswith("it lacks the part of rank 0, 2")
+
+
+def test_a_deadline_of_what_is_ready_failed_uncommitted_or_unknown_changes_nothing():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=0)))
+    history.add(committed(2, "state_dict", registration()))
+    history.add(failed(2))
+    history.add(started(3))
+    before, said_before = history.fold()
+    for step in (1, 2, 3, 4):
+        history.add(deadline(step), by="reducer")
+    monitor, said = history.fold()
+    assert said == said_before
+    assert monitor.state.steps == before.state.steps
+    assert monitor.state.anomaly_counts == {}
+
+
+def test_a_reason_is_cut_to_what_an_announcement_may_carry():
+    slots = tuple(slot(1, rank=rank) for rank in range(1000))
+    named = Registration(registration_id="r", kind="state_dict", expected=1000, slots=slots)
+    history = History()
+    history.add(committed(1, "state_dict", named))
+    history.add(deadline(1))
+    monitor, _ = fold(history.entries[:-1])
+    [announcement] = monitor.apply(*history.entries[-1])
+    assert decode_envelope(encode(announcement)) == announcement
+
+
+def test_what_explorers_ask_for_stands_until_they_have_it():
+    history = History()
+    history.add(SyncRequested(wanted=StepRef(1, 4)), by="explorer", epoch=0)
+    monitor, _ = history.fold()
+    asked = monitor.state.explorers["explorer-0"]
+    assert (asked.wanted, asked.requested_at) == (StepRef(1, 4), 1001)
+    history.add(applied(3), by="explorer", epoch=0)
+    assert history.fold()[0].state.explorers["explorer-0"].wanted == StepRef(1, 4)
+    history.add(applied(5), by="explorer", epoch=0)
+    served = history.fold()[0].state.explorers["explorer-0"]
+    assert (served.wanted, served.requested_at) == (None, None)
+    assert history.fold()[0].state.anomaly_counts == {}
+
+
+def test_a_request_for_any_newer_version_is_answered_by_the_next_one():
+    history = History()
+    history.add(SyncRequested(), by="explorer")
+    history.add(applied(1), by="explorer")
+    assert history.fold()[0].state.explorers["explorer-0"].requested_at is None
+
+
+def test_explorers_are_bounded_and_the_longest_silent_goes_first():
+    history = History()
+    history.add(SyncRequested(), by="explorer", rank=0)
+    history.add(SyncRequested(), by="explorer", rank=1)
+    history.add(SyncRequested(), by="explorer", rank=0)
+    for rank in range(2, KEPT_EXPLORERS + 1):
+        history.add(SyncRequested(), by="explorer", rank=rank)
+    explorers = history.fold()[0].state.explorers
+    assert len(explorers) == KEPT_EXPLORERS
+    assert "explorer-0" in explorers
+    assert "explorer-1" not in explorers
+
+
+def test_a_detached_consumer_is_remembered_whatever_the_epoch():
+    history = History()
+    history.add(detached("eval"), by="reducer", epoch=0)
+    history.add(RunOpened(), by="second", epoch=2)
+    last = history.add(detached("eval", pending=3), by="reducer", epoch=1)
+    monitor, said = history.fold()
+    assert said == []
+    assert monitor.state.anomaly_counts == {}
+    [(name, found)] = monitor.state.detached.items()
+    assert name == "announcements/eval"
+    assert (found.entry_id, found.pending, found.idle) == (last, 3, 900.0)
+
+
+def test_detached_consumers_are_bounded():
+    history = History()
+    for number in range(3 * KEPT_DETACHED):
+        history.add(detached(f"group-{number}"))
+    kept = history.fold()[0].state.detached
+    assert len(kept) == KEPT_DETACHED
+    assert f"announcements/group-{3 * KEPT_DETACHED - 1}" in kept
+
+
 KINDS = ("state_dict", "checkpoint", "weights")
 
 
@@ -396,7 +745,15 @@ def histories(draw):
                 for rank in range(ranks - (not whole)):
                     if draw(st.booleans()):
                         workers.append(failed(step, f"f{rank}", kind=kind, rank=rank))
+                    if draw(st.booleans()):
+                        workers.append(requested(step, f"s{rank}", kind=kind, rank=rank))
+                        workers.append(started(step, f"s{rank}", kind=kind, rank=rank))
+                        workers.append(progressed(step, 4, f"s{rank}", kind=kind, rank=rank))
+                    if draw(st.booleans()):
+                        workers.append(expired(step, f"s{rank}", kind=kind, rank=rank))
                     workers.append(finished(step, f"s{rank}", kind=kind, rank=rank))
+            if draw(st.booleans()):
+                workers.append(deadline(step, kind))
     sent = [(event, "trainer") for event in trainer]
     for number, event in enumerate(draw(st.permutations(workers))):
         sent.insert(draw(st.integers(0, len(sent))), (event, f"worker-{number}"))

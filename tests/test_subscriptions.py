@@ -1,6 +1,8 @@
-"""Subscriptions, against a real server and a real reducer."""
+"""Subscriptions and a real reducer, on a real server and on the twin in memory."""
 
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -9,14 +11,45 @@ from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events import StepReady, VersionRetired, subscribe
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.log import ORIGIN, AsyncPublisher, new_producer, open_run
+from trinity_events.log import ORIGIN, AsyncPublisher, RedisEventLog, new_producer, open_run
+from trinity_events.server import connect
+from trinity_events.testing import Pipeline
 from trinity_schemas import SaveStarted, StepFailed
 
 
-@pytest.fixture
-async def reduced(publisher, redis_url, run_id):
-    async with reducer_task(redis_url, run_id):
-        yield publisher
+@pytest.fixture(params=["memory", "redis"])
+async def run(request, run_id):
+    """A run that is reduced: its log, its trainer, and how to subscribe to it and resume it."""
+    if request.param == "memory":
+        async with Pipeline(run_id) as twin:
+
+            async def resume(step):
+                await twin.resume(step)
+                return twin.publisher("trainer")
+
+            yield SimpleNamespace(
+                log=twin.log,
+                trainer=twin.publisher("trainer"),
+                subscribe=twin.subscribe,
+                resume=resume,
+            )
+        return
+    url = request.getfixturevalue("redis_url")
+    async with connect(url) as client:
+        log = RedisEventLog(client, run_id)
+
+        async def open_epoch(step=None):
+            epoch = await open_run(client, run_id, resume_from=step)
+            return AsyncPublisher(log, epoch, new_producer("trainer"))
+
+        trainer = await open_epoch()
+        async with reducer_task(url, run_id):
+            yield SimpleNamespace(
+                log=log,
+                trainer=trainer,
+                subscribe=partial(subscribe, run_id, redis_url=url),
+                resume=open_epoch,
+            )
 
 
 async def take(subscription, count):
@@ -24,82 +57,76 @@ async def take(subscription, count):
         return [(await anext(aiter(subscription))) for _ in range(count)]
 
 
-async def test_a_follower_from_the_beginning_sees_everything_in_order(reduced, redis_url, run_id):
-    await publish_steps(reduced, range(3))
-    async with subscribe(run_id, StepReady, redis_url=redis_url, start="beginning") as events:
+async def test_a_follower_from_the_beginning_sees_everything_in_order(run):
+    await publish_steps(run.trainer, range(3))
+    async with run.subscribe(StepReady, start="beginning") as events:
         assert [one.step for one in await take(events, 3)] == [0, 1, 2]
 
 
-async def test_a_follower_from_current_sees_the_state_now_then_what_comes(
-    reduced, log, redis_url, run_id
-):
-    await publish_steps(reduced, range(3))
-    await reduced.publish(committed(1, "state_dict", registration(expected=0)))
-    await announced(log, 5)
-    async with subscribe(run_id, StepReady, redis_url=redis_url) as events:
+async def test_a_follower_from_current_sees_the_state_now_then_what_comes(run):
+    await publish_steps(run.trainer, range(3))
+    await run.trainer.publish(committed(1, "state_dict", registration(expected=0)))
+    await announced(run.log, 5)
+    async with run.subscribe(StepReady) as events:
         assert [(one.kind, one.step) for one in await take(events, 2)] == [
             ("weights", 2),
             ("state_dict", 1),
         ]
-        await publish_steps(reduced, [3])
+        await publish_steps(run.trainer, [3])
         assert [(one.kind, one.step) for one in await take(events, 1)] == [("weights", 3)]
 
 
-async def test_what_a_resume_went_back_behind_is_not_current(
-    reduced, client, log, redis_url, run_id
-):
-    await reduced.publish(committed(105, "checkpoint", registration("checkpoint", 0)))
-    await publish_steps(reduced, [105])
-    await announced(log, 2)
-    epoch = await open_run(client, run_id, resume_from=100)
-    resumed = AsyncPublisher(log, epoch, new_producer("trainer"))
+async def test_what_a_resume_went_back_behind_is_not_current(run):
+    await run.trainer.publish(committed(105, "checkpoint", registration("checkpoint", 0)))
+    await publish_steps(run.trainer, [105])
+    await announced(run.log, 2)
+    resumed = await run.resume(100)
     await resumed.publish(committed(101, "state_dict", registration(expected=0)))
-    await announced(log, 3)
-    async with subscribe(run_id, StepReady, redis_url=redis_url) as events:
+    await announced(run.log, 3)
+    async with run.subscribe(StepReady) as events:
         assert [(one.kind, one.step) for one in await take(events, 2)] == [
             ("weights", 105),  # the newest there are, until the resumed trainer publishes
             ("state_dict", 101),
         ]
 
 
-async def test_a_follower_goes_on_from_a_position(reduced, redis_url, run_id):
-    await publish_steps(reduced, range(3))
-    async with subscribe(run_id, StepReady, redis_url=redis_url, start=ORIGIN) as events:
+async def test_a_follower_goes_on_from_a_position(run):
+    await publish_steps(run.trainer, range(3))
+    async with run.subscribe(StepReady, start=ORIGIN) as events:
         first, *_ = await take(events, 3)
-    async with subscribe(run_id, StepReady, redis_url=redis_url, start=first.entry_id) as events:
+    async with run.subscribe(StepReady, start=first.entry_id) as events:
         assert [one.step for one in await take(events, 2)] == [1, 2]
 
 
-async def test_every_follower_sees_every_event(reduced, redis_url, run_id):
-    await publish_steps(reduced, range(3))
+async def test_every_follower_sees_every_event(run):
+    await publish_steps(run.trainer, range(3))
     for _ in range(2):
-        async with subscribe(run_id, StepReady, redis_url=redis_url, start="beginning") as events:
+        async with run.subscribe(StepReady, start="beginning") as events:
             assert len(await take(events, 3)) == 3
 
 
-async def test_only_the_types_asked_for_are_delivered(reduced, redis_url, run_id):
-    await publish_steps(reduced, range(4))
-    types = (VersionRetired, StepFailed)
-    async with subscribe(run_id, *types, redis_url=redis_url, start="beginning") as events:
+async def test_only_the_types_asked_for_are_delivered(run):
+    await publish_steps(run.trainer, range(4))
+    async with run.subscribe(VersionRetired, StepFailed, start="beginning") as events:
         [retired, _] = await take(events, 2)
     assert isinstance(retired.event, VersionRetired)
-    assert (retired.step, retired.envelope.run_id) == (0, run_id)
+    assert (retired.step, retired.envelope.run_id) == (0, run.log.run_id)
 
 
-async def test_workers_events_can_be_subscribed_to(publisher, redis_url, run_id):
-    await publisher.publish(started(4))
-    async with subscribe(run_id, SaveStarted, redis_url=redis_url, start="beginning") as events:
+async def test_workers_events_can_be_subscribed_to(run):
+    await run.trainer.publish(started(4))
+    async with run.subscribe(SaveStarted, start="beginning") as events:
         [event] = await take(events, 1)
     assert event.slot.step == 4
 
 
-async def test_a_group_shares_the_events_among_its_members(reduced, redis_url, run_id):
-    await publish_steps(reduced, range(8))
+async def test_a_group_shares_the_events_among_its_members(run):
+    await publish_steps(run.trainer, range(8))
     seen = []
 
     async def member():
         options = {"group": "eval", "start": "beginning", "deadline": 0.3}
-        async with subscribe(run_id, StepReady, redis_url=redis_url, **options) as events:
+        async with run.subscribe(StepReady, **options) as events:
             with suppress(DeadlineExceeded):
                 async for event in events:
                     seen.append(event.step)
@@ -112,44 +139,53 @@ async def test_a_group_shares_the_events_among_its_members(reduced, redis_url, r
     assert sorted(seen) == list(range(8))
 
 
-async def test_what_a_member_did_not_acknowledge_goes_to_another(reduced, log, redis_url, run_id):
-    await publish_steps(reduced, range(3))
-    await announced(log, 4)
-    options = {"group": "eval", "start": "beginning", "redis_url": redis_url}
-    async with subscribe(run_id, StepReady, **options) as events:
+async def test_what_a_member_did_not_acknowledge_goes_to_another(run):
+    await publish_steps(run.trainer, range(3))
+    await announced(run.log, 4)
+    options = {"group": "eval", "start": "beginning"}
+    async with run.subscribe(StepReady, **options) as events:
         first, _, _ = await take(events, 3)
         await first.ack()
-    async with subscribe(run_id, StepReady, claim_after=0.05, **options) as events:
+    async with run.subscribe(StepReady, claim_after=0.05, **options) as events:
         await anyio.sleep(0.1)
         assert [one.step for one in await take(events, 2)] == [1, 2]
 
 
-async def test_a_group_from_current_begins_with_the_state_now(reduced, log, redis_url, run_id):
-    await publish_steps(reduced, range(3))
-    await announced(log, 4)
-    async with subscribe(run_id, StepReady, group="eval", redis_url=redis_url) as events:
+async def test_a_group_from_current_begins_with_the_state_now(run):
+    await publish_steps(run.trainer, range(3))
+    await announced(run.log, 4)
+    async with run.subscribe(StepReady, group="eval") as events:
         [event] = await take(events, 1)
         assert event.step == 2
         await event.ack()
 
 
-async def test_a_deadline_says_what_did_not_come(redis_url, run_id):
-    async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=0.1) as events:
-        with pytest.raises(DeadlineExceeded, match=f"no step-ready of run {run_id} came within"):
+async def test_a_deadline_says_what_did_not_come(run):
+    name = run.log.run_id
+    async with run.subscribe(StepReady, deadline=0.1) as events:
+        with pytest.raises(DeadlineExceeded, match=f"no step-ready of run {name} came within"):
             await anext(aiter(events))
 
 
-async def test_without_a_url_the_embedded_server_is_used(redis_url, reduced, run_id):
-    await publish_steps(reduced, [1])
-    async with subscribe(run_id, StepReady, deadline=10) as events:
-        [event] = await take(events, 1)
+async def test_a_run_need_not_be_open_yet(redis_url, run_id):
+    async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=0.1) as events:
+        with pytest.raises(DeadlineExceeded):
+            await anext(aiter(events))
+
+
+async def test_without_a_url_the_embedded_server_is_used(redis_url, publisher, run_id):
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1])
+        async with subscribe(run_id, StepReady, deadline=10) as events:
+            [event] = await take(events, 1)
     assert event.step == 1
 
 
 def test_nonsense_is_refused_before_anything_is_connected():
-    with pytest.raises(ValueError, match="not to both at once"):
-        subscribe("run", StepReady, SaveStarted)
-    with pytest.raises(ValueError, match=r"start at .*'yesterday' is not an entry id"):
-        subscribe("run", StepReady, start="yesterday")
-    with pytest.raises(ValueError, match="is not an event"):
-        subscribe("run", dict)
+    for refusing in (partial(subscribe, "run"), Pipeline("run").subscribe):
+        with pytest.raises(ValueError, match="not to both at once"):
+            refusing(StepReady, SaveStarted)
+        with pytest.raises(ValueError, match=r"start at .*'yesterday' is not an entry id"):
+            refusing(StepReady, start="yesterday")
+        with pytest.raises(ValueError, match="is not an event"):
+            refusing(dict)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import anyio
-import redis
-import redis.asyncio
 from msgspec import Struct
 
 from trinity_schemas import (
@@ -23,8 +21,7 @@ from trinity_schemas import (
 )
 
 from .errors import DeadlineExceeded
-from .log import ORIGIN, Entry, RedisEventLog, Stream, before, position
-from .log.redis_log import entries
+from .log import ORIGIN, Entry, GroupedLog, RedisEventLog, Stream, before, position
 from .server import connect, serving
 
 E = TypeVar("E", bound=Struct)
@@ -33,6 +30,10 @@ BLOCK = 5.0
 """Seconds that one read waits on the server; below the socket's own deadline."""
 CLAIM_AFTER = 60.0
 """Seconds after which what a member of a group left pending is taken over by another."""
+
+
+OpenLog = Callable[[], AbstractAsyncContextManager[GroupedLog]]
+"""Opens the log that a subscription reads while it is entered."""
 
 
 class Delivered(Generic[E]):
@@ -75,7 +76,7 @@ class Subscription(Generic[E]):
         *,
         start: str,
         group: str | None,
-        redis_url: str | None,
+        open_log: OpenLog,
         deadline: float | None,
         claim_after: float,
     ) -> None:
@@ -90,19 +91,16 @@ class Subscription(Generic[E]):
         self._run = run
         self._start = start
         self._group = group
-        self._url = redis_url
+        self._open_log = open_log
         self._deadline = deadline
         self._claim_after = claim_after
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Subscription[E]:
         async with AsyncExitStack() as exits:
-            url = exits.enter_context(serving(self._url))
-            client = await exits.enter_async_context(connect(url))
-            self._log = RedisEventLog(client, self._run)
-            self._client: Any = client
+            self._log = await exits.enter_async_context(self._open_log())
             self._exits = exits.pop_all()
-        self._iterator = self._grouped() if self._group is not None else self._followed()
+        self._iterator = self._followed() if self._group is None else self._grouped(self._group)
         return self
 
     async def __aexit__(
@@ -154,52 +152,40 @@ class Subscription(Generic[E]):
             if found:
                 return [entry for _, entry in found]
 
-    async def _grouped(self) -> AsyncIterator[Delivered[E]]:
-        key = self._log.keys.announcements
-        if self._stream is Stream.EVENTS:
-            key = self._log.keys.events
-        group, member = self._group, f"member-{secrets.token_hex(4)}"
-        await self._create_group(key, group)
+    async def _grouped(self, group: str) -> AsyncIterator[Delivered[E]]:
+        member = f"member-{secrets.token_hex(4)}"
+        await self._create_group(group)
         while True:
-            for entry in await self._read_group(key, group, member):
-                delivered = self._deliver(entry, self._acknowledge(key, group, entry.id))
+            for entry in await self._read_group(group, member):
+                delivered = self._deliver(entry, self._acknowledge(group, entry.id))
                 if delivered is not None:
                     yield delivered
                 else:
-                    await self._client.xack(key, group, entry.id)
+                    await self._log.ack(self._stream, group, entry.id)
 
-    async def _create_group(self, key: str, group: str | None) -> None:
+    async def _create_group(self, group: str) -> None:
         start = {"beginning": ORIGIN}.get(self._start, self._start)
         if self._start == "current":
             last, standing = await self._standing()
             wanted = [entry for entry in standing if self._deliver(entry) is not None]
             # Just before the oldest of what stands, so that it is delivered too.
             start = before(wanted[0].id) if wanted else last
-        try:
-            await self._client.xgroup_create(key, group, id=start, mkstream=True)
-        except redis.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
+        await self._log.create_group(self._stream, group, start)
 
-    async def _read_group(self, key: str, group: str | None, member: str) -> list[Entry]:
+    async def _read_group(self, group: str, member: str) -> list[Entry]:
         wait = _Wait(self._deadline, self._missing)
         while True:
-            claimed = await self._client.xautoclaim(
-                key, group, member, min_idle_time=int(self._claim_after * 1000), count=100
+            found = await self._log.claim_idle(
+                self._stream, group, member, idle=self._claim_after
+            ) or await self._log.read_group(
+                self._stream, group, member, seconds=min(wait.slice(), self._claim_after)
             )
-            found = entries(pair for pair in claimed[1] if pair[1] is not None)
-            if not found:
-                block = min(wait.slice(), self._claim_after)
-                reply = await self._client.xreadgroup(
-                    group, member, {key: ">"}, count=100, block=max(1, int(block * 1000))
-                )
-                found = [entry for _, pairs in reply or () for entry in entries(pairs)]
             if found:
                 return found
 
-    def _acknowledge(self, key: str, group: str | None, entry_id: str) -> Callable[[], Any]:
+    def _acknowledge(self, group: str, entry_id: str) -> Callable[[], Awaitable[None]]:
         async def ack() -> None:
-            await self._client.xack(key, group, entry_id)
+            await self._log.ack(self._stream, group, entry_id)
 
         return ack
 
@@ -252,6 +238,34 @@ def subscribe(
         ServerUnreachable, ServerTooOld, InvalidUrl: on entering.
         ValueError: for a start or a mixture of types that makes no sense.
     """
+
+    @asynccontextmanager
+    async def open_log() -> AsyncIterator[GroupedLog]:
+        with serving(redis_url) as url:
+            async with connect(url) as client:
+                yield RedisEventLog(client, run)
+
+    return subscription_on(
+        open_log,
+        run,
+        *types,
+        start=start,
+        group=group,
+        deadline=deadline,
+        claim_after=claim_after,
+    )
+
+
+def subscription_on(
+    open_log: OpenLog,
+    run: str,
+    *types: type[E],
+    start: str,
+    group: str | None,
+    deadline: float | None,
+    claim_after: float,
+) -> Subscription[E]:
+    """As :func:`subscribe`, on a log of any kind."""
     if start not in ("current", "beginning"):
         try:
             position(start)
@@ -268,7 +282,7 @@ def subscribe(
         chosen,
         start=start,
         group=group,
-        redis_url=redis_url,
+        open_log=open_log,
         deadline=deadline,
         claim_after=claim_after,
     )

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .envelope import Envelope, Producer, Sequence
+from .envelope import Envelope, Sequence
 from .events import EVENT_TYPES, event_tag
 from .experiences import ExperienceGroup
-from .identity import RunId
+from .identity import Producer, RunId
 from .manifest import WeightManifest
 
 MAX_EVENT_BYTES = 4 << 20

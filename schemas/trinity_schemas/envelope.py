@@ -7,28 +7,20 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from .events import Event
-from .identity import Epoch, Name, Rank, RunId, Slug
+from .identity import Epoch, Producer, RunId
 
 SCHEMA_VERSION = 1
 
-
-Sequence = Annotated[int, Meta(ge=1, le=2**53)]
-
-
-class Producer(Struct, frozen=True, kw_only=True):
-    """A sender of events. ``incarnation`` is new whenever the sender starts anew."""
-
-    role: Slug
-    rank: Rank
-    node: Name
-    incarnation: Slug
+Sequence = Annotated[
+    int, Meta(ge=1, le=2**53, description="The sender's own count of what it sent, from 1.")
+]
 
 
 class Trace(Struct, frozen=True, kw_only=True):
     """W3C trace context, as text, for those who trace."""
 
-    traceparent: Annotated[str, Meta(max_length=128)]
-    tracestate: Annotated[str, Meta(max_length=512)] = ""
+    traceparent: Annotated[str, Meta(max_length=128, description="Of the span that sent it.")]
+    tracestate: Annotated[str, Meta(max_length=512, description="Of vendors.")] = ""
 
 
 class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,7 +36,9 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: Epoch
     producer: Producer
     sequence: Sequence
-    occurred_at: float
-    event: Event
-    schema_version: Annotated[int, Meta(ge=1, le=2**15)] = SCHEMA_VERSION
+    occurred_at: Annotated[float, Meta(description="Unix seconds by the sender's clock.")]
+    event: Annotated[Event, Meta(description="What happened.")]
+    schema_version: Annotated[
+        int, Meta(ge=1, le=2**15, description="Of the contract that the sender knows.")
+    ] = SCHEMA_VERSION
     trace: Trace | None = None

@@ -10,13 +10,16 @@ from .identity import (
     Bytes,
     Count,
     Digest,
+    EntryId,
     Epoch,
     ExplorerStatus,
     Kind,
     Name,
+    Producer,
     Rank,
     Registration,
     RelativePath,
+    SaveId,
     Seconds,
     Slot,
     Slug,
@@ -24,9 +27,8 @@ from .identity import (
     StepRef,
     Text,
     TrainerStatus,
+    Transport,
 )
-
-EntryId = Annotated[str, Meta(pattern=r"^[0-9]{1,20}-[0-9]{1,20}$")]
 
 
 def _kebab(name: str) -> str:
@@ -43,21 +45,27 @@ class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="t
 class RunOpened(_Event, frozen=True):
     """A trainer took a new epoch of the run and starts from its beginning."""
 
-    config_digest: Digest | None = None
+    config_digest: Annotated[Digest | None, Meta(description="Of the run's configuration.")] = None
+    config: Annotated[
+        Text | None, Meta(description="JSON of what the run is, without places or secrets.")
+    ] = None
 
 
 class RunResumed(_Event, frozen=True):
     """A trainer took a new epoch of the run and goes on from ``step``."""
 
     step: Step
+    config: Annotated[
+        Text | None, Meta(description="JSON of what the run is, without places or secrets.")
+    ] = None
 
 
 class RunClosed(_Event, frozen=True):
     """The run's present epoch ended; ``error`` says why when it did not end by itself."""
 
-    reason: Literal["finished", "interrupted", "failed"]
-    step: Step = 0
-    error: Text | None = None
+    reason: Annotated[Literal["finished", "interrupted", "failed"], Meta(description="How.")]
+    step: Annotated[Step, Meta(description="The last training step.")] = 0
+    error: Annotated[Text | None, Meta(description="What went wrong.")] = None
 
 
 # --- saves ---------------------------------------------------------------------------------
@@ -70,18 +78,34 @@ class ThreadCountRegistered(_Event, frozen=True):
     registration: Registration
 
 
+class SaveRequested(_Event, frozen=True):
+    """A worker waits for its turn to begin an attempt; only under a limiting save strategy."""
+
+    save_id: SaveId
+    slot: Slot
+
+
 class SaveStarted(_Event, frozen=True):
     """A worker began an attempt at a slot."""
 
-    save_id: Slug
+    save_id: SaveId
     slot: Slot
     path: RelativePath | None = None
+
+
+class SaveProgressed(_Event, frozen=True):
+    """How far a running attempt has come. Throttled by its sender; proves nothing."""
+
+    save_id: SaveId
+    slot: Slot
+    bytes: Annotated[Bytes, Meta(description="Bytes written so far.")]
+    total: Annotated[Bytes | None, Meta(description="Bytes to write, where known.")] = None
 
 
 class SaveFinished(_Event, frozen=True):
     """An attempt is durable where its path says."""
 
-    save_id: Slug
+    save_id: SaveId
     slot: Slot
     path: RelativePath | None = None
     bytes: Bytes = 0
@@ -92,10 +116,10 @@ class SaveFinished(_Event, frozen=True):
 class SaveFailed(_Event, frozen=True):
     """An attempt ended without a result."""
 
-    save_id: Slug
+    save_id: SaveId
     slot: Slot
-    error_type: Name
-    message: Text = ""
+    error_type: Annotated[Name, Meta(description="Class of the error.")]
+    message: Annotated[Text, Meta(description="What the error says.")] = ""
 
 
 class StepCommitted(_Event, frozen=True):
@@ -107,8 +131,10 @@ class StepCommitted(_Event, frozen=True):
 
     step: Step
     kind: Kind
-    registrations: tuple[Registration, ...] = ()
-    metrics: dict[str, float] = {}
+    registrations: Annotated[
+        tuple[Registration, ...], Meta(description="What to expect, once more.")
+    ] = ()
+    metrics: Annotated[dict[str, float], Meta(description="Of the training step.")] = {}
 
 
 # --- weight versions -----------------------------------------------------------------------
@@ -118,8 +144,8 @@ class VersionOpened(_Event, frozen=True):
     """A weight version will be published by these ranks."""
 
     step: Step
-    ranks: tuple[Rank, ...]
-    transport: Slug
+    ranks: Annotated[tuple[Rank, ...], Meta(description="Who will publish a part.")]
+    transport: Transport
 
 
 class VersionPartPublished(_Event, frozen=True):
@@ -127,10 +153,10 @@ class VersionPartPublished(_Event, frozen=True):
 
     step: Step
     rank: Rank
-    manifest_digest: Digest
+    manifest_digest: Annotated[Digest, Meta(description="Seals the part: digest of its manifest.")]
     bytes: Bytes
-    tensors: Count
-    chunks: Count
+    tensors: Annotated[Count, Meta(description="Tensors in the part.")]
+    chunks: Annotated[Count, Meta(description="Chunks that hold them.")]
     seconds: Seconds = 0.0
 
 
@@ -144,17 +170,19 @@ class VersionRetired(_Event, frozen=True):
 class AppliedPhases(Struct, frozen=True, kw_only=True):
     """Seconds a consumer spent on a version: bytes fetched and verified, engine held."""
 
-    fetch: Seconds
-    pause: Seconds
+    fetch: Annotated[Seconds, Meta(description="Until all bytes were fetched and verified.")]
+    pause: Annotated[Seconds, Meta(description="For which the engine was held.")]
 
 
 class WeightsApplied(_Event, frozen=True):
     """A consumer serves this version from now on; the digest is of what it installed."""
 
-    version: StepRef
-    digest: Digest
+    version: Annotated[StepRef, Meta(description="What it serves.")]
+    digest: Annotated[Digest, Meta(description="Of what it installed.")]
     bytes: Bytes
-    verified_at: float
+    verified_at: Annotated[
+        float, Meta(description="When its last byte was verified, Unix seconds.")
+    ]
     phases: AppliedPhases
 
 
@@ -165,7 +193,7 @@ class SaveProof(Struct, frozen=True, kw_only=True):
     """One finished slot that a ready step rests on."""
 
     slot: Slot
-    save_id: Slug
+    save_id: SaveId
     bytes: Bytes
     digest: Digest | None = None
 
@@ -188,13 +216,19 @@ class StepReady(_Event, frozen=True):
     epoch: Epoch
     step: Step
     kind: Kind
-    caused_by: EntryId
-    saves: tuple[SaveProof, ...] = ()
-    save_count: Count = 0
-    path: RelativePath | None = None
-    parts: tuple[PublishedPart, ...] = ()
-    version_digest: Digest | None = None
-    transport: Slug | None = None
+    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
+    saves: Annotated[
+        tuple[SaveProof, ...], Meta(description="The finished slots it rests on.")
+    ] = ()
+    save_count: Annotated[Count, Meta(description="How many they are in all.")] = 0
+    path: Annotated[
+        RelativePath | None, Meta(description="The staged folder, which becomes global_step_N.")
+    ] = None
+    parts: Annotated[tuple[PublishedPart, ...], Meta(description="Of weights: every rank's.")] = ()
+    version_digest: Annotated[
+        Digest | None, Meta(description="Of weights: one digest of all parts.")
+    ] = None
+    transport: Transport | None = None
 
 
 class StepFailed(_Event, frozen=True):
@@ -203,8 +237,8 @@ class StepFailed(_Event, frozen=True):
     epoch: Epoch
     step: Step
     kind: Kind
-    caused_by: EntryId
-    reason: Text
+    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
+    reason: Annotated[Text, Meta(description="Why, in words.")]
 
 
 class StepSuperseded(_Event, frozen=True):
@@ -213,8 +247,22 @@ class StepSuperseded(_Event, frozen=True):
     epoch: Epoch
     step: Step
     kind: Kind
-    caused_by: EntryId
-    by: StepRef
+    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
+    by: Annotated[StepRef, Meta(description="What outranks it.")]
+
+
+class SaveGranted(_Event, frozen=True):
+    """The answer to ``save-requested``: the attempt may start, and has ``lease`` seconds for it.
+
+    An announcement, since it follows from the log and is what the fold says in reply: workers
+    listen where the reducer alone writes, so that nobody else can grant a turn.
+    """
+
+    epoch: Epoch
+    save_id: SaveId
+    slot: Slot
+    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
+    lease: Annotated[Seconds, Meta(description="Seconds after which the turn is taken back.")]
 
 
 # --- status --------------------------------------------------------------------------------
@@ -223,14 +271,61 @@ class StepSuperseded(_Event, frozen=True):
 class TrainerStatusChanged(_Event, frozen=True):
     """The trainer's status."""
 
-    status: TrainerStatus
+    status: Annotated[TrainerStatus, Meta(description="The new status.")]
     step: Step = 0
 
 
 class ExplorerStatusChanged(_Event, frozen=True):
     """One explorer's status; which one is the envelope's producer."""
 
-    status: ExplorerStatus
+    status: Annotated[ExplorerStatus, Meta(description="The new status.")]
+
+
+class SyncRequested(_Event, frozen=True):
+    """An explorer asks for weights; ``weights-applied`` of its own answers it."""
+
+    wanted: Annotated[
+        StepRef | None, Meta(description="The oldest version that will do; without it, any newer.")
+    ] = None
+
+
+# --- time, made an event by the leading reducer so that the fold needs no clock -------------
+
+
+class ExpiredAttempt(Struct, frozen=True, kw_only=True):
+    """An attempt of which nothing more is to be expected."""
+
+    save_id: SaveId
+    slot: Slot
+
+
+class LeaseExpired(_Event, frozen=True):
+    """A process was silent for its whole lease: its attempts failed.
+
+    Not final: an attempt that finishes all the same counts, if its slot has no other.
+    """
+
+    holder: Annotated[Producer, Meta(description="Who was silent.")]
+    lease: Annotated[Seconds, Meta(description="For how many seconds at least.")]
+    attempts: Annotated[tuple[ExpiredAttempt, ...], Meta(description="What it had under way.")] = ()
+
+
+class DeadlineReached(_Event, frozen=True):
+    """A kind of a step was committed this long ago; what it still lacks is for the fold to say."""
+
+    step: Step
+    kind: Kind
+    seconds: Annotated[Seconds, Meta(description="Seconds that it was given.")]
+
+
+class ConsumerDetached(_Event, frozen=True):
+    """A consumer group was idle for too long; the log no longer waits for it to be trimmed."""
+
+    group: Annotated[Name, Meta(description="Name of the consumer group.")]
+    stream: Annotated[Slug, Meta(description="What it read: events or announcements.")]
+    position: Annotated[EntryId, Meta(description="The last entry that was delivered to it.")]
+    pending: Annotated[Count, Meta(description="Entries delivered and never acknowledged.")] = 0
+    idle: Annotated[Seconds, Meta(description="Seconds since it last asked for entries.")] = 0.0
 
 
 Event = (
@@ -238,24 +333,60 @@ Event = (
     | RunResumed
     | RunClosed
     | ThreadCountRegistered
+    | SaveRequested
+    | SaveGranted
     | SaveStarted
+    | SaveProgressed
     | SaveFinished
     | SaveFailed
     | StepCommitted
     | VersionOpened
     | VersionPartPublished
     | VersionRetired
-    | WeightsApplied
     | StepReady
     | StepFailed
     | StepSuperseded
+    | WeightsApplied
     | TrainerStatusChanged
     | ExplorerStatusChanged
+    | SyncRequested
+    | LeaseExpired
+    | DeadlineReached
+    | ConsumerDetached
 )
-Announcement = StepReady | StepFailed | StepSuperseded | VersionRetired
+Announcement = StepReady | StepFailed | StepSuperseded | VersionRetired | SaveGranted
 
 EVENT_TYPES: tuple[type[Struct], ...] = Event.__args__
 ANNOUNCEMENT_TYPES: tuple[type[Struct], ...] = Announcement.__args__
+
+SenderRole = Literal["trainer", "worker", "explorer", "reducer"]
+SENT_BY: dict[type[Struct], SenderRole] = {
+    RunOpened: "trainer",
+    RunResumed: "trainer",
+    RunClosed: "trainer",
+    ThreadCountRegistered: "trainer",
+    SaveRequested: "worker",
+    SaveGranted: "reducer",
+    SaveStarted: "worker",
+    SaveProgressed: "worker",
+    SaveFinished: "worker",
+    SaveFailed: "worker",
+    StepCommitted: "trainer",
+    VersionOpened: "worker",
+    VersionPartPublished: "worker",
+    VersionRetired: "reducer",
+    StepReady: "reducer",
+    StepFailed: "reducer",
+    StepSuperseded: "reducer",
+    WeightsApplied: "explorer",
+    TrainerStatusChanged: "trainer",
+    ExplorerStatusChanged: "explorer",
+    SyncRequested: "explorer",
+    LeaseExpired: "reducer",
+    DeadlineReached: "reducer",
+    ConsumerDetached: "reducer",
+}
+"""Whose word each event is. The reducer's are announcements, made by the fold, or time passing."""
 
 
 def event_tag(event: type[Struct] | Struct) -> str:

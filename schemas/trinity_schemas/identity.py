@@ -11,22 +11,45 @@ from msgspec import Meta, Struct
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _RUN_ID = re.compile(RUN_ID_PATTERN)
 
-RunId = Annotated[str, Meta(pattern=RUN_ID_PATTERN, description="Name of a run, a slug.")]
-Slug = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$")]
+RunId = Annotated[str, Meta(pattern=RUN_ID_PATTERN, title="run id", description="Name of a run.")]
+Slug = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$", title="slug")]
+Role = Annotated[Slug, Meta(description="What the process is in the run, such as actor.")]
+SaveId = Annotated[Slug, Meta(description="Name of one attempt at a slot, never used again.")]
+Transport = Annotated[Slug, Meta(description="How the version's bytes travel.")]
+Incarnation = Annotated[Slug, Meta(description="One life of a process, never used again.")]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Node = Annotated[Name, Meta(description="The host.")]
 Text = Annotated[str, Meta(max_length=8192)]
-Step = Annotated[int, Meta(ge=0, le=2**53)]
+Step = Annotated[int, Meta(ge=0, le=2**53, description="The training step.")]
 Epoch = Annotated[int, Meta(ge=0, le=2**53, description="Which opening of the run; 0 is none.")]
-Rank = Annotated[int, Meta(ge=0, le=2**31)]
+Rank = Annotated[int, Meta(ge=0, le=2**31, description="Number of the process in its role.")]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
-Bytes = Annotated[int, Meta(ge=0, le=2**62)]
-Seconds = Annotated[float, Meta(ge=0)]
-Digest = Annotated[str, Meta(pattern=r"^[a-z0-9]{2,16}:[0-9a-f]{16,128}$", description="algo:hex")]
+Bytes = Annotated[int, Meta(ge=0, le=2**62, description="Size in bytes.")]
+Seconds = Annotated[float, Meta(ge=0, description="Seconds that it took.")]
+Digest = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9]{2,16}:[0-9a-f]{16,128}$",
+        title="digest",
+        description="Digest, as algorithm:hex.",
+    ),
+]
 RelativePath = Annotated[
     str, Meta(max_length=4096, description="Relative to the run's checkpoint directory.")
 ]
+EntryId = Annotated[
+    str,
+    Meta(
+        pattern=r"^[0-9]{1,20}-[0-9]{1,20}$",
+        title="entry id",
+        description="Id of an entry of the events.",
+    ),
+]
 
-Kind = Literal["state_dict", "checkpoint", "weights"]
+Kind = Annotated[
+    Literal["state_dict", "checkpoint", "weights"],
+    Meta(description="What is saved: a state dict or a checkpoint (files), or weights (memory)."),
+]
 TrainerStatus = Literal["running", "require_sync", "stopped"]
 ExplorerStatus = Literal["running", "require_sync", "stopped"]
 
@@ -41,6 +64,15 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
+class Producer(Struct, frozen=True, kw_only=True):
+    """A sender of events. ``incarnation`` is new whenever the sender starts anew."""
+
+    role: Role
+    rank: Rank
+    node: Node
+    incarnation: Incarnation
+
+
 class Slot(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """What one save fills: one kind of one step, from one rank, under one name.
 
@@ -49,9 +81,9 @@ class Slot(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
     step: Step
     kind: Kind
-    role: Slug
+    role: Role
     rank: Rank
-    name: Name
+    name: Annotated[Name, Meta(description="Which of the process's saves.")]
 
 
 class StepRef(Struct, frozen=True, order=True):
@@ -64,7 +96,9 @@ class StepRef(Struct, frozen=True, order=True):
 class Registration(Struct, frozen=True, kw_only=True):
     """How many saves of a kind a step is to expect; registrations add up by distinct id."""
 
-    registration_id: Slug
+    registration_id: Annotated[Slug, Meta(description="Counts once, however often it comes.")]
     kind: Kind
-    expected: Count
-    slots: tuple[Slot, ...] = ()
+    expected: Annotated[Count, Meta(description="Saves to wait for; an explicit 0 is ready.")]
+    slots: Annotated[
+        tuple[Slot, ...], Meta(description="Which ones, where that is known; any otherwise.")
+    ] = ()

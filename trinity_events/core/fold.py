@@ -7,9 +7,12 @@ from typing import Any
 
 from trinity_schemas import (
     Announcement,
+    ConsumerDetached,
+    DeadlineReached,
     Envelope,
     ExplorerStatusChanged,
     Kind,
+    LeaseExpired,
     Producer,
     PublishedPart,
     Registration,
@@ -18,7 +21,9 @@ from trinity_schemas import (
     RunResumed,
     SaveFailed,
     SaveFinished,
+    SaveProgressed,
     SaveProof,
+    SaveRequested,
     SaveStarted,
     Sender,
     Slot,
@@ -27,6 +32,7 @@ from trinity_schemas import (
     StepReady,
     StepRef,
     StepSuperseded,
+    SyncRequested,
     ThreadCountRegistered,
     TrainerStatusChanged,
     VersionOpened,
@@ -37,8 +43,10 @@ from trinity_schemas import (
     version_digest,
 )
 
+from .complete import is_complete, missing, slot_key
 from .state import (
     Anomaly,
+    DetachedConsumer,
     ExplorerState,
     KindState,
     MonitorState,
@@ -59,12 +67,16 @@ KEPT_STEPS = 128
 KEPT_STEPS_AT_MOST = 4096
 KEPT_ANOMALIES = 32
 KEPT_PRODUCERS = 16_384
-KEPT_FAILURES = 8
+KEPT_ATTEMPTS = 8
+"""Of a slot, failed and waiting each."""
+KEPT_EXPLORERS = 4096
+KEPT_DETACHED = 32
 LONGEST_REASON = 4000
 MOST_PROOFS = 8192
 """Saves that an announcement lists; it counts them all."""
 
-_EXPLORER_EVENTS = (WeightsApplied, ExplorerStatusChanged)
+# Consumers outlive epochs: what is said by them and of them is not fenced.
+_UNFENCED_EVENTS = (WeightsApplied, ExplorerStatusChanged, SyncRequested, ConsumerDetached)
 _EPOCH_EVENTS = (RunOpened, RunResumed)
 
 
@@ -146,8 +158,7 @@ class Monitor:
         last = sequences.pop(producer.incarnation, 0)
         # Taken out and put back: the dictionary's order is that of last use, oldest first.
         sequences[producer.incarnation] = max(last, sequence)
-        if len(sequences) > KEPT_PRODUCERS:
-            del sequences[next(iter(sequences))]
+        _keep_last(sequences, KEPT_PRODUCERS)
         if sequence <= last:
             self._anomaly("duplicate", f"{_who(producer)} sent its event {sequence} again")
             return False
@@ -157,7 +168,7 @@ class Monitor:
         return True
 
     def _admit_epoch(self, envelope: Envelope) -> bool:
-        if isinstance(envelope.event, _EXPLORER_EVENTS):
+        if isinstance(envelope.event, _UNFENCED_EVENTS):
             return True
         if isinstance(envelope.event, _EPOCH_EVENTS) and envelope.epoch > self.state.epoch:
             return True
@@ -215,16 +226,30 @@ class Monitor:
         kind.registrations.setdefault(registration.registration_id, registration)
         return True
 
+    def _save_requested(self, event: SaveRequested, _: Envelope) -> None:
+        slot = self._slot(event.slot)
+        if slot is None or slot.proof is not None:
+            return
+        if event.save_id not in slot.running and event.save_id not in slot.failed:
+            slot.waiting[event.save_id] = milliseconds(self._entry_id)
+            _keep_last(slot.waiting, KEPT_ATTEMPTS)
+
     def _save_started(self, event: SaveStarted, _: Envelope) -> None:
         slot = self._slot(event.slot)
         if slot is not None and event.save_id not in slot.failed and slot.proof is None:
+            slot.waiting.pop(event.save_id, None)
             slot.running[event.save_id] = milliseconds(self._entry_id)
+
+    def _save_progressed(self, event: SaveProgressed, _: Envelope) -> None:
+        slot = self._find_slot(event.slot)
+        if slot is not None and event.save_id in slot.running:
+            slot.progress[event.save_id] = event.bytes
 
     def _save_finished(self, event: SaveFinished, _: Envelope) -> None:
         slot = self._slot(event.slot)
         if slot is None:
             return
-        slot.running.pop(event.save_id, None)
+        _end(slot, event.save_id)
         slot.failed.pop(event.save_id, None)
         if slot.proof is not None:
             if slot.proof.save_id != event.save_id:
@@ -237,25 +262,50 @@ class Monitor:
         self._settle(event.slot.step, event.slot.kind)
 
     def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
-        slot = self._slot(event.slot)
+        self._fail_attempt(event.save_id, event.slot, f"{event.error_type}: {event.message}")
+
+    def _lease_expired(self, event: LeaseExpired, _: Envelope) -> None:
+        silence = f"nothing was heard of {_who(event.holder)} on {event.holder.node}"
+        for attempt in event.attempts:
+            slot = self._find_slot(attempt.slot)
+            # What the attempt itself said of its failure stands.
+            if slot is None or attempt.save_id not in slot.failed:
+                self._fail_attempt(
+                    attempt.save_id, attempt.slot, f"{silence} for {event.lease:g} s"
+                )
+
+    def _fail_attempt(self, save_id: str, at: Slot, why: str) -> None:
+        slot = self._slot(at)
         if slot is None:
             return
-        slot.running.pop(event.save_id, None)
+        _end(slot, save_id)
         if slot.proof is not None:
             return
-        reason = f"{_slot(event.slot)} failed: {event.error_type}: {event.message}"
-        reason = reason[:LONGEST_REASON]
-        slot.failed[event.save_id] = reason
-        if len(slot.failed) > KEPT_FAILURES:
-            del slot.failed[next(iter(slot.failed))]
-        kind = self.state.steps[event.slot.step].kinds[event.slot.kind]
-        if not kind.settled:
-            kind.failure = reason
+        reason = f"{_slot(at)} failed: {why}"[:LONGEST_REASON]
+        slot.failed[save_id] = reason
+        _keep_last(slot.failed, KEPT_ATTEMPTS)
+        self._fail(at.step, at.kind, reason)
+
+    def _deadline_reached(self, event: DeadlineReached, _: Envelope) -> None:
+        step = self.state.steps.get(event.step)
+        kind = None if step is None else step.kinds.get(event.kind)
+        if step is None or kind is None or kind.committed_at is None:
+            return
+        lacks = ", ".join(missing(step, event.kind, milliseconds(self._entry_id)))
+        reason = f"{event.kind} of step {event.step} was not complete {event.seconds:g} s "
+        reason += f"after its commit: it lacks {lacks}"
+        self._fail(event.step, event.kind, reason[:LONGEST_REASON])
+
+    def _fail(self, step: int, kind: Kind, reason: str) -> None:
+        """Announce the failure, unless the kind is ready or was failed before."""
+        kind_state = self.state.steps[step].kinds[kind]
+        if not kind_state.settled:
+            kind_state.failure = reason
             self._out.append(
                 StepFailed(
                     epoch=self.state.epoch,
-                    step=event.slot.step,
-                    kind=event.slot.kind,
+                    step=step,
+                    kind=kind,
                     caused_by=self._entry_id,
                     reason=reason,
                 )
@@ -304,6 +354,8 @@ class Monitor:
         explorer.version = event.version
         explorer.digest = event.digest
         explorer.applied_at = milliseconds(self._entry_id)
+        if explorer.wanted is None or event.version >= explorer.wanted:
+            explorer.wanted = explorer.requested_at = None
 
     # --- status ----------------------------------------------------------------------------
 
@@ -314,8 +366,30 @@ class Monitor:
     def _explorer_status(self, event: ExplorerStatusChanged, envelope: Envelope) -> None:
         self._explorer(envelope.producer).status = event.status
 
+    def _sync_requested(self, event: SyncRequested, envelope: Envelope) -> None:
+        explorer = self._explorer(envelope.producer)
+        explorer.wanted = event.wanted
+        explorer.requested_at = milliseconds(self._entry_id)
+
     def _explorer(self, producer: Producer) -> ExplorerState:
-        return self.state.explorers.setdefault(_who(producer), ExplorerState())
+        explorers = self.state.explorers
+        # Taken out and put back, as the sequences are: whoever was silent longest goes first.
+        found = explorers.pop(_who(producer), None) or ExplorerState()
+        explorers[_who(producer)] = found
+        _keep_last(explorers, KEPT_EXPLORERS)
+        return found
+
+    def _consumer_detached(self, event: ConsumerDetached, _: Envelope) -> None:
+        detached = self.state.detached
+        name = f"{event.stream}/{event.group}"
+        detached.pop(name, None)
+        detached[name] = DetachedConsumer(
+            entry_id=self._entry_id,
+            position=event.position,
+            pending=event.pending,
+            idle=event.idle,
+        )
+        _keep_last(detached, KEPT_DETACHED)
 
     # --- what becomes true -----------------------------------------------------------------
 
@@ -450,59 +524,17 @@ class Monitor:
             return None
         return kind.slots.setdefault(slot_key(slot), SlotState(slot=slot))
 
+    def _find_slot(self, slot: Slot) -> SlotState | None:
+        """The slot, if anything is known of it."""
+        step = self.state.steps.get(slot.step)
+        kind = None if step is None else step.kinds.get(slot.kind)
+        return None if kind is None else kind.slots.get(slot_key(slot))
+
     def _anomaly(self, name: str, detail: str) -> None:
         state = self.state
         state.anomaly_counts[name] = state.anomaly_counts.get(name, 0) + 1
         state.anomalies.append(Anomaly(entry_id=self._entry_id, name=name, detail=detail))
         del state.anomalies[:-KEPT_ANOMALIES]
-
-
-def is_complete(step: StepState, kind: Kind) -> bool:
-    """Whether a kind of a step is proven complete (invariant 2)."""
-    state = step.kinds.get(kind)
-    if state is None:
-        return False
-    if kind == "weights":
-        version = step.version
-        return (
-            state.committed_at is not None
-            and version is not None
-            and bool(version.ranks)
-            and all(rank in version.parts for rank in version.ranks)
-        )
-    if kind == "state_dict":
-        # A checkpoint makes it ready too, but not before itself: they may share a folder.
-        return _all_saved(state) and (
-            state.committed_at is not None
-            or (
-                "checkpoint" in step.kinds
-                and step.kinds["checkpoint"].with_state_dict
-                and is_complete(step, "checkpoint")
-            )
-        )
-    if state.committed_at is None or not _all_saved(state):
-        return False
-    return not state.with_state_dict or _all_saved(step.kinds["state_dict"])
-
-
-def _all_saved(kind: KindState) -> bool:
-    """Every expected slot has a finished attempt; an explicit zero needs none."""
-    if not kind.registrations:
-        return False
-    named: set[str] = set()
-    unnamed = 0
-    for registration in kind.registrations.values():
-        if registration.slots:
-            named.update(slot_key(slot) for slot in registration.slots)
-        else:
-            unnamed += registration.expected
-    finished = {key for key, slot in kind.slots.items() if slot.proof is not None}
-    return named <= finished and len(finished - named) >= unnamed
-
-
-def slot_key(slot: Slot) -> str:
-    """A slot's name within its kind of its step."""
-    return f"{slot.role}.{slot.rank}.{slot.name}"
 
 
 def proof(step: StepState, kind: Kind) -> tuple[SaveProof, ...]:
@@ -540,6 +572,18 @@ STAGING = ".staging"
 """Folder of a run's checkpoint directory in which saves are written until they are ready."""
 
 
+def _end(slot: SlotState, save_id: str) -> None:
+    """Nothing of the attempt is under way any more."""
+    for under_way in (slot.waiting, slot.running, slot.progress):
+        under_way.pop(save_id, None)
+
+
+def _keep_last(kept: dict[str, Any], most: int) -> None:
+    """Bound what grows by one entry at a time; the order of insertion is that of the log."""
+    if len(kept) > most:
+        del kept[next(iter(kept))]
+
+
 def _who(producer: Producer) -> str:
     return f"{producer.role}-{producer.rank}"
 
@@ -553,7 +597,9 @@ _HANDLERS: dict[type, Callable[[Monitor, Any, Envelope], None]] = {
     RunResumed: Monitor._run_resumed,
     RunClosed: Monitor._run_closed,
     ThreadCountRegistered: Monitor._registered,
+    SaveRequested: Monitor._save_requested,
     SaveStarted: Monitor._save_started,
+    SaveProgressed: Monitor._save_progressed,
     SaveFinished: Monitor._save_finished,
     SaveFailed: Monitor._save_failed,
     StepCommitted: Monitor._committed,
@@ -562,4 +608,8 @@ _HANDLERS: dict[type, Callable[[Monitor, Any, Envelope], None]] = {
     WeightsApplied: Monitor._applied,
     TrainerStatusChanged: Monitor._trainer_status,
     ExplorerStatusChanged: Monitor._explorer_status,
+    SyncRequested: Monitor._sync_requested,
+    LeaseExpired: Monitor._lease_expired,
+    DeadlineReached: Monitor._deadline_reached,
+    ConsumerDetached: Monitor._consumer_detached,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     Envelope,
+    SaveGranted,
     StepFailed,
     StepReady,
     StepSuperseded,
@@ -31,6 +32,11 @@ def subject(envelope: Envelope) -> str:
 
 
 def stands(envelope: Envelope, state: MonitorState) -> bool:
-    """Whether an announcement holds now: weights until newer ones, files in their epoch."""
+    """Whether an announcement holds now: weights until newer ones, files in their epoch.
+
+    A grant never stands: it answers one attempt, which was listening when it asked.
+    """
+    if isinstance(envelope.event, SaveGranted):
+        return False
     of_weights = isinstance(envelope.event, StepReady) and envelope.event.kind == "weights"
     return of_weights or envelope.epoch == state.epoch

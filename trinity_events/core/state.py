@@ -25,8 +25,12 @@ class SlotState(Struct, kw_only=True, omit_defaults=True):
     """One slot of a step: its attempts by save id, and the first that finished."""
 
     slot: Slot
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Save id to the milliseconds at which the attempt asked for its turn."""
     running: dict[str, int] = field(default_factory=dict)
     """Save id to the milliseconds at which the attempt started."""
+    progress: dict[str, int] = field(default_factory=dict)
+    """Save id of a running attempt to the bytes it has written so far, where it says so."""
     failed: dict[str, str] = field(default_factory=dict)
     """Save id to the reason."""
     proof: SaveProof | None = None
@@ -83,6 +87,19 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     version: StepRef | None = None
     digest: str | None = None
     applied_at: int | None = None
+    requested_at: int | None = None
+    """Milliseconds at which it asked for weights that it has not applied yet."""
+    wanted: StepRef | None = None
+    """The oldest version that it asked for."""
+
+
+class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A consumer group that the log no longer waits for, since ``entry_id`` said so."""
+
+    entry_id: str
+    position: str
+    pending: int = 0
+    idle: float = 0.0
 
 
 class Anomaly(Struct, frozen=True, kw_only=True):
@@ -112,6 +129,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     versions: list[StepRef] = field(default_factory=list)
     """Ready weight versions that are not retired, oldest first."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
+    detached: dict[str, DetachedConsumer] = field(default_factory=dict)
+    """The last few, by stream and group."""
     sequences: dict[str, int] = field(default_factory=dict)
     """Producer incarnation to the last sequence seen of it."""
     entries: int = 0

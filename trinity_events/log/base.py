@@ -106,3 +106,31 @@ class EventLog(Protocol):
     async def commit(self, commit: Commit) -> bool:
         """Write a reducer's step. False when another reducer leads or has gone further."""
         ...
+
+
+class ConsumerGroup(Protocol):
+    """The consumer groups of one run's log: each entry goes to one member of a group."""
+
+    async def create_group(self, stream: Stream, group: str, after: str) -> None:
+        """Create a group that begins after a position; one that is there stays as it is."""
+        ...
+
+    async def read_group(
+        self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
+    ) -> list[Entry]:
+        """Give this member entries that no member was given yet, waiting for them."""
+        ...
+
+    async def claim_idle(
+        self, stream: Stream, group: str, member: str, *, idle: float, limit: int = 100
+    ) -> list[Entry]:
+        """Give this member what any member has left pending for ``idle`` seconds."""
+        ...
+
+    async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
+        """Tell the group that an entry is dealt with."""
+        ...
+
+
+class GroupedLog(EventLog, ConsumerGroup, Protocol):
+    """What a subscription needs of a log."""

@@ -122,22 +122,31 @@ class AsyncPublisher:
 
 
 async def open_run(
-    client: redis.asyncio.Redis, run_id: str, *, resume_from: int | None = None
+    client: redis.asyncio.Redis,
+    run_id: str,
+    *,
+    resume_from: int | None = None,
+    config: str | None = None,
 ) -> int:
     """Take a new epoch of the run, from its beginning or from a step; returns the epoch.
 
+    ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
     Listed in the index first: a crash in between leaves an empty run, never an unlisted one.
     And again after: a reducer that let go of the run just before hears of it.
     """
     await add_run(client, run_id)
     log = RedisEventLog(client, run_id)
-    event: Event = RunOpened() if resume_from is None else RunResumed(step=resume_from)
-    epoch = await log.open_epoch(_opening(run_id, event))
+    event: Event = RunOpened(config=config)
+    if resume_from is not None:
+        event = RunResumed(step=resume_from, config=config)
+    epoch = await log.open_epoch(opening(run_id, event))
     await add_run(client, run_id)
     return epoch
 
 
-def _opening(run_id: str, event: Event) -> Callable[[int], bytes]:
+def opening(run_id: str, event: Event) -> Callable[[int], bytes]:
+    """What opens a run: the event in its envelope, for the epoch that will be taken."""
+
     def payload(epoch: int) -> bytes:
         # A producer of its own for each attempt: an epoch that was taken meanwhile is no gap.
         return _Stamp(run_id, epoch, new_producer("trainer")).next(event)

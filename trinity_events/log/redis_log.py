@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
+import redis
 import redis.asyncio
 from redis.commands.core import AsyncScript
 
@@ -124,9 +125,9 @@ class RedisEventLog:
     async def trim(self, stream: Stream, limit: str) -> int:
         """Drop entries below ``limit`` that no group still needs; returns how many."""
         key = self._key(stream)
-        return (
-            int(await self._trim(keys=[key], args=[limit])) if await self._redis.exists(key) else 0
-        )
+        if not await self._redis.exists(key):
+            return 0
+        return int(await self._trim(keys=[key], args=[limit]))
 
     async def first_left(self, stream: Stream) -> str | None:
         """The oldest entry of a stream that has lost older ones; None when it is whole."""
@@ -136,7 +137,8 @@ class RedisEventLog:
         if info["entries-added"] == info["length"]:
             return None
         first = info["first-entry"]
-        return first[0].decode() if first else info["last-generated-id"].decode()
+        left: bytes = first[0] if first else info["last-generated-id"]
+        return left.decode()
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The entries that could not be decoded, and why."""
@@ -144,6 +146,40 @@ class RedisEventLog:
             DeadLetter(Entry(fields[b"id"].decode(), fields[b"e"]), fields[b"reason"].decode())
             for _, fields in await self._redis.xrange(self.keys.dead)
         ]
+
+    async def create_group(self, stream: Stream, group: str, after: str) -> None:
+        """Create a group that begins after a position; one that is there stays as it is."""
+        try:
+            await self._redis.xgroup_create(self._key(stream), group, id=after, mkstream=True)
+        except redis.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def read_group(
+        self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
+    ) -> list[Entry]:
+        """Give this member entries that no member was given yet, waiting on the server."""
+        reply = await self._redis.xreadgroup(
+            group,
+            member,
+            {self._key(stream): ">"},
+            count=limit,
+            block=max(1, int(seconds * 1000)),
+        )
+        return [entry for _, pairs in reply or () for entry in entries(pairs)]
+
+    async def claim_idle(
+        self, stream: Stream, group: str, member: str, *, idle: float, limit: int = 100
+    ) -> list[Entry]:
+        """Give this member what any member has left pending for ``idle`` seconds."""
+        claimed = await self._redis.xautoclaim(
+            self._key(stream), group, member, min_idle_time=int(idle * 1000), count=limit
+        )
+        return entries(pair for pair in claimed[1] if pair[1] is not None)
+
+    async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
+        """Tell the group that an entry is dealt with."""
+        await self._redis.xack(self._key(stream), group, entry_id)
 
     async def lead(self, lease: float) -> tuple[int, float]:
         """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""

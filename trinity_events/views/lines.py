@@ -25,7 +25,7 @@ def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = N
     return f"{entry_id:<18} {when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
 
 
-_LEFT_OUT = {"save_id", "caused_by", "saves", "parts", "registrations", "verified_at"}
+_LEFT_OUT = {"save_id", "caused_by", "saves", "parts", "registrations", "verified_at", "attempts"}
 
 
 def _details(fields: dict[str, Any]) -> list[str]:

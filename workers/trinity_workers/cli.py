@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Awaitable, Callable
 from datetime import datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import anyio
 import typer
@@ -16,44 +17,62 @@ from trinity_events.cli.options import (
     RedisUrl,
     checked_run,
     checkpoint_root,
+    log_to_stderr,
     print_json,
 )
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
+
+from .config import RunSettings
+
+if TYPE_CHECKING:
+    from .demo.launch import LaunchOptions
+    from .demo.summary import DemoSummary
+    from .explorer import ExplorationResult
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class MissingExtra(TrinityError):
     """A part of the installation that the command needs is not there."""
 
 
+Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
+Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
+Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (FSDP ranks).")]
+SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight versions.")]
+SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
+SaveInterval = Annotated[
+    int, typer.Option(min=0, help="Steps between two checkpoints; 0 writes none.")
+]
+Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
+Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
+WeightsRedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--weights-redis-url",
+        envvar="TRINITY_WEIGHTS_REDIS_URL",
+        help="Server of the weight chunks; an embedded one, or else the log's, when left out.",
+        show_default=False,
+    ),
+]
+
+
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
-    explorers: Annotated[int, typer.Option(min=1, help="Explorer processes.")] = 1,
-    trainers: Annotated[int, typer.Option(min=1, help="Trainer processes (FSDP ranks).")] = 2,
-    sync_interval: Annotated[
-        int, typer.Option(min=1, help="Steps between two weight versions.")
-    ] = 1,
-    sync_offset: Annotated[
-        int, typer.Option(min=0, help="Versions that explorers may be behind.")
-    ] = 1,
-    save_interval: Annotated[
-        int, typer.Option(min=0, help="Steps between two checkpoints; 0 writes none.")
-    ] = 100,
-    seed: Annotated[int, typer.Option(help="Of the model and of all sampling.")] = 0,
+    steps: Steps = 300,
+    explorers: Explorers = 1,
+    trainers: Trainers = 2,
+    sync_interval: SyncInterval = 1,
+    sync_offset: SyncOffset = 1,
+    save_interval: SaveInterval = 100,
+    seed: Seed = 0,
     run: Annotated[
         str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
     ] = None,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
-    weights_redis_url: Annotated[
-        str | None,
-        typer.Option(
-            "--weights-redis-url",
-            envvar="TRINITY_WEIGHTS_REDIS_URL",
-            help="Server of the weight chunks; an embedded one, or else the log's, when left out.",
-            show_default=False,
-        ),
-    ] = None,
+    weights_redis_url: WeightsRedisUrl = None,
     as_json: Json = False,
 ) -> None:
     """Run the main job on this machine: train a small model with GRPO, every part a process.
@@ -64,11 +83,9 @@ def demo(
     run_id = checked_run(run or f"demo-{datetime.now():%Y%m%d-%H%M%S}")
     folder = writable_root(checkpoint_root(root))
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
-    from .demo.launch import DemoOptions, Interrupted, run_demo
-    from .demo.summary import summary_table
+    from .demo.launch import LaunchOptions, run_demo
 
-    options = DemoOptions(
-        run_id=run_id,
+    settings = RunSettings(
         steps=steps,
         trainers=trainers,
         explorers=explorers,
@@ -76,21 +93,137 @@ def demo(
         sync_offset=sync_offset,
         save_interval=save_interval,
         seed=seed,
+    )
+    options = LaunchOptions(
+        run_id=run_id,
+        settings=settings,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
         checkpoint_root=folder,
     )
-    try:
-        summary = anyio.run(run_demo, options)
-    except Interrupted as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(130) from None
+    _summarized(run_demo, options, as_json=as_json)
+
+
+def trainer(
+    run: Run,
+    steps: Steps = 300,
+    explorers: Explorers = 1,
+    trainers: Trainers = 2,
+    sync_interval: SyncInterval = 1,
+    sync_offset: SyncOffset = 1,
+    save_interval: SaveInterval = 100,
+    seed: Seed = 0,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+    weights_redis_url: WeightsRedisUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Open a run and train it, with a reducer and explorers that run elsewhere.
+
+    They need this one's servers and, by --checkpoint-root, its folder. The explorers learn what
+    the run is from its log.
+
+    Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
+    """
+    run_id = checked_run(run)
+    folder = writable_root(checkpoint_root(root))
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
+    from .demo.launch import LaunchOptions, run_trainer
+
+    settings = RunSettings(
+        steps=steps,
+        trainers=trainers,
+        explorers=explorers,
+        sync_interval=sync_interval,
+        sync_offset=sync_offset,
+        save_interval=save_interval,
+        seed=seed,
+    )
+    options = LaunchOptions(
+        run_id=run_id,
+        settings=settings,
+        redis_url=redis_url,
+        weights_redis_url=weights_redis_url,
+        checkpoint_root=folder,
+    )
+    _summarized(run_trainer, options, as_json=as_json)
+
+
+def explorer(
+    run: Run,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Which of the run's explorers; a free one when left out."),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the run to be opened.")
+    ] = 300,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+    weights_redis_url: WeightsRedisUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Explore a run that a trainer opens elsewhere, until it has the last weights.
+
+    Example: trinity-events explorer --run grpo-1 --redis-url redis://localhost:6379
+    """
+    run_id = checked_run(run)
+    _require("torch", "transformers", "reasoning_gym", "xxhash")
+    log_to_stderr(verbose=False)
+    from .demo.explore import ExplorerOptions, run_explorer
+
+    options = ExplorerOptions(
+        run_id=run_id,
+        rank=rank,
+        redis_url=redis_url,
+        weights_redis_url=weights_redis_url,
+        checkpoint_root=checkpoint_root(root),
+        wait=wait,
+    )
+    result = _interruptible(run_explorer, options)
+    if as_json:
+        print_json(result)
+    elif result is None:
+        print(f"run {run_id} was closed: nothing is left to explore")
+    else:
+        print(
+            f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
+            f"{result.applied} weight versions applied{_held_out(result)}"
+        )
+
+
+def _held_out(result: ExplorationResult) -> str:
+    if result.accuracy_after is None:
+        return ""
+    before = "" if result.accuracy_before is None else f"{result.accuracy_before:.2f} -> "
+    return f", held-out questions {before}{result.accuracy_after:.2f}"
+
+
+def _summarized(
+    launch: Callable[[LaunchOptions], Awaitable[DemoSummary]],
+    options: LaunchOptions,
+    *,
+    as_json: bool,
+) -> None:
+    summary = _interruptible(launch, options)
     if as_json:
         print_json(summary)
     else:
         from rich.console import Console
 
+        from .demo.summary import summary_table
+
         Console().print(summary_table(summary))
+
+
+def _interruptible(run: Callable[[T], Awaitable[R]], options: T) -> R:
+    from .demo.lifecycle import Interrupted
+
+    try:
+        return anyio.run(run, options)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(error.exit_status) from None
 
 
 def _require(*modules: str) -> None:

@@ -5,25 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, Struct
+
+from trinity_events.errors import TrinityError
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
 
-class RunConfig(Struct, frozen=True, kw_only=True):
-    """A run, as every process of it is told. Times are seconds."""
+class BadSettings(TrinityError):
+    """What the log says of a run's settings cannot be used."""
 
-    run_id: str
-    epoch: Positive
-    """Taken when the run was opened; processes are given it, they never read it."""
-    redis_url: str
-    weights_url: str
-    """The server of the weight chunks."""
-    checkpoint_folder: Path
-    """The run's own directory, below the reducer's checkpoint root."""
-    model_folder: Path
-    """Hugging Face folder that the policy starts from."""
+
+class RunSettings(Struct, frozen=True, kw_only=True):
+    """What a run is, wherever its processes are. Times are seconds."""
 
     engine: Literal["fsdp"] = "fsdp"
     trainers: Positive = 2
@@ -66,3 +62,54 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     def is_save_step(self, step: int) -> bool:
         """Whether a checkpoint is written after the step."""
         return self.save_interval > 0 and step % self.save_interval == 0
+
+    def to_text(self) -> str:
+        """As JSON, to travel in the log with the event that opens the run."""
+        values = {name: getattr(self, name) for name in RunSettings.__struct_fields__}
+        return msgspec.json.encode(values).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> RunSettings:
+        """From JSON. Raises BadSettings when it is of a version that is too different."""
+        try:
+            return msgspec.json.decode(text, type=RunSettings)
+        except msgspec.DecodeError as error:
+            raise BadSettings(
+                f"the run's settings cannot be read ({error}): "
+                "is every process of it of the same version of trinity-events?"
+            ) from None
+
+    def placed(
+        self,
+        *,
+        run_id: str,
+        epoch: int,
+        redis_url: str,
+        weights_url: str,
+        checkpoint_folder: Path,
+    ) -> RunConfig:
+        """The run as the processes of one place are told it."""
+        return RunConfig(
+            run_id=run_id,
+            epoch=epoch,
+            redis_url=redis_url,
+            weights_url=weights_url,
+            checkpoint_folder=checkpoint_folder,
+            model_folder=checkpoint_folder / "model",
+            **{name: getattr(self, name) for name in RunSettings.__struct_fields__},
+        )
+
+
+class RunConfig(RunSettings, frozen=True, kw_only=True):
+    """A run, as every process of it is told."""
+
+    run_id: str
+    epoch: Positive
+    """Taken when the run was opened; processes are given it, they never read it."""
+    redis_url: str
+    weights_url: str
+    """The server of the weight chunks."""
+    checkpoint_folder: Path
+    """The run's own directory, below the reducer's checkpoint root."""
+    model_folder: Path
+    """Hugging Face folder that the policy starts from."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ import anyio
 from anyio.abc import Process
 
 from trinity_events.errors import TrinityError
+from trinity_events.server import trinity_home
 
 _STOP_DEADLINE = 5.0
 _MOST_RESTARTS = 5
@@ -27,18 +29,19 @@ class ReducerFailed(TrinityError):
 class ReducerProcess:
     """A reducer in its own process, started again when it dies."""
 
-    def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path, log: Path) -> None:
+    def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path) -> None:
         self._command = [
             *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
             *("--run", run_id, "--redis-url", redis_url),
             *("--checkpoint-root", str(checkpoint_root)),
         ]
-        self._log = log
+        self._log = trinity_home() / "runs" / run_id / "reducer.log"
         self.restarts = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Keep it running for the block."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._keep)
             try:
@@ -94,6 +97,8 @@ def local_ray(actors: int) -> Iterator[Any]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
+    # Ray puts a handler of its own in place of ours, which would end us in the middle of things.
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(
         address="local",
         num_cpus=max(actors, os.cpu_count() or 1),
@@ -101,6 +106,7 @@ def local_ray(actors: int) -> Iterator[Any]:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+    signal.signal(signal.SIGTERM, before)
     try:
         yield ray
     finally:

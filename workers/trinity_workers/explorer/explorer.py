@@ -125,7 +125,9 @@ class Explorer:
         config = self.config
         before = after = None
         groups = 0
-        for step in range(1, config.steps + 1):
+        standing = await versions.wait(0, after=None, deadline=config.sync_timeout)
+        self._pass_over(standing.step)
+        for step in range(standing.step + 1, config.steps + 1):
             await self._refresh(versions, config.version_wanted(step))
             if step == 1:
                 before = await self._measure()
@@ -141,6 +143,16 @@ class Explorer:
             accuracy_before=before,
             accuracy_after=after,
         )
+
+    def _pass_over(self, steps: int) -> None:
+        """Leave out what is trained on, as all steps up to a ready version's are.
+
+        So an explorer that was started again goes on with the questions, and with other dice.
+        """
+        mine = range(self.rank, self.config.prompts_per_step, self.config.explorers)
+        _first(self._questions, steps * len(mine))
+        if steps:
+            self._generator.seed()
 
     async def _refresh(self, versions: NewestVersion, step: int) -> None:
         """Serve the newest version, which must be of ``step`` or later.

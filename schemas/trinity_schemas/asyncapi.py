@@ -1,0 +1,145 @@
+"""The contract as one AsyncAPI 3.0 document: which stream carries what, and who says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from .envelope import SCHEMA_VERSION
+from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, SENT_BY, event_tag
+from .experiences import ExperienceGroup
+from .keys import RunKeys
+from .schemas import components
+
+Object = dict[str, Any]
+MSGPACK = "application/msgpack"
+_SCHEMAS = "#/components/schemas/"
+_PUBLISHED = tuple(event for event in EVENT_TYPES if event not in ANNOUNCEMENT_TYPES)
+_DEAD_LETTER = "DeadLetter"
+
+# Redis wants the braces for its hash tag and AsyncAPI for its parameter: the parameter is the
+# run id with its braces.
+_KEYS = RunKeys.of("run")
+_RUN = {
+    "description": "The run's id inside literal braces, which make it a Redis hash tag.",
+    "examples": ["{grpo-7b}"],
+}
+
+
+def asyncapi() -> Object:
+    """The document. Every reference in it resolves within it."""
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "Trinity Events",
+            "version": str(SCHEMA_VERSION),
+            "description": (
+                "Streams of one run, on Redis 7.0 or newer. Each entry has one field, `e`, "
+                "with the message as MessagePack; a dead letter also has `id` and `reason`."
+            ),
+            "license": {"name": "Apache-2.0"},
+        },
+        "defaultContentType": MSGPACK,
+        "channels": _channels(),
+        "operations": _operations(),
+        "components": {"messages": _messages(), "schemas": components(_SCHEMAS + "{name}")},
+    }
+
+
+def _channels() -> Object:
+    def channel(address: str, description: str, messages: list[str]) -> Object:
+        return {
+            "address": address,
+            "description": description,
+            "parameters": {"run": _RUN},
+            "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in messages},
+        }
+
+    return {
+        "events": channel(_KEYS.events, "What everyone publishes.", _names(_PUBLISHED)),
+        "announcements": channel(
+            _KEYS.announcements,
+            "What the reducer alone writes, each exactly once; subscribers listen here.",
+            _names(ANNOUNCEMENT_TYPES),
+        ),
+        "experiences": channel(
+            _KEYS.experiences,
+            "What explorers hand to the trainer. Bounded; an entry goes when it is used.",
+            [ExperienceGroup.__name__],
+        ),
+        "deadLetters": channel(
+            _KEYS.dead, "Entries of the events that nobody could read.", [_DEAD_LETTER]
+        ),
+    }
+
+
+def _operations() -> Object:
+    def operation(role: str, action: str, channel: str, messages: list[str]) -> Object:
+        of_channel = f"#/channels/{channel}"
+        return {
+            "action": action,
+            "channel": {"$ref": of_channel},
+            "tags": [{"name": role}],
+            "messages": [{"$ref": f"{of_channel}/messages/{name}"} for name in messages],
+        }
+
+    published, announced = _names(_PUBLISHED), _names(ANNOUNCEMENT_TYPES)
+    groups = [ExperienceGroup.__name__]
+    operations = {
+        f"{role}SendsEvents": operation(
+            role, "send", "events", _names(tuple(e for e in _PUBLISHED if SENT_BY[e] == role))
+        )
+        for role in dict.fromkeys(SENT_BY[event] for event in _PUBLISHED)
+    }
+    return operations | {
+        "reducerReceivesEvents": operation("reducer", "receive", "events", published),
+        "reducerSendsAnnouncements": operation("reducer", "send", "announcements", announced),
+        "reducerSendsDeadLetters": operation("reducer", "send", "deadLetters", [_DEAD_LETTER]),
+        "explorerSendsExperiences": operation("explorer", "send", "experiences", groups),
+        "trainerReceivesExperiences": operation("trainer", "receive", "experiences", groups),
+        "workerReceivesAnnouncements": operation(
+            "worker", "receive", "announcements", ["SaveGranted", "VersionRetired"]
+        ),
+        "explorerReceivesAnnouncements": operation(
+            "explorer", "receive", "announcements", ["StepReady"]
+        ),
+        "subscriberReceivesEvents": operation("subscriber", "receive", "events", published),
+        "subscriberReceivesAnnouncements": operation(
+            "subscriber", "receive", "announcements", announced
+        ),
+    }
+
+
+def _messages() -> Object:
+    def message(name: str, docstring: str | None, payload: Object) -> Object:
+        summary = (docstring or "").partition("\n")[0]
+        return {"name": name, "summary": summary, "contentType": MSGPACK, "payload": payload}
+
+    messages = {
+        event.__name__: message(event_tag(event), event.__doc__, _in_envelope(event))
+        for event in EVENT_TYPES
+    }
+    group = ExperienceGroup.__name__
+    messages[group] = message(group, ExperienceGroup.__doc__, {"$ref": _SCHEMAS + group})
+    # Its bytes are what somebody sent, so they need not even be MessagePack.
+    letter = message(_DEAD_LETTER, "An entry that could not be decoded, as it came.", {})
+    letter["contentType"] = "application/octet-stream"
+    letter["headers"] = {
+        "type": "object",
+        "required": ["id", "reason"],
+        "properties": {
+            "id": {"type": "string", "description": "Id of the entry in the events."},
+            "reason": {"type": "string", "description": "Why it could not be decoded."},
+        },
+    }
+    return messages | {_DEAD_LETTER: letter}
+
+
+def _in_envelope(event: type[Struct]) -> Object:
+    one_event = {"type": "object", "properties": {"event": {"$ref": _SCHEMAS + event.__name__}}}
+    return {"allOf": [{"$ref": _SCHEMAS + "Envelope"}, one_event]}
+
+
+def _names(types: tuple[type[Struct], ...]) -> list[str]:
+    return [event.__name__ for event in types]

@@ -1,0 +1,105 @@
+"""The contract as tables for people, taken from its JSON Schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, SENT_BY, event_tag
+from .experiences import ExperienceGroup
+from .schemas import Schema, components
+
+_REF = "#"
+
+
+def event_tables() -> str:
+    """Markdown: who sends which event, then the fields of each and of what they are made of."""
+    tables = _Tables(components(_REF + "{name}"))
+    lines = ["| event | from | stream | says |", "|---|---|---|---|"]
+    for event in EVENT_TYPES:
+        tag = event_tag(event)
+        stream = "announcements" if event in ANNOUNCEMENT_TYPES else "events"
+        says = tables.says(event.__name__).partition("\n")[0]
+        lines.append(f"| [`{tag}`](#{tag}) | {SENT_BY[event]} | {stream} | {says} |")
+    for event in EVENT_TYPES:
+        lines += tables.section(event_tag(event), event.__name__, 3)
+    names = {event.__name__ for event in EVENT_TYPES}
+    lines += ["", "### What events are made of"]
+    for name in sorted(tables.schemas.keys() - names - {ExperienceGroup.__name__}):
+        lines += tables.section(name, name, 4)
+    lines += tables.section("Experience groups", ExperienceGroup.__name__, 2)
+    lines += ["", "## Words", "", "| word | text that matches |", "|---|---|"]
+    lines += [f"| {word} | `{pattern}` |" for word, pattern in sorted(tables.words.items())]
+    return "\n".join(lines)
+
+
+class _Tables:
+    """Renders structs; remembers the words it used for patterns."""
+
+    def __init__(self, schemas: dict[str, Schema]) -> None:
+        self.schemas = schemas
+        self.words: dict[str, str] = {}
+
+    def says(self, name: str) -> str:
+        return str(self.schemas[name]["description"]).replace("``", "`")
+
+    def section(self, title: str, name: str, level: int) -> Iterator[str]:
+        schema = self.schemas[name]
+        yield from ("", f"{'#' * level} {title}", "", self.says(name))
+        fields = {name: field for name, field in schema["properties"].items() if name != "type"}
+        if fields:
+            yield from ("", "| field | type | default | meaning |", "|---|---|---|---|")
+        for field_name, field in fields.items():
+            required = field_name in schema["required"]
+            default = "required" if required else _default(field["default"])
+            meaning = self._meaning(field)
+            yield f"| `{field_name}` | {self._type(field)} | {default} | {meaning} |"
+
+    def _meaning(self, field: Schema) -> str:
+        """What the field itself says, else what its type says."""
+        inner = _without_null(field)
+        if "description" in field:
+            return str(field["description"])
+        if "$ref" in inner:
+            return self.says(inner["$ref"].removeprefix(_REF)).partition("\n")[0]
+        return str(inner.get("description", ""))
+
+    def _type(self, field: Schema) -> str:  # noqa: PLR0911
+        match _without_null(field):
+            case {"$ref": str(ref)}:
+                name = ref.removeprefix(_REF)
+                return f"[{name}](#{name.lower()})"
+            case {"discriminator": _}:
+                return "one of the events above"
+            case {"enum": list(values)}:
+                return ", ".join(f"`{value}`" for value in values)
+            case {"type": "array", "items": dict(items)}:
+                return f"list of {self._type(items)}"
+            case {"type": "object", "additionalProperties": dict(values)}:
+                return f"map of text to {self._type(values)}"
+            case {"type": "string", "pattern": str(pattern), "title": str(word)}:
+                self.words[word] = pattern
+                return word
+            case {"type": "string", "maxLength": int(longest)}:
+                return f"text of at most {longest:,} characters"
+            case {"type": "integer", "minimum": int(least), "maximum": int(most)}:
+                return f"integer, {least:,} to {_power(most)}"
+            case {"type": "number", "minimum": int(least)}:
+                return f"number, {least:,} or more"
+            case {"type": str(plain)}:
+                return plain
+            case other:
+                raise ValueError(f"no words for the schema {other}")
+
+
+def _without_null(field: Schema) -> Schema:
+    options = [one for one in field.get("anyOf", ()) if one != {"type": "null"}]
+    return options[0] if len(options) == 1 else field
+
+
+def _default(value: Any) -> str:
+    return f"`{value}`" if value not in (None, "", (), [], {}) else "none"
+
+
+def _power(number: int) -> str:
+    return f"2^{number.bit_length() - 1}" if number.bit_count() == 1 else f"{number:,}"

@@ -1,0 +1,252 @@
+"""The main job as Compose runs it: the file's promises, and its processes without containers."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trinity_events.server import connect_sync
+from trinity_schemas import RunKeys, decode_envelope
+from trinity_workers.config import BadSettings, RunSettings
+
+ROOT = Path(__file__).parent.parent
+STEPS = 30
+
+pytestmark = pytest.mark.timeout(170)
+
+
+# --- the file -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compose():
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / "compose.yaml").read_text())
+
+
+def keys(value) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(keys, value.values()))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+def compose_commands() -> list[list[str]]:
+    candidates = [["docker-compose"], ["docker", "compose"]]
+    found = [one for one in candidates if shutil.which(one[0])]
+    return [
+        one
+        for one in found
+        if subprocess.run([*one, "version"], capture_output=True, check=False).returncode == 0
+    ]
+
+
+@pytest.mark.parametrize("command", compose_commands(), ids=" ".join)
+def test_compose_accepts_the_file(command):
+    checked = subprocess.run(
+        [*command, "-f", str(ROOT / "compose.yaml"), "config", "-q"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_file_keeps_to_what_compose_1_29_knows(compose):
+    assert set(compose) <= {"services", "volumes", "x-image", "x-server", "x-urls"}
+    assert not keys(compose) & {"gpus", "develop", "start_interval", "include", "models"}
+    for service in compose["services"].values():
+        for condition in service.get("depends_on", {}).values():
+            assert set(condition) == {"condition"}
+
+
+def test_every_service_is_checked_and_hears_signals(compose):
+    assert set(compose["services"]) == {"events", "chunks", "reducer", "trainer", "explorer"}
+    for name, service in compose["services"].items():
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert service["init"] is True, name
+
+
+def test_nothing_is_published_beyond_loopback(compose):
+    published = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
+    assert list(published) == ["events"]
+    assert all(port.startswith("127.0.0.1:") for port in published["events"])
+    assert not keys(compose) & {"network_mode", "privileged"}
+
+
+def test_the_log_has_a_file_on_a_volume_and_the_chunks_have_none(compose):
+    events, chunks = compose["services"]["events"], compose["services"]["chunks"]
+    assert "--appendonly yes" in events["command"]
+    assert events["volumes"] == ["events:/data"]
+    assert "--appendonly no" in chunks["command"]
+    assert "--maxmemory " in chunks["command"]
+    assert "volumes" not in chunks
+    for server in (events, chunks):
+        assert "--maxmemory-policy noeviction" in server["command"]
+
+
+def test_the_checkpoints_are_shared_and_ray_has_memory(compose):
+    services = compose["services"]
+    for name in ("reducer", "trainer"):
+        assert services[name]["volumes"] == ["checkpoints:/checkpoints"]
+    assert services["explorer"]["volumes"] == ["checkpoints:/checkpoints:ro"]
+    assert "shm_size" in services["trainer"]
+    assert "container_name" not in services["explorer"]  # it could not be scaled
+
+
+def test_the_image_ignores_all_but_the_package():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    assert not any(line.startswith("!.") for line in lines)
+
+
+# --- the processes --------------------------------------------------------------------------
+
+
+class Processes:
+    """What Compose runs, as processes: no Ray goes across them."""
+
+    def __init__(self, folder: Path, run_id: str, redis_url: str, weights_url: str):
+        self.folder = folder
+        self.run_id = run_id
+        self.redis_url = redis_url
+        self._env = os.environ | {
+            "TRINITY_REDIS_URL": redis_url,
+            "TRINITY_WEIGHTS_REDIS_URL": weights_url,
+        }
+        self._started: list[subprocess.Popen] = []
+
+    def start(self, command: str, *args: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "trinity_events", command, "--run", self.run_id),
+                *("--checkpoint-root", str(self.folder), *args),
+            ],
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def wait_for_announcements(self, count: int, process: subprocess.Popen) -> None:
+        give_up = time.monotonic() + 90
+        with connect_sync(self.redis_url) as client:
+            while client.xlen(RunKeys.of(self.run_id).announcements) < count:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < give_up, "waited in vain"
+                time.sleep(0.02)
+
+    def closed(self) -> list[str]:
+        with connect_sync(self.redis_url) as client:
+            entries = client.xrange(RunKeys.of(self.run_id).events)
+        events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
+        return [one.reason for one in events if type(one).__name__ == "RunClosed"]
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def processes(tmp_path, run_id, redis_url, weights_url):
+    started = Processes(tmp_path, run_id, redis_url, weights_url)
+    yield started
+    started.end()
+
+
+def ended(process: subprocess.Popen, seconds: float = 10) -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=seconds)
+    assert "Traceback" not in error
+    return process.returncode, out, error
+
+
+def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(processes):
+    reducer = processes.start("reducer")
+    explorer = processes.start("explorer", "--json")
+    trainer = processes.start(
+        "trainer", "--steps", str(STEPS), "--save-interval", "10", "--seed", "7", "--json"
+    )
+    processes.wait_for_announcements(5, trainer)
+    explorer.kill()
+    again = processes.start("explorer", "--json")  # its rank is free when the other's lease is up
+
+    status, out, error = ended(trainer, 120)
+    assert status == 0, error
+    log = json.loads(out)["log"]
+    assert log["steps"] == STEPS
+    assert log["versions_unaccounted"] == 0
+    status, out, error = ended(again)
+    assert status == 0, error
+    explored = json.loads(out)
+    assert explored["rank"] == 0
+    assert explored["accuracy_before"] is None  # it joined later, and did not begin at step 1
+    assert explored["groups"] < 16 * STEPS
+    assert explored["accuracy_after"] is not None
+    assert processes.closed() == ["finished"]
+
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+    folder = processes.folder / processes.run_id
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    assert (folder / "model" / "config.json").is_file()
+
+
+def test_sigterm_stops_the_trainer_and_the_log_says_so(processes):
+    reducer = processes.start("reducer")
+    trainer = processes.start("trainer", "--steps", "100000")
+    explorer = processes.start("explorer", "--rank", "0")
+    processes.wait_for_announcements(4, trainer)
+    began = time.monotonic()
+    trainer.send_signal(signal.SIGTERM)
+    status, out, error = ended(trainer)
+    assert time.monotonic() - began < 10
+    assert status == 143
+    assert out == ""
+    assert "was interrupted" in error
+    assert processes.closed() == ["interrupted"]
+    assert ended(explorer)[0] == 0
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+
+
+def test_sigterm_stops_an_explorer_that_waits(processes):
+    explorer = processes.start("explorer", "--rank", "0")
+    with connect_sync(processes.redis_url) as client:
+        before = client.client_list()
+        give_up = time.monotonic() + 60
+        while len(client.client_list()) <= len(before) and time.monotonic() < give_up:
+            time.sleep(0.05)
+    time.sleep(0.5)
+    explorer.terminate()
+    assert ended(explorer)[0] == 143
+
+
+def test_an_explorer_of_a_run_that_nobody_opens_says_so(processes):
+    status, _, error = ended(processes.start("explorer", "--wait", "0.5"), 60)
+    assert status == 1
+    assert f"run {processes.run_id} was not opened within 0.5 s" in error
+
+
+def test_settings_travel_as_text_and_bad_ones_are_refused():
+    settings = RunSettings(steps=7, explorers=2)
+    assert RunSettings.from_text(settings.to_text()) == settings
+    placed = settings.placed(
+        run_id="one",
+        epoch=3,
+        redis_url="redis://u:secret@host",
+        weights_url="redis://chunks",
+        checkpoint_folder=Path("/somewhere/one"),
+    )
+    assert placed.to_text() == settings.to_text()
+    with pytest.raises(BadSettings, match="of the same version"):
+        RunSettings.from_text('{"steps": 0}')

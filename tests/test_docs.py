@@ -1,0 +1,87 @@
+"""The documentation says what the code does: helps, links and snippets."""
+
+import ast
+import importlib
+import importlib.util
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+WITH_SNIPPETS = [ROOT / "README.md", DOCS / "getting-started.md"]
+
+_CODE = re.compile(r"^(```+).*?^\1\s*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)")
+_PYTHON = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def load_generator():
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generator = load_generator()
+
+
+def anchors(page: Path) -> set[str]:
+    """What the page's headings can be linked to by."""
+    text = re.sub(r"^(```+).*?^\1\s*$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings}
+
+
+def test_every_command_has_a_page_and_no_other_has():
+    pages = {page.stem for page in (DOCS / "commands").glob("*.md")}
+    assert pages == {*generator.commands(), "index"}
+
+
+@pytest.mark.parametrize("command", generator.commands())
+def test_the_help_on_a_page_is_what_the_command_prints(command):
+    page = DOCS / "commands" / f"{command}.md"
+    assert page.read_text() == generator.expected(command), "it lags behind: run make docs"
+
+
+@pytest.mark.parametrize("command", generator.commands())
+def test_a_command_is_in_the_navigation_and_in_both_tables(command):
+    assert f"commands/{command}.md" in (ROOT / "mkdocs.yml").read_text()
+    assert f"]({command}.md)" in (DOCS / "commands" / "index.md").read_text()
+    assert f"`{command}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_points_to_something(page):
+    for link in _LINK.findall(_CODE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} points to nothing"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link} points to no heading"
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=lambda page: page.name)
+def test_every_python_snippet_compiles_and_imports_what_is_there(page):
+    snippets = _PYTHON.findall(page.read_text())
+    assert snippets
+    for snippet in snippets:
+        compile(snippet, page.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(ast.parse(snippet)):
+            if isinstance(node, ast.Import):
+                for one in node.names:
+                    importlib.import_module(one.name)
+            elif isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                for one in node.names:
+                    assert hasattr(module, one.name), f"{node.module} has no {one.name}"
+
+
+@pytest.mark.parametrize("drawing", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
+def test_every_drawing_is_well_formed(drawing):
+    assert ET.parse(drawing).getroot().tag == "{http://www.w3.org/2000/svg}svg"

@@ -1,0 +1,123 @@
+"""What a kind of a step needs to be ready, and what it still lacks (invariant 2)."""
+
+from __future__ import annotations
+
+from trinity_schemas import Kind, Slot
+
+from .state import KindState, SlotState, StepState
+
+
+def is_complete(step: StepState, kind: Kind) -> bool:
+    """Whether a kind of a step is proven complete (invariant 2)."""
+    state = step.kinds.get(kind)
+    if state is None:
+        return False
+    if kind == "weights":
+        version = step.version
+        return (
+            state.committed_at is not None
+            and version is not None
+            and bool(version.ranks)
+            and all(rank in version.parts for rank in version.ranks)
+        )
+    if kind == "state_dict":
+        # A checkpoint makes it ready too, but not before itself: they may share a folder.
+        return _all_saved(state) and (
+            state.committed_at is not None
+            or (
+                "checkpoint" in step.kinds
+                and step.kinds["checkpoint"].with_state_dict
+                and is_complete(step, "checkpoint")
+            )
+        )
+    if state.committed_at is None or not _all_saved(state):
+        return False
+    return not state.with_state_dict or _all_saved(step.kinds["state_dict"])
+
+
+def _all_saved(kind: KindState) -> bool:
+    """Every expected slot has a finished attempt; an explicit zero needs none."""
+    if not kind.registrations:
+        return False
+    named: set[str] = set()
+    unnamed = 0
+    for registration in kind.registrations.values():
+        if registration.slots:
+            named.update(slot_key(slot) for slot in registration.slots)
+        else:
+            unnamed += registration.expected
+    finished = {key for key, slot in kind.slots.items() if slot.proof is not None}
+    return named <= finished and len(finished - named) >= unnamed
+
+
+def slot_key(slot: Slot) -> str:
+    """A slot's name within its kind of its step."""
+    return f"{slot.role}.{slot.rank}.{slot.name}"
+
+
+def _wanting(kind: KindState) -> tuple[int, int, list[Slot]]:
+    """Of the expected slots: how many lack a finished attempt, how many there are, who is silent.
+
+    Silent are those that a registration names and nobody has spoken of.
+    """
+    named: dict[str, Slot] = {}
+    unnamed = 0
+    for registration in kind.registrations.values():
+        if registration.slots:
+            named.update((slot_key(slot), slot) for slot in registration.slots)
+        else:
+            unnamed += registration.expected
+    finished = {key for key, slot in kind.slots.items() if slot.proof is not None}
+    others = len(finished - named.keys())
+    lacking = len(named.keys() - finished) + max(0, unnamed - others)
+    silent = [slot for key, slot in named.items() if key not in kind.slots]
+    return lacking, len(named) + unnamed, silent
+
+
+def missing(step: StepState, kind: Kind, now: int) -> list[str]:
+    """What the kind waits for, in words; ages are counted to ``now``, in milliseconds."""
+    state = step.kinds[kind]
+    found = [] if state.committed_at is not None else ["the trainer's commit"]
+    if kind == "weights":
+        return found + _missing_parts(step)
+    found += _missing_saves(state, now)
+    if kind == "checkpoint" and state.with_state_dict:
+        lacking, expected, _ = _wanting(step.kinds["state_dict"])
+        if lacking:
+            found.append(f"{lacking} of {expected} saves of its state dict")
+    return found
+
+
+def _missing_parts(step: StepState) -> list[str]:
+    version = step.version
+    if version is None or not version.ranks:
+        return ["its version to be opened"]
+    lacking = [str(rank) for rank in version.ranks if rank not in version.parts]
+    return [f"the part of rank {', '.join(lacking)}"] if lacking else []
+
+
+def _missing_saves(state: KindState, now: int) -> list[str]:
+    if not state.registrations:
+        return ["a registration of how many saves to expect"]
+    lacking, expected, silent = _wanting(state)
+    if not lacking:
+        return []
+    seen = [
+        f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} ({_standing(slot, now)})"
+        for slot in state.slots.values()
+        if slot.proof is None
+    ]
+    unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
+    return [f"{lacking} of {expected} saves: {'; '.join(seen + unseen) or 'no save is under way'}"]
+
+
+def _standing(slot: SlotState, now: int) -> str:
+    """How far the slot's attempts have come, in words."""
+    if slot.running:
+        save_id, since = min(slot.running.items(), key=lambda one: one[1])
+        written = slot.progress.get(save_id)
+        so_far = "" if written is None else f", {written:,} bytes so far"
+        return f"started {(now - since) / 1000:.1f} s ago{so_far}"
+    if slot.waiting:
+        return f"waiting for its turn for {(now - min(slot.waiting.values())) / 1000:.1f} s"
+    return "failed" if slot.failed else "not started"

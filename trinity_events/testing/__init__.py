@@ -1,0 +1,25 @@
+"""The in-memory twin of the pipeline, for unit tests of what works with it: no server, no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..log.memory_log import MemoryEventLog, SyncMemoryEventLog
+    from .pipeline import Pipeline
+
+__all__ = ["MemoryEventLog", "Pipeline", "SyncMemoryEventLog"]
+
+_HOMES = {
+    "MemoryEventLog": "..log.memory_log",
+    "Pipeline": ".pipeline",
+    "SyncMemoryEventLog": "..log.memory_log",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: pytest loads the plugin beside this in every session, also in those without us.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

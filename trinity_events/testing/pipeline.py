@@ -1,0 +1,277 @@
+"""Log, reducer and subscriptions of one run in one process, for unit tests."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import anyio
+from msgspec import Struct
+
+from trinity_schemas import (
+    Envelope,
+    Event,
+    Kind,
+    Registration,
+    RunOpened,
+    RunResumed,
+    StepCommitted,
+    VersionOpened,
+    VersionPartPublished,
+    decode_envelope,
+)
+
+from ..coordinator import CheckpointCoordinator
+from ..core import FilePlan, Monitor, MonitorState, decode_state, encode_state, plan_files
+from ..errors import DeadlineExceeded
+from ..history import fold
+from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer
+from ..log.memory_log import MemoryEventLog, SyncMemoryEventLog
+from ..log.publisher import opening
+from ..reducer import CheckpointFiles, Reducer
+from ..subscriptions import CLAIM_AFTER, Subscription, subscription_on
+
+E = TypeVar("E", bound=Struct)
+
+DEADLINE = 10.0
+"""Seconds after which a wait gives up, and its test fails with what was missing."""
+_LEASE = 365 * 86400.0
+_DIGEST = "sha256:" + "0" * 64
+
+
+class Pipeline:
+    """A run of which everything is in memory: ``async with Pipeline("run") as run:``.
+
+    The log is a twin of the one on a server, with which it passes the same contract tests; the
+    reducer, the fold, the subscriptions, the coordinator and the checkpoint files are the real
+    ones. Entering opens the run's next epoch and starts the reducer, leaving stops it; the log
+    can be read afterwards.
+
+    Args:
+        run_id: The run.
+        checkpoint_folder: The run's checkpoint directory, whose files follow the state.
+        log: The log; another pipeline's, to go on with its run.
+    """
+
+    def __init__(
+        self,
+        run_id: str = "test",
+        *,
+        checkpoint_folder: Path | None = None,
+        log: MemoryEventLog | None = None,
+    ) -> None:
+        self.log = MemoryEventLog(run_id) if log is None else log
+        self.checkpoint_folder = checkpoint_folder
+        self._epoch = 0
+        self._monitor = Monitor(MonitorState(run_id=self.run_id))
+        self._files = _Files(checkpoint_folder) if checkpoint_folder is not None else None
+        self._reducer: asyncio.Task[None] | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._token = 0
+        self._idle_at: str | None = None
+        self._turned = asyncio.Event()
+        self._trainer: AsyncPublisher | None = None
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self.log.run_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was opened last; what publishers made from now on are given."""
+        if not self._epoch:
+            raise RuntimeError(
+                "the pipeline is not running: enter it with: async with pipeline as run"
+            )
+        return self._epoch
+
+    async def __aenter__(self) -> Pipeline:
+        if self._reducer is not None:
+            raise RuntimeError(f"the pipeline of run {self.run_id} is already running")
+        self._token, _ = await self.log.lead(_LEASE)
+        if not self._token:
+            raise RuntimeError(f"another pipeline runs on the log of {self.run_id}: leave it first")
+        await self._open(RunOpened())
+        self._scope, self._idle_at = anyio.CancelScope(), None
+        # Neither a task group, since fixtures are torn down in another task, nor task.cancel(),
+        # which would not wait for a thread that is writing files.
+        self._reducer = asyncio.create_task(self._reduce(self._scope))
+        self._reducer.add_done_callback(lambda _: self._turned.set())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._reducer is not None
+        assert self._scope is not None
+        self._scope.cancel()
+        [outcome] = await asyncio.gather(self._reducer, return_exceptions=True)
+        self._reducer = None
+        await self.log.renew(self._token, 0)
+        if exc is None and isinstance(outcome, Exception):
+            raise outcome
+
+    def publisher(self, role: str, rank: int = 0) -> AsyncPublisher:
+        """A publisher in the present epoch; each is a process of its own to the run."""
+        return AsyncPublisher(self.log, self.epoch, new_producer(role, rank))
+
+    def coordinator(self, role: str = "actor", rank: int = 0) -> CheckpointCoordinator:
+        """A worker's coordinator in the present epoch; its saves really run in threads.
+
+        End with its ``wait_all()``: leaving the pipeline does not wait for saves.
+        """
+        log = SyncMemoryEventLog(self.log)
+        publisher = Publisher(log, self.epoch, new_producer(role, rank))
+        return CheckpointCoordinator(publisher, self.checkpoint_folder)
+
+    def subscribe(
+        self,
+        *types: type[E],
+        start: str = "current",
+        group: str | None = None,
+        deadline: float | None = DEADLINE,
+        claim_after: float = CLAIM_AFTER,
+    ) -> Subscription[E]:
+        """As :func:`trinity_events.subscribe` for this run, but with a deadline."""
+        return subscription_on(
+            lambda: nullcontext(self.log),
+            self.run_id,
+            *types,
+            start=start,
+            group=group,
+            deadline=deadline,
+            claim_after=claim_after,
+        )
+
+    @property
+    def state(self) -> MonitorState:
+        """The run's state after the newest event: a copy, which stays as it is."""
+        return decode_state(encode_state(self._folded()))
+
+    @property
+    def events(self) -> list[Event]:
+        """What was published, oldest first."""
+        return self._said(Stream.EVENTS)
+
+    @property
+    def announcements(self) -> list[Event]:
+        """What the reducer announced, oldest first; see :meth:`settled`."""
+        return self._said(Stream.ANNOUNCEMENTS)
+
+    async def settled(self, deadline: float = DEADLINE) -> None:
+        """Wait until all that was published is folded and announced, and the files follow.
+
+        Raises DeadlineExceeded, and what the reducer failed with.
+        """
+        with anyio.move_on_after(deadline):
+            while not self._is_settled():
+                self._turned.clear()
+                await self._turned.wait()
+            return
+        raise DeadlineExceeded(
+            f"the reducer of run {self.run_id} did not come to rest within {deadline:g} s: "
+            f"it was last idle at {self._idle_at}, and the log ends at {self.log.last_id_now()}"
+        )
+
+    async def resume(self, step: int) -> int:
+        """Open the next epoch from a step, as a trainer that was started again; returns it."""
+        await self._open(RunResumed(step=step))
+        return self.epoch
+
+    async def make_ready(self, step: int, kind: Kind = "weights") -> None:
+        """Publish what a trainer does to make a step ready, with no bytes behind it; settles."""
+        if self._trainer is None or self._trainer.epoch != self.epoch:
+            self._trainer = self.publisher("trainer")
+        registrations: tuple[Registration, ...] = ()
+        if kind == "weights":
+            await self._trainer.publish(VersionOpened(step=step, ranks=(0,), transport="memory"))
+            await self._trainer.publish(
+                VersionPartPublished(
+                    step=step, rank=0, manifest_digest=_DIGEST, bytes=0, tensors=0, chunks=0
+                )
+            )
+        else:
+            none = Registration(registration_id=f"none-{kind}-{step}", kind=kind, expected=0)
+            registrations = (none,)
+        await self._trainer.publish(
+            StepCommitted(step=step, kind=kind, registrations=registrations)
+        )
+        await self.settled()
+
+    async def _open(self, event: Event) -> None:
+        self._epoch = await self.log.open_epoch(opening(self.run_id, event))
+
+    async def _reduce(self, scope: anyio.CancelScope) -> None:
+        with scope:
+            # It has the port's methods by delegation, which the type checker does not see.
+            log = cast(EventLog, _Watched(self.log, self._idle))
+            await Reducer(log, self._files, self._token).run()
+            raise RuntimeError(f"the reducer of run {self.run_id} lost its lead")
+
+    def _idle(self, position: str) -> None:
+        self._idle_at = position
+        self._turned.set()
+
+    def _is_settled(self) -> bool:
+        if self._reducer is None:
+            raise RuntimeError(f"the pipeline of run {self.run_id} is not running")
+        if self._reducer.done():
+            self._reducer.result()
+        if self._idle_at != self.log.last_id_now():
+            return False
+        return self._files is None or self._files.done == plan_files(self._folded())
+
+    def _folded(self) -> MonitorState:
+        while found := self.log.read_now(self._monitor.state.position):
+            fold(self._monitor, found)
+        return self._monitor.state
+
+    def _said(self, stream: Stream) -> list[Event]:
+        found = self.log.read_now(stream=stream, limit=2**62)
+        return [one.event for entry in found if (one := _decoded(entry)) is not None]
+
+
+class _Watched:
+    """The log as the reducer has it; tells when the reducer waits for more.
+
+    It waits only when it has folded and committed all there was, and the files were reconciled.
+    """
+
+    def __init__(self, log: MemoryEventLog, idle: Any) -> None:
+        self._log = log
+        self._idle = idle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    async def wait(
+        self, after: dict[Stream, str], *, seconds: float, limit: int
+    ) -> list[tuple[Stream, Entry]]:
+        self._idle(after[Stream.EVENTS])
+        return await self._log.wait(after, seconds=seconds, limit=limit)
+
+
+class _Files(CheckpointFiles):
+    """The run's directory, and the plan that it last followed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder.parent, folder.name)
+        self.done: FilePlan | None = None
+
+    def reconcile(self, plan: FilePlan) -> None:
+        super().reconcile(plan)
+        self.done = plan
+
+
+def _decoded(entry: Entry) -> Envelope | None:
+    try:
+        return decode_envelope(entry.payload)
+    except ValueError:
+        return None  # a dead letter

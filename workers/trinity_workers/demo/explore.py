@@ -1,0 +1,143 @@
+"""One explorer as a process of its own: it needs the run's servers and folder, and no Ray."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import anyio
+from msgspec import Struct
+
+from trinity_events.archive import Archive
+from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.log import RedisEventLog
+from trinity_events.server import connect, serving, serving_weights
+from trinity_events.subscriptions import subscribe
+from trinity_schemas import RunClosed, StepReady
+
+from ..config import RunConfig, RunSettings
+from ..explorer import ExplorationResult, Explorer
+from ..explorer.versions import RunEnded
+from .lifecycle import interruptible
+from .openings import Opening, Openings
+from .ranks import claimed_rank
+
+logger = logging.getLogger(__name__)
+
+
+class ExplorerOptions(Struct, frozen=True, kw_only=True):
+    """What the command line was told."""
+
+    run_id: str
+    rank: int | None
+    redis_url: str | None
+    weights_redis_url: str | None
+    checkpoint_root: Path
+    wait: float
+
+
+class RunFailed(TrinityError):
+    """The trainer gave the run up."""
+
+
+class NoSettings(TrinityError):
+    """The run was opened by something that does not say what it is."""
+
+
+async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
+    """Explore the run's newest epoch to its end, from the start when a newer one is opened.
+
+    Returns:
+        What it came to, or None when the trainer ended the run before.
+
+    Raises:
+        Interrupted: on SIGINT or SIGTERM.
+        TrinityError: when the run is not opened in time, or fails.
+    """
+    async with interruptible(options.run_id), AsyncExitStack() as exits:
+        redis_url = exits.enter_context(serving(options.redis_url))
+        weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
+        client = await exits.enter_async_context(connect(redis_url))
+        log = RedisEventLog(client, options.run_id)
+        folder = options.checkpoint_root / options.run_id
+        openings = Openings(log, Archive(folder, options.run_id))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(openings.follow)
+            outcome: ExplorationResult | RunClosed | None = None
+            while outcome is None:
+                opening = await openings.opened(options.wait)
+                if isinstance(opening, RunClosed):
+                    outcome = opening
+                    continue
+                config = _settings(opening, options.run_id).placed(
+                    run_id=options.run_id,
+                    epoch=opening.epoch,
+                    redis_url=redis_url,
+                    weights_url=weights_url,
+                    checkpoint_folder=folder,
+                )
+                async with claimed_rank(client, config, options.rank) as rank:
+                    outcome = await _epoch(config, rank, openings, opening)
+                if outcome is None:
+                    logger.warning("run %s was opened anew: starting over", options.run_id)
+            tasks.cancel_scope.cancel()
+        if isinstance(outcome, RunClosed):
+            if outcome.reason == "failed":
+                raise RunFailed(f"run {options.run_id} failed: {outcome.error}")
+            return None
+        return outcome
+    raise AssertionError("unreachable")
+
+
+async def _epoch(
+    config: RunConfig, rank: int, openings: Openings, opening: Opening
+) -> ExplorationResult | RunClosed | None:
+    """Explore one epoch; None when another has taken its place."""
+    outcome: ExplorationResult | RunClosed | None = None
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            nonlocal outcome
+            outcome = await openings.ended(opening)
+            if outcome is None or outcome.reason != "finished":
+                tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        try:
+            result = await _explore(config, rank)
+        except RunEnded:
+            outcome = await openings.ended(opening)
+        else:
+            outcome = result
+        tasks.cancel_scope.cancel()
+    return outcome
+
+
+async def _explore(config: RunConfig, rank: int) -> ExplorationResult:
+    # The first version is ready: so the model's folder is whole, and its settings are final.
+    weights = subscribe(
+        config.run_id, StepReady, redis_url=config.redis_url, deadline=config.sync_timeout
+    )
+    try:
+        async with weights:
+            async for delivered in weights:
+                if delivered.event.kind == "weights" and delivered.event.epoch == config.epoch:
+                    break
+    except DeadlineExceeded:
+        raise DeadlineExceeded(
+            f"no weights of run {config.run_id} were ready within {config.sync_timeout:g} s: "
+            f"see trinity-events status {config.run_id}"
+        ) from None
+    explorer = Explorer(config, rank)
+    await explorer.prepare()
+    return await explorer.explore()
+
+
+def _settings(opening: Opening, run_id: str) -> RunSettings:
+    if opening.config is None:
+        raise NoSettings(
+            f"epoch {opening.epoch} of run {run_id} was opened without its settings: "
+            "open it with trinity-events trainer"
+        )
+    return RunSettings.from_text(opening.config)

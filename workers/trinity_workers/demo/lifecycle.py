@@ -1,0 +1,110 @@
+"""How the processes of a run begin and end: signals, the end of the log, errors to be read."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+import redis.asyncio
+
+from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
+from trinity_schemas import RunClosed
+
+from ..config import RunConfig
+
+_REDUCER_DEADLINE = 30.0
+_SHORT_DEADLINE = 3.0
+"""Seconds for it when the run did not come to its end: who asks us to end kills after ten."""
+
+
+class Interrupted(TrinityError):
+    """Somebody asked the process to end."""
+
+    def __init__(self, message: str, received: int) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + received
+
+
+@asynccontextmanager
+async def interruptible(run_id: str) -> AsyncIterator[None]:
+    """Turn SIGINT and SIGTERM into an orderly end of the block.
+
+    Raises:
+        Interrupted: after the block has ended, when that is why.
+    """
+    received: int | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+
+            async def listen() -> None:
+                nonlocal received
+                with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                    async for number in signals:
+                        received = received or number
+                        tasks.cancel_scope.cancel()
+
+            tasks.start_soon(listen)
+            yield
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        # Task groups nest; what happened is what one reads for.
+        raise first_error(group) from None
+    if received is not None:
+        raise Interrupted(
+            f"run {run_id} was interrupted; look at what it did with: "
+            f"trinity-events replay {run_id}",
+            received,
+        )
+
+
+@asynccontextmanager
+async def closing(client: redis.asyncio.Redis, config: RunConfig) -> AsyncIterator[None]:
+    """Close the run however the block ends, and let the reducer come to its end."""
+    try:
+        yield
+    except BaseException as error:
+        closed = RunClosed(reason="failed", error=_sentence(error))
+        if isinstance(error, anyio.get_cancelled_exc_class()):
+            closed = RunClosed(reason="interrupted")
+        # What happened is worth more than that the log could not be told of it.
+        with suppress(TrinityError, redis.RedisError, OSError):
+            await _close(client, config, closed, _SHORT_DEADLINE)
+        raise
+    finished = RunClosed(reason="finished", step=config.steps)
+    await _close(client, config, finished, _REDUCER_DEADLINE)
+
+
+async def _close(
+    client: redis.asyncio.Redis, config: RunConfig, closed: RunClosed, deadline: float
+) -> None:
+    log = RedisEventLog(client, config.run_id)
+    with anyio.move_on_after(deadline, shield=True):
+        publisher = AsyncPublisher(log, config.epoch, new_producer("launcher"))
+        last = position(await publisher.publish(closed))
+        while position((await log.load())[1]) < last:  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+        return
+    raise DeadlineExceeded(
+        f"the end of run {config.run_id} was not folded within {deadline:g} s: "
+        "is its reducer running?"
+    )
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error of a group of groups, preferring those that are meant for people."""
+    leaves = [error]
+    while any(isinstance(leaf, BaseExceptionGroup) for leaf in leaves):
+        leaves = [
+            one
+            for leaf in leaves
+            for one in (leaf.exceptions if isinstance(leaf, BaseExceptionGroup) else (leaf,))
+        ]
+    return next((leaf for leaf in leaves if isinstance(leaf, TrinityError)), leaves[0])
+
+
+def _sentence(error: BaseException) -> str:
+    first = first_error(error)
+    return f"{type(first).__name__}: {first}"[:2000]
