@@ -43,4 +43,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

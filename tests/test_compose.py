@@ -219,6 +219,23 @@ def test_sigterm_stops_the_trainer_and_the_log_says_so(processes):
     assert ended(reducer)[0] == 0
 
 
+def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
+    reducer = processes.start("reducer")
+    trainer = processes.start("trainer")
+    with connect_sync(processes.redis_url) as client:
+        give_up = time.monotonic() + 60
+        while not client.exists(RunKeys.of(processes.run_id).events):
+            assert time.monotonic() < give_up, "waited in vain"
+            time.sleep(0.01)
+    time.sleep(0.3)  # Ray is starting, and would have a word with the signal too
+    trainer.terminate()
+    status, _, error = ended(trainer)
+    assert status == 143, error
+    assert processes.closed() == ["interrupted"]
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+
+
 def test_sigterm_stops_an_explorer_that_waits(processes):
     explorer = processes.start("explorer", "--rank", "0")
     with connect_sync(processes.redis_url) as client:

@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from trinity_schemas import ContractError, decode_envelope
 
-from ..core.standing import subject
+from ..core import MonitorState
+from ..core.standing import stands, subject
 from ..errors import TrinityError
 from ..history import read_all
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
@@ -119,16 +120,16 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
     async with server.pipeline(transaction=True) as pipe:
         for entry, reason in recording.dead:
             pipe.xadd(keys.dead, {"id": entry.id, "reason": reason, "e": entry.payload})
-        epoch = 0
+        state = MonitorState(run_id=run_id, epoch=_last_epoch(recording))
         for entry in recording.announcements:
             try:
                 envelope = decode_envelope(entry.payload)
             except ContractError:
                 continue
-            epoch = max(epoch, envelope.epoch)
-            value = entry.id.encode() + b" " + entry.payload
-            pipe.hset(keys.current, subject(envelope), value)
-        pipe.set(keys.epoch, max(epoch, _last_epoch(recording)))
+            if stands(envelope, state):
+                value = entry.id.encode() + b" " + entry.payload
+                pipe.hset(keys.current, subject(envelope), value)
+        pipe.set(keys.epoch, state.epoch)
         pipe.set(keys.position, recording.header.position)
         await pipe.execute()
     await add_run(client, run_id)

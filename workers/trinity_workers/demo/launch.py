@@ -12,9 +12,11 @@ from typing import Any
 import anyio
 from msgspec import Struct
 
+from trinity_events.archive import Archive
+from trinity_events.archive.export import whole_stream
 from trinity_events.core import RunSummary, Summarizer
 from trinity_events.errors import TrinityError
-from trinity_events.history import current_state, read_all
+from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
 from trinity_events.server import connect, serving, serving_weights
 from trinity_events.server.connect import redacted
@@ -92,7 +94,7 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
         async with closing(client, config):
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")
             here = config.explorers if alone else 0
-            ray = exits.enter_context(local_ray(config.trainers + here + 1))
+            ray = await exits.enter_async_context(local_ray(config.trainers + here + 1))
             async with _shown(view, log):
                 warm_up_steps, training, exploration = await _work(ray, config, here)
                 if not alone:
@@ -100,7 +102,7 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
         return summarize(
             training=training,
             exploration=exploration,
-            log=await _summarize_log(log),
+            log=await _summarize_log(log, config),
             seconds=time.monotonic() - began,
             warm_up_steps=warm_up_steps,
             reducer_restarts=reducer.restarts if reducer else 0,
@@ -176,12 +178,18 @@ async def _shown(view: ProgressView, log: RedisEventLog) -> AsyncIterator[None]:
         tasks.cancel_scope.cancel()
 
 
-async def _summarize_log(log: RedisEventLog) -> RunSummary:
+async def _summarize_log(log: RedisEventLog, config: RunConfig) -> RunSummary:
+    """What the log says of the epoch, as far as a long one is trimmed from its archive."""
     summarizer = Summarizer(log.run_id)
+    archive = Archive(config.checkpoint_folder, config.run_id)
     for stream in Stream:
-        async for entry in read_all(log, stream):
+        begun = False
+        async for entry in whole_stream(log, stream, archive):
             with suppress(ContractError):  # a dead letter, which the reducer has reported
-                summarizer.add(decode_envelope(entry.payload), len(entry.payload))
+                envelope = decode_envelope(entry.payload)
+                begun = begun or envelope.epoch >= config.epoch
+                if begun:
+                    summarizer.add(envelope, len(entry.payload))
     return summarizer.summary()
 
 

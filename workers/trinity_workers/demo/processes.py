@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 from anyio.abc import Process
 
 from trinity_events.errors import TrinityError
@@ -89,25 +89,27 @@ async def _stop(process: Process) -> None:
     await process.aclose()
 
 
-@contextmanager
-def local_ray(actors: int) -> Iterator[Any]:
+@asynccontextmanager
+async def local_ray(actors: int) -> AsyncIterator[Any]:
     """A Ray of our own on this machine, with room for so many actors; ended with the block."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # We hand out GPUs ourselves where there are any; Ray must not hide them from CPU actors.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    # Ray puts a handler of its own in place of ours, which would end us in the middle of things.
-    before = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address="local",
-        num_cpus=max(actors, os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    signal.signal(signal.SIGTERM, before)
+    def start() -> None:
+        ray.init(
+            address="local",
+            num_cpus=max(actors, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
     try:
+        # Not on the main thread: there Ray would put a handler of its own in place of ours for
+        # SIGTERM, one that ends the process wherever it is.
+        await anyio.to_thread.run_sync(start)
         yield ray
     finally:
         ray.shutdown()
