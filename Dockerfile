@@ -10,8 +10,8 @@ RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /tmp/dependencies
 COPY constraints.txt ./
-# The package index for torch, as in the Makefile: empty is pip's own; for the small build without
-# CUDA: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The package index for torch, as in the Makefile: empty is pip's own; another for the small build
+# without CUDA.
 ARG TORCH_INDEX=
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
 COPY pyproject.toml ./

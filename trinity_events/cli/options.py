@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import redis.asyncio
 import typer
+from rich.console import Console
 
 from trinity_schemas import check_run_id
 
@@ -41,6 +43,7 @@ CheckpointRoot = Annotated[
         show_default=False,
     ),
 ]
+PIPE_WIDTH = 160
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every announcement.")]
 
 
@@ -78,6 +81,11 @@ async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisE
     """The log of a run that must be there."""
     async with client_of(redis_url) as client:
         yield RedisEventLog(client, await require_run(client, run))
+
+
+def console() -> Console:
+    """Standard output; wide where it is no terminal, so that a pipe or a file loses nothing."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def print_json(value: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import anyio
 import typer
-from rich.console import Console
 
 from ..archive import read_recording
 from ..archive.export import whole_stream
@@ -15,7 +14,7 @@ from ..archive.segments import Archive
 from ..history import Folded, Replay
 from ..log import Entry, Stream
 from ..views import event_line, status_panel
-from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, log_of, print_json
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 from .verify import RunOrFile, recorded_file
 
 
@@ -57,7 +56,7 @@ def replay(
     if as_json:
         print_json(replaying.state)
     else:
-        Console().print(status_panel(replaying.state))
+        console().print(status_panel(replaying.state))
 
 
 async def _replay_run(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import anyio
-from rich.console import Console
 
 from ..core import MonitorState
 from ..history import current_state
 from ..log import RedisEventLog, list_runs
 from ..views import runs_table
-from .options import Json, RedisUrl, client_of, print_json
+from .options import Json, RedisUrl, client_of, console, print_json
 
 
 def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
@@ -21,7 +20,7 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
     if as_json:
         print_json([_row(state) for state in states])
     elif states:
-        Console().print(runs_table(states))
+        console().print(runs_table(states))
     else:
         print("No runs yet. Start one with: trinity-events demo")
 

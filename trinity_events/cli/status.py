@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import anyio
-from rich.console import Console
 
 from ..core import MonitorState
 from ..history import current_state
 from ..views import status_panel
-from .options import Json, OptionalRun, RedisUrl, log_of, print_json
+from .options import Json, OptionalRun, RedisUrl, console, log_of, print_json
 
 
 def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = False) -> None:
@@ -20,7 +19,7 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     if as_json:
         print_json(state)
     else:
-        Console().print(status_panel(state))
+        console().print(status_panel(state))
 
 
 async def _state(redis_url: str | None, run: str | None) -> MonitorState:

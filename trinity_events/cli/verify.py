@@ -8,12 +8,11 @@ from typing import Annotated
 
 import anyio
 import typer
-from rich.console import Console
 
 from ..archive import Report, read_recording, record_run
 from ..archive import verify as check
 from ..archive.segments import Archive
-from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, log_of, print_json
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 
 RunOrFile = Annotated[
     str, typer.Argument(metavar="RUN|FILE", help="A run, or a file that export wrote.")
@@ -59,11 +58,11 @@ async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
 
 
 def _print(report: Report) -> None:
-    console = Console(highlight=False)
+    out = console()
     for finding in report.findings:
-        console.print(f"{finding.severity:<9} {finding.what}", style=_STYLES[finding.severity])
+        out.print(f"{finding.severity:<9} {finding.what}", style=_STYLES[finding.severity])
     verdict = "sound" if report.sound else "NOT sound"
-    console.print(
+    out.print(
         f"run {report.run_id} is {verdict}: {report.entries} entries and {report.announcements} "
         f"announcements, compared with {', '.join(report.checked)}"
     )

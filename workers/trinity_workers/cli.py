@@ -17,6 +17,7 @@ from trinity_events.cli.options import (
     RedisUrl,
     checked_run,
     checkpoint_root,
+    console,
     log_to_stderr,
     print_json,
 )
@@ -209,11 +210,9 @@ def _summarized(
     if as_json:
         print_json(summary)
     else:
-        from rich.console import Console
-
         from .demo.summary import summary_table
 
-        Console().print(summary_table(summary))
+        console().print(summary_table(summary))
 
 
 def _interruptible(run: Callable[[T], Awaitable[R]], options: T) -> R:
