@@ -59,7 +59,7 @@ from .identity import (
     TrainerStatus,
     check_run_id,
 )
-from .keys import RUN_INDEX, RunKeys, chunk_key, manifest_key
+from .keys import RUN_INDEX, RunKeys, chunk_key, explorer_key, manifest_key
 from .manifest import Chunk, TensorEntry, WeightManifest, version_digest
 
 __all__ = [
@@ -123,6 +123,7 @@ __all__ = [
     "decode_manifest",
     "encode",
     "event_tag",
+    "explorer_key",
     "manifest_key",
     "to_json",
     "version_digest",

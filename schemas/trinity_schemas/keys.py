@@ -27,8 +27,16 @@ class RunKeys(NamedTuple):
     @classmethod
     def of(cls, run_id: str) -> RunKeys:
         """The keys of ``run_id``. Raises ValueError when it is not a slug."""
-        tag = f"trinity:{{{check_run_id(run_id)}}}"
-        return cls(*(f"{tag}:{field}" for field in cls._fields))
+        return cls(*(f"{_tag(run_id)}:{field}" for field in cls._fields))
+
+
+def explorer_key(run_id: str, epoch: int, rank: int) -> str:
+    """By which an explorer of an epoch holds its rank; of the run's hash tag too."""
+    return f"{_tag(run_id)}:explorer:{epoch}:{rank}"
+
+
+def _tag(run_id: str) -> str:
+    return f"trinity:{{{check_run_id(run_id)}}}"
 
 
 def _part(run_id: str, epoch: int, step: int, rank: int) -> str:

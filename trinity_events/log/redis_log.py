@@ -26,11 +26,11 @@ class RedisEventLog:
         self.run_id = run_id
         self.keys = RunKeys.of(run_id)
         self._redis: Any = client
-        self._commit = _script(client, "commit")
-        self._open_epoch = _script(client, "open_epoch")
-        self._lead = _script(client, "lead")
-        self._renew = _script(client, "renew")
-        self._trim = _script(client, "trim")
+        self._commit = lua_script(client, "commit")
+        self._open_epoch = lua_script(client, "open_epoch")
+        self._lead = lua_script(client, "lead")
+        self._renew = lua_script(client, "renew")
+        self._trim = lua_script(client, "trim")
 
     def _key(self, stream: Stream) -> str:
         return self.keys.events if stream is Stream.EVENTS else self.keys.announcements
@@ -199,5 +199,6 @@ def entries(reply: Any) -> list[Entry]:
     return [Entry(entry_id.decode(), (fields or {}).get(FIELD, b"")) for entry_id, fields in reply]
 
 
-def _script(client: redis.asyncio.Redis, name: str) -> AsyncScript:
+def lua_script(client: redis.asyncio.Redis, name: str) -> AsyncScript:
+    """One of the scripts beside this file."""
     return client.register_script(files(__package__).joinpath(f"{name}.lua").read_text())

@@ -27,9 +27,9 @@ from trinity_events.reducer import writable_root
 from .config import RunSettings
 
 if TYPE_CHECKING:
-    from .demo.launch import LaunchOptions
-    from .demo.summary import DemoSummary
     from .explorer import ExplorationResult
+    from .launch.launcher import LaunchOptions
+    from .launch.summary import DemoSummary
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,7 +84,7 @@ def demo(
     run_id = checked_run(run or f"demo-{datetime.now():%Y%m%d-%H%M%S}")
     folder = writable_root(checkpoint_root(root))
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
-    from .demo.launch import LaunchOptions, run_demo
+    from .launch.launcher import LaunchOptions, run_demo
 
     settings = RunSettings(
         steps=steps,
@@ -129,7 +129,7 @@ def trainer(
     run_id = checked_run(run)
     folder = writable_root(checkpoint_root(root))
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
-    from .demo.launch import LaunchOptions, run_trainer
+    from .launch.launcher import LaunchOptions, run_trainer
 
     settings = RunSettings(
         steps=steps,
@@ -171,7 +171,7 @@ def explorer(
     run_id = checked_run(run)
     _require("torch", "transformers", "reasoning_gym", "xxhash")
     log_to_stderr(verbose=False)
-    from .demo.explore import ExplorerOptions, run_explorer
+    from .launch.explore import ExplorerOptions, run_explorer
 
     options = ExplorerOptions(
         run_id=run_id,
@@ -210,13 +210,13 @@ def _summarized(
     if as_json:
         print_json(summary)
     else:
-        from .demo.summary import summary_table
+        from .launch.summary import summary_table
 
         console().print(summary_table(summary))
 
 
 def _interruptible(run: Callable[[T], Awaitable[R]], options: T) -> R:
-    from .demo.lifecycle import Interrupted
+    from .launch.lifecycle import Interrupted
 
     try:
         return anyio.run(run, options)

@@ -11,7 +11,8 @@ import anyio
 import redis.asyncio
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import RunKeys
+from trinity_events.log.redis_log import lua_script
+from trinity_schemas import explorer_key
 
 from ..config import RunConfig
 
@@ -19,13 +20,6 @@ logger = logging.getLogger(__name__)
 
 LEASE = 10.0
 """Seconds after which the rank of an explorer that is silent may be taken."""
-
-# Renews a claim, or gives it up (0 milliseconds), if it is still ours.
-_RENEW = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-if ARGV[2] == '0' then return redis.call('DEL', KEYS[1]) end
-return redis.call('PEXPIRE', KEYS[1], ARGV[2])
-"""
 
 
 class RankLost(TrinityError):
@@ -46,10 +40,10 @@ async def claimed_rank(
     if given is not None:
         yield given
         return
-    renew = client.register_script(_RENEW)
+    renew = lua_script(client, "renew")
     me = secrets.token_hex(8)
     rank = await _claim(client, config, me)
-    key = _key(config, rank)
+    key = explorer_key(config.run_id, config.epoch, rank)
 
     async def keep() -> None:
         while True:
@@ -71,7 +65,8 @@ async def _claim(client: redis.asyncio.Redis, config: RunConfig, me: str) -> int
     waiting = False
     while True:
         for rank in range(config.explorers):
-            if await client.set(_key(config, rank), me, nx=True, px=int(LEASE * 1000)):
+            key = explorer_key(config.run_id, config.epoch, rank)
+            if await client.set(key, me, nx=True, px=int(LEASE * 1000)):
                 return rank
         if not waiting:
             waiting = True
@@ -82,8 +77,3 @@ async def _claim(client: redis.asyncio.Redis, config: RunConfig, me: str) -> int
             )
         # As the reducer's lead: the other's lease says how long to wait at least.
         await anyio.sleep(LEASE / 10)
-
-
-def _key(config: RunConfig, rank: int) -> str:
-    tag = RunKeys.of(config.run_id).events.rpartition(":")[0]
-    return f"{tag}:explorer:{config.epoch}:{rank}"
