@@ -12,6 +12,7 @@ from tests.histories import committed, finished, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events.archive import (
     Archive,
+    ArchiveMissing,
     BadRecording,
     import_recording,
     read_recording,
@@ -19,9 +20,9 @@ from trinity_events.archive import (
     verify,
     write_lines,
 )
-from trinity_events.archive.export import ArchiveMissing, RunExists
+from trinity_events.archive.export import RunExists
 from trinity_events.core import MonitorState
-from trinity_events.history import current_state
+from trinity_events.history import SnapshotUnreadable, current_state
 from trinity_events.log import ORIGIN, Entry, Stream
 from trinity_events.reducer.retention import Retention
 from trinity_events.server import EmbeddedServer, connect
@@ -212,6 +213,26 @@ async def test_what_a_group_has_not_acknowledged_or_read_is_not_trimmed(log, run
     assert (await log.read())[0].id == ids[3], "the last that was delivered"
 
 
+async def test_a_segment_that_is_missing_is_noticed(log, run_id, tmp_path):
+    archive = Archive(tmp_path, run_id)
+    for _ in range(4):
+        await keep(log, archive, 10)
+    segments = sorted((tmp_path / "log").glob("events.*"))
+    for missing in (segments[1], segments[0]):
+        missing.unlink()
+        with pytest.raises(ArchiveMissing, match="a segment was moved or deleted"):
+            await record_run(log, archive)
+
+
+async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log, run_id, tmp_path):
+    archive = Archive(tmp_path, run_id)
+    for _ in range(4):
+        await keep(log, archive, 10)
+    await log._redis.set(log.keys.snapshot, b"\x01")
+    with pytest.raises(SnapshotUnreadable, match="its log is trimmed"):
+        await current_state(log)
+
+
 async def test_a_full_disk_keeps_the_log_on_the_server(log, run_id, caplog):
     archive = Archive(Path("/proc/nowhere"), run_id)
     await keep(log, archive, 10)
@@ -224,7 +245,7 @@ async def test_two_leaders_in_a_row_may_write_overlapping_segments(log, run_id, 
     ids = [await log.append(b"%d" % number) for number in range(10)]
     entries = await log.read()
     archive.add(Stream.EVENTS, entries[:6])
-    archive.add(Stream.EVENTS, entries[3:])
+    archive.add(Stream.EVENTS, entries[3:], entries[2].id)
     assert [entry.id for entry in archive.read(Stream.EVENTS)] == ids
     assert archive.through(Stream.EVENTS) == ids[-1]
 

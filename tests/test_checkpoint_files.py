@@ -64,8 +64,44 @@ def test_a_checkpoint_takes_the_place_of_the_state_dict_of_its_step(files):
     history.add(finished(7, kind="checkpoint", path=".staging/b/actor/optim.pt"))
     write(files.folder, ".staging/b/actor/optim.pt")
     files.reconcile(plan_files(history.fold()[0].state))
-    assert [p.name for p in (files.folder / "global_step_7/actor").iterdir()] == ["optim.pt"]
+    actor = files.folder / "global_step_7/actor"
+    assert sorted(path.name for path in actor.iterdir()) == ["model.pt", "optim.pt"]
+    assert (actor / "model.pt").read_text() == ".staging/a/actor/model.pt"
     assert list((files.folder / ".staging").iterdir()) == []
+
+
+def test_what_a_late_writer_leaves_replaces_nothing(files):
+    history = History()
+    checkpoint(history, 7, "a")
+    write(files.folder, ".staging/a/actor/optim.pt")
+    plan = plan_files(history.fold()[0].state)
+    files.reconcile(plan)
+    write(files.folder, ".staging/a/actor/late.pt")
+    files.reconcile(plan)
+    actor = files.folder / "global_step_7/actor"
+    assert [path.name for path in actor.iterdir()] == ["optim.pt"]
+
+
+@pytest.mark.parametrize("opening", [RunOpened(), RunResumed(step=7), RunResumed(step=6)])
+def test_a_checkpoint_that_was_ready_when_an_epoch_opened_still_gets_its_name(files, opening):
+    history = History()
+    for step in (6, 7):
+        checkpoint(history, step, f"attempt-{step}")
+        write(files.folder, f".staging/attempt-{step}/actor/optim.pt")
+    history.add(opening, by="second", epoch=2)
+    files.reconcile(plan_files(history.fold()[0].state))
+    for step in (6, 7):
+        assert (files.folder / f"global_step_{step}/actor/optim.pt").is_file()
+    latest = (files.folder / "latest_checkpointed_iteration.txt").read_text()
+    assert latest == str(getattr(opening, "step", 7))
+
+
+def test_a_resume_never_points_to_what_is_not_there(files):
+    history = History()
+    checkpoint(history, 7, "a")
+    history.add(RunResumed(step=5), by="second", epoch=2)
+    files.reconcile(plan_files(history.fold()[0].state))
+    assert not (files.folder / "latest_checkpointed_iteration.txt").exists()
 
 
 def test_a_superseded_checkpoint_is_kept_but_not_pointed_to(files):
@@ -83,6 +119,7 @@ def test_a_resume_writes_the_step_it_resumes_from(files):
     history = History()
     checkpoint(history, 105, "a")
     history.add(RunResumed(step=100), by="second", epoch=2)
+    write(files.folder, "global_step_100/actor/model.pt")
     files.reconcile(plan_files(history.fold()[0].state))
     assert (files.folder / "latest_checkpointed_iteration.txt").read_text() == "100"
 

@@ -100,6 +100,8 @@ async def test_replay_stops_at_a_step_or_at_an_entry(cli, finished_run, log):
 MISTAKES = {
     "an unreachable server": (("runs", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
     "no URL": (("runs", "--redis-url", "ftp://x"), "is not the URL of a Redis server"),
+    "no port": (("runs", "--redis-url", "redis://localhost:notaport"), "is not the URL"),
+    "no bracket": (("runs", "--redis-url", "redis://[::1"), "is not the URL"),
     "no such run": (("status", "nope"), "there is no run 'nope'"),
     "no such run to replay": (("replay", "nope"), "there is no run 'nope'"),
     "no run id": (("reducer", "--run", "a/b"), "is not a slug"),
@@ -125,8 +127,20 @@ def test_a_mistake_is_one_sentence_and_a_nonzero_exit(cli, redis_url, args, said
     assert said in line
 
 
+async def test_a_file_that_cannot_be_written_is_one_sentence(cli, finished_run, tmp_path):
+    for output in ("/proc/x/y.jsonl", str(tmp_path)):
+        shown = cli("export", finished_run, "--output", output)
+        assert shown.returncode == 1
+        assert "name another with --output" in shown.stderr
+        assert len(shown.stderr.splitlines()) == 1
+
+
 async def test_a_place_that_the_log_does_not_have_is_one_sentence(cli, finished_run):
-    for until, said in (("99", "step 99 was not reached"), ("x-y", "--until takes a step")):
+    for until, said in (
+        ("99", "step 99 was not reached"),
+        ("x-y", "--until takes a step"),
+        ("²", "--until takes a step"),
+    ):
         shown = cli("replay", finished_run, "--until", until, "--no-timeline")
         assert shown.returncode == 1
         assert said in shown.stderr

@@ -148,6 +148,17 @@ async def test_registering_commits_with_the_registrations_again(coordinator, pub
     }
 
 
+async def test_registering_again_expects_no_more(coordinator, publisher):
+    for _ in range(2):
+        await coordinator.register_and_monitor(7, checkpoint_thread_count=2)
+    ids = {one.registration_id for event in said(publisher) for one in registrations(event)}
+    assert ids == {"actor-3-checkpoint"}
+
+
+def registrations(event):
+    return getattr(event, "registrations", None) or [event.registration]
+
+
 async def test_registering_nothing_says_so_explicitly(coordinator, publisher):
     await coordinator.register_and_monitor(7, is_state_dict=True)
     [registration] = said(publisher)[-1].registrations

@@ -112,6 +112,24 @@ def test_registrations_add_up_by_distinct_id():
     assert ready(history.fold()[1]) == [("state_dict", 1)]
 
 
+def test_a_step_that_is_saved_again_after_a_failure_becomes_ready():
+    history = History()
+    for attempt in ("first", "second"):
+        history.add(registered(1))
+        history.add(committed(1, "state_dict", registration()))
+        history.add(failed(1, attempt) if attempt == "first" else finished(1, attempt))
+    assert ready(history.fold()[1]) == [("state_dict", 1)]
+
+
+def test_a_rank_that_is_named_twice_publishes_one_part():
+    history = History()
+    history.add(opened(1, *[0] * 1000))
+    history.add(part(1))
+    history.add(committed(1, "weights"))
+    [announced] = of(history.fold()[1], StepReady)
+    assert len(announced.parts) == 1
+
+
 def test_the_commit_alone_establishes_the_registration():
     history = History()
     history.add(finished(1))

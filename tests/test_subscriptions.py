@@ -173,6 +173,21 @@ async def test_a_run_need_not_be_open_yet(redis_url, run_id):
             await anext(aiter(events))
 
 
+async def test_other_events_do_not_put_a_deadline_off(publisher, redis_url, run_id):
+    async def chatter():
+        while True:
+            await publisher.publish(committed(1, "state_dict"))
+            await anyio.sleep(0.02)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(chatter)
+        options = {"redis_url": redis_url, "start": "beginning", "deadline": 0.3}
+        async with subscribe(run_id, SaveStarted, **options) as events:
+            with anyio.fail_after(5), pytest.raises(DeadlineExceeded):
+                await anext(aiter(events))
+        tasks.cancel_scope.cancel()
+
+
 async def test_without_a_url_the_embedded_server_is_used(redis_url, publisher, run_id):
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])

@@ -5,6 +5,7 @@ import pickle
 import anyio
 import msgspec
 import pytest
+import redis
 import torch
 
 from tests.pipeline import announced, reducer_task
@@ -230,6 +231,17 @@ async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log,
     told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
     assert isinstance(told, SaveFailed)
     assert (told.slot.kind, told.message) == ("weights", "gather failed")
+
+
+async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, run_id):
+    broken = Synchronizer(run_id, 1, redis_url=redis_url, weights_url="unix:///nowhere/redis.sock")
+    broken.open_version(1)
+    with pytest.raises(redis.ConnectionError, match="nowhere"):
+        broken.publish([("a", torch.ones(3))], 1)
+    broken.close()
+    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(told, SaveFailed)
+    assert told.slot.kind == "weights"
 
 
 def test_a_dtype_that_cannot_travel_is_refused():

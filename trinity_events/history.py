@@ -27,6 +27,10 @@ class Folded(NamedTuple):
     announcements: list[Envelope]
 
 
+class SnapshotUnreadable(TrinityError):
+    """The state of a run cannot be had from its server alone."""
+
+
 class UntilNotFound(TrinityError):
     """The log has no such entry or step to stop at."""
 
@@ -73,6 +77,11 @@ async def load_monitor(log: EventLog) -> tuple[Monitor, int]:
             state = decode_state(snapshot)
         except msgspec.DecodeError as error:
             logger.warning("snapshot of %s is not readable (%s): folding anew", log.run_id, error)
+            if await log.first_left(Stream.EVENTS) is not None:
+                raise SnapshotUnreadable(
+                    f"the snapshot of run {log.run_id} is not readable ({error}) and its log is "
+                    "trimmed: use the version of trinity-events that wrote it"
+                ) from None
     monitor = Monitor(state)
     silent = 0
     while monitor.state.position != position:
@@ -112,7 +121,7 @@ class Replay:
         self.monitor = Monitor(MonitorState(run_id=run_id))
         self._until_id = self._until_step = None
         if until is not None:
-            if until.isdigit():
+            if until.isascii() and until.isdigit():
                 self._until_step = int(until)
             else:
                 self._until_id = _checked(until)

@@ -127,12 +127,14 @@ class Subscription(Generic[E]):
         else:
             after = ORIGIN if self._start == "beginning" else self._start
             seen = set()
+        wait = _Wait(self._deadline, self._missing)
         while True:
-            for entry in await self._next(after):
+            for entry in await self._next(after, wait):
                 after = entry.id
                 delivered = None if entry.id in seen else self._deliver(entry)
                 if delivered is not None:
                     yield delivered
+                    wait.renew()
 
     async def _standing(self) -> tuple[str, list[Entry]]:
         """The position to go on from, and what stands now, oldest first.
@@ -145,8 +147,7 @@ class Subscription(Generic[E]):
         found = [one.entry for one in await self._log.standing()]
         return after, sorted(found, key=lambda entry: position(entry.id))
 
-    async def _next(self, after: str) -> list[Entry]:
-        wait = _Wait(self._deadline, self._missing)
+    async def _next(self, after: str, wait: _Wait) -> list[Entry]:
         while True:
             found = await self._log.wait({self._stream: after}, seconds=wait.slice())
             if found:
@@ -155,11 +156,13 @@ class Subscription(Generic[E]):
     async def _grouped(self, group: str) -> AsyncIterator[Delivered[E]]:
         member = f"member-{secrets.token_hex(4)}"
         await self._create_group(group)
+        wait = _Wait(self._deadline, self._missing)
         while True:
-            for entry in await self._read_group(group, member):
+            for entry in await self._read_group(group, member, wait):
                 delivered = self._deliver(entry, self._acknowledge(group, entry.id))
                 if delivered is not None:
                     yield delivered
+                    wait.renew()
                 else:
                     await self._log.ack(self._stream, group, entry.id)
 
@@ -172,8 +175,7 @@ class Subscription(Generic[E]):
             start = before(wanted[0].id) if wanted else last
         await self._log.create_group(self._stream, group, start)
 
-    async def _read_group(self, group: str, member: str) -> list[Entry]:
-        wait = _Wait(self._deadline, self._missing)
+    async def _read_group(self, group: str, member: str, wait: _Wait) -> list[Entry]:
         while True:
             found = await self._log.claim_idle(
                 self._stream, group, member, idle=self._claim_after
@@ -296,8 +298,13 @@ class _Wait:
     """Cuts a wait into slices that the socket's deadline allows."""
 
     def __init__(self, deadline: float | None, missing: Callable[[], str]) -> None:
-        self._give_up = None if deadline is None else anyio.current_time() + deadline
+        self._deadline = deadline
         self._missing = missing
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew: what was waited for came."""
+        self._give_up = None if self._deadline is None else anyio.current_time() + self._deadline
 
     def slice(self) -> float:
         """Seconds to wait next. Raises DeadlineExceeded when there are none left."""

@@ -144,7 +144,9 @@ class VersionOpened(_Event, frozen=True):
     """A weight version will be published by these ranks."""
 
     step: Step
-    ranks: Annotated[tuple[Rank, ...], Meta(description="Who will publish a part.")]
+    ranks: Annotated[
+        tuple[Rank, ...], Meta(max_length=16_384, description="Who will publish a part.")
+    ]
     transport: Transport
 
 

@@ -56,7 +56,7 @@ ExplorerStatus = Literal["running", "require_sync", "stopped"]
 
 def check_run_id(run_id: str) -> str:
     """Return ``run_id`` if it is a slug; raise :class:`ValueError` otherwise."""
-    if not _RUN_ID.match(run_id):
+    if not _RUN_ID.fullmatch(run_id):
         raise ValueError(
             f"run id {run_id[:80]!r} is not a slug: use 1 to 63 letters, digits, dots, dashes "
             "and underscores, beginning with a letter or a digit"

@@ -1,13 +1,22 @@
 """Logs outside the server: exports, imports, archived segments, and checking one against all."""
 
 from .export import Recording, import_recording, read_recording, record_run
-from .format import FORMAT_VERSION, BadRecording, Header, Line, read_lines, write_lines
+from .format import (
+    FORMAT_VERSION,
+    ArchiveMissing,
+    BadRecording,
+    Header,
+    Line,
+    read_lines,
+    write_lines,
+)
 from .segments import Archive
 from .verify import Finding, Report, verify
 
 __all__ = [
     "FORMAT_VERSION",
     "Archive",
+    "ArchiveMissing",
     "BadRecording",
     "Finding",
     "Header",

@@ -18,7 +18,7 @@ from ..history import read_all
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
 from ..log.redis_log import FIELD
-from .format import Header, Line, line_of, read_lines
+from .format import ArchiveMissing, Header, Line, line_of, read_lines
 from .segments import Archive
 
 _AT_ONCE = 500
@@ -26,10 +26,6 @@ _AT_ONCE = 500
 
 class RunExists(TrinityError):
     """The run that is to be imported is on the server already."""
-
-
-class ArchiveMissing(TrinityError):
-    """Part of the log is in files that were not found."""
 
 
 class Recording(Struct, frozen=True, kw_only=True):
@@ -72,11 +68,17 @@ async def whole_stream(
 
 async def record_run(log: RedisEventLog, archive: Archive | None = None) -> Recording:
     """All of a run's log."""
-    _, reached = await log.load()
+    # A reducer may be at work: what it has announced must be of the position that is recorded.
+    while True:
+        _, reached = await log.load()
+        announced = position(await log.last_id(Stream.ANNOUNCEMENTS))
+        if (await log.load())[1] == reached:
+            break
+    announcements = whole_stream(log, Stream.ANNOUNCEMENTS, archive)
     return Recording(
         header=Header(run_id=log.run_id, position=reached),
         events=[entry async for entry in whole_stream(log, Stream.EVENTS, archive)],
-        announcements=[entry async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive)],
+        announcements=[e async for e in announcements if position(e.id) <= announced],
         dead=await log.dead_letters(),
     )
 

@@ -28,17 +28,25 @@ FORMAT_VERSION = 1
 LineStream = Literal["events", "announcements", "dead"]
 
 
+class ArchiveMissing(TrinityError):
+    """Part of the log is in files that were not found."""
+
+
 class BadRecording(TrinityError):
     """A file that is not a recorded log, or not one that this version reads."""
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """First line of a file. ``position`` is how far the reducer had folded."""
+    """First line of a file. ``position`` is how far the reducer had folded.
+
+    A segment says ``after`` which entry it goes on, so that a missing one is noticed.
+    """
 
     run_id: str
     format: str = FORMAT
     version: int = FORMAT_VERSION
     position: str = ORIGIN
+    after: str = ORIGIN
 
 
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,6 +76,8 @@ def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line
 def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> int:
     """Write the file whole or not at all, and durably; returns how many entries it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, not a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
@@ -128,6 +138,7 @@ def _header(path: Path, first: bytes) -> Header:
         header = msgspec.convert(raw, Header)
         check_run_id(header.run_id)
         position(header.position)
+        position(header.after)
     except (msgspec.ValidationError, ValueError) as error:
         raise BadRecording(f"{path} line 1: {error}") from None
     return header

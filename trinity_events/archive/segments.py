@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..log import ORIGIN, Entry, Stream, position
-from .format import Header, line_of, read_lines, write_lines
+from .format import ArchiveMissing, Header, line_of, read_lines, write_lines
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ class Archive:
         self.folder = run_folder / FOLDER
         self._run_id = run_id
 
-    def add(self, stream: Stream, entries: list[Entry]) -> None:
-        """Keep the entries, durably."""
+    def add(self, stream: Stream, entries: list[Entry], after: str = ORIGIN) -> None:
+        """Keep the entries, which follow on ``after``, durably."""
         if entries:
             name = f"{stream.value}.{entries[0].id}.{entries[-1].id}.jsonl"
             lines = (line_of(stream.value, entry) for entry in entries)
-            write_lines(self.folder / name, Header(run_id=self._run_id), lines)
+            write_lines(self.folder / name, Header(run_id=self._run_id, after=after), lines)
 
     def through(self, stream: Stream) -> str:
         """The last entry that is kept."""
@@ -51,12 +51,18 @@ class Archive:
 
         Raises:
             BadRecording: when a segment was damaged, naming it.
+            ArchiveMissing: when one is not there.
         """
         at = position(after)
         for segment in self._segments(stream):
             if segment.last <= at:
                 continue
-            _, lines = read_lines(segment.path)
+            header, lines = read_lines(segment.path)
+            if position(header.after) > at:
+                raise ArchiveMissing(
+                    f"{stream.value} of run {self._run_id} before {segment.path.name} are not in "
+                    f"{self.folder}: a segment was moved or deleted"
+                )
             for line in lines:
                 if position(line.id) > at:
                     at = position(line.id)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from trinity_schemas import encode
 
-from ..core import Monitor, MonitorState, decode_state, plan_files
+from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
 from ..history import fold
 from ..log import position
 from .export import Recording
@@ -62,19 +62,20 @@ def verify(
         checked.append("snapshot")
     monitor = Monitor(MonitorState(run_id=recording.header.run_id))
     announced: list[bytes] = []
-    files_of: MonitorState | None = None
+    plan = plan_files(monitor.state)
     reached = position(recording.header.position)
     for entry in recording.events:
         envelopes, _ = fold(monitor, [entry])
         if position(entry.id) <= reached:
             announced += [encode(one) for one in envelopes]
+            if entry.id == recording.header.position:
+                plan = plan_files(monitor.state)
         if kept is not None and entry.id == kept.position and kept != monitor.state:
             findings.append(_mismatch(f"the snapshot at {entry.id} is not what the log folds to"))
-    files_of = monitor.state
     findings += _compare_announcements(announced, [e.payload for e in recording.announcements])
     if run_folder is not None:
         checked.append("iteration files")
-        findings += _compare_files(files_of, run_folder)
+        findings += _compare_files(plan, run_folder)
     findings += [
         Finding(severity="anomaly", what=f"{one.name}: {one.detail} (entry {one.entry_id})")
         for one in monitor.state.anomalies
@@ -116,9 +117,9 @@ def _compare_announcements(expected: list[bytes], found: list[bytes]) -> list[Fi
     return []
 
 
-def _compare_files(state: MonitorState, folder: Path) -> list[Finding]:
+def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:
     findings: list[Finding] = []
-    for iteration in plan_files(state).iterations:
+    for iteration in plan.iterations:
         path = folder / iteration.name
         try:
             text = path.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 
+import redis
 import typer
 
 from ..errors import TrinityError
@@ -48,6 +49,9 @@ def main() -> None:
         for cause in _causes(error):
             if isinstance(cause, TrinityError):
                 print(f"error: {cause}", file=sys.stderr)
+                sys.exit(1)
+            if isinstance(cause, redis.RedisError):
+                print(f"error: the server went away: {cause}", file=sys.stderr)
                 sys.exit(1)
         raise
 

@@ -10,6 +10,7 @@ import typer
 
 from ..archive import Recording, import_recording, read_recording, record_run, write_lines
 from ..archive.segments import Archive
+from ..errors import TrinityError
 from .options import (
     CheckpointRoot,
     RedisUrl,
@@ -18,6 +19,11 @@ from .options import (
     client_of,
     log_of,
 )
+
+
+class NotWritten(TrinityError):
+    """The file cannot be written."""
+
 
 File = Annotated[Path, typer.Argument(help="A file that export wrote.", show_default=False)]
 
@@ -37,7 +43,12 @@ def export(
     """
     path = output or Path(f"{run}.jsonl")
     recording = anyio.run(record, redis_url, run, checkpoint_root(root))
-    count = write_lines(path, recording.header, recording.lines())
+    try:
+        count = write_lines(path, recording.header, recording.lines())
+    except OSError as error:
+        raise NotWritten(
+            f"{path} cannot be written ({error.strerror or error}): name another with --output"
+        ) from None
     print(f"{count} entries of run {run} in {path}")
 
 

@@ -146,8 +146,10 @@ class CheckpointCoordinator:
             ("state_dict", state_dict_thread_count),
             ("checkpoint", checkpoint_thread_count),
         ]
+        who = self._publisher.producer
+        # One id for each registrar: saving a step again, after a failure, expects no more of it.
         registrations = tuple(
-            Registration(registration_id=secrets.token_hex(8), kind=one, expected=count)
+            Registration(registration_id=f"{who.role}-{who.rank}-{one}", kind=one, expected=count)
             for one, count in counts
             if count or one == kind
         )

@@ -24,13 +24,15 @@ def final_name(step: int) -> str:
 class Promotion(Struct, frozen=True, order=True):
     """A folder of saves that is complete and gets its final name.
 
-    ``holds_old`` says that it contains all that the folder of that name can contain, which is
-    then removed; otherwise that folder is of an earlier epoch, and is kept aside.
+    A folder that has the name already is kept aside, but for two cases: with ``adds_to`` it is
+    the state dict of the same step, whose files are taken over; with ``only_if_absent`` it is
+    newer, and stays.
     """
 
     step: int
     staged: str
-    holds_old: bool = False
+    adds_to: bool = False
+    only_if_absent: bool = False
 
 
 class IterationFile(Struct, frozen=True):
@@ -50,24 +52,28 @@ class FilePlan(Struct, frozen=True, kw_only=True):
 
 def plan_files(state: MonitorState) -> FilePlan:
     """Derive the plan from the state alone, so that a restart repeats what a crash left undone."""
-    promotions: dict[str, Promotion] = {}
+    promotions = {
+        folder: Promotion(step, folder, only_if_absent=True)
+        for folder, step in state.carried.items()
+    }
     for kind in ITERATION_FILES:
         pointer = state.ready.get(kind)
         if pointer is not None and pointer.path is not None:
-            promotions[pointer.path] = Promotion(pointer.at.step, pointer.path)
+            old = pointer.at.epoch != state.epoch
+            promotions[pointer.path] = Promotion(pointer.at.step, pointer.path, only_if_absent=old)
     for step, step_state in state.steps.items():
         complete = [k for k in ITERATION_FILES if _has_outcome(step_state.kinds.get(k))]
         folders = {kind: staged_folder(step_state, kind) for kind in complete}
-        # A checkpoint holds all that the state dict of its step holds, and takes its place.
+        # The checkpoint's folder takes the place of its state dict's, and its files with it.
         chosen = folders.get("checkpoint") or folders.get("state_dict")
         for folder in folders.values():
             if folder is not None:
                 promotions.pop(folder, None)
         if chosen is not None:
             two = len(set(folders.values()) - {None}) > 1
-            promotions[chosen] = Promotion(step, chosen, holds_old=two)
+            promotions[chosen] = Promotion(step, chosen, adds_to=two)
     iterations = tuple(
-        IterationFile(name, pointer.at.step, final_name(pointer.at.step) if pointer.path else None)
+        IterationFile(name, pointer.at.step, final_name(pointer.at.step) if pointer.named else None)
         for kind, name in ITERATION_FILES.items()
         if (pointer := state.ready.get(kind)) is not None
     )

@@ -66,13 +66,14 @@ KEPT_VERSIONS = 2
 KEPT_STEPS = 128
 KEPT_STEPS_AT_MOST = 4096
 KEPT_ANOMALIES = 32
+KEPT_CARRIED = 16
 KEPT_PRODUCERS = 16_384
 KEPT_ATTEMPTS = 8
 """Of a slot, failed and waiting each."""
 KEPT_EXPLORERS = 4096
 KEPT_DETACHED = 32
 LONGEST_REASON = 4000
-MOST_PROOFS = 8192
+MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""
 
 # Consumers outlive epochs: what is said by them and of them is not fenced.
@@ -192,15 +193,29 @@ class Monitor:
         kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
         for kind in kinds:
             # Weights stay where they are until the resumed trainer has published its own.
-            if kind in state.ready:
-                state.ready[kind] = ReadyPointer(at=at, entry_id=self._entry_id)
+            old = state.ready.get(kind)
+            if old is not None:
+                state.ready[kind] = ReadyPointer(
+                    at=at,
+                    entry_id=self._entry_id,
+                    path=old.path if old.at.step == at.step else None,
+                    resumed=old.named,
+                )
 
     def _open_epoch(self, epoch: int, step: int) -> None:
         state = self.state
         for left, step_state in sorted(state.steps.items()):
+            for kind in ("checkpoint", "state_dict"):
+                found = step_state.kinds.get(kind)
+                folder = staged_folder(step_state, kind) if found and found.outcome else None
+                if folder is not None:
+                    state.carried[folder] = left
+                    break
             for kind, kind_state in step_state.kinds.items():
                 if not kind_state.settled:
                     self._supersede(state.epoch, left, kind, StepRef(epoch, step))
+        for folder in list(state.carried)[:-KEPT_CARRIED]:
+            del state.carried[folder]
         state.epoch = epoch
         state.trainer_step = step
         state.steps = {}
@@ -223,7 +238,7 @@ class Monitor:
         kind = self._kind(step, registration.kind)
         if kind is None:
             return False
-        kind.registrations.setdefault(registration.registration_id, registration)
+        kind.registrations[registration.registration_id] = registration
         return True
 
     def _save_requested(self, event: SaveRequested, _: Envelope) -> None:
@@ -431,7 +446,7 @@ class Monitor:
         if kind == "weights":
             assert step_state.version is not None
             version = step_state.version
-            parts = tuple(version.parts[rank] for rank in sorted(version.ranks))
+            parts = tuple(version.parts[rank] for rank in sorted(set(version.ranks)))
             digest = version_digest((part.rank, part.manifest_digest) for part in parts)
             transport = version.transport
         else:

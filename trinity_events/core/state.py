@@ -78,6 +78,13 @@ class ReadyPointer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry_id: str
     path: str | None = None
     digest: str | None = None
+    resumed: bool = False
+    """Whether a resume set it, to a step whose folder has its final name."""
+
+    @property
+    def named(self) -> bool:
+        """Whether a folder with the step's final name is part of it."""
+        return self.path is not None or self.resumed
 
 
 class ExplorerState(Struct, kw_only=True, omit_defaults=True):
@@ -126,6 +133,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     forgotten_through: int = -1
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
+    carried: dict[str, int] = field(default_factory=dict)
+    """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)
     """Ready weight versions that are not retired, oldest first."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)

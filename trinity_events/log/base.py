@@ -91,6 +91,10 @@ class EventLog(Protocol):
         """The position of the newest entry."""
         ...
 
+    async def first_left(self, stream: Stream) -> str | None:
+        """The oldest entry of a stream that has lost older ones; None when it is whole."""
+        ...
+
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
         """Take the next epoch and append its first event, in one script; returns the epoch."""
         ...

@@ -15,6 +15,10 @@ from ..errors import CheckpointRootUnusable
 logger = logging.getLogger(__name__)
 
 
+MARKER = ".made_from"
+"""Names the staged folder that a checkpoint was made from."""
+
+
 class UnsafePath(ValueError):
     """A path from an event that leads out of the run's checkpoint directory."""
 
@@ -66,12 +70,19 @@ class CheckpointFiles:
             return  # promoted before
         target = inside(self.folder, final_name(promotion.step))
         if target.exists():
+            # Made from this folder before: what is there again is a late writer's.
+            if promotion.only_if_absent or _made_from(target) == promotion.staged:
+                return
+            if promotion.adds_to:
+                _link_missing(target, staged)
+            (staged / MARKER).write_text(promotion.staged)
             old = staged.parent / f"{staged.name}.replaced_{target.name}"
             target.rename(old)
             staged.rename(target)
-            if promotion.holds_old:
+            if promotion.adds_to:
                 shutil.rmtree(old)
         else:
+            (staged / MARKER).write_text(promotion.staged)
             staged.rename(target)
         _sync_folder(self.folder)
 
@@ -92,6 +103,22 @@ class CheckpointFiles:
             os.fsync(file.fileno())
         temporary.replace(path)
         _sync_folder(self.folder)
+
+
+def _made_from(target: Path) -> str | None:
+    try:
+        return (target / MARKER).read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _link_missing(source: Path, target: Path) -> None:
+    """Give ``target`` the files of ``source`` that it lacks; readers of ``source`` keep theirs."""
+    for path in source.rglob("*"):
+        own = target / path.relative_to(source)
+        if path.is_file() and not path.is_symlink() and not own.exists():
+            own.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, own)
 
 
 def inside(folder: Path, relative: str) -> Path:

@@ -41,7 +41,7 @@ class Retention:
         while found := await self._log.read(
             after, stream=stream, through=through, limit=SEGMENT_ENTRIES
         ):
-            await anyio.to_thread.run_sync(self._archive.add, stream, found)
+            await anyio.to_thread.run_sync(self._archive.add, stream, found, after)
             after = found[-1].id
         limit = await anyio.to_thread.run_sync(self._archive.trim_limit, stream)
         if limit is not None:

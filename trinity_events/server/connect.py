@@ -94,9 +94,15 @@ def check_server(url: str, info: dict[str, Any]) -> None:
 
 
 def _check_url(url: str) -> None:
-    if urlsplit(url).scheme not in _SCHEMES:
+    try:
+        parts = urlsplit(url)
+        wrong = parts.scheme not in _SCHEMES or parts.port == 0
+    except ValueError:
+        wrong = True
+    if wrong:
+        shown = url.rpartition("@")[2]  # never the password
         raise InvalidUrl(
-            f"{redacted(url)!r} is not the URL of a Redis server: "
+            f"{shown!r} is not the URL of a Redis server: "
             "use redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
         )
 

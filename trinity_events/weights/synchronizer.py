@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Iterable
@@ -33,6 +34,8 @@ from .install import check_fit, install
 from .publish import CHUNK_BYTES, PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
 from .redis_store import RedisChunkStore
+
+logger = logging.getLogger(__name__)
 
 
 class Synchronizer:
@@ -152,17 +155,28 @@ class Synchronizer:
         What fails is told to the log and raised; nothing of the part is left.
         """
         began = time.monotonic()
-        writer = self.part_writer(global_step, rank)
+        writer: PartWriter | None = None
         try:
+            writer = self.part_writer(global_step, rank)
             for name, tensor in named_tensors:
                 writer.add(name, tensor)
             report = writer.seal()
         except BaseException as error:
-            writer.discard()
-            self.part_failed(global_step, rank, error)
+            self._give_up(global_step, rank, writer, error)
             raise
         self.part_published(global_step, rank, report, time.monotonic() - began)
         return report
+
+    def _give_up(
+        self, step: int, rank: int, writer: PartWriter | None, error: BaseException
+    ) -> None:
+        """Say what failed and take back what was sent, as far as the servers still answer."""
+        try:
+            self.part_failed(step, rank, error)
+            if writer is not None:
+                writer.discard()
+        except Exception:
+            logger.exception("step %d: the failed part could not be cleaned up", step)
 
     def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
         """Say that a part will not come."""
@@ -241,13 +255,10 @@ class Synchronizer:
         log = self._publisher.log
         while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS):
             for entry in found:
-                self._read_through = entry.id
-                try:
-                    event = decode_envelope(entry.payload).event
-                except ContractError:
-                    continue  # of a later version of the contract
+                event = _event(entry.payload)
                 if isinstance(event, VersionRetired):
                     self._free(self._part(event.step, rank, event.epoch))
+                self._read_through = entry.id
 
     def _free(self, part: PartRef) -> None:
         raw = self._store.get_manifest(part)
@@ -258,3 +269,11 @@ class Synchronizer:
         except ContractError:
             chunks = 0  # not ours; its chunks expire
         self._store.delete(part, chunks)
+
+
+def _event(payload: bytes) -> object:
+    """The event of an entry; None for one of a later version of the contract."""
+    try:
+        return decode_envelope(payload).event
+    except ContractError:
+        return None

@@ -116,15 +116,14 @@ async def _epoch(
 
 async def _explore(config: RunConfig, rank: int) -> ExplorationResult:
     # The first version is ready: so the model's folder is whole, and its settings are final.
-    weights = subscribe(
-        config.run_id, StepReady, redis_url=config.redis_url, deadline=config.sync_timeout
-    )
+    weights = subscribe(config.run_id, StepReady, redis_url=config.redis_url)
     try:
-        async with weights:
-            async for delivered in weights:
-                if delivered.event.kind == "weights" and delivered.event.epoch == config.epoch:
-                    break
-    except DeadlineExceeded:
+        with anyio.fail_after(config.sync_timeout):
+            async with weights:
+                async for delivered in weights:
+                    if delivered.event.kind == "weights" and delivered.event.epoch == config.epoch:
+                        break
+    except TimeoutError:
         raise DeadlineExceeded(
             f"no weights of run {config.run_id} were ready within {config.sync_timeout:g} s: "
             f"see trinity-events status {config.run_id}"

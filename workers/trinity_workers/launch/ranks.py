@@ -22,6 +22,10 @@ LEASE = 10.0
 """Seconds after which the rank of an explorer that is silent may be taken."""
 
 
+class NoSuchRank(TrinityError):
+    """The run has fewer explorers."""
+
+
 class RankLost(TrinityError):
     """The explorer was silent for so long that another may have its rank."""
 
@@ -38,6 +42,11 @@ async def claimed_rank(
         RankLost: in the block, when the claim could not be kept.
     """
     if given is not None:
+        if given >= config.explorers:
+            raise NoSuchRank(
+                f"run {config.run_id} has {config.explorers} explorers, so rank {given} is none of "
+                f"them: give --rank 0 to {config.explorers - 1}, or leave it out"
+            )
         yield given
         return
     renew = lua_script(client, "renew")
