@@ -411,15 +411,12 @@ class Monitor:
     def _settle(self, step: int, kind: Kind) -> None:
         """Announce the kind of the step, and what rests on it, if it is complete now."""
         step_state = self.state.steps[step]
-        if kind == "state_dict":
-            self._announce_if_complete(step, step_state, "state_dict")
-            self._announce_if_complete(step, step_state, "checkpoint")
-        elif kind == "checkpoint":
-            # Its state dict goes first: who sees the checkpoint ready finds both ready.
-            self._announce_if_complete(step, step_state, "state_dict")
-            self._announce_if_complete(step, step_state, "checkpoint")
-        else:
+        if kind == "weights":
             self._announce_if_complete(step, step_state, "weights")
+        else:
+            # The state dict goes first: who sees the checkpoint ready finds both ready.
+            self._announce_if_complete(step, step_state, "state_dict")
+            self._announce_if_complete(step, step_state, "checkpoint")
 
     def _announce_if_complete(self, step: int, step_state: StepState, kind: Kind) -> None:
         kind_state = step_state.kinds.get(kind)

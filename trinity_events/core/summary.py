@@ -79,8 +79,6 @@ class Summarizer:
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.rewards: dict[StepRef, float] = {}
-        """Mean reward of each step whose commit reported one."""
         self._versions: dict[StepRef, _Version] = {}
         self._transfers: list[float] = []
         self._pauses: list[float] = []
@@ -94,10 +92,8 @@ class Summarizer:
         self._events += 1
         self._bytes += nbytes
         match event:
-            case StepCommitted(step=step, metrics=metrics):
+            case StepCommitted(step=step):
                 self._reached(envelope.epoch, step)
-                if "reward" in metrics:
-                    self.rewards[StepRef(envelope.epoch, step)] = metrics["reward"]
             case TrainerStatusChanged(step=step):
                 self._reached(envelope.epoch, step)
             case RunResumed(step=step):
