@@ -52,14 +52,24 @@ from .experiences import ExperienceGroup
 from .identity import (
     ExplorerStatus,
     Kind,
+    Process,
     Producer,
     Registration,
+    SaveStrategy,
     Slot,
     StepRef,
     TrainerStatus,
     check_run_id,
 )
-from .keys import RUN_INDEX, RunKeys, chunk_key, explorer_key, manifest_key
+from .keys import (
+    RUN_INDEX,
+    RunKeys,
+    chunk_key,
+    explorer_key,
+    grant_key,
+    heartbeat_key,
+    manifest_key,
+)
 from .manifest import Chunk, TensorEntry, WeightManifest, version_digest
 
 __all__ = [
@@ -83,6 +93,7 @@ __all__ = [
     "ExplorerStatusChanged",
     "Kind",
     "LeaseExpired",
+    "Process",
     "Producer",
     "PublishedPart",
     "Registration",
@@ -97,6 +108,7 @@ __all__ = [
     "SaveProof",
     "SaveRequested",
     "SaveStarted",
+    "SaveStrategy",
     "Sender",
     "Slot",
     "StepCommitted",
@@ -124,6 +136,8 @@ __all__ = [
     "encode",
     "event_tag",
     "explorer_key",
+    "grant_key",
+    "heartbeat_key",
     "manifest_key",
     "to_json",
     "version_digest",

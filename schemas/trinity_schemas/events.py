@@ -14,12 +14,15 @@ from .identity import (
     Epoch,
     ExplorerStatus,
     Kind,
+    Lease,
     Name,
+    Process,
     Producer,
     Rank,
     Registration,
     RelativePath,
     SaveId,
+    SaveStrategy,
     Seconds,
     Slot,
     Slug,
@@ -49,6 +52,7 @@ class RunOpened(_Event, frozen=True):
     config: Annotated[
         Text | None, Meta(description="JSON of what the run is, without places or secrets.")
     ] = None
+    save_strategy: SaveStrategy = "unrestricted"
 
 
 class RunResumed(_Event, frozen=True):
@@ -58,6 +62,7 @@ class RunResumed(_Event, frozen=True):
     config: Annotated[
         Text | None, Meta(description="JSON of what the run is, without places or secrets.")
     ] = None
+    save_strategy: SaveStrategy = "unrestricted"
 
 
 class RunClosed(_Event, frozen=True):
@@ -79,18 +84,28 @@ class ThreadCountRegistered(_Event, frozen=True):
 
 
 class SaveRequested(_Event, frozen=True):
-    """A worker waits for its turn to begin an attempt; only under a limiting save strategy."""
+    """A worker waits for its turn to begin an attempt; only under a limiting save strategy.
+
+    Without a ``process`` the sender's incarnation stands for it; without a ``lease`` it sends no
+    heartbeats, and its turn ends with the save alone.
+    """
 
     save_id: SaveId
     slot: Slot
+    process: Annotated[Process | None, Meta(description="Who will write.")] = None
+    lease: Lease | None = None
 
 
 class SaveStarted(_Event, frozen=True):
-    """A worker began an attempt at a slot."""
+    """A worker began an attempt at a slot.
+
+    With a ``lease`` it sends heartbeats, and is taken for dead once the last is as old as that.
+    """
 
     save_id: SaveId
     slot: Slot
     path: RelativePath | None = None
+    lease: Lease | None = None
 
 
 class SaveProgressed(_Event, frozen=True):
@@ -264,7 +279,9 @@ class SaveGranted(_Event, frozen=True):
     save_id: SaveId
     slot: Slot
     caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
-    lease: Annotated[Seconds, Meta(description="Seconds after which the turn is taken back.")]
+    lease: Annotated[
+        Seconds, Meta(description="Seconds of silence after which it is taken back; 0 is never.")
+    ]
 
 
 # --- status --------------------------------------------------------------------------------

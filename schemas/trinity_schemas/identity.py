@@ -50,6 +50,14 @@ Kind = Annotated[
     Literal["state_dict", "checkpoint", "weights"],
     Meta(description="What is saved: a state dict or a checkpoint (files), or weights (memory)."),
 ]
+SaveStrategy = Annotated[
+    Literal["unrestricted", "single_thread", "single_process", "single_node"],
+    Meta(description="Which saves of a run may run at once; unrestricted asks nobody."),
+]
+Lease = Annotated[
+    float,
+    Meta(gt=0, le=86_400, description="Seconds for which its sender's last heartbeat holds."),
+]
 TrainerStatus = Literal["running", "require_sync", "stopped"]
 ExplorerStatus = Literal["running", "require_sync", "stopped"]
 
@@ -84,6 +92,16 @@ class Slot(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     role: Role
     rank: Rank
     name: Annotated[Name, Meta(description="Which of the process's saves.")]
+
+
+class Process(Struct, frozen=True, kw_only=True):
+    """One life of an operating-system process: numbers are used again, its start is not."""
+
+    host: Node
+    pid: Annotated[int, Meta(ge=0, le=2**32, description="Its number on the host.")]
+    started: Annotated[
+        int, Meta(ge=0, le=2**62, description="When it started, in ticks that the host counts.")
+    ]
 
 
 class StepRef(Struct, frozen=True, order=True):

@@ -23,6 +23,8 @@ class RunKeys(NamedTuple):
     fence: str
     leader: str
     current: str
+    holds: str
+    doomed: str
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:
@@ -33,6 +35,16 @@ class RunKeys(NamedTuple):
 def explorer_key(run_id: str, epoch: int, rank: int) -> str:
     """By which an explorer of an epoch holds its rank; of the run's hash tag too."""
     return f"{_tag(run_id)}:explorer:{epoch}:{rank}"
+
+
+def heartbeat_key(run_id: str, incarnation: str) -> str:
+    """What a process that saves keeps alive; lapsed, its attempts have failed."""
+    return f"{_tag(run_id)}:alive:{incarnation}"
+
+
+def grant_key(run_id: str, save_id: str) -> str:
+    """Where one attempt hears that its turn has come."""
+    return f"{_tag(run_id)}:grant:{save_id}"
 
 
 def _tag(run_id: str) -> str:

@@ -10,15 +10,29 @@ from msgspec import Struct, field
 from trinity_schemas import (
     ExplorerStatus,
     Kind,
+    Producer,
     PublishedPart,
     Registration,
     SaveProof,
+    SaveStrategy,
     Slot,
     StepRef,
     TrainerStatus,
 )
 
 ORIGIN = "0-0"
+
+
+class Attempt(Struct, kw_only=True, omit_defaults=True):
+    """A save that is under way in the current epoch: it waits for its turn, or runs."""
+
+    slot: Slot
+    holder: Producer
+    since: int
+    """Milliseconds at which it asked, or at which it started when it did."""
+    lease: float | None = None
+    """Seconds for which its sender's heartbeats hold; None when it sends none."""
+    started: bool = False
 
 
 class SlotState(Struct, kw_only=True, omit_defaults=True):
@@ -137,6 +151,14 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)
     """Ready weight versions that are not retired, oldest first."""
+    strategy: SaveStrategy = "unrestricted"
+    """Which saves of the current epoch may run at once."""
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+    """Saves under way in the current epoch, by save id, oldest first."""
+    queue: dict[str, str] = field(default_factory=dict)
+    """Save ids that wait for their turn, first come first, to the group they belong to."""
+    turns: dict[str, str] = field(default_factory=dict)
+    """Save ids that have their turn, to their group: all of one group."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
     detached: dict[str, DetachedConsumer] = field(default_factory=dict)
     """The last few, by stream and group."""
