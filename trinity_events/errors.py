@@ -19,6 +19,10 @@ class InvalidUrl(TrinityError):
     """The URL is not one of a Redis server."""
 
 
+class PermissionDenied(TrinityError):
+    """The server's access rules refuse this user."""
+
+
 class InvalidRunId(TrinityError):
     """The run id is not a slug."""
 
@@ -35,8 +39,16 @@ class PublishError(TrinityError):
     """An event could not be written within its deadline."""
 
 
+class BufferFull(PublishError):
+    """A publisher holds as much as it may while no server takes it; the event was not kept."""
+
+
 class DeadlineExceeded(TrinityError):
     """A wait ended without what it waited for; the message says what was missing."""
+
+
+class TurnNotGranted(DeadlineExceeded):
+    """A save waited for its turn in vain."""
 
 
 class SaveError(TrinityError):
@@ -45,6 +57,22 @@ class SaveError(TrinityError):
     def __init__(self, message: str, failures: tuple[BaseException, ...] = ()) -> None:
         super().__init__(message)
         self.failures = failures
+
+
+class StaleEpoch(TrinityError):
+    """The run has a newer epoch than this process was given: its word counts no more."""
+
+
+class GroupDetached(TrinityError):
+    """A consumer group was idle for too long, and the log was trimmed without it."""
+
+
+class LogLost(TrinityError):
+    """The server has less of the log than it had: it failed over, or lost its data."""
+
+
+class CheckpointHeld(TrinityError):
+    """A checkpoint is being removed, or is not there, and cannot be held for reading."""
 
 
 class VersionUnavailable(TrinityError):
