@@ -99,16 +99,16 @@ def _missing_parts(step: StepState) -> list[str]:
 
 
 def _missing_saves(state: KindState, now: int) -> list[str]:
-    if not state.registrations:
-        return ["a registration of how many saves to expect"]
-    lacking, expected, silent = _wanting(state)
-    if not lacking:
-        return []
     seen = [
         f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} ({_standing(slot, now)})"
         for slot in state.slots.values()
         if slot.proof is None
     ]
+    if not state.registrations:
+        return ["a registration of how many saves to expect", *seen]
+    lacking, expected, silent = _wanting(state)
+    if not lacking:
+        return []
     unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
     return [f"{lacking} of {expected} saves: {'; '.join(seen + unseen) or 'no save is under way'}"]
 
