@@ -71,6 +71,8 @@ KEPT_STEPS_AT_MOST = 4096
 KEPT_ANOMALIES = 32
 KEPT_CARRIED = 16
 KEPT_PRODUCERS = 16_384
+REORDERED_PRODUCERS = 4096
+"""Of fewer, none is forgotten soon, and their order is not kept."""
 KEPT_ATTEMPTS = 8
 """Of a slot, failed and waiting each."""
 KEPT_EXPLORERS = 4096
@@ -116,8 +118,7 @@ class Monitor:
             return []
         if not self._in_order(envelope.producer, envelope.sequence):
             return []
-        current = envelope.epoch == state.epoch and state.epoch > 0
-        if not current and not self._admit_epoch(envelope):
+        if (envelope.epoch != state.epoch or not state.epoch) and not self._admit_epoch(envelope):
             return []
         handler(self, event, envelope)
         if len(state.steps) > KEPT_STEPS:
@@ -162,8 +163,12 @@ class Monitor:
 
     def _in_order(self, producer: Producer, sequence: int) -> bool:
         sequences = self.state.sequences
-        last = sequences.pop(producer.incarnation, 0)
+        last = sequences.get(producer.incarnation, 0)
+        if sequence == last + 1 and len(sequences) < REORDERED_PRODUCERS:
+            sequences[producer.incarnation] = sequence
+            return True
         # Taken out and put back: the dictionary's order is that of last use, oldest first.
+        sequences.pop(producer.incarnation, None)
         sequences[producer.incarnation] = max(last, sequence)
         _keep_last(sequences, KEPT_PRODUCERS)
         if sequence <= last:
@@ -302,6 +307,7 @@ class Monitor:
             slot=event.slot, save_id=event.save_id, bytes=event.bytes, digest=event.digest
         )
         slot.path = event.path
+        self.state.steps[event.slot.step].kinds[event.slot.kind].finished += 1
         self._settle(event.slot.step, event.slot.kind)
 
     def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
@@ -371,8 +377,10 @@ class Monitor:
                     state_dict.compacted or bool(state_dict.registrations)
                 )
         # All registrations first: a commit of one kind may settle another.
-        for settled in dict.fromkeys((event.kind, *(r.kind for r in event.registrations))):
-            self._settle(event.step, settled)
+        self._settle(event.step, event.kind)
+        for registration in event.registrations:
+            if registration.kind != event.kind:
+                self._settle(event.step, registration.kind)
 
     # --- turns -----------------------------------------------------------------------------
 
@@ -459,10 +467,12 @@ class Monitor:
 
     def _explorer(self, producer: Producer) -> ExplorerState:
         explorers = self.state.explorers
-        # Taken out and put back, as the sequences are: whoever was silent longest goes first.
-        found = explorers.pop(_who(producer), None) or ExplorerState()
-        explorers[_who(producer)] = found
-        _keep_last(explorers, KEPT_EXPLORERS)
+        who = _who(producer)
+        # Taken out and put back: whoever was silent longest goes first.
+        found = explorers.pop(who, None) or ExplorerState()
+        explorers[who] = found
+        if len(explorers) > KEPT_EXPLORERS:
+            _keep_last(explorers, KEPT_EXPLORERS)
         return found
 
     def _consumer_detached(self, event: ConsumerDetached, _: Envelope) -> None:
@@ -523,7 +533,7 @@ class Monitor:
             transport = version.transport
         else:
             saves = proof(step_state, kind)
-            save_count = len(saves)
+            save_count = step_state.kinds[kind].finished
             if step_state.kinds[kind].with_state_dict:
                 save_count += step_state.kinds["state_dict"].finished
             path = staged_folder(step_state, kind)
@@ -570,15 +580,14 @@ class Monitor:
         What is kept answers for it: that it was ready, with how many saves, in which folder.
         """
         found = self.state.steps.get(step)
-        if found is None or not all(
-            kind.outcome is not None and self._is_behind(step, name)
-            for name, kind in found.kinds.items()
-        ):
+        if found is None:
             return
+        for name, kind in found.kinds.items():
+            if kind.outcome is None or not self._is_behind(step, name):
+                return
         folders = {kind: staged_folder(found, kind) for kind in found.kinds}
         for name, kind in found.kinds.items():
             if not kind.compacted:
-                kind.finished = len(_finished(kind))
                 kind.folder = folders[name]
                 kind.compacted = True
                 kind.registrations, kind.slots = {}, {}

@@ -65,7 +65,7 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
     compacted: bool = False
     """Whether its registrations and slots were dropped, since it is ready and not the newest."""
     finished: int = 0
-    """Of a compacted kind, the saves that it rests on."""
+    """Slots that have a finished attempt."""
     folder: str | None = None
     """Of a compacted kind, the staged folder that all of them were written to."""
 
