@@ -105,6 +105,7 @@ class Monitor:
     def __init__(self, state: MonitorState) -> None:
         self.state = state
         self._entry_id = state.position
+        self._now = milliseconds(state.position)
         self._out: list[Announcement] = []
 
     def apply(self, entry_id: str, envelope: Envelope) -> list[Envelope]:
@@ -118,7 +119,8 @@ class Monitor:
             return []
         if not self._in_order(envelope.producer, envelope.sequence):
             return []
-        if (envelope.epoch != state.epoch or not state.epoch) and not self._admit_epoch(envelope):
+        current = envelope.epoch == state.epoch and type(event) not in _EPOCH_EVENTS
+        if (not current or not state.epoch) and not self._admit_epoch(envelope):
             return []
         handler(self, event, envelope)
         if len(state.steps) > KEPT_STEPS:
@@ -138,11 +140,13 @@ class Monitor:
 
     def _advance(self, entry_id: str) -> None:
         self._entry_id = entry_id
-        self.state.position = entry_id
-        self.state.entries += 1
+        self._now = milliseconds(entry_id)
+        state = self.state
+        state.position = entry_id
+        state.entries += 1
 
     def _flush(self) -> list[Envelope]:
-        state, now = self.state, milliseconds(self._entry_id)
+        state = self.state
         envelopes = []
         for event in self._out:
             state.announced += 1
@@ -152,7 +156,7 @@ class Monitor:
                     epoch=state.epoch,
                     producer=MONITOR,
                     sequence=state.announced,
-                    occurred_at=now / 1000,
+                    occurred_at=self._now / 1000,
                     event=event,
                 )
             )
@@ -185,6 +189,8 @@ class Monitor:
         if isinstance(envelope.event, _EPOCH_EVENTS) and envelope.epoch > self.state.epoch:
             return True
         name = "stale-epoch" if envelope.epoch < self.state.epoch else "unopened-epoch"
+        if envelope.epoch == self.state.epoch > 0:
+            name = "opened-twice"
         self._anomaly(
             name,
             f"{event_tag(envelope.event)} of epoch {envelope.epoch} from "
@@ -236,7 +242,7 @@ class Monitor:
         state.forgotten_through = -1
         state.closed = None
         if state.opened_at is None:
-            state.opened_at = milliseconds(self._entry_id)
+            state.opened_at = self._now
 
     def _run_closed(self, event: RunClosed, _: Envelope) -> None:
         self.state.closed = event.reason
@@ -262,7 +268,7 @@ class Monitor:
         slot = self._slot(event.slot)
         if slot is not None and slot.proof is None:
             slot.failed.pop(event.save_id, None)
-            slot.waiting[event.save_id] = milliseconds(self._entry_id)
+            slot.waiting[event.save_id] = self._now
             _keep_last(slot.waiting, KEPT_ATTEMPTS)
         if event.process is None and not admission.limits(state):
             return  # recorded before turns were granted
@@ -279,13 +285,13 @@ class Monitor:
                 return  # over before it began: sent late, or by who was taken for dead
         else:
             slot.waiting.pop(event.save_id, None)
-            slot.running[event.save_id] = milliseconds(self._entry_id)
+            slot.running[event.save_id] = self._now
         if admission.limits(self.state) and event.save_id not in self.state.turns:
             who = _who(envelope.producer)
             self._anomaly("out-of-turn", f"{who} began {_slot(event.slot)} without a turn")
         attempt = self._under_way(event.save_id, event.slot, envelope.producer, event.lease)
         attempt.started = True
-        attempt.since = milliseconds(self._entry_id)
+        attempt.since = self._now
 
     def _save_progressed(self, event: SaveProgressed, _: Envelope) -> None:
         slot = self._find_slot(event.slot)
@@ -340,7 +346,7 @@ class Monitor:
         kind = None if step is None else step.kinds.get(event.kind)
         if step is None or kind is None or kind.committed_at is None:
             return
-        lacks = ", ".join(missing(step, event.kind, milliseconds(self._entry_id)))
+        lacks = ", ".join(missing(step, event.kind, self._now))
         reason = f"{event.kind} of step {event.step} was not complete {event.seconds:g} s "
         reason += f"after its commit: it lacks {lacks}"
         self._fail(event.step, event.kind, reason[:LONGEST_REASON])
@@ -368,7 +374,7 @@ class Monitor:
         for registration in event.registrations:
             self._register(event.step, registration)
         if kind.committed_at is None:
-            kind.committed_at = milliseconds(self._entry_id)
+            kind.committed_at = self._now
             if event.kind == "checkpoint":
                 # Decided here, where the trainer's own order decides it: what the workers'
                 # events overtake must not.
@@ -388,7 +394,7 @@ class Monitor:
         attempts = self.state.attempts
         found = attempts.get(save_id)
         if found is None:
-            since = milliseconds(self._entry_id)
+            since = self._now
             found = attempts[save_id] = Attempt(slot=slot, holder=who, since=since, lease=lease)
             if len(attempts) > KEPT_UNDER_WAY:
                 self._end_attempt(next(iter(attempts)))
@@ -447,7 +453,7 @@ class Monitor:
         explorer = self._explorer(envelope.producer)
         explorer.version = event.version
         explorer.digest = event.digest
-        explorer.applied_at = milliseconds(self._entry_id)
+        explorer.applied_at = self._now
         if explorer.wanted is None or event.version >= explorer.wanted:
             explorer.wanted = explorer.requested_at = None
 
@@ -463,7 +469,7 @@ class Monitor:
     def _sync_requested(self, event: SyncRequested, envelope: Envelope) -> None:
         explorer = self._explorer(envelope.producer)
         explorer.wanted = event.wanted
-        explorer.requested_at = milliseconds(self._entry_id)
+        explorer.requested_at = self._now
 
     def _explorer(self, producer: Producer) -> ExplorerState:
         explorers = self.state.explorers
@@ -634,7 +640,10 @@ class Monitor:
         step_state = self._step(step)
         if step_state is None:
             return None
-        return step_state.kinds.setdefault(kind, KindState())
+        found = step_state.kinds.get(kind)
+        if found is None:
+            found = step_state.kinds[kind] = KindState()
+        return found
 
     def _version(self, step: int) -> VersionState | None:
         if self._kind(step, "weights") is None:
@@ -642,9 +651,7 @@ class Monitor:
         found = self.state.steps[step]
         if found.version is None:
             # A part may come before the event that opens its version.
-            found.version = VersionState(
-                ranks=(), transport="", opened_at=milliseconds(self._entry_id)
-            )
+            found.version = VersionState(ranks=(), transport="", opened_at=self._now)
         return found.version
 
     def _slot(self, slot: Slot) -> SlotState | None:
@@ -654,7 +661,11 @@ class Monitor:
         if kind.compacted:
             self._anomaly("late", f"{_slot(slot)} was settled before")
             return None
-        return kind.slots.setdefault(slot_key(slot), SlotState(slot=slot))
+        key = slot_key(slot)
+        found = kind.slots.get(key)
+        if found is None:
+            found = kind.slots[key] = SlotState(slot=slot)
+        return found
 
     def _find_slot(self, slot: Slot) -> SlotState | None:
         """The slot, if anything is known of it."""

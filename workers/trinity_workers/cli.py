@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import anyio
@@ -39,6 +40,15 @@ class MissingExtra(TrinityError):
     """A part of the installation that the command needs is not there."""
 
 
+class Strategy(StrEnum):
+    """The save strategies of the contract, as options."""
+
+    UNRESTRICTED = "unrestricted"
+    SINGLE_THREAD = "single_thread"
+    SINGLE_PROCESS = "single_process"
+    SINGLE_NODE = "single_node"
+
+
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
 Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (FSDP ranks).")]
@@ -46,6 +56,9 @@ SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight
 SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
 SaveInterval = Annotated[
     int, typer.Option(min=0, help="Steps between two checkpoints; 0 writes none.")
+]
+SaveStrategyOption = Annotated[
+    Strategy, typer.Option("--save-strategy", help="Which saves may run at once.")
 ]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
@@ -67,6 +80,7 @@ def demo(
     sync_interval: SyncInterval = 1,
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
+    save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     seed: Seed = 0,
     run: Annotated[
         str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
@@ -93,6 +107,7 @@ def demo(
         sync_interval=sync_interval,
         sync_offset=sync_offset,
         save_interval=save_interval,
+        save_strategy=save_strategy.value,
         seed=seed,
     )
     options = LaunchOptions(
@@ -113,6 +128,7 @@ def trainer(
     sync_interval: SyncInterval = 1,
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
+    save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     seed: Seed = 0,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
@@ -138,6 +154,7 @@ def trainer(
         sync_interval=sync_interval,
         sync_offset=sync_offset,
         save_interval=save_interval,
+        save_strategy=save_strategy.value,
         seed=seed,
     )
     options = LaunchOptions(
