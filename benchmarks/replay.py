@@ -71,7 +71,7 @@ def measured(on: Stage, entries: int, rounds: int, noise: Noise, *, beside_loop:
         return spent[name][-1].seconds
 
     def loop() -> float:
-        answer = answer_of("benchmarks.reading", on.url, run_id, home=on.folder)
+        answer = answer_of("benchmarks.reading", on.url, run_id, "client", home=on.folder)
         return float(answer["entries"] / answer["seconds"])
 
     command(EXPORT, "export", run_id, "--output", file, "--redis-url", on.url)

@@ -12,7 +12,8 @@ import pytest
 from tests.histories import committed, registration
 from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events.cli.app import build
-from trinity_schemas import RunClosed
+from trinity_events.log import open_run
+from trinity_schemas import RunClosed, RunKeys
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
@@ -169,3 +170,18 @@ def test_the_reader_of_a_pipe_may_leave_early(cli, finished_run, redis_url):
     shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert "run-opened" in shown.stdout
     assert shown.stderr == ""
+
+
+async def test_a_run_that_cannot_be_read_hides_no_other(finished_run, client, cli, redis_url):
+    spoiled = f"{finished_run}-spoiled"
+    keys = RunKeys.of(spoiled)
+    await open_run(client, spoiled)
+    await client.xadd(keys.events, {"e": b"a later entry"})
+    await client.xtrim(keys.events, maxlen=1, approximate=False)
+    await client.set(keys.snapshot, b"not a snapshot")
+    said = cli("runs", "--json", "--redis-url", redis_url)
+    assert said.returncode == 0, said.stderr
+    assert f"of run {spoiled} the snapshot is not readable" in said.stderr
+    listed = {row["run_id"] for row in json.loads(said.stdout)}
+    assert finished_run in listed
+    assert spoiled not in listed

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import anyio
 
 from ..core import MonitorState
-from ..history import current_state
+from ..history import SnapshotUnreadable, current_state
 from ..log import RedisEventLog, list_runs
 from ..views import runs_table
 from .options import Json, RedisUrl, client_of, console, print_json
 
 
 def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
-    """List the runs of a server, oldest first.
+    """List the runs of a server, oldest first. One that cannot be read is told of, and passed over.
 
     Example: trinity-events runs
     """
@@ -26,8 +28,14 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
 
 
 async def _states(redis_url: str | None) -> list[MonitorState]:
+    found: list[MonitorState] = []
     async with client_of(redis_url) as client:
-        return [await current_state(RedisEventLog(client, run)) for run in await list_runs(client)]
+        for run in await list_runs(client):
+            try:
+                found.append(await current_state(RedisEventLog(client, run)))
+            except SnapshotUnreadable as error:
+                print(f"error: {error}", file=sys.stderr)
+    return found
 
 
 def _row(state: MonitorState) -> dict[str, object]:
