@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from tests.rank_processes import RankProcesses
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import EmbeddedServer, connect, open_client
 
@@ -84,3 +85,18 @@ def cli(home):
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def rank_processes():
+    """Processes that run functions of tests as ranks; they start when a group of them is asked."""
+    processes = RankProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def rank_group(rank_processes):
+    """Makes a process group over Gloo of so many ranks."""
+    yield rank_processes.group
+    rank_processes.leave()

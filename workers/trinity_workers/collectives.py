@@ -58,8 +58,22 @@ def _first_failed(error: Exception | None) -> PeerFailed | None:
     return None
 
 
-def _message_device() -> torch.device:
-    """Where the default group takes tensors from: NCCL alone takes none from the CPU."""
-    if dist.get_backend() == "nccl":
+def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """What every rank of the group gave, in rank order. A collective; nothing is pickled."""
+    device = _message_device(group)
+    size = torch.tensor([len(mine)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(one) for one in sizes)
+    padded = bytearray(mine.ljust(longest, b"\0"))
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(sent) for _ in sizes]
+    dist.all_gather(everyone, sent, group=group)
+    return [bytes(theirs[: int(one)].tolist()) for theirs, one in zip(everyone, sizes, strict=True)]
+
+
+def _message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where the group takes tensors from: NCCL alone takes none from the CPU."""
+    if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
