@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +29,7 @@ from trinity_workers.engines.megatron import (
     ParallelLayout,
     leave,
 )
-from trinity_workers.learning.grpo import Batch
+from trinity_workers.learning.grpo import Batch, collate
 from trinity_workers.learning.policy import isolated_rng
 
 SIZES = {
@@ -137,3 +141,67 @@ def full_weights(rank: Rank) -> dict[str, torch.Tensor]:
 def logits(rank: Rank, batch: Batch) -> torch.Tensor | None:
     """The engine's logits."""
     return rank.held.engine.logits(batch)
+
+
+def padded_batch(seed: int, rows: int = 6) -> Batch:
+    """Rows of prompts of 1 to 6 tokens and responses of 1 to 7, padded on both sides."""
+    lot = random.Random(seed)
+    groups = [
+        Group(
+            prompt_tokens=[lot.randint(0, 96) for _ in range(lot.randint(1, 6))],
+            responses=[[lot.randint(0, 96) for _ in range(lot.randint(1, 7))] for _ in range(2)],
+            rewards=[0.0, 1.0],
+        )
+        for _ in range(rows // 2)
+    ]
+    return collate(groups, 0)
+
+
+@dataclass
+class Group:
+    """A group of experiences."""
+
+    prompt_tokens: list[int]
+    responses: list[list[int]]
+    rewards: list[float]
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        return [[-4.5] * len(one) for one in self.responses]
+
+
+def train(rank: Rank, batches: list[Batch]) -> list[float]:
+    """Steps on the cross-entropy of the responses; their losses, over all replicas' tokens.
+
+    Replicas each take their share of the rows, pipeline stages but the last return nothing.
+    """
+    engine: MegatronEngine = rank.held.engine
+    share, shares = data_rank()
+    losses = []
+    for batch in batches:
+        mine = batch.rows(len(batch) * share // shares, len(batch) * (share + 1) // shares)
+        tokens = batch.token_count
+
+        def loss(logprobs, _, tokens=tokens):
+            value = -logprobs.sum() / tokens
+            return value * shares, {"loss": float(value.detach())}
+
+        metrics, norm = engine.train_batch(mine, loss)
+        assert norm > 0
+        losses.append(sum(one["loss"] for one in metrics))
+    total = torch.tensor(losses)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.tolist()
+
+
+def data_rank() -> tuple[int, int]:
+    """Which replica the rank is of, and of how many."""
+    return (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def logprobs(rank: Rank, batch: Batch) -> torch.Tensor | None:
+    """The engine's log-probabilities of the responses."""
+    return rank.held.engine.response_logprobs(batch, temperature=0.7)

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ PRELOADED = [
     "megatron.core.pipeline_parallel",
     "tests.megatron_ranks",
 ]
-GROUP_TIMEOUT = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass
@@ -77,12 +78,14 @@ class RankProcesses:
         pipe = self._pipes[rank]
         pipe.send_bytes(pickle.dumps((function, args)))
 
-        def receive(timeout: float = 90) -> Any:
-            assert pipe.poll(timeout), f"rank {rank} did not answer {function.__name__}"
+        def receive(timeout: float = 40) -> Any:
+            if not pipe.poll(timeout):
+                self.end()  # it would not hear of the next test either
+                raise TimeoutError(f"rank {rank} did not answer {function}")
             try:
                 return pickle.loads(pipe.recv_bytes())
             except EOFError:
-                return ProcessLookupError(f"rank {rank} died in {function.__name__}")
+                return ProcessLookupError(f"rank {rank} died in {function}")
 
         return receive
 
@@ -91,13 +94,17 @@ class RankProcesses:
         return self._processes[rank].pid
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, for good."""
+        self.end()
+        self._folder.cleanup()
+
+    def end(self) -> None:
+        """End the processes; others take their places when they are needed."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.kill()
             process.join()
             pipe.close()
         self._processes, self._pipes, self._world = [], [], 0
-        self._folder.cleanup()
 
     def _start(self, world: int) -> None:
         for rank in range(len(self._processes), world):
@@ -116,9 +123,9 @@ class RankGroup:
         self.processes = processes
         self.world = world
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
         """What the function returns on each rank; raises what it raised on one."""
-        answers = self.answers(function, *args)
+        answers = self.answers(partial(function, **keywords), *args)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

@@ -39,38 +39,13 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Hugging Face folders of tiny models, by name."""
-    made = {}
-
-    def folder(name: str):
-        if name not in made:
-            made[name] = at.make_folder(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return folder
-
-
-@pytest.fixture
-def engine(rank_group, folders):
-    """Makes an engine of a layout on a group of ranks."""
-
-    def make(name: str, world: int, layout: ParallelLayout, *args):
-        ranks = rank_group(world)
-        ranks(at.make_engine, folders(name), layout, *args)
-        return ranks
-
-    return make
-
-
 @pytest.mark.parametrize(("name", "world", "layout"), CASES)
 def test_logits_are_hugging_faces_and_the_stream_its_weights_bit_for_bit(
-    engine, folders, name, world, layout
+    engine_ranks, megatron_folder, name, world, layout
 ):
-    ranks = engine(name, world, layout)
+    ranks = engine_ranks(name, world, layout)
     tokens = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(1))
-    reference = AutoModelForCausalLM.from_pretrained(folders(name))
+    reference = AutoModelForCausalLM.from_pretrained(megatron_folder(name))
     with torch.no_grad():
         expected = reference(tokens, use_cache=False).logits
     found = [one for one in ranks(at.logits, at.unpadded(tokens)) if one is not None]
@@ -78,7 +53,7 @@ def test_logits_are_hugging_faces_and_the_stream_its_weights_bit_for_bit(
     for one in found:
         torch.testing.assert_close(one, expected, atol=1e-4, rtol=0)
 
-    weights = at.in_folder(folders(name))
+    weights = at.in_folder(megatron_folder(name))
     for streamed in ranks(at.full_weights):
         assert sorted(streamed) == sorted(weights)
         for key, value in streamed.items():
@@ -97,11 +72,11 @@ def local_shards(rank):
     [("qwen2", 1, ONE), ("llama", 4, BOTH), ("qwen2-moe", 2, EXPERTS), ("qwen3-deep", 2, VIRTUAL)],
 )
 def test_local_shards_lie_where_they_say_and_cover_every_tensor(
-    engine, folders, name, world, layout
+    engine_ranks, megatron_folder, name, world, layout
 ):
-    weights = at.in_folder(folders(name))
+    weights = at.in_folder(megatron_folder(name))
     missing = {key: torch.ones_like(value, dtype=torch.bool) for key, value in weights.items()}
-    for shards in engine(name, world, layout)(local_shards):
+    for shards in engine_ranks(name, world, layout)(local_shards):
         for key, tensor, shape, offsets in shards:
             assert shape == weights[key].shape, key
             place = tuple(
@@ -128,7 +103,9 @@ def test_local_shards_lie_where_they_say_and_cover_every_tensor(
         ("qwen3-moe", TENSOR, "only with sequence parallelism"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_on_every_rank(rank_group, folders, name, layout, says):
-    for answer in rank_group(2).answers(at.make_engine, folders(name), layout):
+def test_a_layout_that_cannot_be_is_refused_on_every_rank(
+    rank_group, megatron_folder, name, layout, says
+):
+    for answer in rank_group(2).answers(at.make_engine, megatron_folder(name), layout):
         assert isinstance(answer, LayoutRefused)
         assert says in str(answer)

@@ -17,9 +17,13 @@ class PeerFailed(TrinityError):
     """Another rank failed in a collective operation; the message is that rank's."""
 
 
+class CollectiveBroken(TrinityError):
+    """A collective could not be completed: a rank died in it, or was too slow."""
+
+
 @contextmanager
-def together() -> Iterator[None]:
-    """Raise on every rank when the block fails on any.
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise on every rank of the group when the block fails on any.
 
     The block must hold no collective: a rank that fails in it would leave the others in there.
     """
@@ -28,29 +32,29 @@ def together() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    raise_together(error)
+    raise_together(error, group)
 
 
-def raise_together(error: Exception | None) -> None:
-    """Tell every rank whether any failed; raise on all of them if so.
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Tell every rank of the group whether any failed; raise on all of them if so.
 
     A collective: every rank must call it, after it has finished the collectives before. A rank
     that failed raises its own error, the others raise :class:`PeerFailed` with the message of
     the lowest rank that did. Text travels as bytes; nothing is pickled.
     """
-    failed = _first_failed(error) if dist.is_available() and dist.is_initialized() else None
+    failed = _first_failed(error, group) if dist.is_available() and dist.is_initialized() else None
     if error is not None:
         raise error
     if failed is not None:
         raise failed
 
 
-def _first_failed(error: Exception | None) -> PeerFailed | None:
+def _first_failed(error: Exception | None, group: dist.ProcessGroup | None) -> PeerFailed | None:
     said = b"" if error is None else f"{type(error).__name__}: {error}".encode(errors="replace")
     told = bytes([error is not None]) + said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_message_device())
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_message_device(group))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
     for rank, theirs in enumerate(everyone):
         if theirs[0]:
             message = bytes(theirs[1:].tolist()).rstrip(b"\0").decode(errors="replace")

@@ -10,13 +10,14 @@ as pickles. Load checkpoints of people that you would run code of, and no others
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
+import torch.distributed.checkpoint as dcp
 
 from trinity_events.errors import TrinityError
 
@@ -47,16 +48,15 @@ def save(state: dict[str, Any], folder: Path) -> None:
 
 
 def begin_save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> PendingSave:
-    """Copy a sharded state dict and write it into a new folder. Collective.
+    """Begin to write a sharded state dict into a new folder. Collective.
 
     Args:
         state: From ``sharded_state_dict()``.
         folder: Where to; what is there is replaced.
-        group: The ranks on Gloo, for the collectives of a write that goes on in the background
-            while others go on in this thread; None writes before it returns.
+        group: A Gloo group of all ranks, for the collectives of a thread that writes copies while
+            others go on in this one; None writes before it returns.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     with together():
         if dist.get_rank() == 0:
@@ -64,15 +64,18 @@ def begin_save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | N
             make_folder(folder)
     strategy = _strategy(group)
     with adapted():
-        # Rank 0 checks that the folder is empty, and writes the plain values.
-        dist_checkpointing.save(state, str(folder), sharded_strategy=strategy)
+        # Rank 0 writes the plain values here.
+        request = dist_checkpointing.save(
+            state, str(folder), sharded_strategy=strategy, async_sharded_save=True
+        )
 
     def wait() -> None:
         with together():
             strategy.finish()
+        for finalize in request.finalize_fns:  # metadata.json: without it nothing loads
+            finalize()
         with together():
             if dist.get_rank() == 0:
-                save_config(CheckpointingConfig("torch_dist", 1), str(folder))
                 sync_tree(folder)
 
     return PendingSave(folder, wait)
@@ -97,15 +100,18 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _strategy(group: dist.ProcessGroup | None) -> Any:
     """How sharded tensors are written. A class of megatron-core's, so made when it is needed."""
     from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-    dcp: Any = torch.distributed.checkpoint  # its names are not exported to type checkers
+    torch_dcp: Any = dcp  # its names are not exported to type checkers
 
     class InThreads(megatron_torch.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__("torch_dist", 1)
-            self._pending: Any = None
+            self._pending: Future[None] | None = None
 
-        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            if group is not None:
+                _copy_tensors(sharded_state_dict)
             renamed, _, _ = megatron_torch._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, self.keep_only_main_replica
             )
@@ -113,13 +119,16 @@ def _strategy(group: dist.ProcessGroup | None) -> Any:
             planner = megatron_torch.MCoreSavePlanner(
                 dedup_replicated_tensors=False, flatten_state_dict=False
             )
-            writer = dcp.FileSystemWriter(checkpoint_dir, sync_files=True)
+            writer = torch_dcp.FileSystemWriter(checkpoint_dir, sync_files=True)
+
+            def write() -> None:
+                torch_dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+
             if group is None:
-                dcp.save(tensors, storage_writer=writer, planner=planner)
+                write()
             else:
-                self._pending = dcp.async_save(
-                    tensors, storage_writer=writer, planner=planner, process_group=group
-                )
+                self._pending = _in_thread(write)
+            return AsyncRequest(None, (), [])
 
         def finish(self) -> None:
             if self._pending is not None:
@@ -128,9 +137,27 @@ def _strategy(group: dist.ProcessGroup | None) -> Any:
     return InThreads()
 
 
-def rng_state() -> dict[str, Any]:
-    """This rank's generators, as tensors."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def _copy_tensors(state: Any) -> None:
+    """Put copies on the CPU in the place of the tensors, which training will change."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for one in nested_values(state):
+        if isinstance(one, ShardedTensor) and one.data is not None:
+            one.data = one.data.detach().to("cpu", copy=True)
+
+
+def _in_thread(function: Callable[[], None]) -> Future[None]:
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    # Not a daemon: a process that ends waits for its saves to be whole.
+    threading.Thread(target=run, name="megatron-save").start()
+    return done

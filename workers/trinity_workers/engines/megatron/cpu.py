@@ -42,12 +42,19 @@ def adapted() -> Iterator[None]:
         return
     from megatron.core.tensor_parallel import random as megatron_random
 
+    recompute = megatron_random.CheckpointFunction.backward
+
+    def recompute_so(*args: Any) -> Any:
+        with _CudaMeansCpu():  # torch puts modes aside in the backward pass
+            return recompute(*args)
+
     with ExitStack() as exits:
         for module, name, instead in (
             (torch.cuda, "current_device", lambda: torch.device("cpu")),
             (torch.cuda, "synchronize", _nothing),
             (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
             (megatron_random, "_set_cuda_rng_state", _nothing),
+            (megatron_random.CheckpointFunction, "backward", staticmethod(recompute_so)),
         ):
             exits.enter_context(patch.object(module, name, instead))
         exits.enter_context(_CudaMeansCpu())
