@@ -205,3 +205,10 @@ def data_rank() -> tuple[int, int]:
 def logprobs(rank: Rank, batch: Batch) -> torch.Tensor | None:
     """The engine's log-probabilities of the responses."""
     return rank.held.engine.response_logprobs(batch, temperature=0.7)
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """The same names, and the same bits."""
+    assert sorted(one) == sorted(other)
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key

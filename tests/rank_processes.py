@@ -58,7 +58,7 @@ class RankProcesses:
 
     def group(self, world: int, timeout: timedelta = GROUP_TIMEOUT) -> RankGroup:
         """The first processes as a new group over Gloo; the group before is left."""
-        self._start(world)
+        self.start(world)
         self.leave()
         self._meetings += 1
         place = Path(self._folder.name, str(self._meetings)).as_uri()
@@ -106,7 +106,8 @@ class RankProcesses:
             pipe.close()
         self._processes, self._pipes, self._world = [], [], 0
 
-    def _start(self, world: int) -> None:
+    def start(self, world: int) -> None:
+        """Start processes until there are so many."""
         for rank in range(len(self._processes), world):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, rank), daemon=True)

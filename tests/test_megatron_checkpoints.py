@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -126,11 +128,16 @@ def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):
     same(ranks(at.full_weights)[0], weights)
 
 
-def test_a_distributed_optimizers_model_is_saved(engine_ranks, tmp_path):
+def test_a_distributed_optimizers_state_is_refused_and_its_model_loads(engine_ranks, tmp_path):
+    """What megatron-core 0.16 loads of it without Apex is wrong, where it loads anything."""
     ranks = engine_ranks("qwen3", 2, ONE, DISTRIBUTED)
-    ranks(at.train, batches(3))
+    ranks(at.train, batches(2))
     ranks(save, tmp_path / "checkpoint")
-    expected = goes_on(ranks, 3)
-    ranks = engine_ranks("qwen3", 2, ONE, DISTRIBUTED)
+    weights = ranks(at.full_weights)[0]
+    ranks = engine_ranks("qwen3", 2, TENSOR, DISTRIBUTED)
+    for error in ranks.answers(load, tmp_path / "checkpoint"):
+        assert isinstance(error, CheckpointRefused)
+        assert "use the ordinary optimizer" in str(error)
+    shutil.rmtree(tmp_path / "checkpoint" / "training")
     ranks(load, tmp_path / "checkpoint")
-    assert goes_on(ranks, 3) == pytest.approx(expected, abs=1e-5)
+    same(ranks(at.full_weights)[0], weights)

@@ -10,9 +10,8 @@ as pickles. Load checkpoints of people that you would run code of, and no others
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,17 @@ from .cpu import adapted
 
 class CheckpointRefused(TrinityError):
     """The checkpoint cannot be written or read as it was asked for."""
+
+
+class Background:
+    """One thread of this rank that writes, and a process group of its own for its collectives.
+
+    Making one is collective. Saves are written in the order in which they were begun.
+    """
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-save")
 
 
 class PendingSave:
@@ -47,14 +57,13 @@ def save(state: dict[str, Any], folder: Path) -> None:
     begin_save(state, folder, None).wait()
 
 
-def begin_save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> PendingSave:
+def begin_save(state: dict[str, Any], folder: Path, background: Background | None) -> PendingSave:
     """Begin to write a sharded state dict into a new folder. Collective.
 
     Args:
         state: From ``sharded_state_dict()``.
         folder: Where to; what is there is replaced.
-        group: A Gloo group of all ranks, for the collectives of a thread that writes copies while
-            others go on in this one; None writes before it returns.
+        background: Writes copies while this thread goes on; None writes before it returns.
     """
     from megatron.core import dist_checkpointing
 
@@ -62,7 +71,7 @@ def begin_save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | N
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             make_folder(folder)
-    strategy = _strategy(group)
+    strategy = _strategy(background)
     with adapted():
         # Rank 0 writes the plain values here.
         request = dist_checkpointing.save(
@@ -97,7 +106,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def _strategy(group: dist.ProcessGroup | None) -> Any:
+def _strategy(background: Background | None) -> Any:
     """How sharded tensors are written. A class of megatron-core's, so made when it is needed."""
     from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -110,7 +119,7 @@ def _strategy(group: dist.ProcessGroup | None) -> Any:
             self._pending: Future[None] | None = None
 
         def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-            if group is not None:
+            if background is not None:
                 _copy_tensors(sharded_state_dict)
             renamed, _, _ = megatron_torch._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, self.keep_only_main_replica
@@ -121,13 +130,13 @@ def _strategy(group: dist.ProcessGroup | None) -> Any:
             )
             writer = torch_dcp.FileSystemWriter(checkpoint_dir, sync_files=True)
 
-            def write() -> None:
+            def write(group: dist.ProcessGroup | None = None) -> None:
                 torch_dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
 
-            if group is None:
+            if background is None:
                 write()
             else:
-                self._pending = _in_thread(write)
+                self._pending = background.thread.submit(write, background.group)
             return AsyncRequest(None, (), [])
 
         def finish(self) -> None:
@@ -145,19 +154,3 @@ def _copy_tensors(state: Any) -> None:
     for one in nested_values(state):
         if isinstance(one, ShardedTensor) and one.data is not None:
             one.data = one.data.detach().to("cpu", copy=True)
-
-
-def _in_thread(function: Callable[[], None]) -> Future[None]:
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    # Not a daemon: a process that ends waits for its saves to be whole.
-    threading.Thread(target=run, name="megatron-save").start()
-    return done

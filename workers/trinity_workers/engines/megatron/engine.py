@@ -31,6 +31,9 @@ from .training import (
 )
 from .weights import mapping
 
+# Of the distributed optimizer's state: the only one of 0.16 that any layout can read.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
 
 class DeviceRefused(TrinityError):
     """The model cannot be on the device that was given."""
@@ -125,7 +128,7 @@ class MegatronEngine:
         else:
             for chunk in self._chunks:
                 chunk.requires_grad_(requires_grad=False).eval()
-        self._background: dist.ProcessGroup | None = None
+        self._background: checkpoint.Background | None = None
 
     # --- computing -------------------------------------------------------------------------
 
@@ -222,16 +225,18 @@ class MegatronEngine:
         """
         folder = Path(local_path)
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
-        group = self._background_group() if background else None
+        if background and self._background is None:
+            self._background = checkpoint.Background()
+        by = self._background if background else None
         pending = []
         if "model" in contents:
             with together():
                 if dist.get_rank() == 0:
                     self._save_huggingface(folder / "huggingface")
-            pending.append(checkpoint.begin_save(self._model_state(), folder / "model", group))
+            pending.append(checkpoint.begin_save(self._model_state(), folder / "model", by))
         if contents & {"optimizer", "extra"}:
             state = self._training_state(contents, is_loading=False)
-            pending.append(checkpoint.begin_save(state, folder / "training", group))
+            pending.append(checkpoint.begin_save(state, folder / "training", by))
         return pending
 
     def load_checkpoint(
@@ -246,6 +251,7 @@ class MegatronEngine:
         """
         del hdfs_path
         folder = Path(local_path)
+        self._check_optimizer_loads(folder)
         loaded = checkpoint.load(self._model_state(), folder / "model")
         for key, chunk in self._keyed_chunks():
             chunk.load_state_dict(loaded[key], strict=False)
@@ -319,9 +325,20 @@ class MegatronEngine:
         if "optimizer" in contents and self.optimizer is not None:
             with adapted():
                 state["optimizer"] = self.optimizer.sharded_state_dict(
-                    self._model_state(), is_loading=is_loading
+                    self._model_state(), is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
                 )
         return state
+
+    def _check_optimizer_loads(self, folder: Path) -> None:
+        options = self._optimizer_options
+        if options is None or not options.distributed or not (folder / "training").is_dir():
+            return
+        if isinstance(self.optimizer.chained_optimizers[0].optimizer, torch.optim.AdamW):
+            raise checkpoint.CheckpointRefused(
+                "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or "
+                f"Transformer Engine: use the ordinary optimizer, or remove {folder / 'training'} "
+                "to go on with the weights alone"
+            )
 
     def _load_training_state(self, folder: Path) -> None:
         state = self._training_state({"optimizer", "extra"}, is_loading=True)
@@ -336,9 +353,3 @@ class MegatronEngine:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         sync_tree(folder)
-
-    def _background_group(self) -> dist.ProcessGroup:
-        if self._background is None:
-            self._background = dist.new_group(backend="gloo")
-        assert self._background is not None
-        return self._background
