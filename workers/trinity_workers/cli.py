@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import anyio
 import typer
@@ -35,13 +35,30 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+_MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge")}
+
+
 class MissingExtra(TrinityError):
     """A part of the installation that the command needs is not there."""
 
 
+EngineName = Annotated[
+    Literal["fsdp", "megatron"], typer.Option("--engine", help="What holds the model and trains.")
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="On Megatron, trainers that share every layer; all of a stage when left out.",
+        show_default=False,
+    ),
+]
+PipelineParallel = Annotated[
+    int, typer.Option(min=1, help="On Megatron, stages that the layers are dealt out to.")
+]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
-Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (FSDP ranks).")]
+Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (ranks).")]
 SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight versions.")]
 SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
 SaveInterval = Annotated[
@@ -68,6 +85,9 @@ def demo(
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
     seed: Seed = 0,
+    engine: EngineName = "fsdp",
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = 1,
     run: Annotated[
         str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
     ] = None,
@@ -83,7 +103,7 @@ def demo(
     # What can be wrong is found out before the heavy imports.
     run_id = checked_run(run or f"demo-{datetime.now():%Y%m%d-%H%M%S}")
     folder = writable_root(checkpoint_root(root))
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
     from .launch.launcher import LaunchOptions, run_demo
 
     settings = RunSettings(
@@ -94,6 +114,9 @@ def demo(
         sync_offset=sync_offset,
         save_interval=save_interval,
         seed=seed,
+        engine=engine,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
     options = LaunchOptions(
         run_id=run_id,
@@ -114,6 +137,9 @@ def trainer(
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
     seed: Seed = 0,
+    engine: EngineName = "fsdp",
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = 1,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
@@ -128,7 +154,7 @@ def trainer(
     """
     run_id = checked_run(run)
     folder = writable_root(checkpoint_root(root))
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
     from .launch.launcher import LaunchOptions, run_trainer
 
     settings = RunSettings(
@@ -139,6 +165,9 @@ def trainer(
         sync_offset=sync_offset,
         save_interval=save_interval,
         seed=seed,
+        engine=engine,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
     options = LaunchOptions(
         run_id=run_id,
