@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import anyio
@@ -219,6 +221,32 @@ def explorer(
         print(
             f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
             f"{result.applied} weight versions applied{_held_out(result)}"
+        )
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder to convert.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Convert a Hugging Face folder to a Megatron checkpoint, or one of those back.
+
+    Which of the two the source is, is seen from what is in it. Loading a Megatron checkpoint
+    unpickles: convert those of people that you would run code of, and no others.
+
+    Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
+    """
+    _require("torch", "transformers", "safetensors", *_MODULES["megatron"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion is copying: no GPU is needed for it
+    from .convert import convert as run
+
+    done = run(source, target)
+    if as_json:
+        print_json(done)
+    else:
+        print(
+            f"{done.source} converted to {done.to} in {done.target}: "
+            f"{done.tensors} tensors, {done.bytes} bytes"
         )
 
 
