@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -306,41 +309,62 @@ def test_verls_engine_is_taken_as_it_is(rank_group, where, tmp_path):
 # --- a rank that dies -------------------------------------------------------------------------
 
 
-def die_or(rank, dies, function, *args):
-    """Run the function; the rank that is to die does so in the middle of its second gather."""
+def die_or(rank, dies, at_collective, function, *args):
+    """Run the function; the rank that is to die does so when it enters that collective."""
     if rank.number == dies:
-        import os
-        import signal
+        count = itertools.count(1)
 
-        real, count = dist.all_gather, 0
+        def deadly(real):
+            def collective(*given, **keywords):
+                if next(count) == at_collective:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*given, **keywords)
 
-        def all_gather(*gathered, **keywords):
-            nonlocal count
-            count += 1
-            if count == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*gathered, **keywords)
+            return collective
 
-        dist.all_gather = all_gather
+        for name in ("all_gather", "all_reduce", "barrier", "broadcast"):
+            setattr(dist, name, deadly(getattr(dist, name)))
     return function(rank, *args)
 
 
-@pytest.mark.parametrize("dies", [0, 1])
-@pytest.mark.parametrize("what", ["upload", "save"])
+@pytest.fixture
+def mortal_ranks(rank_processes, engine_ranks):
+    """Ranks of which some die; others take their places for the next test."""
+    yield engine_ranks
+    rank_processes.end()
+
+
+@pytest.mark.parametrize(
+    ("what", "at_collective", "dies", "layout"),
+    [
+        ("upload", 1, 1, TENSOR),
+        ("upload", 5, 0, TENSOR),
+        ("upload", 5, 1, PIPELINE),
+        ("save", 1, 0, TENSOR),
+        ("save", 1, 1, PIPELINE),
+        ("save", 2, 0, PIPELINE),
+        ("save", 2, 1, TENSOR),
+    ],
+)
 async def test_a_rank_killed_in_a_collective_fails_the_others_and_the_log_says_the_step_and_why(
-    engine_ranks, where, log, tmp_path, dies, what
+    mortal_ranks, where, log, tmp_path, what, at_collective, dies, layout
 ):
-    ranks = await anyio.to_thread.run_sync(engine_ranks, "qwen3", 2, TENSOR)
+    ranks = await anyio.to_thread.run_sync(mortal_ranks, "qwen3", 2, layout)
     async with reducer_task(where.redis_url, where.run_id):
         call = (upload, where, 3) if what == "upload" else (save_state, where, tmp_path / "a", 3)
         with anyio.fail_after(40):
-            answers = await on(ranks, die_or, dies, *call)
+            answers = await on(ranks, die_or, dies, at_collective, *call)
         assert isinstance(answers[dies], ProcessLookupError)
-        survivor = answers[1 - dies]
-        assert isinstance(survivor, Exception)
-        if what == "upload":
-            assert isinstance(survivor, CollectiveBroken)
+        assert isinstance(answers[1 - dies], CollectiveBroken)
         failed = await said_of(log, StepFailed, 3)
         assert failed.kind == ("weights" if what == "upload" else "state_dict")
-        assert f"rank {1 - dies}" in failed.reason or "actor" in failed.reason
-    ranks.processes.end()
+        assert "a rank died or was too slow" in failed.reason
+
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE])
+def test_a_rank_killed_in_a_training_step_fails_the_others(mortal_ranks, layout):
+    ranks = mortal_ranks("qwen3", 2, layout, TRAINED)
+    batch = [at.padded_batch(1)]
+    answers = ranks.answers(die_or, 1, 3, at.train, batch)
+    assert isinstance(answers[1], ProcessLookupError)
+    assert isinstance(answers[0], RuntimeError)

@@ -41,6 +41,10 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     A collective: every rank must call it, after it has finished the collectives before. A rank
     that failed raises its own error, the others raise :class:`PeerFailed` with the message of
     the lowest rank that did. Text travels as bytes; nothing is pickled.
+
+    Raises:
+        PeerFailed: when another rank failed.
+        CollectiveBroken: when one cannot be asked.
     """
     failed = _first_failed(error, group) if dist.is_available() and dist.is_initialized() else None
     if error is not None:
@@ -54,7 +58,12 @@ def _first_failed(error: Exception | None, group: dist.ProcessGroup | None) -> P
     told = bytes([error is not None]) + said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_message_device(group))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    try:
+        dist.all_gather(everyone, mine, group=group)
+    except RuntimeError as caught:
+        raise CollectiveBroken(
+            f"the ranks could not agree, because a rank died or was too slow: {caught}"
+        ) from caught
     for rank, theirs in enumerate(everyone):
         if theirs[0]:
             message = bytes(theirs[1:].tolist()).rstrip(b"\0").decode(errors="replace")

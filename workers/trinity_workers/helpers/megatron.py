@@ -85,8 +85,14 @@ def save_contents(
         nonlocal saving, saved
         raise_together(None)  # whether rank 0 could tell the log that it begins
         saving = True
-        with _only(engine, contents):
-            engine.save_checkpoint(str(folder), global_step=global_step)
+        try:
+            with _only(engine, contents):
+                engine.save_checkpoint(str(folder), global_step=global_step)
+        except RuntimeError as caught:  # the process group's: the engine's own are none
+            raise CollectiveBroken(
+                f"step {global_step} could not be saved, because a rank died or was too slow: "
+                f"{caught}"
+            ) from caught
         with together():
             if dist.get_rank() == 0:
                 sync_tree(folder)
@@ -103,10 +109,14 @@ def save_contents(
             through_the_log()
         else:
             save()
+    except PeerFailed:
+        raise
+    except CollectiveBroken as broken:
+        if dist.get_rank() != 0:
+            _tell(broken, global_step, coordinator, name, is_state_dict, logger)
+        raise
     except Exception as caught:
-        if saving and not saved:
-            raise _told(caught, global_step, coordinator, name, is_state_dict) from caught
-        if isinstance(caught, PeerFailed):
+        if saving and not saved:  # the ranks have agreed on it
             raise
         error = caught
     raise_together(error)
@@ -191,25 +201,22 @@ def _only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
             config.async_save = True
 
 
-def _told(
-    error: Exception,
+def _tell(
+    error: CollectiveBroken,
     step: int,
     coordinator: CheckpointCoordinator,
     name: str,
     is_state_dict: bool,
-) -> Exception:
-    """What is to be raised for an error in the middle of a save, once the log knows of it.
-
-    Rank 0's save is told already. When it was the one that died, nobody else would tell.
-    """
-    if isinstance(error, PeerFailed) or dist.get_rank() == 0:
-        return error
+    logger: Logger,
+) -> None:
+    """Tell the log of a save that broke: rank 0, whose it is, may be the one that died."""
 
     def fail() -> None:
         raise error
 
     try:
         coordinator.save_sync(fail, step, is_state_dict, name=f"{name}_{dist.get_rank()}")
-    except Exception as caught:
-        return caught
-    return error
+    except CollectiveBroken:
+        pass
+    except Exception:
+        logger.exception("step %d: the failure of the save could not be published", step)

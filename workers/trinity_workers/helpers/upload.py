@@ -42,12 +42,7 @@ def publish_stream(
         except Exception as caught:
             error = caught
     try:
-        for name, tensor in tensors:
-            if writer is not None and error is None:
-                try:
-                    writer.add(name, tensor)
-                except Exception as caught:
-                    error = caught  # the others are inside the gathers: go on with them
+        error = _drain(tensors, writer, error)
     except Exception as caught:
         broken = CollectiveBroken(
             f"the weights of step {global_step} could not be gathered, because a rank died or was "
@@ -63,11 +58,28 @@ def publish_stream(
             error = caught
     try:
         raise_together(error)
+    except CollectiveBroken as caught:
+        if _rank() != 0:  # which may have died before it could publish
+            error = caught
+        raise
     finally:  # the others first: they hold the training loop, and a server may be slow to answer
         if error is not None:
             _give_up(synchronizer, writer, global_step, error, logger)
     if report is not None:
         logger.info("step %d: published %d bytes", global_step, report.bytes)
+
+
+def _drain(
+    tensors: NamedTensors, writer: PartWriter | None, error: Exception | None
+) -> Exception | None:
+    """Take part in every gather, and write as long as nothing went wrong; returns what did."""
+    for name, tensor in tensors:
+        if writer is not None and error is None:
+            try:
+                writer.add(name, tensor)
+            except Exception as caught:
+                error = caught  # the others are inside the gathers: go on with them
+    return error
 
 
 def _give_up(

@@ -143,6 +143,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
                 sum(one["approx_kl"] * one["tokens"] for one in parts),
                 sum(one["clip_fraction"] * one["tokens"] for one in parts),
             ],
+            dtype=torch.float32,  # where there are no parts, the sums are whole numbers
             device=self._device,
         )
         dist.all_reduce(sums, group=replicas)

@@ -1,6 +1,6 @@
 """A megatron-core engine around a Hugging Face causal language model."""
 
-from .checkpoint import CheckpointRefused, PendingSave
+from .checkpoint import CheckpointFailed, CheckpointRefused, PendingSave
 from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
 from .layout import LayoutRefused, ParallelLayout, leave
 from .model import MODEL_TYPES, ModelOptions, UnsupportedModel
@@ -8,6 +8,7 @@ from .shards import LocalShard
 
 __all__ = [
     "MODEL_TYPES",
+    "CheckpointFailed",
     "CheckpointRefused",
     "DeviceRefused",
     "LayoutRefused",

@@ -29,6 +29,10 @@ class CheckpointRefused(TrinityError):
     """The checkpoint cannot be written or read as it was asked for."""
 
 
+class CheckpointFailed(TrinityError):
+    """A rank could not write its part of a checkpoint."""
+
+
 class Background:
     """One thread of this rank that writes, and a process group of its own for its collectives.
 
@@ -131,7 +135,13 @@ def _strategy(background: Background | None) -> Any:
             writer = torch_dcp.FileSystemWriter(checkpoint_dir, sync_files=True)
 
             def write(group: dist.ProcessGroup | None = None) -> None:
-                torch_dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+                try:
+                    torch_dcp.save(
+                        tensors, storage_writer=writer, planner=planner, process_group=group
+                    )
+                except torch_dcp.CheckpointException as error:  # no Exception; on all ranks alike
+                    rank, (cause, _) = next(iter(error.failures.items()))
+                    raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
 
             if background is None:
                 write()
