@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test base-install schemas docs lint format clean
+.PHONY: setup demo test bench chaos simulate base-install schemas docs lint format clean
 
 setup: $(VENV)/installed
 
@@ -21,6 +21,17 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+# make chaos ARGS="--only reducer/ --times 3"; --keep writes the matrix into the documentation.
+chaos: setup
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+# make simulate SEEDS=100000; without it, 5,000 seeds or one minute, and the planted bugs.
+simulate: setup
+	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS))
 
 base-install: setup
 	tests/install/base_install.sh

@@ -15,13 +15,13 @@ from trinity_schemas import StepReady, decode_envelope
 
 
 @contextmanager
-def reducer_process(redis_url, run_id, root):
+def reducer_process(redis_url, run_id, root, *options, stderr=subprocess.DEVNULL):
     """The reducer as users start it."""
     command = [
         *(sys.executable, "-m", "trinity_events", "reducer"),
-        *("--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(root)),
+        *("--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(root), *options),
     ]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stderr=stderr)
     try:
         yield process
     finally:
@@ -30,7 +30,7 @@ def reducer_process(redis_url, run_id, root):
 
 
 @asynccontextmanager
-async def reducer_task(redis_url, run_id, root=None):
+async def reducer_task(redis_url, run_id, root=None, policy=None):
     """The reducer as a task, ended as its process ends it: by a cancel scope.
 
     Not in a task group, since fixtures are torn down in another task; and not by task.cancel(),
@@ -40,7 +40,7 @@ async def reducer_task(redis_url, run_id, root=None):
 
     async def reduce():
         with scope:
-            await reduce_run(own, run_id, root)
+            await reduce_run(own, run_id, root, policy=policy)
 
     async with connect(redis_url, retry=False) as own:
         task = asyncio.create_task(reduce())
@@ -57,6 +57,24 @@ async def announced(log: RedisEventLog, count: int) -> list[StepReady]:
         while len(found := await log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)) < count:
             await anyio.sleep(0.01)
     return [decode_envelope(entry.payload).event for entry in found]
+
+
+async def until(met, deadline=20):
+    """Wait until a condition holds; it may be a coroutine function."""
+    with anyio.fail_after(deadline):
+        while True:
+            held = met()
+            if asyncio.iscoroutine(held):
+                held = await held
+            if held:
+                return held
+            await anyio.sleep(0.01)
+
+
+async def events_of(log: RedisEventLog, kind) -> list:
+    """The events of one type that were published."""
+    found = [decode_envelope(entry.payload) for entry in await log.read(limit=100_000)]
+    return [envelope for envelope in found if isinstance(envelope.event, kind)]
 
 
 async def publish_steps(publisher: AsyncPublisher, steps) -> None:

@@ -21,7 +21,6 @@ from trinity_events.archive import (
     write_lines,
 )
 from trinity_events.archive.export import RunExists
-from trinity_events.core import MonitorState
 from trinity_events.history import SnapshotUnreadable, current_state
 from trinity_events.log import ORIGIN, Entry, Stream
 from trinity_events.reducer.retention import Retention
@@ -180,7 +179,7 @@ async def test_a_run_that_ends_is_kept_in_its_folder(finished_run, log, run_id):
 async def keep(log, archive, entries):
     for number in range(entries):
         await log.append(b"%d" % number)
-    await Retention(log, archive)(MonitorState(run_id=log.run_id, position=await log.last_id()))
+    await Retention(log, archive)(await log.last_id())
 
 
 async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):

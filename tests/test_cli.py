@@ -15,7 +15,7 @@ from trinity_events.cli.app import build
 from trinity_schemas import RunClosed
 
 COMMANDS = (
-    *("demo", "serve", "reducer", "runs", "status", "tail", "replay"),
+    *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
     *("export", "import", "verify", "trainer", "explorer"),
 )
 

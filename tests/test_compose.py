@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from trinity_events.server import connect_sync
-from trinity_schemas import RunKeys, decode_envelope
+from trinity_schemas import RunKeys, SaveStrategy, decode_envelope
+from trinity_workers.cli import Strategy
 from trinity_workers.config import BadSettings, RunSettings
 
 ROOT = Path(__file__).parent.parent
@@ -255,7 +257,7 @@ def test_an_explorer_of_a_run_that_nobody_opens_says_so(processes):
 
 
 def test_settings_travel_as_text_and_bad_ones_are_refused():
-    settings = RunSettings(steps=7, explorers=2)
+    settings = RunSettings(steps=7, explorers=2, save_strategy="single_node")
     assert RunSettings.from_text(settings.to_text()) == settings
     placed = settings.placed(
         run_id="one",
@@ -265,5 +267,11 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
         checkpoint_folder=Path("/somewhere/one"),
     )
     assert placed.to_text() == settings.to_text()
+    assert placed.save_strategy == "single_node"
     with pytest.raises(BadSettings, match="of the same version"):
         RunSettings.from_text('{"steps": 0}')
+
+
+def test_every_save_strategy_of_the_contract_is_an_option_and_no_other():
+    [strategies, *_] = get_args(SaveStrategy)
+    assert [one.value for one in Strategy] == [*get_args(strategies)]

@@ -1,35 +1,82 @@
 """The coordinator's four calls, against a real server."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
+import redis
 
 from trinity_events import CheckpointCoordinator
-from trinity_events.coordinator import staged_path
-from trinity_events.errors import SaveError
+from trinity_events.coordinator import SaveAttempt, heartbeat, staged_path, this_process
+from trinity_events.errors import BufferFull, DeadlineExceeded, PublishError, SaveError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_schemas import (
     SaveFailed,
     SaveFinished,
+    SaveRequested,
     SaveStarted,
+    Slot,
     StepCommitted,
     ThreadCountRegistered,
     decode_envelope,
 )
 
 
+class Log(SyncEventLog):
+    """A log whose server can be away."""
+
+    away = False
+
+    def append_many(self, payloads):
+        self._reach()
+        return super().append_many(payloads)
+
+    def beat(self, incarnation, lease):
+        self._reach()
+        super().beat(incarnation, lease)
+
+    def _reach(self):
+        if self.away:
+            raise redis.ConnectionError("nobody is there")
+
+
 @pytest.fixture
 def publisher(sync_client, run_id):
-    return Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor", 3))
+    publisher = Publisher(Log(sync_client, run_id), 1, new_producer("actor", 3))
+    yield publisher
+    publisher.log.away = False
+    publisher.close()
 
 
 @pytest.fixture
 def coordinator(publisher, tmp_path):
-    return CheckpointCoordinator(publisher, tmp_path)
+    coordinator = CheckpointCoordinator(publisher, tmp_path)
+    yield coordinator
+    publisher.log.away = False
+    coordinator.wait_all(20)  # it raises what a test has left, and ends the heartbeat
+
+
+@pytest.fixture
+def away(publisher, monkeypatch):
+    """The server is away."""
+    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.01)
+    publisher.log.away = True
+
+
+@contextmanager
+def hasty():
+    """The log is given hardly any time to take what is waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trinity_events.coordinator.coordinator.FLUSH_DEADLINE", 0.05)
+        yield
 
 
 def said(publisher):
+    publisher.flush(20)
     return [decode_envelope(entry.payload).event for entry in publisher.log.read()]
 
 
@@ -163,3 +210,172 @@ async def test_registering_nothing_says_so_explicitly(coordinator, publisher):
     await coordinator.register_and_monitor(7, is_state_dict=True)
     [registration] = said(publisher)[-1].registrations
     assert (registration.kind, registration.expected) == ("state_dict", 0)
+
+
+async def test_a_commit_is_in_the_log_when_registering_returns(coordinator, publisher):
+    await coordinator.register_and_monitor(7)
+    assert publisher.backlog == 0
+    assert isinstance(decode_envelope(publisher.log.read()[-1].payload).event, StepCommitted)
+
+
+async def test_a_commit_that_the_log_does_not_take_is_an_error(coordinator, publisher, away):
+    with hasty(), pytest.raises(PublishError, match="2 events are not in the log"):
+        await coordinator.register_and_monitor(7)
+    publisher.log.away = False
+    assert isinstance(said(publisher)[-1], StepCommitted), "kept, and told when the server is back"
+
+
+# --- waiting --------------------------------------------------------------------------------
+
+
+def test_waiting_has_a_deadline_that_names_what_still_runs(coordinator):
+    release = threading.Event()
+    coordinator.save_async("model", lambda: release.wait(20), 5)
+    coordinator.save_async("optimizer", lambda: release.wait(20), 5)
+    with pytest.raises(DeadlineExceeded, match=r"model of step 5 is running, begun") as caught:
+        coordinator.wait_all(deadline=0.01)
+    assert "optimizer of step 5" in str(caught.value)
+    release.set()
+    coordinator.wait_all(deadline=20)
+
+
+def test_a_save_that_would_wait_for_itself_is_refused(coordinator):
+    def again():
+        coordinator.save_async("model", lambda: None, 6)
+
+    coordinator.save_async("model", again, 5)
+    with pytest.raises(SaveError, match="do not save model of step 6 from within its save func"):
+        coordinator.wait_all()
+    with pytest.raises(RuntimeError, match="do not wait for all saves from within"):
+        coordinator.save_sync(coordinator.wait_all, 5)
+
+
+def test_a_save_at_once_waits_for_one_of_its_name_in_the_background(coordinator):
+    release, order = threading.Event(), []
+
+    def slow():
+        release.wait(20)
+        order.append("background")
+
+    coordinator.save_async("model", slow, 1)
+    threading.Timer(0.02, release.set).start()
+    coordinator.save_sync(lambda: order.append("at once"), 2, name="model")
+    assert order == ["background", "at once"]
+
+
+# --- a server that is away ------------------------------------------------------------------
+
+
+def test_a_server_that_is_away_holds_no_save_up_and_hears_of_it_later(coordinator, publisher, away):
+    ran = []
+    coordinator.save_sync(lambda: ran.append("at once"), 1)
+    coordinator.save_async("model", lambda: ran.append("background"), 1)
+    with hasty(), pytest.raises(PublishError, match="4 events are not in the log"):
+        coordinator.wait_all()
+    assert sorted(ran) == ["at once", "background"]
+    publisher.log.away = False
+    coordinator.wait_all()
+    assert sorted(type(event).__name__ for event in said(publisher)) == [
+        *(["SaveFinished"] * 2),
+        *(["SaveStarted"] * 2),
+    ]
+
+
+@pytest.fixture
+def full(publisher, away):
+    """The publisher holds as much as it may."""
+    publisher._outbox._capacity = 1
+    publisher.publish(StepCommitted(step=0, kind="checkpoint"))
+    with pytest.raises(BufferFull):
+        publisher.publish(StepCommitted(step=0, kind="checkpoint"))
+
+
+def test_a_save_that_the_full_buffer_cannot_tell_of_is_made_and_its_caller_told(
+    coordinator, publisher, full
+):
+    ran = []
+    with pytest.raises(PublishError, match="save_sync of step 1 was saved, but the log was not"):
+        coordinator.save_sync(lambda: ran.append("at once"), 1)
+    coordinator.save_async("model", lambda: ran.append("background"), 1)
+    with (
+        hasty(),
+        pytest.raises(PublishError, match="model of step 1 was saved, but the log was not told"),
+    ):
+        coordinator.wait_all()
+    assert ran == ["at once", "background"]
+    publisher.log.away = False
+    coordinator.wait_all()  # raised once
+    assert [type(event) for event in said(publisher)] == [StepCommitted]
+
+
+def test_a_failed_save_is_raised_before_what_could_not_be_told(coordinator, full):
+    coordinator.save_async("model", lambda: 1 / 0, 1)
+    coordinator.save_async("optimizer", lambda: None, 1)
+    with hasty(), pytest.raises(SaveError, match="ZeroDivisionError") as caught:
+        coordinator.wait_all()
+    assert {type(one) for one in caught.value.failures} == {ZeroDivisionError, PublishError}
+
+
+def test_a_save_whose_start_alone_could_not_be_told_counts_without_it(coordinator, publisher, full):
+    def room():
+        publisher.log.away = False
+        publisher.flush(20)
+
+    coordinator.save_sync(room, 1)
+    assert isinstance(said(publisher)[-1], SaveFinished)
+
+
+# --- one attempt ----------------------------------------------------------------------------
+
+SLOT = Slot(step=5, kind="checkpoint", role="actor", rank=0, name="model")
+
+
+def test_an_attempt_that_asks_for_its_turn_starts_when_it_is_granted():
+    attempt = SaveAttempt("a", SLOT, path="x", lease=15.0, process=this_process())
+    requested = attempt.begin()
+    assert isinstance(requested, SaveRequested)
+    assert (requested.process.pid, requested.lease) == (os.getpid(), 15.0)
+    assert isinstance(started := attempt.granted(), SaveStarted)
+    assert (started.path, started.lease) == ("x", 15.0)
+    finished = attempt.finish(nbytes=3, seconds=1.0)
+    assert (finished.save_id, finished.path, attempt.stage) == ("a", "x", "over")
+
+
+def test_an_attempt_that_asks_nobody_starts_at_once():
+    attempt = SaveAttempt("a", SLOT)
+    assert isinstance(attempt.begin(), SaveStarted)
+    assert isinstance(attempt.fail(OSError("disk full")), SaveFailed)
+
+
+def test_an_attempt_may_fail_while_it_waits_for_its_turn():
+    attempt = SaveAttempt("a", SLOT, process=this_process())
+    attempt.begin()
+    assert attempt.fail(TimeoutError("too long")).error_type == "TimeoutError"
+
+
+def test_an_attempt_takes_no_step_twice_and_none_out_of_order():
+    attempt = SaveAttempt("a", SLOT)
+    with pytest.raises(RuntimeError, match="model of step 5 is new, not running"):
+        attempt.finish(nbytes=0, seconds=0)
+    attempt.begin()
+    with pytest.raises(RuntimeError, match="is running, not new"):
+        attempt.begin()
+    attempt.fail(OSError())
+    with pytest.raises(RuntimeError, match="is over, not running"):
+        attempt.finish(nbytes=0, seconds=0)
+
+
+def test_a_failure_is_told_whatever_its_message_is_made_of(coordinator, publisher):
+    def save():
+        raise OSError(f"no such file: {os.fsdecode(b'/x/' + bytes([255]))} {'x' * 9000}")
+
+    with pytest.raises(OSError, match="no such file"):
+        coordinator.save_sync(save, 5)
+    assert said(publisher)[-1].message.startswith("no such file: /x/\\udcff xxx")
+
+
+def test_a_process_is_known_by_its_host_its_number_and_its_start():
+    assert this_process() == this_process()
+    command = "from trinity_events.coordinator import this_process as it; print(it().started)"
+    shown = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
+    assert int(shown.stdout) > this_process().started

@@ -53,7 +53,8 @@ def finished(home, redis_url, weights_url):
     """A demo in whose middle the reducer was killed, and its summary."""
     run_id = "short-demo"
     process = demo(
-        *("--run", run_id, "--steps", str(STEPS), "--save-interval", "6", "--explorers", "2")
+        *("--run", run_id, "--steps", str(STEPS), "--save-interval", "6", "--explorers", "2"),
+        *("--save-strategy", "single_thread"),
     )
     key = RunKeys.of(run_id).announcements
     with connect_sync(redis_url) as client:
@@ -88,6 +89,18 @@ def test_the_reducer_was_killed_and_no_step_was_lost_or_announced_twice(finished
     expected = [("weights", step) for step in range(STEPS + 1)]
     expected += [(kind, step) for step in (6, 12) for kind in ("state_dict", "checkpoint")]
     assert sorted(ready) == sorted(expected)
+
+
+def test_every_save_was_made_in_its_turn_one_at_a_time(finished, cli):
+    run_id, _ = finished
+    lines = cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    kinds = ("save-requested", "save-granted", "save-started", "save-finished")
+    told = {kind: [one["save_id"] for one in events if one["type"] == kind] for kind in kinds}
+    assert len(told["save-granted"]) == 8  # two ranks, two saves each, at two steps
+    assert told["save-requested"] == told["save-granted"] == told["save-finished"]
+    state = json.loads(cli("status", run_id, "--json").stdout)
+    assert "out-of-turn" not in state.get("anomaly_counts", {})
 
 
 def test_a_replay_of_the_finished_run_gives_the_state_that_status_shows(finished, cli):

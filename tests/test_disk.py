@@ -1,16 +1,21 @@
 """Disks that are full or cannot be written: one sentence, and nothing else lost."""
 
 import subprocess
+import threading
 
+import anyio
+import anyio.to_thread
 import pytest
 
-from tests.histories import History, committed, finished, registration
+from tests.histories import History, committed, finished, registration, slot
+from tests.pipeline import announced, reducer_task, until
 from trinity_events import CheckpointCoordinator
 from trinity_events.core import plan_files
 from trinity_events.errors import SaveError
-from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.log import AsyncPublisher, Publisher, SyncEventLog, new_producer, open_run
 from trinity_events.reducer import CheckpointFiles
-from trinity_schemas import SaveFailed, decode_envelope
+from trinity_events.reducer.chores import Chore
+from trinity_schemas import SaveFailed, SaveGranted, SaveRequested, decode_envelope
 
 
 @pytest.fixture
@@ -62,3 +67,86 @@ def test_pointers_wait_for_room_and_are_then_right(small_disk, caplog):
     (small_disk / "filler").unlink()
     files.reconcile(plan)
     assert path.read_text() == "7"
+
+
+async def test_a_disk_that_hangs_holds_up_no_grant(
+    client, log, sync_client, redis_url, run_id, tmp_path, monkeypatch
+):
+    hangs, asked = threading.Event(), threading.Event()
+    reconcile = CheckpointFiles.reconcile
+
+    def slow(self, plan):
+        asked.set()
+        hangs.wait(30)
+        reconcile(self, plan)
+
+    monkeypatch.setattr(CheckpointFiles, "reconcile", slow)
+    epoch = await open_run(client, run_id, save_strategy="single_thread")
+    worker = AsyncPublisher(log, epoch, new_producer("actor"))
+    own = SyncEventLog(sync_client, run_id)
+    pointer = tmp_path / run_id / "latest_state_dict_iteration.txt"
+    async with reducer_task(redis_url, run_id, tmp_path):
+        try:
+            await until(asked.is_set)
+            await worker.publish(committed(1, "state_dict", registration()))
+            for save_id in ("first", "second"):
+                await worker.publish(SaveRequested(save_id=save_id, slot=slot(1)))
+            assert await anyio.to_thread.run_sync(own.granted, "first", 20.0)
+            await worker.publish(finished(1, "first"))
+            assert await anyio.to_thread.run_sync(own.granted, "second", 20.0)
+            assert not pointer.exists()
+        finally:
+            hangs.set()
+        await until(lambda: pointer.exists() and pointer.read_text() == "1")
+    granted = [one.save_id for one in await announced(log, 3) if isinstance(one, SaveGranted)]
+    assert granted == ["first", "second"]
+
+
+async def test_of_the_chores_that_wait_only_the_newest_is_done():
+    chore, done, goes_on = Chore("testing"), [], anyio.Event()
+
+    def task(number):
+        async def act():
+            done.append(number)
+            await goes_on.wait()
+
+        return act
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(chore.run)
+        chore.wish(task(1))
+        await until(lambda: done == [1])
+        for number in (2, 3, 4):
+            chore.wish(task(number))
+        assert not chore.rests
+        goes_on.set()
+        with anyio.fail_after(20):
+            await chore.at_rest()
+        assert done == [1, 4]
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_chore_that_fails_says_so_once_and_the_next_is_tried(caplog):
+    chore, broken = Chore("testing"), [True]
+
+    async def act():
+        if broken:
+            raise OSError(28, "No space left on device")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(chore.run)
+
+        async def wish_and_wait():
+            chore.wish(act)
+            with anyio.fail_after(20):
+                await chore.at_rest()
+
+        for _ in range(3):
+            await wish_and_wait()
+        assert caplog.text.count("testing failed") == 1
+        broken.clear()
+        await wish_and_wait()
+        broken.append(True)
+        await wish_and_wait()
+        assert caplog.text.count("testing failed") == 2, "after it went well it is news again"
+        tasks.cancel_scope.cancel()

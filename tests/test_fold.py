@@ -409,7 +409,8 @@ def test_explain_names_who_is_missing():
     publish.add(part(4, rank=0))
     said = explain(history.fold()[0].state, 4)
     assert said == (
-        "Step 4 state_dict waits for 1 of 2 saves: model of actor-1 (started 0.0 s ago)."
+        "Step 4 state_dict waits for 1 of 2 saves: model of actor-1 (started 0.0 s ago); "
+        "committed 0.0 s ago."
     )
     assert "the part of rank 1" in explain(publish.fold()[0].state, 4)
     assert "Nothing is known of step 9" in explain(history.fold()[0].state, 9)
@@ -500,7 +501,7 @@ def test_a_request_waits_in_its_slot_until_its_attempt_starts_or_ends():
 
 
 def test_a_request_of_an_attempt_that_is_further_changes_nothing():
-    for earlier in (started(1), failed(1), finished(1)):
+    for earlier in (started(1), finished(1)):
         history = History()
         history.add(earlier, by="one")
         history.add(requested(1), by="two")

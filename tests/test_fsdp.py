@@ -334,7 +334,10 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
 
 def upload_without_server(rank: Rank, step: int) -> None:
     synchronizer = rank.synchronizer(weights_url=NO_SERVER)
-    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger)
+    try:
+        fsdp_upload_state_dict(rank.engine, synchronizer, step, logger)
+    finally:
+        synchronizer.flush()
 
 
 async def test_a_chunk_server_that_is_gone_fails_the_upload_in_the_log_too(ranks, log):

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from functools import partial
 from itertools import pairwise
 
 import anyio
@@ -15,6 +16,7 @@ from trinity_events.log import (
     Commit,
     DeadLetter,
     Entry,
+    GroupInfo,
     Publisher,
     RedisEventLog,
     Stream,
@@ -172,8 +174,18 @@ async def test_publishers_number_their_events_in_the_order_of_the_log(log, sync_
         thread.start()
     for thread in threads:
         await anyio.to_thread.run_sync(thread.join)
+    await anyio.to_thread.run_sync(publisher.close, 20)
     sequences = [decode_envelope(entry.payload).sequence for entry in await log.read()]
     assert sequences == list(range(1, 201))
+
+
+async def test_what_is_published_to_the_twin_is_in_it_at_once(run_id):
+    log = MemoryEventLog(run_id)
+    publisher = Publisher(SyncMemoryEventLog(log), 1, new_producer("actor"))
+    publisher.publish(committed(1))
+    assert len(log.read_now()) == 1
+    assert publisher.backlog == 0
+    publisher.close(0)
 
 
 async def test_an_event_that_breaks_the_contract_is_refused_by_its_sender(log):
@@ -238,6 +250,118 @@ async def test_a_snapshot_stays_until_the_next_one(log):
     await log.commit(Commit(token=token, after=ORIGIN, position="1-0", snapshot=b"one"))
     await log.commit(Commit(token=token, after="1-0", position="2-0"))
     assert await log.load() == (b"one", "2-0")
+
+
+async def test_what_the_leader_appends_counts_only_while_it_leads(log):
+    assert await log.append_leading(0, b"no one leads") is None
+    former, _ = await log.lead(5)
+    entry_id = await log.append_leading(former, b"led")
+    assert await log.read() == [Entry(entry_id, b"led")]
+    await log.renew(former, 0)
+    assert await log.append_leading(former, b"until another does") is not None
+    token, _ = await log.lead(5)
+    assert await log.append_leading(former, b"late") is None
+    assert await log.append_leading(token, b"now") == await log.last_id()
+
+
+async def test_a_heartbeat_lasts_as_long_as_its_lease_and_not_after_a_rest(log, sync_log):
+    assert await log.alive([]) == await log.alive(["a"]) == set()
+    sync_log.beat("a", 60)
+    sync_log.beat("b", 0.2)
+    sync_log.beat("c", 60)
+    sync_log.rest("c")
+    sync_log.rest("never")
+    assert await log.alive(["a", "c", "d"]) == {"a"}
+    with anyio.fail_after(20):
+        while await log.alive(["a", "b"]) != {"a"}:
+            await anyio.sleep(0.02)
+    sync_log.beat("b", 60)
+    sync_log.beat("a", 0.001)
+    with anyio.fail_after(20):
+        while await log.alive(["a", "b"]) != {"b"}:
+            await anyio.sleep(0.02)
+
+
+async def test_its_clock_is_that_of_the_entries(log):
+    before = await log.now()
+    entry_id = await log.append(b"")
+    assert before <= position(entry_id)[0] <= await log.now()
+
+
+async def test_threads_learn_of_a_newer_epoch(log, sync_log):
+    assert sync_log.epoch() == 0
+    await log.open_epoch(lambda epoch: b"")
+    await log.open_epoch(lambda epoch: b"")
+    assert sync_log.epoch() == 2
+
+
+async def test_a_grant_is_heard_by_those_who_wait_and_again_by_those_who_ask_later(log, sync_log):
+    token, _ = await log.lead(5)
+    heard = []
+
+    def wait(save_id):
+        heard.append((save_id, sync_log.granted(save_id, 20)))
+
+    async with anyio.create_task_group() as tasks:
+        for save_id in ("s1", "s1", "s2"):
+            tasks.start_soon(anyio.to_thread.run_sync, wait, save_id)
+        await anyio.sleep(0.05)
+        assert heard == []
+        stale = Commit(token=token, after="5-0", position="6-0", grants=["s1"])
+        assert not await log.commit(stale)
+        assert not await anyio.to_thread.run_sync(sync_log.granted, "s1", 0.05)
+        grants = Commit(token=token, after=ORIGIN, position="1-0", grants=["s1", "s2"])
+        assert await log.commit(grants)
+    assert sorted(heard) == [("s1", True), ("s1", True), ("s2", True)]
+    assert sync_log.granted("s1", 0)
+    assert not sync_log.granted("s3", 0)
+
+
+async def test_many_are_appended_in_their_order(log, sync_log):
+    assert sync_log.append_many([]) == []
+    ids = sync_log.append_many([b"%d" % number for number in range(600)])
+    found = await log.read()
+    assert [entry.id for entry in found] == ids
+    assert payloads(found) == [b"%d" % number for number in range(600)]
+
+
+async def test_a_checkpoint_that_is_held_is_not_doomed_and_one_that_is_doomed_not_held(log):
+    token, _ = await log.lead(5)
+    assert await log.hold(1, "a reader", 60)
+    assert await log.hold(1, "another", 60)
+    assert await log.hold(2, "a reader", 0.05)
+    await log.release(3, "nobody")
+    assert await log.doom(token + 1, [5]) == await log.doom(token - 1, [5]) == set()
+    assert await log.doom(token, [1, 11, 3]) == {11, 3}
+    assert not await log.hold(3, "a reader", 60)
+    await log.release(1, "another")
+    assert await log.doom(token, [1]) == set(), "one still holds it"
+    await log.release(1, "a reader")
+    assert await log.doom(token, [1]) == {1}
+    with anyio.fail_after(20):
+        while not await log.doom(token, [2]):  # until the hold lapses
+            await anyio.sleep(0.02)
+    assert not await log.undoom(token - 1, [3])
+    assert not await log.hold(3, "a reader", 60)
+    assert await log.undoom(token, [1, 3])
+    assert await log.hold(3, "a reader", 60)
+    assert not await log.hold(2, "a reader", 60)
+
+
+async def test_dead_letters_are_bounded_and_the_newest_stay(log, monkeypatch):
+    for where in ("redis_log", "memory_log"):
+        monkeypatch.setattr(f"trinity_events.log.{where}.DEAD_LETTERS_KEPT", 500)
+    token, _ = await log.lead(5)
+    after = ORIGIN
+    for number in range(1, 4):
+        letters = [DeadLetter(Entry(f"{number}-{n}", b"x"), "foreign") for n in range(500)]
+        reached = f"{number}-500"
+        step = Commit(token=token, after=after, position=reached, dead_letters=letters)
+        assert await log.commit(step)
+        after = reached
+    kept = await log.dead_letters()
+    assert kept[-500:] == letters
+    assert len(kept) < 1000
 
 
 async def test_dead_letters_are_kept_with_their_reason(log):
@@ -309,21 +433,115 @@ async def test_what_is_left_pending_is_claimed_once_it_is_idle_and_not_after_its
         await log.append(bytes([number]))
     first, *rest = await log.read_group(EVENTS, "g", "crashed", seconds=1)
     await log.ack(EVENTS, "g", first.id)
-    assert await log.claim_idle(EVENTS, "g", "other", idle=5) == []
-    await anyio.sleep(0.35)
-    assert await log.claim_idle(EVENTS, "g", "other", idle=0.3, limit=1) == rest[:1]
-    assert await log.claim_idle(EVENTS, "g", "third", idle=0.3) == rest[1:], "the other is fresh"
+    claim = partial(log.claim, EVENTS, "g", most=5)
+    assert await claim("other", idle=60) == ([], [])
+    await anyio.sleep(0.65)
+    assert await claim("other", idle=0.6, limit=1) == (rest[:1], [])
+    assert await claim("third", idle=0.6) == (rest[1:], []), "the other is fresh"
     for entry in rest:
         await log.ack(EVENTS, "g", entry.id)
         await log.ack(EVENTS, "g", entry.id)
-    assert await log.claim_idle(EVENTS, "g", "other", idle=0) == []
+    assert await claim("other", idle=0) == ([], [])
+
+
+async def test_what_was_given_too_often_becomes_a_dead_letter_and_the_rest_goes_on(log):
+    await log.create_group(EVENTS, "g", ORIGIN)
+    await log.append(b"poison")
+    await log.append(b"sound")
+    poison, sound = await log.read_group(EVENTS, "g", "one", seconds=1)
+    assert await log.claim(EVENTS, "g", "two", idle=0, most=3, limit=1) == ([poison], [])
+    assert await log.claim(EVENTS, "g", "three", idle=0, most=3) == ([poison, sound], [])
+    assert await log.claim(EVENTS, "g", "four", idle=0, most=3) == ([sound], [poison])
+    reason = "group g: delivered 3 times and never acknowledged"
+    assert await log.dead_letters() == [DeadLetter(poison, reason)]
+    await log.ack(EVENTS, "g", sound.id)
+    assert await log.claim(EVENTS, "g", "five", idle=0, most=3) == ([], [])
+    assert (await log.groups(EVENTS))[0].pending == 0
+    assert await log.read(limit=1) == [poison], "the log keeps it for all others"
+
+
+async def test_how_a_group_stands_is_told(log):
+    assert await log.groups(EVENTS) == []
+    ids = [await log.append(bytes([number])) for number in range(3)]
+    await log.create_group(EVENTS, "g", ORIGIN)
+    await log.create_group(EVENTS, "h", ids[1])
+    first, second = await log.read_group(EVENTS, "g", "one", seconds=1, limit=2)
+    await log.ack(EVENTS, "g", first.id)
+    await log.read_group(EVENTS, "g", "two", seconds=0.001, limit=1)
+    await log.ack(EVENTS, "g", ids[2])
+    g, h = await log.groups(EVENTS)
+    assert g == GroupInfo("g", 1, ids[2], second.id, g.idle, 2)
+    assert h == GroupInfo("h", 0, ids[1], None, h.idle, 0)
+    assert 0 <= g.idle < 10
+    assert 0 <= h.idle < 10, "a group that no one has joined yet was not idle for ever"
+    assert await log.groups(ANNOUNCEMENTS) == []
+
+
+async def test_the_idleness_of_a_group_is_that_of_its_last_member_to_ask(log):
+    async def idle():
+        return (await log.groups(EVENTS))[0].idle
+
+    await log.create_group(EVENTS, "g", ORIGIN)
+    await log.read_group(EVENTS, "g", "one", seconds=0.001)
+    with anyio.fail_after(20):
+        while (before := await idle()) < 0.2:
+            await anyio.sleep(0.02)
+        await log.read_group(EVENTS, "g", "two", seconds=0.001)
+        while await idle() >= before:
+            await log.read_group(EVENTS, "g", "two", seconds=0.001)
+
+
+async def test_members_are_forgotten_that_are_idle_and_have_nothing_pending_but_not_the_last(log):
+    assert await log.forget_members(EVENTS, "g", 0) == 0
+    await log.append(b"pending")
+    await log.create_group(EVENTS, "g", ORIGIN)
+    await log.read_group(EVENTS, "g", "busy", seconds=1)
+    for member in ("gone", "away", "last"):
+        await log.read_group(EVENTS, "g", member, seconds=0.001)
+        await anyio.sleep(0.02)
+    assert await log.forget_members(EVENTS, "g", 60) == 0
+    await log.forget_members(EVENTS, "g", 0)
+    [group] = await log.groups(EVENTS)
+    assert (group.members, group.pending) == (2, 1), "the busy one, and the last one to ask"
+    [taken] = (await log.claim(EVENTS, "g", "last", idle=0, most=5)).entries
+    await log.ack(EVENTS, "g", taken.id)
+    await anyio.sleep(0.02)
+    await log.read_group(EVENTS, "g", "last", seconds=0.001)
+    assert await log.forget_members(EVENTS, "g", 0) == 1
+
+
+async def test_a_group_is_destroyed_by_the_newest_leader_alone_and_its_members_hear_of_it(log):
+    await log.create_group(EVENTS, "g", ORIGIN)
+    assert not await log.destroy_group(EVENTS, "g", token=0), "no one leads"
+    former, _ = await log.lead(5)
+    await log.renew(former, 0)
+    token, _ = await log.lead(5)
+    assert not await log.destroy_group(EVENTS, "g", token=former)
+    assert len(await log.groups(EVENTS)) == 1
+    refused = []
+
+    async def wait():
+        with pytest.raises(redis.ResponseError, match="NOGROUP") as caught:
+            await log.read_group(EVENTS, "g", "m", seconds=5)
+        refused.append(caught)
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            while not (await log.groups(EVENTS))[0].members:
+                await anyio.sleep(0.01)
+            assert await log.destroy_group(EVENTS, "g", token=token)
+    assert refused
+    assert await log.groups(EVENTS) == []
+    assert await log.destroy_group(EVENTS, "g", token=token), "it is gone, as was asked"
+    assert await log.destroy_group(ANNOUNCEMENTS, "g", token=token)
 
 
 async def test_a_group_that_was_never_created_is_an_error(log):
     with pytest.raises(redis.ResponseError, match="NOGROUP"):
         await log.read_group(EVENTS, "missing", "m", seconds=1)
     with pytest.raises(redis.ResponseError, match="NOGROUP"):
-        await log.claim_idle(EVENTS, "missing", "m", idle=1)
+        await log.claim(EVENTS, "missing", "m", idle=1, most=5)
     await log.ack(EVENTS, "missing", "1-0")
 
 
@@ -368,7 +586,8 @@ class Player:
     async def play(self, turns):
         commands = [
             *(self.append, self.read, self.wait, self.commit, self.commit, self.lead),
-            *(self.create_group, self.read_group, self.claim_idle, self.trim),
+            *(self.create_group, self.read_group, self.claim, self.trim, self.groups),
+            *(self.hold, self.doom, self.append_leading, self.destroy_group),
         ]
         for turn in range(turns):
             command, stream = self.draw.choice(commands), self.draw.choice(list(Stream))
@@ -408,7 +627,8 @@ class Player:
         added = await self.log.read(self.ids[ANNOUNCEMENTS][-1], stream=ANNOUNCEMENTS)
         self.ids[ANNOUNCEMENTS] += [entry.id for entry in added]
         standing = [(s, *self.told(ANNOUNCEMENTS, [e])) for s, e in await self.log.standing()]
-        return taken, sorted(standing), await self.log.load(), await self.log.dead_letters()
+        dead = [(one.entry.payload, one.reason) for one in await self.log.dead_letters()]
+        return taken, sorted(standing), await self.log.load(), dead
 
     async def lead(self, *_):
         kept = await self.log.renew(self.token, self.draw.choice([0, 60]))
@@ -425,11 +645,40 @@ class Player:
             await self.log.ack(stream, group, entry.id)
         return self.told(stream, found)
 
-    async def claim_idle(self, turn, stream, after, group):
-        found = await self.log.claim_idle(stream, group, "n", idle=0, limit=3)
+    async def claim(self, turn, stream, after, group):
+        found, dead = await self.log.claim(stream, group, "n", idle=0, most=3, limit=3)
         for entry in found[:1]:
             await self.log.ack(stream, group, entry.id)
-        return self.told(stream, found)
+        return self.told(stream, found), self.told(stream, dead)
+
+    async def groups(self, turn, stream, after, group):
+        def index(at):
+            return at and self.ids[stream].index(at)
+
+        return [
+            (*one[:2], index(one.last_delivered), index(one.oldest_pending), one.members)
+            for one in await self.log.groups(stream)
+        ]
+
+    async def destroy_group(self, turn, stream, after, group):
+        token = self.token if self.draw.random() < 0.2 else -1
+        return await self.log.destroy_group(stream, group, token=token)
+
+    async def hold(self, *_):
+        step, who = self.draw.randint(1, 5), self.draw.choice("ab")
+        await self.log.release(self.draw.randint(1, 5), who)
+        return await self.log.hold(step, who, 60)
+
+    async def doom(self, *_):
+        token, steps = self.token - self.draw.choice([0, 0, 1]), self.draw.sample(range(1, 6), 3)
+        doomed = await self.log.doom(token, steps)
+        return doomed, await self.log.undoom(token, self.draw.sample(range(1, 6), 2))
+
+    async def append_leading(self, turn, *_):
+        token = self.token - self.draw.choice([0, 0, 1])
+        added = await self.log.append_leading(token, b"%d" % turn)
+        self.ids[EVENTS] += [added] if added else []
+        return added is not None
 
     async def trim(self, turn, stream, after, group):
         dropped = await self.log.trim(stream, after) if self.draw.random() < 0.3 else 0

@@ -4,8 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 
 import anyio
+import anyio.lowlevel
 
 from tests.histories import committed, finished, registration
 from tests.pipeline import (
@@ -14,14 +16,23 @@ from tests.pipeline import (
     publish_steps,
     reducer_process,
     reducer_task,
+    until,
 )
 from trinity_events.core import decode_state
 from trinity_events.core.fold import KEPT_VERSIONS
 from trinity_events.history import Replay, current_state, read_all
-from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run
-from trinity_events.reducer import Reducer, reduce_run
+from trinity_events.log import (
+    AsyncPublisher,
+    MemoryEventLog,
+    RedisEventLog,
+    Stream,
+    new_producer,
+    open_run,
+    opening,
+)
+from trinity_events.reducer import Reducer, reduce, reduce_run
 from trinity_events.server import connect
-from trinity_schemas import RunClosed, StepReady, VersionRetired, encode
+from trinity_schemas import RunClosed, RunOpened, StepReady, VersionRetired, encode
 
 
 async def test_what_became_true_is_announced_with_its_cause(publisher, log, redis_url, run_id):
@@ -180,3 +191,87 @@ async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_p
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+
+
+class Held(MemoryEventLog):
+    """A log that counts the steps it is asked to take, and may refuse one."""
+
+    def __init__(self, run_id, refused=None):
+        super().__init__(run_id)
+        self.commits, self.refused = [], refused
+        self.under_way = 0
+
+    async def commit(self, commit):
+        self.under_way += 1
+        assert self.under_way == 1, "one at a time"
+        self.commits.append(commit)
+        await anyio.sleep(0.001)
+        self.under_way -= 1
+        return len(self.commits) != self.refused and await super().commit(commit)
+
+
+async def fold_all(log, steps):
+    """Let a reducer fold what is published of so many steps; true when it stopped by itself."""
+    publisher = AsyncPublisher(
+        log,
+        await log.open_epoch(opening(log.run_id, RunOpened())),
+        new_producer("trainer"),
+    )
+    await publish_steps(publisher, range(steps))
+    token, _ = await log.lead(60)
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+
+            async def stop_when_folded():
+                await until(lambda: log._position == log.last_id_now())
+                scope.cancel()
+
+            tasks.start_soon(stop_when_folded)
+            await Reducer(log, None, token).run()
+            tasks.cancel_scope.cancel()
+            return True
+    return False
+
+
+async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "BATCH", 10)
+    log = Held(run_id)
+    assert not await fold_all(log, 50)
+    assert len(log.commits) == 16
+    assert [one.after for one in log.commits[1:]] == [one.position for one in log.commits[:-1]]
+    replay = Replay(run_id)
+    replay.feed(log.read_now(limit=1000))
+    assert len(log.read_now(stream=Stream.ANNOUNCEMENTS, limit=1000)) == replay.state.announced
+
+
+async def test_after_a_commit_that_was_refused_nothing_more_is_sent(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "BATCH", 10)
+    log = Held(run_id, refused=3)
+    assert await fold_all(log, 50)
+    assert len(log.commits) == 3
+    assert log._position == log.commits[1].position
+
+
+async def test_others_have_their_turns_while_a_long_batch_is_folded(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "SLICE", 10)
+    log, turns = Held(run_id), []
+    plain = reduce.fold
+
+    def noted(monitor, found):
+        turns.append("fold")
+        return plain(monitor, found)
+
+    monkeypatch.setattr(reduce, "fold", noted)
+
+    async def renew():
+        while True:
+            turns.append("renew")
+            await anyio.lowlevel.checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(renew)
+        assert not await fold_all(log, 40)
+        tasks.cancel_scope.cancel()
+    folds = [at for at, what in enumerate(turns) if what == "fold"]
+    assert len(folds) == 13
+    assert all("renew" in turns[a:b] for a, b in pairwise(folds))

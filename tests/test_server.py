@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers import Server
 from trinity_events.errors import InvalidUrl, ServerTooOld, ServerUnreachable
 from trinity_events.server import (
     EmbeddedServer,
@@ -16,15 +17,23 @@ from trinity_events.server import (
     connect_sync,
     find_binary,
     open_client,
+    redacted,
     serving,
     serving_weights,
 )
+from trinity_events.server.url import parse
 
 
 @pytest.fixture
 def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("TRINITY_HOME", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """What does not answer in these tests never will."""
+    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
 
 
 def alive(server: EmbeddedServer) -> bool:
@@ -136,13 +145,67 @@ def test_the_url_given_comes_before_the_environment_and_before_the_embedded(own_
             assert weights == "redis://given"
 
 
-@pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost",
+        "localhost:6379",
+        "",
+        "redis:localhost",
+        "redis://localhost:0",
+        "redis://localhost:port",
+        "redis://one:1,two:2",  # several nodes are a cluster's
+        "redis+cluster://one:1,two:0",
+        "unix+cluster:///socket",
+    ],
+)
 def test_what_is_no_url_of_a_server_is_refused(url):
     with pytest.raises(InvalidUrl, match="use redis://HOST:PORT"):
         open_client(url)
 
 
-async def test_an_unreachable_server_is_one_sentence_without_the_password():
+def test_a_password_is_never_shown():
+    for scheme in ("redis", "rediss", "redis+cluster"):
+        shown = redacted(f"{scheme}://me:se:cret@one:1,two:2/0?ssl_ca_certs=ca.pem")
+        assert shown == f"{scheme}://me:***@one:1,two:2/0?ssl_ca_certs=ca.pem"
+    with pytest.raises(InvalidUrl) as caught:
+        open_client("http://me:secret@localhost")
+    assert "secret" not in str(caught.value)
+    assert redacted("unix:///tmp/socket") == "unix:///tmp/socket"
+
+
+def test_the_nodes_of_a_cluster_are_told_from_its_url():
+    parsed = parse("rediss+cluster://me:secret@one:1,two,[::1]:3?ssl_check_hostname=false")
+    assert parsed.url == "rediss://me:secret@one:1?ssl_check_hostname=false"
+    assert parsed.cluster
+    assert parsed.more == (("two", 6379), ("::1", 3))
+    assert not parse("redis://one:1/3").cluster
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://user:secret@127.0.0.1:1/0", "redis+cluster://:secret@127.0.0.1:1"]
+)
+def test_a_worker_without_a_server_is_told_so(impatient, url):
+    with pytest.raises(ServerUnreachable, match="no Redis server answers") as caught:
+        open_client(url)
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_server_that_is_just_starting_is_waited_for(tmp_path):
+    server = Server(tmp_path)
+    starting = threading.Timer(0.3, server.start)
+    starting.start()
+    try:
+        async with connect(server.url) as client:
+            assert await client.ping()
+        with connect_sync(server.url) as sync_client:
+            assert sync_client.ping()
+    finally:
+        starting.join()
+        server.kill()
+
+
+async def test_an_unreachable_server_is_one_sentence_without_the_password(impatient):
     url = "redis://user:secret@127.0.0.1:1/0"
     with pytest.raises(ServerUnreachable, match="no Redis server answers") as caught:
         async with connect(url):

@@ -9,6 +9,7 @@ from trinity_schemas import StepFailed, StepReady, StepSuperseded, VersionRetire
 
 if TYPE_CHECKING:
     from .coordinator import CheckpointCoordinator
+    from .holds import hold_checkpoint
     from .subscriptions import Delivered, Subscription, subscribe
     from .weights import Synchronizer
 
@@ -22,6 +23,7 @@ __all__ = [
     "Synchronizer",
     "VersionRetired",
     "WeightsApplied",
+    "hold_checkpoint",
     "subscribe",
 ]
 
@@ -30,6 +32,7 @@ _HOMES = {
     "Delivered": ".subscriptions",
     "Subscription": ".subscriptions",
     "Synchronizer": ".weights",
+    "hold_checkpoint": ".holds",
     "subscribe": ".subscriptions",
 }
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import NamedTuple
 
+import anyio.to_thread
 import msgspec
 
 from trinity_schemas import ContractError, Envelope, decode_envelope
@@ -46,63 +47,146 @@ async def read_all(
         after = found[-1].id
 
 
+def envelope_of(run_id: str, payload: bytes) -> Envelope:
+    """The envelope of an entry of the run. Raises ContractError, also when it is another run's."""
+    envelope = decode_envelope(payload)
+    if envelope.run_id != run_id:
+        raise ContractError(f"an event of run {envelope.run_id!r}, not of {run_id!r}")
+    return envelope
+
+
+def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLetter:
+    """Pass over an entry that could not be decoded; returns the dead letter that it becomes."""
+    monitor.set_aside(entry.id, str(error), getattr(error, "sender", None))
+    return DeadLetter(entry, str(error))
+
+
 def fold(monitor: Monitor, found: list[Entry]) -> tuple[list[Envelope], list[DeadLetter]]:
     """Fold entries; returns what they made true, and those that could not be decoded."""
     announcements: list[Envelope] = []
     dead: list[DeadLetter] = []
-    run_id = monitor.state.run_id
-    for entry in found:
+    # Bound once: this loop is what a reducer's speed is made of.
+    apply, run_id = monitor.apply, monitor.state.run_id
+    for entry_id, payload in found:
         try:
-            envelope = decode_envelope(entry.payload)
-            if envelope.run_id != run_id:
-                raise ContractError(f"an event of run {envelope.run_id!r}, not of {run_id!r}")
+            envelope = envelope_of(run_id, payload)
         except ContractError as error:
-            monitor.set_aside(entry.id, str(error), getattr(error, "sender", None))
-            dead.append(DeadLetter(entry, str(error)))
-        else:
-            announcements += monitor.apply(entry.id, envelope)
+            dead.append(set_aside(monitor, Entry(entry_id, payload), error))
+            continue
+        if true_now := apply(entry_id, envelope):
+            announcements += true_now
     return announcements, dead
 
 
-async def load_monitor(log: EventLog) -> tuple[Monitor, int]:
-    """The fold as the log's position has it, and how many entries that is past a snapshot.
+class Loaded(NamedTuple):
+    """The fold as a reducer left it."""
+
+    monitor: Monitor
+    position: str
+    """What the server has as the reducer's position; the log may have ended before it."""
+    silent: int
+    """Entries that are folded past the snapshot."""
+
+
+Archived = Callable[[str], Iterator[Entry]]
+"""The events that are kept in files after a position."""
+
+
+async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loaded:
+    """The fold as the log's position has it.
 
     Loads the last snapshot and folds on up to the position in silence: what those entries made
-    true has been announced. A snapshot that this version cannot read is folded anew.
+    true has been announced. A snapshot that this version cannot read is folded anew, from the
+    files where the log is trimmed. A log that ends before the position goes on from its end.
     """
-    snapshot, position = await log.load()
-    state = MonitorState(run_id=log.run_id)
-    if snapshot is not None:
-        try:
-            state = decode_state(snapshot)
-        except msgspec.DecodeError as error:
-            logger.warning("snapshot of %s is not readable (%s): folding anew", log.run_id, error)
-            if await log.first_left(Stream.EVENTS) is not None:
-                raise SnapshotUnreadable(
-                    f"the snapshot of run {log.run_id} is not readable ({error}) and its log is "
-                    "trimmed: use the version of trinity-events that wrote it"
-                ) from None
-    monitor = Monitor(state)
-    silent = 0
-    while monitor.state.position != position:
-        found = await log.read(monitor.state.position, through=position, limit=PAGE)
+    snapshot, reached = await log.load()
+    through = await _reachable(log, reached)
+    monitor = Monitor(await _load_state(log, snapshot, through, archived))
+    state, silent = monitor.state, 0
+    while position(state.position) < position(through):
+        found = await log.read(state.position, through=through, limit=PAGE)
         if not found:
             logger.error(
                 "the log of %s has no entry %s, which was folded before: what followed %s is lost",
                 log.run_id,
-                position,
-                monitor.state.position,
+                through,
+                state.position,
             )
-            monitor.state.position = position
             break
         fold(monitor, found)
         silent += len(found)
-    return monitor, silent
+    # Also where the snapshot has gone further: ids that come are above the log's end alone.
+    state.position = through
+    return Loaded(monitor, reached, silent)
+
+
+async def _reachable(log: EventLog, reached: str) -> str:
+    """How far the log goes, of what was folded before."""
+    end = await log.last_id()
+    if position(end) >= position(reached):
+        return reached
+    logger.error(
+        "the log of %s ends at %s and has no entry %s, which was folded before: the server failed "
+        "over or lost its data, and what came between is lost; the run goes on from there",
+        log.run_id,
+        end,
+        reached,
+    )
+    return end
+
+
+async def _load_state(
+    log: EventLog, snapshot: bytes | None, reached: str, archived: Archived | None
+) -> MonitorState:
+    state = MonitorState(run_id=log.run_id)
+    why = "there is no snapshot"
+    if snapshot is not None:
+        try:
+            return decode_state(snapshot)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            why = f"the snapshot is not readable ({error})"
+            logger.warning("of run %s %s: folding anew", log.run_id, why)
+    left = await log.first_left(Stream.EVENTS)
+    if left is None:
+        return state
+    if archived is not None:
+        # In a thread: the lead is to be kept meanwhile.
+        state = await anyio.to_thread.run_sync(_refold, archived, log.run_id, reached)
+    if position(state.position) >= min(position(left), position(reached)) > position(ORIGIN):
+        return state
+    if snapshot is None and state.position == ORIGIN:
+        logger.error(
+            "of run %s %s, and its log begins at %s: what came before is lost, and the run "
+            "goes on with what is left",
+            log.run_id,
+            why,
+            left,
+        )
+        return state
+    have = (
+        "no archive of it is at hand"
+        if archived is None
+        else (f"its archive ends at {state.position}")
+    )
+    raise SnapshotUnreadable(
+        f"of run {log.run_id} {why}, its log is trimmed up to {left} and {have}: put the missing "
+        "segments back into the log folder of the run's checkpoint directory, or use the version "
+        "of trinity-events that wrote the snapshot"
+    )
+
+
+def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
+    monitor = Monitor(MonitorState(run_id=run_id))
+    for entry in archived(ORIGIN):
+        if position(entry.id) > position(reached):
+            break
+        fold(monitor, [entry])
+    return monitor.state
 
 
 async def current_state(log: EventLog) -> MonitorState:
     """The state after the newest entry, from the last snapshot on."""
-    monitor, _ = await load_monitor(log)
+    monitor = (await load_monitor(log)).monitor
     while found := await log.read(monitor.state.position, limit=PAGE):
         fold(monitor, found)
     return monitor.state
@@ -147,13 +231,20 @@ class Replay:
             if self._until_id is not None and position(entry.id) > position(self._until_id):
                 self.finished = True
                 break
-            envelopes, dead = fold(self.monitor, [entry])
-            folded.append(
-                Folded(entry, None if dead else decode_envelope(entry.payload), envelopes)
-            )
-            if self._until_id == entry.id or self._settles(envelopes):
+            one = self._fold(entry)
+            folded.append(one)
+            if self._until_id == entry.id or self._settles(one.announcements):
                 self.finished = True
         return folded
+
+    def _fold(self, entry: Entry) -> Folded:
+        """Fold one entry, and keep its envelope for whoever shows it."""
+        try:
+            envelope = envelope_of(self.state.run_id, entry.payload)
+        except ContractError as error:
+            set_aside(self.monitor, entry, error)
+            return Folded(entry, None, [])
+        return Folded(entry, envelope, self.monitor.apply(entry.id, envelope))
 
     def _settles(self, announcements: list[Envelope]) -> bool:
         return self._until_step is not None and any(

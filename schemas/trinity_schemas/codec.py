@@ -42,6 +42,7 @@ _envelopes = msgspec.msgpack.Decoder(Envelope)
 _senders = msgspec.msgpack.Decoder(Sender)
 _manifests = msgspec.msgpack.Decoder(WeightManifest)
 _experiences = msgspec.msgpack.Decoder(ExperienceGroup)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 T = TypeVar("T")
 _anything = msgspec.msgpack.Decoder()
 
@@ -75,7 +76,7 @@ def decode_envelope(payload: bytes) -> Envelope:
                 f"event type {tag[:64]!r} is not known to this version", _sender(payload)
             ) from None
         raise ContractError(f"not an event envelope: {error}") from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ContractError(f"not MessagePack: {error}") from None
 
 
@@ -100,7 +101,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, wha
     try:
         _check_size(payload, limit)
         return decoder.decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ContractError(f"not {what}: {error}") from None
 
 
@@ -112,7 +113,7 @@ def _check_size(payload: bytes, limit: int) -> None:
 def _sender(payload: bytes) -> Sender | None:
     try:
         return _senders.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return None
 
 
@@ -120,7 +121,7 @@ def _unknown_tag(payload: bytes) -> str | None:
     """The event's tag, when that alone is why the envelope did not decode."""
     try:
         raw = _anything.decode(payload)
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return None
     event = raw.get("event") if isinstance(raw, dict) else None
     tag = event.get("type") if isinstance(event, dict) else None

@@ -17,7 +17,7 @@ from ..errors import TrinityError
 from ..history import read_all
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
-from ..log.redis_log import FIELD
+from ..log.raw import FIELD
 from .format import ArchiveMissing, Header, Line, line_of, read_lines
 from .segments import Archive
 

@@ -1,13 +1,11 @@
 """The file format: JSON lines, a header first, each entry with its exact bytes.
 
-Beside the bytes, which alone count when a file is read, each line shows the event for people and
-for ``jq``.
+Beside the bytes, which alone count when a file is read, each line of an exported file shows the
+event for people and for ``jq``.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -17,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from trinity_schemas import ContractError, check_run_id, decode_envelope, to_json
+from trinity_schemas import ContractError, Envelope, check_run_id, decode_envelope
 
 from ..errors import TrinityError
 from ..log import ORIGIN, Entry, position
@@ -50,27 +48,31 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry. ``payload`` is base64; ``reason`` says why a dead letter is one."""
+    """One entry. ``payload`` is base64 in the file; ``reason`` says why a dead letter is one."""
 
     stream: LineStream
     id: str
-    payload: str
+    payload: bytes
     reason: str | None = None
     envelope: Any = None
 
     @property
     def entry(self) -> Entry:
         """The entry with its bytes."""
-        return Entry(self.id, base64.b64decode(self.payload, validate=True))
+        return Entry(self.id, self.payload)
+
+
+def bare_line(stream: LineStream, entry: Entry) -> Line:
+    """The line of an entry, of which only the bytes are kept."""
+    return Line(stream=stream, id=entry.id, payload=entry.payload)
 
 
 def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line:
     """The line of an entry."""
-    shown: dict[str, Any] | None = None
+    shown: Envelope | None = None
     with suppress(ContractError):
-        shown = to_json(decode_envelope(entry.payload))
-    payload = base64.b64encode(entry.payload).decode()
-    return Line(stream=stream, id=entry.id, payload=payload, reason=reason, envelope=shown)
+        shown = decode_envelope(entry.payload)
+    return Line(stream=stream, id=entry.id, payload=entry.payload, reason=reason, envelope=shown)
 
 
 def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> int:
@@ -79,12 +81,12 @@ def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> int:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, not a file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    count = 0
+    count, encode = 0, msgspec.json.Encoder().encode
     try:
         with temporary.open("wb") as file:
-            file.write(msgspec.json.encode(header) + b"\n")
+            file.write(encode(header) + b"\n")
             for line in lines:
-                file.write(msgspec.json.encode(line) + b"\n")
+                file.write(encode(line) + b"\n")
                 count += 1
             file.flush()
             os.fsync(file.fileno())
@@ -153,8 +155,7 @@ def _lines(path: Path) -> Iterator[Line]:
             try:
                 line = decoder.decode(raw)
                 at = position(line.id)
-                binascii.a2b_base64(line.payload, strict_mode=True)
-            except (msgspec.DecodeError, UnicodeDecodeError, binascii.Error, ValueError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
                 raise BadRecording(
                     f"{path} line {number} is not an entry ({error}): the file was cut off or "
                     "changed; export the run again"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..log import ORIGIN, Entry, Stream, position
-from .format import ArchiveMissing, Header, line_of, read_lines, write_lines
+from .format import ArchiveMissing, Header, bare_line, read_lines, write_lines
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ class Archive:
         """Keep the entries, which follow on ``after``, durably."""
         if entries:
             name = f"{stream.value}.{entries[0].id}.{entries[-1].id}.jsonl"
-            lines = (line_of(stream.value, entry) for entry in entries)
+            # The bytes alone: what they say is for `export` to show, when somebody asks.
+            lines = (bare_line(stream.value, entry) for entry in entries)
             write_lines(self.folder / name, Header(run_id=self._run_id, after=after), lines)
 
     def through(self, stream: Stream) -> str:

@@ -7,8 +7,11 @@ from importlib.metadata import entry_points
 
 import redis
 import typer
+from redis.exceptions import RedisClusterException
 
 from ..errors import TrinityError
+from ..server import denied
+from .explain import explain
 from .export import export, import_
 from .reducer import reducer
 from .replay import replay
@@ -34,7 +37,8 @@ def build() -> typer.Typer:
     )
     for plugin in entry_points(group=PLUGINS):
         app.command(plugin.name)(plugin.load())
-    for command in (serve, reducer, runs, status, tail, replay, export, import_, verify):
+    listing = (serve, reducer, runs, status, explain, tail, replay, export, import_, verify)
+    for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
     return app
 
@@ -46,11 +50,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        for cause in _causes(error):
+        for one in _causes(error):
+            cause = denied(one) or one
             if isinstance(cause, TrinityError):
                 print(f"error: {cause}", file=sys.stderr)
                 sys.exit(1)
-            if isinstance(cause, redis.RedisError):
+            if isinstance(cause, (redis.RedisError, RedisClusterException)):
                 print(f"error: the server went away: {cause}", file=sys.stderr)
                 sys.exit(1)
         raise

@@ -11,7 +11,8 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..reducer import reduce_all, writable_root
+from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
+from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import serving
 from .options import (
     CheckpointRoot,
@@ -22,6 +23,31 @@ from .options import (
     log_to_stderr,
 )
 
+StepDeadline = Annotated[
+    float,
+    typer.Option(
+        "--step-deadline",
+        metavar="SECONDS",
+        help="A step that is incomplete this long after its commit fails, with what it lacks.",
+    ),
+]
+GroupIdle = Annotated[
+    float,
+    typer.Option(
+        "--group-idle",
+        metavar="SECONDS",
+        help="A consumer group that asks for nothing this long holds up the log no more.",
+    ),
+]
+KeepCheckpoints = Annotated[
+    int,
+    typer.Option(
+        "--keep-checkpoints",
+        metavar="N",
+        help="How many of the newest ready checkpoints to keep; 0 keeps all.",
+    ),
+]
+
 
 def reducer(
     run: Annotated[
@@ -30,6 +56,9 @@ def reducer(
     ] = None,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
+    step_deadline: StepDeadline = STEP_DEADLINE,
+    group_idle: GroupIdle = GROUP_IDLE,
+    keep_checkpoints: KeepCheckpoints = KEEP_CHECKPOINTS,
     verbose: Verbose = False,
     lifeline: Annotated[
         bool, typer.Option("--lifeline", help="End when standard input does.", hidden=True)
@@ -37,16 +66,27 @@ def reducer(
 ) -> None:
     """Run the reducer: fold the log, announce what became true, keep the iteration files.
 
-    Any number may run; one leads, and another takes over within seconds.
+    Any number may run; one leads, and another takes over within seconds. Whoever leads also fails
+    steps that are late, removes old checkpoints, and lets go of consumers that are gone.
 
     Example: trinity-events reducer --redis-url redis://localhost:6379 --checkpoint-root /ckpt
+
+    Example: trinity-events reducer --step-deadline 1800 --keep-checkpoints 5
     """
     log_to_stderr(verbose=verbose)
     if run is not None:
         checked_run(run)
+    policy = Policy(
+        step_deadline=step_deadline, group_idle=group_idle, keep_checkpoints=keep_checkpoints
+    )
     folder = writable_root(checkpoint_root(root))
+    calm_interpreter()
     with serving(redis_url) as url:
-        anyio.run(until_stopped, lambda: reduce_all(url, run_id=run, root=folder), lifeline)
+
+        async def reduce() -> None:
+            await reduce_all(url, run_id=run, root=folder, policy=policy)
+
+        anyio.run(until_stopped, reduce, lifeline)
 
 
 async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = False) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..archive import read_recording
 from ..archive.export import whole_stream
+from ..archive.format import read_lines
 from ..archive.segments import Archive
 from ..history import Folded, Replay
 from ..log import Entry, Stream
@@ -44,10 +44,13 @@ def replay(
     """
     path = recorded_file(run)
     if path is not None:
-        recording = read_recording(path)
-        replaying = Replay(recording.header.run_id, until)
-        for entry in recording.events:
-            _feed(replaying, entry, show=timeline and not as_json)
+        header, lines = read_lines(path)
+        replaying = Replay(header.run_id, until)
+        for line in lines:
+            if line.stream != Stream.EVENTS.value:
+                continue
+            if not _feed(replaying, line.entry, show=timeline and not as_json):
+                break
     else:
         replaying = Replay(run, until)
         show = timeline and not as_json

@@ -8,10 +8,11 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..reducer import reduce_all, writable_root
+from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
+from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, connect_sync, trinity_home
 from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr
-from .reducer import until_stopped
+from .reducer import GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
 
 
 def serve(
@@ -19,6 +20,9 @@ def serve(
         int, typer.Option(help="Loopback port to listen on too; 0 for the socket alone.", min=0)
     ] = 0,
     root: CheckpointRoot = None,
+    step_deadline: StepDeadline = STEP_DEADLINE,
+    group_idle: GroupIdle = GROUP_IDLE,
+    keep_checkpoints: KeepCheckpoints = KEEP_CHECKPOINTS,
     verbose: Verbose = False,
 ) -> None:
     """Run the embedded server and a reducer for all its runs, until interrupted.
@@ -28,7 +32,11 @@ def serve(
     Example: trinity-events serve --port 6390
     """
     log_to_stderr(verbose=verbose)
+    policy = Policy(
+        step_deadline=step_deadline, group_idle=group_idle, keep_checkpoints=keep_checkpoints
+    )
     folder = writable_root(checkpoint_root(root))
+    calm_interpreter()
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer(trinity_home()).attached())
         shown = url
@@ -42,6 +50,6 @@ def serve(
             print(f"serving at {shown} (Ctrl-C stops)", flush=True)
 
         async def reduce() -> None:
-            await reduce_all(url, run_id=None, root=folder, started=started)
+            await reduce_all(url, run_id=None, root=folder, started=started, policy=policy)
 
         anyio.run(until_stopped, reduce)

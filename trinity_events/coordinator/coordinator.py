@@ -13,40 +13,74 @@ from pathlib import Path
 import anyio.to_thread
 
 from trinity_schemas import (
+    Event,
     Kind,
     Registration,
-    SaveFailed,
-    SaveFinished,
-    SaveStarted,
+    SaveRequested,
+    SaveStrategy,
     Slot,
     StepCommitted,
     ThreadCountRegistered,
 )
 
-from ..errors import PublishError, SaveError
+from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
+from .attempt import SaveAttempt
+from .heartbeat import Heartbeat
+from .process import this_process
+from .turn import wait_for_turn
+from .under_way import SavesUnderWay
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_MESSAGE = 2000
+LEASE = 15.0
+"""Seconds of silence after which a process that saves is taken for dead."""
+TURN_DEADLINE = 3600.0
+"""Seconds that a save waits for its turn."""
+FLUSH_DEADLINE = 30.0
+"""Seconds that the log is given to take what was published, where somebody waits for that."""
 
 
 class CheckpointCoordinator:
     """Runs saves and publishes what becomes of them.
 
-    The four calls and their meanings are those of Trinity-RFT's coordinator, with two
-    differences: a save that fails is an event, and :meth:`wait_all` raises it.
+    The four calls and their meanings are those of Trinity-RFT's coordinator, with these
+    differences: a save that fails is an event, and :meth:`wait_all` raises it; a save's whole
+    ``save_fn`` runs in its turn; and a process that dies while it saves is found out.
+
+    Saves never wait for the log, nor fail because of it: a save that is done while the server is
+    away is told when it is back. Where that cannot be, because the publisher's buffer is full,
+    the save is run all the same, and its caller gets a ``PublishError`` afterwards: from
+    :meth:`save_sync`, or from :meth:`wait_all`. Only a save that needs a turn waits for one.
+
+    End with :meth:`wait_all`, after which all is told and the heartbeat is at rest.
 
     Args:
         publisher: Who publishes; its role and rank name the slots.
         run_folder: The run's checkpoint directory. Paths in events are relative to it.
+        strategy: Which saves of the run may run at once, as its trainer opened it with.
+        lease: Seconds of silence after which this process is taken for dead.
+        turn_deadline: Seconds that a save waits for its turn before it fails.
     """
 
-    def __init__(self, publisher: Publisher, run_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        run_folder: Path | None = None,
+        *,
+        strategy: SaveStrategy = "unrestricted",
+        lease: float = LEASE,
+        turn_deadline: float = TURN_DEADLINE,
+    ) -> None:
         self._publisher = publisher
         self._run_folder = run_folder
-        self._threads: dict[str, threading.Thread] = {}
+        self._strategy = strategy
+        self._lease = lease
+        self._turn_deadline = turn_deadline
+        self._heart = Heartbeat.of(publisher, lease)
+        self._under_way = SavesUnderWay()
         self._failures: list[tuple[str, BaseException]] = []
+        self._untold: list[PublishError] = []
         self._lock = threading.Lock()
 
     def save_async(
@@ -69,21 +103,29 @@ class CheckpointCoordinator:
             is_state_dict: Whether it is a state dict for weight sync, not part of a checkpoint.
             path: The file or folder that it writes, when it lies in the run's directory.
         """
-        self._join(name)
-        slot = self._slot(name, global_step, is_state_dict)
+        attempt = self._attempt(name, global_step, is_state_dict, path)
 
         def run() -> None:
             try:
-                self._save(slot, save_fn, path)
+                untold = self._save(attempt, save_fn, path)
+                if untold is not None:
+                    with self._lock:
+                        self._untold.append(untold)
             except BaseException as error:
-                logger.exception("background save %s of step %d failed", name, global_step)
+                logger.exception("background save %s failed", attempt.what)
                 with self._lock:
-                    self._failures.append((f"{name} of step {global_step}", error))
+                    self._failures.append((attempt.what, error))
+            finally:
+                self._under_way.leave(attempt)
 
         # Not a daemon: a process that ends waits for its saves to be whole.
         thread = threading.Thread(target=run, name=f"save-{name}-step-{global_step}")
-        self._threads[name] = thread
-        thread.start()
+        self._under_way.enter(attempt, thread)
+        try:
+            thread.start()
+        except BaseException:
+            self._under_way.leave(attempt)
+            raise
 
     def save_sync(
         self,
@@ -96,28 +138,42 @@ class CheckpointCoordinator:
     ) -> None:
         """Run ``save_fn`` in this thread, with its events; raises what it raises.
 
-        For saves that must run on the training thread, because barriers are part of them.
+        For saves that must run on the training thread, because barriers are part of them. Of
+        those that meet at a barrier, only one may come through here under a strategy that limits
+        saves: the others would wait for a turn that the first cannot end.
         """
-        self._save(self._slot(name, global_step, is_state_dict), save_fn, path)
+        attempt = self._attempt(name, global_step, is_state_dict, path)
+        self._under_way.enter(attempt, threading.current_thread())
+        try:
+            untold = self._save(attempt, save_fn, path)
+        finally:
+            self._under_way.leave(attempt)
+        if untold is not None:
+            raise untold
 
-    def wait_all(self) -> None:
-        """Wait for all background saves.
+    def wait_all(self, deadline: float | None = None) -> None:
+        """Wait for all background saves, and until the log has what was said of them.
+
+        Args:
+            deadline: Seconds for it; without one, saves are given the time that they take.
 
         Raises:
+            DeadlineExceeded: when saves are still under way after ``deadline``, naming them.
             SaveError: when any failed since the last call, naming the first and holding all.
+            PublishError: when none failed, but the log was not told of all.
         """
-        for name in list(self._threads):
-            self._join(name)
-        with self._lock:
-            failures, self._failures = tuple(self._failures), []
-        if failures:
-            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-            what, first = failures[0]
-            raise SaveError(
-                f"background save {what} failed{more}: {type(first).__name__}: {first}: "
-                "mend that, and save the step again; until then it is not ready",
-                tuple(error for _, error in failures),
-            ) from first
+        give_up = None if deadline is None else time.monotonic() + deadline
+        self._under_way.wait(deadline)
+        left = FLUSH_DEADLINE
+        if give_up is not None:
+            left = max(0.0, min(left, give_up - time.monotonic()))
+        try:
+            self._publisher.flush(left)
+            self._heart.settle(left)
+        except PublishError as error:
+            with self._lock:
+                self._untold.append(error)
+        self._raise_what_failed()
 
     async def register_and_monitor(
         self,
@@ -132,7 +188,7 @@ class CheckpointCoordinator:
 
         To be called once the saves are dispatched; they may be anywhere between not started and
         finished. The kind that is committed is registered in any case: a count of zero says
-        that there is nothing to wait for.
+        that there is nothing to wait for. When this returns, the log has the commit.
 
         Args:
             global_step: The training step.
@@ -140,6 +196,10 @@ class CheckpointCoordinator:
             state_dict_thread_count: State-dict saves to expect, over all workers.
             checkpoint_thread_count: Checkpoint saves to expect, over all workers.
             metrics: The training step's metrics, for those who watch.
+
+        Raises:
+            PublishError: when the log did not take it within :data:`FLUSH_DEADLINE` seconds; it
+                may take it still, and doing it again does no harm.
         """
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         counts: list[tuple[Kind, int]] = [
@@ -153,62 +213,83 @@ class CheckpointCoordinator:
             for one, count in counts
             if count or one == kind
         )
-        await anyio.to_thread.run_sync(
-            self._commit, global_step, kind, registrations, metrics or {}
-        )
-
-    def _commit(
-        self,
-        step: int,
-        kind: Kind,
-        registrations: tuple[Registration, ...],
-        metrics: dict[str, float],
-    ) -> None:
         for registration in registrations:
-            self._publisher.publish(ThreadCountRegistered(step=step, registration=registration))
+            self._publisher.publish(
+                ThreadCountRegistered(step=global_step, registration=registration)
+            )
         self._publisher.publish(
-            StepCommitted(step=step, kind=kind, registrations=registrations, metrics=metrics)
-        )
-
-    def _slot(self, name: str, step: int, is_state_dict: bool) -> Slot:
-        who = self._publisher.producer
-        kind: Kind = "state_dict" if is_state_dict else "checkpoint"
-        return Slot(step=step, kind=kind, role=who.role, rank=who.rank, name=name)
-
-    def _save(self, slot: Slot, save_fn: Callable[[], None], path: Path | str | None) -> None:
-        save_id = secrets.token_hex(8)
-        relative = self._relative(path)
-        self._publisher.publish(SaveStarted(save_id=save_id, slot=slot, path=relative))
-        began = time.monotonic()
-        try:
-            save_fn()
-            nbytes, digest = _measure(Path(path)) if path is not None else (0, None)
-        except BaseException as error:
-            self._tell_failure(save_id, slot, error)
-            raise
-        self._publisher.publish(
-            SaveFinished(
-                save_id=save_id,
-                slot=slot,
-                path=relative,
-                bytes=nbytes,
-                seconds=time.monotonic() - began,
-                digest=digest,
+            StepCommitted(
+                step=global_step, kind=kind, registrations=registrations, metrics=metrics or {}
             )
         )
+        await anyio.to_thread.run_sync(self._publisher.flush, FLUSH_DEADLINE)
 
-    def _tell_failure(self, save_id: str, slot: Slot, error: BaseException) -> None:
-        failed = SaveFailed(
-            save_id=save_id,
-            slot=slot,
-            error_type=type(error).__name__,
-            message=str(error)[:_LONGEST_MESSAGE],
+    def _attempt(
+        self, name: str, step: int, is_state_dict: bool, path: Path | str | None
+    ) -> SaveAttempt:
+        who = self._publisher.producer
+        kind: Kind = "state_dict" if is_state_dict else "checkpoint"
+        return SaveAttempt(
+            secrets.token_hex(8),
+            Slot(step=step, kind=kind, role=who.role, rank=who.rank, name=name),
+            path=self._relative(path),
+            lease=self._lease,
+            process=None if self._strategy == "unrestricted" else this_process(),
         )
+
+    def _save(
+        self, attempt: SaveAttempt, save_fn: Callable[[], None], path: Path | str | None
+    ) -> PublishError | None:
+        """Make the attempt, in its turn; returns why its success could not be told, if so."""
+        with self._heart.beating(self._publisher):
+            try:
+                self._start(attempt)
+                began = time.monotonic()
+                save_fn()
+                nbytes, digest = _measure(Path(path)) if path is not None else (0, None)
+                finished = attempt.finish(
+                    nbytes=nbytes, digest=digest, seconds=time.monotonic() - began
+                )
+            except StaleEpoch:
+                raise  # whatever it would say of an older epoch is of no use to anyone
+            except BaseException as error:
+                # The save's own error is the one that its caller must see.
+                self._tell(attempt.fail(error), f"the failure of {attempt.what} was not told")
+                raise
+            return self._tell(finished, f"{attempt.what} was saved, but the log was not told")
+
+    def _start(self, attempt: SaveAttempt) -> None:
+        said = attempt.begin()
+        if isinstance(said, SaveRequested):
+            wait_for_turn(self._publisher, said, self._turn_deadline)
+            said = attempt.granted()
+        # Its end counts without its start, so nothing is lost when that cannot be told.
+        self._tell(said, f"the start of {attempt.what} was not told")
+
+    def _tell(self, event: Event, otherwise: str) -> PublishError | None:
+        """Publish; returns the error when the log cannot take it."""
         try:
-            self._publisher.publish(failed)
-        except PublishError:
-            # The save's own error is the one that its caller must see.
-            logger.exception("the failure of save %s could not be published", slot.name)
+            self._publisher.publish(event)
+        except PublishError as error:
+            logger.warning("%s: %s", otherwise, error)
+            return PublishError(f"{otherwise}: {error}")
+        return None
+
+    def _raise_what_failed(self) -> None:
+        with self._lock:
+            failures, self._failures = self._failures, []
+            untold, self._untold = self._untold, []
+        if failures:
+            others = [*(error for _, error in failures[1:]), *untold]
+            more = f" (and {len(others)} more)" if others else ""
+            what, first = failures[0]
+            raise SaveError(
+                f"background save {what} failed{more}: {type(first).__name__}: {first}: "
+                "mend that, and save the step again; until then it is not ready",
+                (first, *others),
+            ) from first
+        if untold:
+            raise untold[0]
 
     def _relative(self, path: Path | str | None) -> str | None:
         """The path as events have it; None when it lies elsewhere, where nothing is promoted."""
@@ -216,11 +297,6 @@ class CheckpointCoordinator:
             return None
         full, root = Path(path).resolve(), self._run_folder.resolve()
         return str(full.relative_to(root)) if full.is_relative_to(root) else None
-
-    def _join(self, name: str) -> None:
-        thread = self._threads.pop(name, None)
-        if thread is not None:
-            thread.join()
 
 
 def _measure(path: Path) -> tuple[int, str | None]:

@@ -3,12 +3,15 @@
 from .explain import explain
 from .files import FilePlan, IterationFile, Promotion, final_name, plan_files
 from .fold import MONITOR, Monitor
+from .overdue import Holder, expired, holders, next_deadline, overdue
+from .removal import removable
 from .state import MonitorState, ReadyPointer, decode_state, encode_state
 from .summary import RunSummary, Summarizer
 
 __all__ = [
     "MONITOR",
     "FilePlan",
+    "Holder",
     "IterationFile",
     "Monitor",
     "MonitorState",
@@ -18,7 +21,12 @@ __all__ = [
     "Summarizer",
     "decode_state",
     "encode_state",
+    "expired",
     "explain",
     "final_name",
+    "holders",
+    "next_deadline",
+    "overdue",
     "plan_files",
+    "removable",
 ]

@@ -22,13 +22,13 @@ def is_complete(step: StepState, kind: Kind) -> bool:
         )
     if kind == "state_dict":
         # A checkpoint makes it ready too, but not before itself: they may share a folder.
-        return _all_saved(state) and (
-            state.committed_at is not None
-            or (
-                "checkpoint" in step.kinds
-                and step.kinds["checkpoint"].with_state_dict
-                and is_complete(step, "checkpoint")
-            )
+        if state.committed_at is not None:
+            return _all_saved(state)
+        checkpoint = step.kinds.get("checkpoint")
+        return (
+            checkpoint is not None
+            and checkpoint.with_state_dict
+            and is_complete(step, "checkpoint")
         )
     if state.committed_at is None or not _all_saved(state):
         return False
@@ -37,17 +37,21 @@ def is_complete(step: StepState, kind: Kind) -> bool:
 
 def _all_saved(kind: KindState) -> bool:
     """Every expected slot has a finished attempt; an explicit zero needs none."""
+    if kind.compacted:
+        return True
     if not kind.registrations:
         return False
-    named: set[str] = set()
-    unnamed = 0
+    unnamed = most_named = 0
     for registration in kind.registrations.values():
         if registration.slots:
-            named.update(slot_key(slot) for slot in registration.slots)
+            most_named = max(most_named, len(registration.slots))
         else:
             unnamed += registration.expected
-    finished = {key for key, slot in kind.slots.items() if slot.proof is not None}
-    return named <= finished and len(finished - named) >= unnamed
+    # Asked at every save that finishes: to compare names only when there can be enough of them
+    # is what keeps a step's cost linear in its saves.
+    if kind.finished < unnamed + most_named:
+        return False
+    return not most_named or _lacking(kind)[0] == 0
 
 
 def slot_key(slot: Slot) -> str:
@@ -55,7 +59,7 @@ def slot_key(slot: Slot) -> str:
     return f"{slot.role}.{slot.rank}.{slot.name}"
 
 
-def _wanting(kind: KindState) -> tuple[int, int, list[Slot]]:
+def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
     """Of the expected slots: how many lack a finished attempt, how many there are, who is silent.
 
     Silent are those that a registration names and nobody has spoken of.
@@ -82,7 +86,7 @@ def missing(step: StepState, kind: Kind, now: int) -> list[str]:
         return found + _missing_parts(step)
     found += _missing_saves(state, now)
     if kind == "checkpoint" and state.with_state_dict:
-        lacking, expected, _ = _wanting(step.kinds["state_dict"])
+        lacking, expected, _ = _lacking(step.kinds["state_dict"])
         if lacking:
             found.append(f"{lacking} of {expected} saves of its state dict")
     return found
@@ -97,16 +101,16 @@ def _missing_parts(step: StepState) -> list[str]:
 
 
 def _missing_saves(state: KindState, now: int) -> list[str]:
-    if not state.registrations:
-        return ["a registration of how many saves to expect"]
-    lacking, expected, silent = _wanting(state)
-    if not lacking:
-        return []
     seen = [
         f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} ({_standing(slot, now)})"
         for slot in state.slots.values()
         if slot.proof is None
     ]
+    if not state.registrations:
+        return ["a registration of how many saves to expect", *seen]
+    lacking, expected, silent = _lacking(state)
+    if not lacking:
+        return []
     unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
     return [f"{lacking} of {expected} saves: {'; '.join(seen + unseen) or 'no save is under way'}"]
 

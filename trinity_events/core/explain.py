@@ -5,28 +5,66 @@ from __future__ import annotations
 from trinity_schemas import Kind
 
 from .complete import missing
-from .state import MonitorState, StepState
+from .state import KindState, MonitorState, StepState
 
 
-def explain(state: MonitorState, step: int) -> str:
+def explain(
+    state: MonitorState, step: int, *, now: int | None = None, deadline: float | None = None
+) -> str:
     """One sentence for each kind of the step: what it has, and who is missing since when.
 
-    Ages are counted to the last entry of the log, in seconds of the server's clock.
+    Args:
+        state: The run's state.
+        step: The training step.
+        now: Milliseconds of the server's clock to which ages are counted; by default those of
+            the last entry of the log.
+        deadline: Seconds after its commit at which a kind is failed, where that is known.
     """
     found = state.steps.get(step)
     if found is None:
         if step <= state.forgotten_through:
             return f"Step {step} was settled and its details are no longer kept."
         return f"Nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}."
-    now = int(state.position.partition("-")[0])
-    return " ".join(_explain_kind(step, found, kind, now) for kind in found.kinds)
+    last = int(state.position.partition("-")[0])
+    at = last if now is None else max(now, last)
+    return " ".join(_explain_kind(state, step, found, kind, at, deadline) for kind in found.kinds)
 
 
-def _explain_kind(step: int, found: StepState, kind: Kind, now: int) -> str:
-    state = found.kinds[kind]
+def _explain_kind(
+    state: MonitorState, step: int, found: StepState, kind: Kind, now: int, deadline: float | None
+) -> str:
+    kind_state = found.kinds[kind]
     subject = f"Step {step} {kind}"
-    if state.outcome is not None:
-        return f"{subject} is {state.outcome}."
+    if kind_state.outcome is not None:
+        return f"{subject} is {kind_state.outcome}."
     wanting = ", ".join(missing(found, kind, now)) or "nothing"
-    failed = f"; failed so far: {state.failure}" if state.failure else ""
-    return f"{subject} waits for {wanting}{failed}."
+    failed = f"; failed so far: {kind_state.failure}" if kind_state.failure else ""
+    left = _time_left(kind_state, now, deadline)
+    return f"{subject} waits for {wanting}{left}{_turn(state, kind_state)}{failed}."
+
+
+def _time_left(kind: KindState, now: int, deadline: float | None) -> str:
+    """How long ago it was committed, and when that will be too long."""
+    if kind.committed_at is None:
+        return ""
+    age = (now - kind.committed_at) / 1000
+    committed = f"; committed {age:.1f} s ago"
+    if deadline is None or kind.settled:
+        return committed
+    if age >= deadline:
+        return f"{committed}, past its deadline of {deadline:g} s"
+    return f"{committed}, failed in {deadline - age:.1f} s"
+
+
+def _turn(state: MonitorState, kind: KindState) -> str:
+    """Who has the turn that its saves wait for."""
+    if not any(slot.waiting for slot in kind.slots.values()) or not state.turns:
+        return ""
+    having = [
+        f"{attempt.slot.name} of {attempt.slot.role}-{attempt.slot.rank} for {attempt.slot.kind} "
+        f"step {attempt.slot.step}"
+        for save_id in list(state.turns)[:3]
+        if (attempt := state.attempts.get(save_id)) is not None
+    ]
+    more = f" and {len(state.turns) - 3} more" if len(state.turns) > 3 else ""
+    return f"; the turn is with {'; '.join(having)}{more}"

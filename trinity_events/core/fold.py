@@ -21,6 +21,7 @@ from trinity_schemas import (
     RunResumed,
     SaveFailed,
     SaveFinished,
+    SaveGranted,
     SaveProgressed,
     SaveProof,
     SaveRequested,
@@ -43,9 +44,11 @@ from trinity_schemas import (
     version_digest,
 )
 
+from . import admission
 from .complete import is_complete, missing, slot_key
 from .state import (
     Anomaly,
+    Attempt,
     DetachedConsumer,
     ExplorerState,
     KindState,
@@ -68,10 +71,15 @@ KEPT_STEPS_AT_MOST = 4096
 KEPT_ANOMALIES = 32
 KEPT_CARRIED = 16
 KEPT_PRODUCERS = 16_384
+REORDERED_PRODUCERS = 4096
+"""Of fewer, none is forgotten soon, and their order is not kept."""
 KEPT_ATTEMPTS = 8
 """Of a slot, failed and waiting each."""
 KEPT_EXPLORERS = 4096
 KEPT_DETACHED = 32
+KEPT_WHOLE = 1024
+KEPT_UNDER_WAY = 16_384
+"""Attempts under way at once; of more, the oldest are given up."""
 LONGEST_REASON = 4000
 MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""
@@ -97,6 +105,7 @@ class Monitor:
     def __init__(self, state: MonitorState) -> None:
         self.state = state
         self._entry_id = state.position
+        self._now = milliseconds(state.position)
         self._out: list[Announcement] = []
 
     def apply(self, entry_id: str, envelope: Envelope) -> list[Envelope]:
@@ -110,8 +119,8 @@ class Monitor:
             return []
         if not self._in_order(envelope.producer, envelope.sequence):
             return []
-        current = envelope.epoch == state.epoch and state.epoch > 0
-        if not current and not self._admit_epoch(envelope):
+        current = envelope.epoch == state.epoch and type(event) not in _EPOCH_EVENTS
+        if (not current or not state.epoch) and not self._admit_epoch(envelope):
             return []
         handler(self, event, envelope)
         if len(state.steps) > KEPT_STEPS:
@@ -131,11 +140,13 @@ class Monitor:
 
     def _advance(self, entry_id: str) -> None:
         self._entry_id = entry_id
-        self.state.position = entry_id
-        self.state.entries += 1
+        self._now = milliseconds(entry_id)
+        state = self.state
+        state.position = entry_id
+        state.entries += 1
 
     def _flush(self) -> list[Envelope]:
-        state, now = self.state, milliseconds(self._entry_id)
+        state = self.state
         envelopes = []
         for event in self._out:
             state.announced += 1
@@ -145,7 +156,7 @@ class Monitor:
                     epoch=state.epoch,
                     producer=MONITOR,
                     sequence=state.announced,
-                    occurred_at=now / 1000,
+                    occurred_at=self._now / 1000,
                     event=event,
                 )
             )
@@ -156,8 +167,12 @@ class Monitor:
 
     def _in_order(self, producer: Producer, sequence: int) -> bool:
         sequences = self.state.sequences
-        last = sequences.pop(producer.incarnation, 0)
+        last = sequences.get(producer.incarnation, 0)
+        if sequence == last + 1 and len(sequences) < REORDERED_PRODUCERS:
+            sequences[producer.incarnation] = sequence
+            return True
         # Taken out and put back: the dictionary's order is that of last use, oldest first.
+        sequences.pop(producer.incarnation, None)
         sequences[producer.incarnation] = max(last, sequence)
         _keep_last(sequences, KEPT_PRODUCERS)
         if sequence <= last:
@@ -174,6 +189,8 @@ class Monitor:
         if isinstance(envelope.event, _EPOCH_EVENTS) and envelope.epoch > self.state.epoch:
             return True
         name = "stale-epoch" if envelope.epoch < self.state.epoch else "unopened-epoch"
+        if envelope.epoch == self.state.epoch > 0:
+            name = "opened-twice"
         self._anomaly(
             name,
             f"{event_tag(envelope.event)} of epoch {envelope.epoch} from "
@@ -183,11 +200,11 @@ class Monitor:
 
     # --- the run ---------------------------------------------------------------------------
 
-    def _run_opened(self, _: RunOpened, envelope: Envelope) -> None:
-        self._open_epoch(envelope.epoch, 0)
+    def _run_opened(self, event: RunOpened, envelope: Envelope) -> None:
+        self._open_epoch(envelope.epoch, 0, event)
 
     def _run_resumed(self, event: RunResumed, envelope: Envelope) -> None:
-        self._open_epoch(envelope.epoch, event.step)
+        self._open_epoch(envelope.epoch, event.step, event)
         state = self.state
         at = StepRef(state.epoch, event.step)
         kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
@@ -202,7 +219,7 @@ class Monitor:
                     resumed=old.named,
                 )
 
-    def _open_epoch(self, epoch: int, step: int) -> None:
+    def _open_epoch(self, epoch: int, step: int, opening: RunOpened | RunResumed) -> None:
         state = self.state
         for left, step_state in sorted(state.steps.items()):
             for kind in ("checkpoint", "state_dict"):
@@ -217,12 +234,15 @@ class Monitor:
         for folder in list(state.carried)[:-KEPT_CARRIED]:
             del state.carried[folder]
         state.epoch = epoch
+        state.strategy = opening.save_strategy
+        state.attempts, state.queue, state.turns = {}, {}, {}
+        state.whole = [one for one in state.whole if one <= step]
         state.trainer_step = step
         state.steps = {}
         state.forgotten_through = -1
         state.closed = None
         if state.opened_at is None:
-            state.opened_at = milliseconds(self._entry_id)
+            state.opened_at = self._now
 
     def _run_closed(self, event: RunClosed, _: Envelope) -> None:
         self.state.closed = event.reason
@@ -236,24 +256,42 @@ class Monitor:
 
     def _register(self, step: int, registration: Registration) -> bool:
         kind = self._kind(step, registration.kind)
-        if kind is None:
+        if kind is None or kind.compacted:
             return False
         kind.registrations[registration.registration_id] = registration
         return True
 
-    def _save_requested(self, event: SaveRequested, _: Envelope) -> None:
-        slot = self._slot(event.slot)
-        if slot is None or slot.proof is not None:
+    def _save_requested(self, event: SaveRequested, envelope: Envelope) -> None:
+        state = self.state
+        if event.save_id in state.attempts:
             return
-        if event.save_id not in slot.running and event.save_id not in slot.failed:
-            slot.waiting[event.save_id] = milliseconds(self._entry_id)
-            _keep_last(slot.waiting, KEPT_ATTEMPTS)
-
-    def _save_started(self, event: SaveStarted, _: Envelope) -> None:
         slot = self._slot(event.slot)
-        if slot is not None and event.save_id not in slot.failed and slot.proof is None:
+        if slot is not None and slot.proof is None:
+            slot.failed.pop(event.save_id, None)
+            slot.waiting[event.save_id] = self._now
+            _keep_last(slot.waiting, KEPT_ATTEMPTS)
+        if event.process is None and not admission.limits(state):
+            return  # recorded before turns were granted
+        # Also for a slot that is finished or forgotten: whoever asks waits for an answer.
+        self._end_unended(event.slot, envelope.producer)
+        self._under_way(event.save_id, event.slot, envelope.producer, event.lease)
+        group = admission.group_of(state, event, envelope.producer)
+        self._grant(admission.ask(state, event.save_id, group))
+
+    def _save_started(self, event: SaveStarted, envelope: Envelope) -> None:
+        slot = self._slot(event.slot)
+        if slot is None or slot.proof is not None or event.save_id in slot.failed:
+            if event.save_id not in self.state.attempts:
+                return  # over before it began: sent late, or by who was taken for dead
+        else:
             slot.waiting.pop(event.save_id, None)
-            slot.running[event.save_id] = milliseconds(self._entry_id)
+            slot.running[event.save_id] = self._now
+        if admission.limits(self.state) and event.save_id not in self.state.turns:
+            who = _who(envelope.producer)
+            self._anomaly("out-of-turn", f"{who} began {_slot(event.slot)} without a turn")
+        attempt = self._under_way(event.save_id, event.slot, envelope.producer, event.lease)
+        attempt.started = True
+        attempt.since = self._now
 
     def _save_progressed(self, event: SaveProgressed, _: Envelope) -> None:
         slot = self._find_slot(event.slot)
@@ -261,6 +299,7 @@ class Monitor:
             slot.progress[event.save_id] = event.bytes
 
     def _save_finished(self, event: SaveFinished, _: Envelope) -> None:
+        self._end_attempt(event.save_id)
         slot = self._slot(event.slot)
         if slot is None:
             return
@@ -274,6 +313,7 @@ class Monitor:
             slot=event.slot, save_id=event.save_id, bytes=event.bytes, digest=event.digest
         )
         slot.path = event.path
+        self.state.steps[event.slot.step].kinds[event.slot.kind].finished += 1
         self._settle(event.slot.step, event.slot.kind)
 
     def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
@@ -285,11 +325,11 @@ class Monitor:
             slot = self._find_slot(attempt.slot)
             # What the attempt itself said of its failure stands.
             if slot is None or attempt.save_id not in slot.failed:
-                self._fail_attempt(
-                    attempt.save_id, attempt.slot, f"{silence} for {event.lease:g} s"
-                )
+                why = f"{silence} for {event.lease:g} s"
+                self._fail_attempt(attempt.save_id, attempt.slot, why)
 
     def _fail_attempt(self, save_id: str, at: Slot, why: str) -> None:
+        self._end_attempt(save_id)
         slot = self._slot(at)
         if slot is None:
             return
@@ -306,7 +346,7 @@ class Monitor:
         kind = None if step is None else step.kinds.get(event.kind)
         if step is None or kind is None or kind.committed_at is None:
             return
-        lacks = ", ".join(missing(step, event.kind, milliseconds(self._entry_id)))
+        lacks = ", ".join(missing(step, event.kind, self._now))
         reason = f"{event.kind} of step {event.step} was not complete {event.seconds:g} s "
         reason += f"after its commit: it lacks {lacks}"
         self._fail(event.step, event.kind, reason[:LONGEST_REASON])
@@ -334,15 +374,60 @@ class Monitor:
         for registration in event.registrations:
             self._register(event.step, registration)
         if kind.committed_at is None:
-            kind.committed_at = milliseconds(self._entry_id)
+            kind.committed_at = self._now
             if event.kind == "checkpoint":
                 # Decided here, where the trainer's own order decides it: what the workers'
                 # events overtake must not.
                 state_dict = self.state.steps[event.step].kinds.get("state_dict")
-                kind.with_state_dict = state_dict is not None and bool(state_dict.registrations)
+                kind.with_state_dict = state_dict is not None and (
+                    state_dict.compacted or bool(state_dict.registrations)
+                )
         # All registrations first: a commit of one kind may settle another.
-        for settled in dict.fromkeys((event.kind, *(r.kind for r in event.registrations))):
-            self._settle(event.step, settled)
+        self._settle(event.step, event.kind)
+        for registration in event.registrations:
+            if registration.kind != event.kind:
+                self._settle(event.step, registration.kind)
+
+    # --- turns -----------------------------------------------------------------------------
+
+    def _under_way(self, save_id: str, slot: Slot, who: Producer, lease: float | None) -> Attempt:
+        attempts = self.state.attempts
+        found = attempts.get(save_id)
+        if found is None:
+            since = self._now
+            found = attempts[save_id] = Attempt(slot=slot, holder=who, since=since, lease=lease)
+            if len(attempts) > KEPT_UNDER_WAY:
+                self._end_attempt(next(iter(attempts)))
+        return found
+
+    def _end_attempt(self, save_id: str) -> None:
+        """Nothing more is expected of the attempt: its turn, if it has one, passes on."""
+        state = self.state
+        if state.attempts.pop(save_id, None) is not None and admission.limits(state):
+            self._grant(admission.leave(state, save_id))
+
+    def _end_unended(self, slot: Slot, who: Producer) -> None:
+        """Saves of one name follow each other: one that has a turn still was ended unheard."""
+        attempts = self.state.attempts
+        for save_id in list(self.state.turns):
+            attempt = attempts.get(save_id)
+            same = attempt is not None and attempt.slot.name == slot.name
+            if same and attempt is not None and attempt.holder == who:
+                self._anomaly("unended-turn", f"the end of {_slot(attempt.slot)} is not in the log")
+                self._end_attempt(save_id)
+
+    def _grant(self, save_ids: list[str]) -> None:
+        for save_id in save_ids:
+            attempt = self.state.attempts[save_id]
+            self._out.append(
+                SaveGranted(
+                    epoch=self.state.epoch,
+                    save_id=save_id,
+                    slot=attempt.slot,
+                    caused_by=self._entry_id,
+                    lease=attempt.lease or 0.0,
+                )
+            )
 
     # --- weight versions -------------------------------------------------------------------
 
@@ -368,7 +453,7 @@ class Monitor:
         explorer = self._explorer(envelope.producer)
         explorer.version = event.version
         explorer.digest = event.digest
-        explorer.applied_at = milliseconds(self._entry_id)
+        explorer.applied_at = self._now
         if explorer.wanted is None or event.version >= explorer.wanted:
             explorer.wanted = explorer.requested_at = None
 
@@ -384,14 +469,16 @@ class Monitor:
     def _sync_requested(self, event: SyncRequested, envelope: Envelope) -> None:
         explorer = self._explorer(envelope.producer)
         explorer.wanted = event.wanted
-        explorer.requested_at = milliseconds(self._entry_id)
+        explorer.requested_at = self._now
 
     def _explorer(self, producer: Producer) -> ExplorerState:
         explorers = self.state.explorers
-        # Taken out and put back, as the sequences are: whoever was silent longest goes first.
-        found = explorers.pop(_who(producer), None) or ExplorerState()
-        explorers[_who(producer)] = found
-        _keep_last(explorers, KEPT_EXPLORERS)
+        who = _who(producer)
+        # Taken out and put back: whoever was silent longest goes first.
+        found = explorers.pop(who, None) or ExplorerState()
+        explorers[who] = found
+        if len(explorers) > KEPT_EXPLORERS:
+            _keep_last(explorers, KEPT_EXPLORERS)
         return found
 
     def _consumer_detached(self, event: ConsumerDetached, _: Envelope) -> None:
@@ -430,13 +517,17 @@ class Monitor:
         if pointer is not None and pointer.at > at:
             kind_state.outcome = "superseded"
             self._supersede(state.epoch, step, kind, pointer.at)
+            self._compact(step)
         else:
             kind_state.outcome = "ready"
             self._announce_ready(at, step_state, kind)
+            if pointer is not None and pointer.at.epoch == at.epoch:
+                self._compact(pointer.at.step)
 
     def _announce_ready(self, at: StepRef, step_state: StepState, kind: Kind) -> None:
         path: str | None = None
         saves: tuple[SaveProof, ...] = ()
+        save_count = 0
         parts: tuple[PublishedPart, ...] = ()
         digest: str | None = None
         transport: str | None = None
@@ -448,6 +539,9 @@ class Monitor:
             transport = version.transport
         else:
             saves = proof(step_state, kind)
+            save_count = step_state.kinds[kind].finished
+            if step_state.kinds[kind].with_state_dict:
+                save_count += step_state.kinds["state_dict"].finished
             path = staged_folder(step_state, kind)
         self.state.ready[kind] = ReadyPointer(
             at=at, entry_id=self._entry_id, path=path, digest=digest
@@ -459,7 +553,7 @@ class Monitor:
                 kind=kind,
                 caused_by=self._entry_id,
                 saves=saves[:MOST_PROOFS],
-                save_count=len(saves),
+                save_count=save_count,
                 path=path,
                 parts=parts,
                 version_digest=digest,
@@ -469,6 +563,9 @@ class Monitor:
         if kind == "weights":
             self.state.versions.append(at)
             self._retire()
+        elif kind == "checkpoint":
+            self.state.whole.append(at.step)
+            del self.state.whole[:-KEPT_WHOLE]
 
     def _supersede(self, epoch: int, step: int, kind: Kind, by: StepRef) -> None:
         self._out.append(
@@ -483,11 +580,34 @@ class Monitor:
             oldest = versions.pop(0)
             self._out.append(VersionRetired(epoch=oldest.epoch, step=oldest.step))
 
+    def _compact(self, step: int) -> None:
+        """Drop what a step's saves were, once all its kinds are over and none is the newest.
+
+        What is kept answers for it: that it was ready, with how many saves, in which folder.
+        """
+        found = self.state.steps.get(step)
+        if found is None:
+            return
+        for name, kind in found.kinds.items():
+            if kind.outcome is None or not self._is_behind(step, name):
+                return
+        folders = {kind: staged_folder(found, kind) for kind in found.kinds}
+        for name, kind in found.kinds.items():
+            if not kind.compacted:
+                kind.folder = folders[name]
+                kind.compacted = True
+                kind.registrations, kind.slots = {}, {}
+        found.version = None
+
+    def _is_behind(self, step: int, kind: Kind) -> bool:
+        pointer = self.state.ready.get(kind)
+        return pointer is not None and pointer.at > StepRef(self.state.epoch, step)
+
     def _forget(self) -> None:
         """Drop the oldest steps of which nothing more can come, so that the state stays small."""
         steps = self.state.steps
         while len(steps) > KEPT_STEPS:
-            oldest = min(steps)
+            oldest = next(iter(steps))
             if len(steps) <= KEPT_STEPS_AT_MOST and not self._is_over(oldest):
                 return
             del steps[oldest]
@@ -510,14 +630,20 @@ class Monitor:
             if step <= state.forgotten_through:
                 self._anomaly("late", f"step {step} was settled long before")
                 return None
+            late = bool(state.steps) and step < next(reversed(state.steps))
             found = state.steps[step] = StepState()
+            if late:  # seldom: they are kept in order, so that the oldest is the first
+                state.steps = dict(sorted(state.steps.items()))
         return found
 
     def _kind(self, step: int, kind: Kind) -> KindState | None:
         step_state = self._step(step)
         if step_state is None:
             return None
-        return step_state.kinds.setdefault(kind, KindState())
+        found = step_state.kinds.get(kind)
+        if found is None:
+            found = step_state.kinds[kind] = KindState()
+        return found
 
     def _version(self, step: int) -> VersionState | None:
         if self._kind(step, "weights") is None:
@@ -525,16 +651,21 @@ class Monitor:
         found = self.state.steps[step]
         if found.version is None:
             # A part may come before the event that opens its version.
-            found.version = VersionState(
-                ranks=(), transport="", opened_at=milliseconds(self._entry_id)
-            )
+            found.version = VersionState(ranks=(), transport="", opened_at=self._now)
         return found.version
 
     def _slot(self, slot: Slot) -> SlotState | None:
         kind = self._kind(slot.step, slot.kind)
         if kind is None:
             return None
-        return kind.slots.setdefault(slot_key(slot), SlotState(slot=slot))
+        if kind.compacted:
+            self._anomaly("late", f"{_slot(slot)} was settled before")
+            return None
+        key = slot_key(slot)
+        found = kind.slots.get(key)
+        if found is None:
+            found = kind.slots[key] = SlotState(slot=slot)
+        return found
 
     def _find_slot(self, slot: Slot) -> SlotState | None:
         """The slot, if anything is known of it."""
@@ -551,7 +682,10 @@ class Monitor:
 
 def proof(step: StepState, kind: Kind) -> tuple[SaveProof, ...]:
     """The finished slots that a kind rests on; a checkpoint rests on its state dict's too."""
-    return tuple(slot.proof for slot in _saved(step, kind) if slot.proof is not None)
+    kinds: list[Kind] = [kind, "state_dict"] if step.kinds[kind].with_state_dict else [kind]
+    return tuple(
+        slot.proof for one in kinds for slot in _finished(step.kinds[one]) if slot.proof is not None
+    )
 
 
 def staged_folder(step: StepState, kind: Kind) -> str | None:
@@ -559,8 +693,12 @@ def staged_folder(step: StepState, kind: Kind) -> str | None:
 
     Saves that named no path, or one of their caller's own, have none: nothing is to be moved.
     """
-    saved = _saved(step, kind)
-    own = [slot for slot in saved if slot.slot.kind == kind] or saved
+    state = step.kinds[kind]
+    if state.compacted:
+        return state.folder
+    own = _finished(state)
+    if not own and state.with_state_dict:
+        return staged_folder(step, "state_dict")
     folders: set[str | None] = set()
     for slot in own:
         parts = slot.path.split("/") if slot.path else []
@@ -569,15 +707,8 @@ def staged_folder(step: StepState, kind: Kind) -> str | None:
     return folders.pop() if len(folders) == 1 else None
 
 
-def _saved(step: StepState, kind: Kind) -> list[SlotState]:
-    kinds: list[Kind] = [kind, "state_dict"] if step.kinds[kind].with_state_dict else [kind]
-    return [
-        slot
-        for one in kinds
-        if one in step.kinds
-        for _, slot in sorted(step.kinds[one].slots.items())
-        if slot.proof is not None
-    ]
+def _finished(kind: KindState) -> list[SlotState]:
+    return [slot for _, slot in sorted(kind.slots.items()) if slot.proof is not None]
 
 
 STAGING = ".staging"

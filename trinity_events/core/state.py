@@ -62,6 +62,12 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
     outcome: Literal["ready", "superseded"] | None = None
     failure: str | None = None
     """Reason of the failure that was announced, which a retry may still overcome."""
+    compacted: bool = False
+    """Whether its registrations and slots were dropped, since it is ready and not the newest."""
+    finished: int = 0
+    """Slots that have a finished attempt."""
+    folder: str | None = None
+    """Of a compacted kind, the staged folder that all of them were written to."""
 
     @property
     def settled(self) -> bool:
@@ -147,6 +153,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     forgotten_through: int = -1
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
+    whole: list[int] = field(default_factory=list)
+    """Steps of this line of the run whose checkpoint is ready, oldest first; the last many."""
     carried: dict[str, int] = field(default_factory=dict)
     """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)
@@ -155,8 +163,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Which saves of the current epoch may run at once."""
     attempts: dict[str, Attempt] = field(default_factory=dict)
     """Saves under way in the current epoch, by save id, oldest first."""
-    queue: dict[str, str] = field(default_factory=dict)
-    """Save ids that wait for their turn, first come first, to the group they belong to."""
+    queue: dict[str, list[str]] = field(default_factory=dict)
+    """Groups that wait for their turn, first come first, to the save ids that wait in them."""
     turns: dict[str, str] = field(default_factory=dict)
     """Save ids that have their turn, to their group: all of one group."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)

@@ -1,30 +1,38 @@
 """The append-only event log of a run: the port, Redis streams behind it, and those who write."""
 
+from .async_publisher import AsyncPublisher, open_run
 from .base import (
+    DEAD_LETTERS_KEPT,
+    Claimed,
     Commit,
     ConsumerGroup,
     DeadLetter,
     Entry,
     EventLog,
     GroupedLog,
+    GroupInfo,
     Standing,
     Stream,
 )
 from .index import list_runs, require_run, watch_runs
 from .memory_log import MemoryEventLog
 from .position import ORIGIN, before, position
-from .publisher import AsyncPublisher, Publisher, new_producer, open_run, opening
+from .publisher import Publisher
 from .redis_log import RedisEventLog
+from .stamp import new_producer, opening
 from .sync_log import SyncEventLog
 
 __all__ = [
+    "DEAD_LETTERS_KEPT",
     "ORIGIN",
     "AsyncPublisher",
+    "Claimed",
     "Commit",
     "ConsumerGroup",
     "DeadLetter",
     "Entry",
     "EventLog",
+    "GroupInfo",
     "GroupedLog",
     "MemoryEventLog",
     "Publisher",

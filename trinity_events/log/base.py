@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
 from .position import ORIGIN
+
+DEAD_LETTERS_KEPT = 10_000
+"""The newest dead letters, at least so many of which a run keeps."""
+
+GRANT_KEPT = 3600.0
+"""Seconds for which a grant can be heard by the save that it was given to."""
 
 
 class Stream(Enum):
@@ -34,6 +40,27 @@ class DeadLetter(NamedTuple):
     reason: str
 
 
+class Claimed(NamedTuple):
+    """What a member of a group took over, and what was given up and put to the dead letters."""
+
+    entries: list[Entry]
+    dead: list[Entry]
+
+
+class GroupInfo(NamedTuple):
+    """How a consumer group stands."""
+
+    name: str
+    pending: int
+    """Entries that were given to a member and not acknowledged."""
+    last_delivered: str
+    """The position up to which entries were given to anyone."""
+    oldest_pending: str | None
+    idle: float
+    """Seconds since any member asked for anything; since it was created, before any did."""
+    members: int
+
+
 class Standing(NamedTuple):
     """The last announcement of one subject, such as ``step-ready/weights``."""
 
@@ -45,7 +72,8 @@ class Commit(Struct, frozen=True, kw_only=True):
     """One step of the reducer, taken whole or not at all.
 
     ``announcements`` pairs each payload with the subject it is the newest of, if any;
-    ``retracted`` names subjects of which nothing stands any more.
+    ``retracted`` names subjects of which nothing stands any more; ``grants`` names the saves
+    whose turn has come, which those who wait for it are told at once.
     """
 
     token: int
@@ -53,6 +81,7 @@ class Commit(Struct, frozen=True, kw_only=True):
     position: str
     announcements: Sequence[tuple[str, bytes]] = ()
     retracted: Sequence[str] = ()
+    grants: Sequence[str] = ()
     dead_letters: Sequence[DeadLetter] = ()
     snapshot: bytes | None = None
 
@@ -111,6 +140,40 @@ class EventLog(Protocol):
         """Write a reducer's step. False when another reducer leads or has gone further."""
         ...
 
+    async def append_leading(self, token: int, payload: bytes) -> str | None:
+        """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
+        ...
+
+    async def alive(self, incarnations: Collection[str]) -> set[str]:
+        """Those of them whose heartbeat has not lapsed."""
+        ...
+
+    async def now(self) -> int:
+        """The server's clock in milliseconds, of which entry ids are made."""
+        ...
+
+    async def hold(self, step: int, who: str, seconds: float) -> bool:
+        """Keep a checkpoint from being removed for a while; again, to keep it longer.
+
+        False when it is being removed. Whether it is there at all, only its folder tells.
+        """
+        ...
+
+    async def release(self, step: int, who: str) -> None:
+        """Let go of a checkpoint."""
+        ...
+
+    async def doom(self, token: int, steps: Collection[int]) -> set[int]:
+        """Mark those of the checkpoints that nobody holds, for removal; returns which.
+
+        None of them when ``token`` is not the newest leader's.
+        """
+        ...
+
+    async def undoom(self, token: int, steps: Collection[int]) -> bool:
+        """Forget the marks: they are removed, or will not be. False when another leads."""
+        ...
+
 
 class ConsumerGroup(Protocol):
     """The consumer groups of one run's log: each entry goes to one member of a group."""
@@ -125,10 +188,28 @@ class ConsumerGroup(Protocol):
         """Give this member entries that no member was given yet, waiting for them."""
         ...
 
-    async def claim_idle(
-        self, stream: Stream, group: str, member: str, *, idle: float, limit: int = 100
-    ) -> list[Entry]:
-        """Give this member what any member has left pending for ``idle`` seconds."""
+    async def claim(
+        self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
+    ) -> Claimed:
+        """Give this member what any member has left pending for ``idle`` seconds.
+
+        What was given to members ``most`` times already is put to the dead letters instead.
+        """
+        ...
+
+    async def groups(self, stream: Stream) -> list[GroupInfo]:
+        """Every group of a stream."""
+        ...
+
+    async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
+        """Let the log forget a group. False when ``token`` is not the newest leader's."""
+        ...
+
+    async def forget_members(self, stream: Stream, group: str, idle: float) -> int:
+        """Forget members that have nothing pending and asked for nothing for so many seconds.
+
+        The last one to ask stays: it tells how long the group has been idle.
+        """
         ...
 
     async def ack(self, stream: Stream, group: str, entry_id: str) -> None:

@@ -1,13 +1,13 @@
 -- One step of the reducer, whole or not at all: only for the newest leader (the fence), only
 -- from the position that it folded from. A reply that was lost is therefore safe to ask again:
 -- the position has moved, and the reducer reloads.
--- KEYS: position, fence, announcements, dead, snapshot, current
--- ARGV: token, after, position, snapshot or '', k, k * retracted subject,
---       n, n * (subject or '', payload), m * (id, reason, payload)
+-- KEYS: position, fence, announcements, dead, snapshot, current, grant keys
+-- ARGV: token, after, position, snapshot or '', dead letters kept, milliseconds of a grant,
+--       k, k * retracted subject, n, n * (subject or '', payload), m * (id, reason, payload)
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'fenced' end
 if (redis.call('GET', KEYS[1]) or '0-0') ~= ARGV[2] then return 'moved' end
-local at = 6
-for _ = 1, tonumber(ARGV[5]) do
+local at = 8
+for _ = 1, tonumber(ARGV[7]) do
   redis.call('HDEL', KEYS[6], ARGV[at])
   at = at + 1
 end
@@ -19,8 +19,13 @@ for _ = 1, announcements do
   at = at + 2
 end
 while at < #ARGV do
-  redis.call('XADD', KEYS[4], '*', 'id', ARGV[at], 'reason', ARGV[at + 1], 'e', ARGV[at + 2])
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[5], '*',
+    'id', ARGV[at], 'reason', ARGV[at + 1], 'e', ARGV[at + 2])
   at = at + 3
+end
+for i = 7, #KEYS do
+  redis.call('XADD', KEYS[i], '*', 'e', '')
+  redis.call('PEXPIRE', KEYS[i], ARGV[6])
 end
 redis.call('SET', KEYS[1], ARGV[3])
 if ARGV[4] ~= '' then redis.call('SET', KEYS[5], ARGV[4]) end

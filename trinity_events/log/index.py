@@ -54,7 +54,7 @@ async def watch_runs(client: redis.asyncio.Redis) -> AsyncIterator[str]:
     after = "0-0"
     connection: Any = client
     while True:
-        for _, found in await connection.xread({RUN_INDEX: after}, count=1000, block=5000) or ():
+        for _, found in await connection.xread({RUN_INDEX: after}, count=1000, block=3000) or ():
             for entry_id, fields in found:
                 after = entry_id.decode()
                 run_id = _run_id(fields)

@@ -5,71 +5,32 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
 import redis
-from msgspec import Struct, field
 
 from trinity_schemas import RunKeys
 
-from .base import Commit, DeadLetter, Entry, Standing, Stream
+from .base import (
+    DEAD_LETTERS_KEPT,
+    GRANT_KEPT,
+    Claimed,
+    Commit,
+    DeadLetter,
+    Entry,
+    GroupInfo,
+    Standing,
+    Stream,
+)
+from .memory_stream import MemoryGroup, MemoryStream, entry_id
 from .position import ORIGIN, position
 from .sync_log import SyncEventLog
 
 T = TypeVar("T")
-
-
-class _Pending(Struct):
-    """An entry that a member of a group was given and has not acknowledged."""
-
-    entry: Entry
-    member: str
-    since: float
-
-
-class _Group(Struct):
-    last: tuple[int, int]
-    """The newest entry that was given to anyone."""
-    pending: dict[tuple[int, int], _Pending] = field(default_factory=dict)
-
-
-class _Stream(Struct):
-    entries: list[Entry] = field(default_factory=list)
-    positions: list[tuple[int, int]] = field(default_factory=list)
-    groups: dict[str, _Group] = field(default_factory=dict)
-    last: tuple[int, int] = (0, 0)
-    """The newest position there ever was."""
-    trimmed: bool = False
-
-    def add(self, payload: bytes, milliseconds: int) -> str:
-        """Append; the id is above the last one, also when the clock went back."""
-        at = max((milliseconds, 0), (self.last[0], self.last[1] + 1))
-        entry = Entry(_entry_id(at), bytes(payload))
-        self.last = at
-        self.positions.append(at)
-        self.entries.append(entry)
-        return entry.id
-
-    def between(self, after: tuple[int, int], limit: int, through: str = "+") -> list[Entry]:
-        first = bisect_right(self.positions, after)
-        end = len(self.entries)
-        if through != "+":
-            end = bisect_right(self.positions, position(through))
-        return self.entries[first : min(end, first + limit)]
-
-    def trim(self, limit: tuple[int, int]) -> int:
-        """Drop what is below the limit and needed by no group."""
-        for group in self.groups.values():
-            limit = min(limit, group.last, *group.pending)
-        dropped = bisect_left(self.positions, limit)
-        del self.entries[:dropped], self.positions[:dropped]
-        self.trimmed = self.trimmed or dropped > 0
-        return dropped
 
 
 class MemoryEventLog:
@@ -82,15 +43,24 @@ class MemoryEventLog:
     Args:
         run_id: The run.
         clock: Unix time in seconds, of which entry ids are made.
+        timer: Seconds that only rise, by which leases and holds lapse.
     """
 
-    def __init__(self, run_id: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.run_id = run_id
         self.keys = RunKeys.of(run_id)
         self._clock = clock
+        self._timer = timer
         # Held for moments only, and never while anything is awaited.
         self._lock = threading.Lock()
-        self._streams = {stream: _Stream() for stream in Stream}
+        self._granting = threading.Condition(self._lock)
+        self._streams = {stream: MemoryStream() for stream in Stream}
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._epoch = 0
         self._fence = 0
@@ -100,6 +70,10 @@ class MemoryEventLog:
         self._snapshot: bytes | None = None
         self._standing: dict[str, Entry] = {}
         self._dead: list[DeadLetter] = []
+        self._lapse: dict[str, float] = {}  # of heartbeats
+        self._granted: dict[str, float] = {}
+        self._holds: dict[tuple[int, str], float] = {}
+        self._doomed: set[int] = set()
 
     async def append(self, payload: bytes) -> str:
         """Append to the events; returns the entry id."""
@@ -110,6 +84,17 @@ class MemoryEventLog:
         """As :meth:`append`, from any thread."""
         with self._lock:
             return self._add(Stream.EVENTS, payload)
+
+    def append_many_now(self, payloads: Sequence[bytes]) -> list[str]:
+        """Append to the events, in this order, all at once."""
+        with self._lock:
+            return [self._add(Stream.EVENTS, payload) for payload in payloads]
+
+    async def append_leading(self, token: int, payload: bytes) -> str | None:
+        """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            return self._add(Stream.EVENTS, payload) if self._leads(token) else None
 
     async def read(
         self,
@@ -166,6 +151,11 @@ class MemoryEventLog:
         with self._lock:
             return self._streams[Stream.EVENTS].last > (0, 0)
 
+    def epoch_now(self) -> int:
+        """The run's newest epoch, from any thread."""
+        with self._lock:
+            return self._epoch
+
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
         """Take the next epoch and append its first event, at once; returns the epoch."""
         await anyio.lowlevel.checkpoint()
@@ -194,9 +184,7 @@ class MemoryEventLog:
         """Write a reducer's step. False when another reducer leads or has gone further."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            if not self._fence or commit.token != self._fence:
-                return False
-            if commit.after != self._position:
+            if not self._leads(commit.token) or commit.after != self._position:
                 return False
             for subject in commit.retracted:
                 self._standing.pop(subject, None)
@@ -204,7 +192,9 @@ class MemoryEventLog:
                 entry_id = self._add(Stream.ANNOUNCEMENTS, payload)
                 if subject:
                     self._standing[subject] = Entry(entry_id, bytes(payload))
-            self._dead += commit.dead_letters
+            for letter in commit.dead_letters:
+                self._bury(letter)
+            self._grant(commit.grants)
             self._position = commit.position
             self._snapshot = commit.snapshot or self._snapshot
             return True
@@ -222,7 +212,7 @@ class MemoryEventLog:
             found = self._streams[stream]
             if not found.trimmed:
                 return None
-            return found.entries[0].id if found.entries else _entry_id(found.last)
+            return found.entries[0].id if found.entries else entry_id(found.last)
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The entries that could not be decoded, and why."""
@@ -234,28 +224,103 @@ class MemoryEventLog:
         """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            left = self._leads_until - time.monotonic()
+            now = self._timer()
+            left = self._leads_until - now
             if left > 0:
                 return 0, left
             self._fence += 1
-            self._leader, self._leads_until = self._fence, time.monotonic() + lease
+            self._leader, self._leads_until = self._fence, now + lease
             return self._fence, lease
 
     async def renew(self, token: int, lease: float) -> bool:
         """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            now = time.monotonic()
+            now = self._timer()
             if token != self._leader or self._leads_until <= now:
                 return False
             self._leads_until = now + lease
+            return True
+
+    async def now(self) -> int:
+        """The clock in milliseconds, of which entry ids are made."""
+        await anyio.lowlevel.checkpoint()
+        return int(self._clock() * 1000)
+
+    async def alive(self, incarnations: Collection[str]) -> set[str]:
+        """Those of them whose heartbeat has not lapsed."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            now = self._timer()
+            return {one for one in incarnations if self._lapse.get(one, 0.0) > now}
+
+    def beat_now(self, incarnation: str, lease: float) -> None:
+        """Keep a process alive to the reducer for ``lease`` more seconds, from any thread."""
+        with self._lock:
+            now = self._timer()
+            self._lapse = {one: until for one, until in self._lapse.items() if until > now}
+            self._lapse[incarnation] = now + lease
+
+    def rest_now(self, incarnation: str) -> None:
+        """End a process's heartbeat, from any thread."""
+        with self._lock:
+            self._lapse.pop(incarnation, None)
+
+    def granted_now(self, save_id: str, seconds: float) -> bool:
+        """Wait in this thread until a save's turn has come; False when it has not in time."""
+        with self._granting:
+            return self._granting.wait_for(
+                lambda: self._granted.get(save_id, 0.0) > self._timer(), seconds
+            )
+
+    async def hold(self, step: int, who: str, seconds: float) -> bool:
+        """Keep a checkpoint from being removed for a while; again, to keep it longer.
+
+        False when it is being removed. Whether it is there at all, only its folder tells.
+        """
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            if step in self._doomed:
+                return False
+            self._holds[step, who] = self._timer() + seconds
+            return True
+
+    async def release(self, step: int, who: str) -> None:
+        """Let go of a checkpoint."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            self._holds.pop((step, who), None)
+
+    async def doom(self, token: int, steps: Collection[int]) -> set[int]:
+        """Mark those of the checkpoints that nobody holds, for removal; returns which.
+
+        None of them when ``token`` is not the newest leader's.
+        """
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            if not self._leads(token):
+                return set()
+            now = self._timer()
+            self._holds = {held: until for held, until in self._holds.items() if until > now}
+            doomed = set(steps) - {step for step, _ in self._holds}
+            self._doomed |= doomed
+            return doomed
+
+    async def undoom(self, token: int, steps: Collection[int]) -> bool:
+        """Forget the marks: they are removed, or will not be. False when another leads."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            if not self._leads(token):
+                return False
+            self._doomed -= set(steps)
             return True
 
     async def create_group(self, stream: Stream, group: str, after: str) -> None:
         """Create a group that begins after a position; one that is there stays as it is."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            self._streams[stream].groups.setdefault(group, _Group(position(after)))
+            created = MemoryGroup(position(after), self._timer())
+            self._streams[stream].groups.setdefault(group, created)
 
     async def read_group(
         self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
@@ -265,25 +330,54 @@ class MemoryEventLog:
         def take() -> list[Entry]:
             state = self._group(stream, group)
             found = self._streams[stream].between(state.last, limit)
-            now = time.monotonic()
-            for entry in found:
-                state.last = position(entry.id)
-                state.pending[state.last] = _Pending(entry, member, now)
+            state.give(found, member, self._timer())
             return found
 
         return await self._until_some(take, seconds)
 
-    async def claim_idle(
-        self, stream: Stream, group: str, member: str, *, idle: float, limit: int = 100
-    ) -> list[Entry]:
-        """Give this member what any member has left pending for ``idle`` seconds."""
+    async def claim(
+        self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
+    ) -> Claimed:
+        """Give this member what any member has left pending for ``idle`` seconds.
+
+        What was given to members ``most`` times already is put to the dead letters instead.
+        """
+        await anyio.lowlevel.checkpoint()
+        reason = f"group {group}: delivered {{}} times and never acknowledged"
+        with self._lock:
+            known = self._group(stream, group)
+            times = {one.entry.id: one.times for one in known.pending.values()}
+            claimed = known.claim(member, self._timer(), idle, most, limit)
+            for entry in claimed.dead:
+                self._bury(DeadLetter(entry, reason.format(times[entry.id])))
+            return claimed
+
+    async def groups(self, stream: Stream) -> list[GroupInfo]:
+        """Every group of a stream."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            pending, now = self._group(stream, group).pending, time.monotonic()
-            due = [at for at in sorted(pending) if now - pending[at].since >= idle][:limit]
-            for at in due:
-                pending[at].member, pending[at].since = member, now
-            return [pending[at].entry for at in due]
+            now, groups = self._timer(), self._streams[stream].groups
+            return [groups[name].info(name, now) for name in sorted(groups)]
+
+    async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
+        """Let the log forget a group. False when ``token`` is not the newest leader's."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            if not self._leads(token):
+                return False
+            if self._streams[stream].groups.pop(group, None) is not None:
+                self._wake()
+            return True
+
+    async def forget_members(self, stream: Stream, group: str, idle: float) -> int:
+        """Forget members that have nothing pending and asked for nothing for so many seconds.
+
+        The last one to ask stays: it tells how long the group has been idle.
+        """
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            known = self._streams[stream].groups.get(group)
+            return 0 if known is None else known.forget_members(self._timer(), idle)
 
     async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
         """Tell the group that an entry is dealt with."""
@@ -293,20 +387,37 @@ class MemoryEventLog:
             if known is not None:
                 known.pending.pop(position(entry_id), None)
 
-    def _group(self, stream: Stream, group: str) -> _Group:
+    def _group(self, stream: Stream, group: str) -> MemoryGroup:
         try:
             return self._streams[stream].groups[group]
         except KeyError:
             # What the server says, in the error that callers know from there.
             raise redis.ResponseError(f"NOGROUP no group {group!r} of {stream.value}") from None
 
+    def _leads(self, token: int) -> bool:
+        return 0 < token == self._fence
+
+    def _bury(self, letter: DeadLetter) -> None:
+        self._dead.append(letter)
+        del self._dead[:-DEAD_LETTERS_KEPT]
+
+    def _grant(self, save_ids: Sequence[str]) -> None:
+        now = self._timer()
+        self._granted = {one: until for one, until in self._granted.items() if until > now}
+        self._granted.update((one, now + GRANT_KEPT) for one in save_ids)
+        if save_ids:
+            self._granting.notify_all()
+
     def _add(self, stream: Stream, payload: bytes) -> str:
-        entry_id = self._streams[stream].add(payload, int(self._clock() * 1000))
+        added = self._streams[stream].add(payload, int(self._clock() * 1000))
+        self._wake()
+        return added
+
+    def _wake(self) -> None:
         for waiter, loop in self._waiting.items():
             with suppress(RuntimeError):  # its loop was closed under it: no one waits any more
-                loop.call_soon_threadsafe(_wake, waiter)
+                loop.call_soon_threadsafe(_done, waiter)
         self._waiting.clear()
-        return entry_id
 
     async def _until_some(self, take: Callable[[], list[T]], seconds: float) -> list[T]:
         """What ``take`` finds, now or after any append within the time."""
@@ -333,6 +444,8 @@ class SyncMemoryEventLog(SyncEventLog):
     It never waits for an event loop, so that a save may also run on the loop's own thread.
     """
 
+    remote = False
+
     def __init__(self, log: MemoryEventLog) -> None:
         self.run_id = log.run_id
         self.keys = log.keys
@@ -342,20 +455,36 @@ class SyncMemoryEventLog(SyncEventLog):
         """Append to the events; returns the entry id."""
         return self._log.append_now(payload)
 
+    def append_many(self, payloads: Sequence[bytes]) -> list[str]:
+        """Append to the events, in this order, all at once; returns the entry ids."""
+        return self._log.append_many_now(payloads)
+
+    def beat(self, incarnation: str, lease: float) -> None:
+        """Keep a process alive to the reducer for ``lease`` more seconds."""
+        self._log.beat_now(incarnation, lease)
+
+    def rest(self, incarnation: str) -> None:
+        """End a process's heartbeat: it has nothing more to be failed for."""
+        self._log.rest_now(incarnation)
+
+    def granted(self, save_id: str, seconds: float) -> bool:
+        """Wait until a save's turn has come; False when it has not after so many seconds."""
+        return self._log.granted_now(save_id, seconds)
+
     def read(
         self, after: str = ORIGIN, *, stream: Stream = Stream.EVENTS, limit: int = 1000
     ) -> list[Entry]:
         """Up to ``limit`` entries after a position."""
         return self._log.read_now(after, stream=stream, limit=limit)
 
+    def epoch(self) -> int:
+        """The run's newest epoch; 0 before any."""
+        return self._log.epoch_now()
+
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
 
-def _entry_id(at: tuple[int, int]) -> str:
-    return f"{at[0]}-{at[1]}"
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
+def _done(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)

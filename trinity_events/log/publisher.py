@@ -1,74 +1,74 @@
-"""Those who write events: each numbers what it sends and sends it in order."""
+"""The publisher of synchronous code: it numbers what it is given, and sends it in order."""
 
 from __future__ import annotations
 
-import secrets
-import socket
+import atexit
+import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from weakref import WeakSet
 
-import anyio
-import redis
-import redis.asyncio
+from trinity_schemas import Event, Producer, event_tag
 
-from trinity_schemas import (
-    Envelope,
-    Event,
-    Producer,
-    RunOpened,
-    RunResumed,
-    decode_envelope,
-    encode,
-    event_tag,
-)
-
-from ..errors import PublishError
-from .base import EventLog
-from .index import add_run
-from .redis_log import RedisEventLog
+from ..errors import BufferFull, PublishError
+from .faults import passes, pauses
+from .outbox import Outbox
+from .stamp import Stamp
 from .sync_log import SyncEventLog
 
+logger = logging.getLogger(__name__)
 
-def new_producer(role: str, rank: int = 0) -> Producer:
-    """A producer on this host, with an incarnation that was never used before."""
-    return Producer(
-        role=role, rank=rank, node=socket.gethostname(), incarnation=secrets.token_hex(8)
-    )
+CAPACITY = 4096
+"""Events that a publisher holds at most while no server takes them."""
+CAPACITY_BYTES = 16 << 20
+LONGEST_PAUSE = 1.0
+"""Seconds between two attempts to reach a server, at most."""
+EXIT_DEADLINE = 5.0
+"""Seconds that a process waits at its end for what its publishers still hold, all together."""
 
-
-class _Stamp:
-    """Puts events into envelopes, numbered from 1."""
-
-    def __init__(self, run_id: str, epoch: int, producer: Producer) -> None:
-        self.run_id = run_id
-        self.epoch = epoch
-        self.producer = producer
-        self._sequence = 0
-
-    def next(self, event: Event) -> bytes:
-        envelope = Envelope(
-            run_id=self.run_id,
-            epoch=self.epoch,
-            producer=self.producer,
-            sequence=self._sequence + 1,
-            occurred_at=time.time(),
-            event=event,
-        )
-        payload = encode(envelope)
-        # Constraints are checked where bytes are read: better here, once, than by every reader.
-        decode_envelope(payload)
-        self._sequence += 1
-        return payload
+_LINGER = 5.0
+"""Seconds for which the thread that sends waits for more before it ends."""
 
 
 class Publisher:
-    """Publishes from any thread. A retry after an ambiguous reply is a duplicate to the fold."""
+    """Publishes from any thread, and never makes it wait for the server.
 
-    def __init__(self, log: SyncEventLog, epoch: int, producer: Producer) -> None:
+    Events are numbered as they are published and sent in that order by a thread of its own, which
+    waits out a server that is away, full or read-only. What was sent and not confirmed is sent
+    again: to the fold it is a duplicate. Only :meth:`flush` tells that all of it is in the log;
+    a process that ends waits for that too, for :data:`EXIT_DEADLINE` seconds. In a process that
+    was forked from this one, make another: the thread and the connection stay here.
+
+    Args:
+        log: The run's log.
+        epoch: The epoch that this process was given.
+        producer: Who publishes; no other publisher may be the same.
+        capacity: Events that it holds at most.
+        capacity_bytes: Their bytes at most.
+    """
+
+    def __init__(
+        self,
+        log: SyncEventLog,
+        epoch: int,
+        producer: Producer,
+        *,
+        capacity: int = CAPACITY,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
         self.log = log
-        self._stamp = _Stamp(log.run_id, epoch, producer)
-        self._lock = threading.Lock()
+        self._stamp = Stamp(log.run_id, epoch, producer)
+        self._outbox = Outbox(capacity, capacity_bytes)
+        self._changed = threading.Condition()
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._fault: Exception | None = None
+        self._attempts = 0
+        self._refused = 0  # the number of the last attempt that was
+        self._hurried = False
+        self._closed = False
+        _open.add(self)
 
     @property
     def run_id(self) -> str:
@@ -85,74 +85,172 @@ class Publisher:
         """Who it publishes as."""
         return self._stamp.producer
 
-    def publish(self, event: Event) -> str:
-        """Append the event; returns its entry id.
+    @property
+    def backlog(self) -> int:
+        """How many events were published that are not known to be in the log."""
+        return len(self._outbox)
+
+    def publish(self, event: Event) -> None:
+        """Take an event to send it; returns at once.
 
         Raises:
-            PublishError: when no server takes it.
+            BufferFull: when it holds as much as it may; the event was not taken, and leaves no
+                gap.
+            PublishError: when the server refuses what was published before; neither was this
+                taken.
             ContractError: when the event breaks the contract.
         """
-        with self._lock:
+        self._check_process()
+        with self._changed:
+            if self._closed:
+                raise self._not_taken(event, "its publisher was closed")
+            if self._is_refused:
+                raise self._not_taken(event, f"the server refuses this user: {self._why}")
+            payload = self._stamp.next(event)
             try:
-                return self.log.append(self._stamp.next(event))
-            except redis.RedisError as error:
-                raise _not_published(event, self.run_id, error) from error
+                self._take(event, payload)
+            except BaseException:
+                self._stamp.undo()
+                raise
 
+    def flush(self, deadline: float) -> None:
+        """Wait until all that was published is in the log.
 
-class AsyncPublisher:
-    """As :class:`Publisher`, for asynchronous code."""
+        Raises PublishError, which names what is not, and why, after ``deadline`` seconds, or as
+        soon as the server refuses it. It is kept all the same, and tried again.
+        """
+        self._check_process()
+        with self._changed:
+            until, begun = self._outbox.accepted, self._attempts
+            self._hurry()
+            # What was refused before now may be allowed by now: another attempt tells.
+            self._changed.wait_for(
+                lambda: self._outbox.taken >= until or self._refused > begun or self._is_over,
+                deadline,
+            )
+            missing = until - self._outbox.taken
+            if missing > 0:
+                how = f"did not take them within {deadline:.3g} s"
+                if self._is_refused:
+                    how = "refuses them"
+                which = "1 event is" if missing == 1 else f"{missing} events are"
+                raise PublishError(
+                    f"of what was published to run {self.run_id}, {which} not in the log, "
+                    f"since the server {how}: {self._why}"
+                )
 
-    def __init__(self, log: EventLog, epoch: int, producer: Producer) -> None:
-        self.log = log
-        self._stamp = _Stamp(log.run_id, epoch, producer)
-        self._lock = anyio.Lock()
+    def close(self, deadline: float = 5.0) -> None:
+        """Flush, and end the thread that sends; the log stays open. Raises as :meth:`flush`.
+
+        Nothing can be published any more. What was not taken in time is dropped.
+        """
+        give_up = time.monotonic() + deadline
+        try:
+            self.flush(deadline)
+        finally:
+            with self._changed:
+                self._closed = True
+                thread = self._thread
+                self._changed.notify_all()
+            if thread is not None:
+                thread.join(max(0.0, give_up - time.monotonic()))
+
+    def _take(self, event: Event, payload: bytes) -> None:
+        if not self.log.remote:
+            self.log.append(payload)
+            return
+        # Before it is put in: a process that is about to end can start no thread.
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._send, name=f"publish-{self.producer.role}", daemon=True
+            )
+            self._thread.start()
+        if not self._outbox.put(payload):
+            raise BufferFull(
+                f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "
+                f"events wait for the server already, which is all that is kept: {self._why}"
+            )
+        self._changed.notify_all()
+
+    def _send(self) -> None:
+        """Send what there is, batch by batch, each until it is taken: in a thread of its own."""
+        faults = pauses(LONGEST_PAUSE)
+        while batch := self._next_batch():
+            try:
+                self.log.append_many(batch)
+            except Exception as error:  # nobody would hear of it in this thread
+                self._note(error)
+                self._pause(next(faults))
+            else:
+                faults = pauses(LONGEST_PAUSE)
+                with self._changed:
+                    self._fault = None
+                    self._outbox.drop(len(batch))
+                    self._changed.notify_all()
+
+    def _next_batch(self) -> list[bytes]:
+        """What to send; empty when the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._outbox) or self._closed, _LINGER)
+            batch = [] if self._closed else self._outbox.batch()
+            self._attempts += 1
+            if not batch:
+                self._thread = None
+                self._changed.notify_all()
+            return batch
+
+    def _note(self, error: Exception) -> None:
+        with self._changed:
+            if self._fault is None:
+                logger.warning("what run %s is told waits for the server: %s", self.run_id, error)
+            self._fault = error
+            if self._is_refused:
+                self._refused = self._attempts
+            self._changed.notify_all()
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._hurried or self._closed, seconds)
+            self._hurried = False
+
+    def _hurry(self) -> None:
+        self._hurried = len(self._outbox) > 0
+        self._changed.notify_all()
 
     @property
-    def epoch(self) -> int:
-        """The epoch that it was given."""
-        return self._stamp.epoch
+    def _is_over(self) -> bool:
+        return self._closed and self._thread is None
 
-    async def publish(self, event: Event) -> str:
-        """Append the event; returns its entry id. Raises as :meth:`Publisher.publish`."""
-        async with self._lock:
+    @property
+    def _is_refused(self) -> bool:
+        return self._fault is not None and not passes(self._fault)
+
+    @property
+    def _why(self) -> str:
+        return "it is slow" if self._fault is None else str(self._fault) or repr(self._fault)
+
+    def _not_taken(self, event: Event, why: str) -> PublishError:
+        return PublishError(f"{event_tag(event)} of run {self.run_id} was not published: {why}")
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise PublishError(
+                f"a publisher of run {self.run_id} belongs to process {self._process}, from which "
+                "this one was forked: make a publisher in the process that publishes"
+            )
+
+
+_open: WeakSet[Publisher] = WeakSet()
+
+
+@atexit.register
+def _flush_all() -> None:
+    """Give what is published last its chance; threads that are no daemons have ended by now."""
+    give_up = time.monotonic() + EXIT_DEADLINE
+    for publisher in list(_open):
+        ours = publisher._process == os.getpid()
+        if publisher.backlog and ours and not publisher._closed:
             try:
-                return await self.log.append(self._stamp.next(event))
-            except redis.RedisError as error:
-                raise _not_published(event, self.log.run_id, error) from error
-
-
-async def open_run(
-    client: redis.asyncio.Redis,
-    run_id: str,
-    *,
-    resume_from: int | None = None,
-    config: str | None = None,
-) -> int:
-    """Take a new epoch of the run, from its beginning or from a step; returns the epoch.
-
-    ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
-    Listed in the index first: a crash in between leaves an empty run, never an unlisted one.
-    And again after: a reducer that let go of the run just before hears of it.
-    """
-    await add_run(client, run_id)
-    log = RedisEventLog(client, run_id)
-    event: Event = RunOpened(config=config)
-    if resume_from is not None:
-        event = RunResumed(step=resume_from, config=config)
-    epoch = await log.open_epoch(opening(run_id, event))
-    await add_run(client, run_id)
-    return epoch
-
-
-def opening(run_id: str, event: Event) -> Callable[[int], bytes]:
-    """What opens a run: the event in its envelope, for the epoch that will be taken."""
-
-    def payload(epoch: int) -> bytes:
-        # A producer of its own for each attempt: an epoch that was taken meanwhile is no gap.
-        return _Stamp(run_id, epoch, new_producer("trainer")).next(event)
-
-    return payload
-
-
-def _not_published(event: Event, run_id: str, error: Exception) -> PublishError:
-    return PublishError(f"{event_tag(event)} of run {run_id} was not published: {error}")
+                publisher.flush(max(0.0, give_up - time.monotonic()))
+            except PublishError as error:
+                logger.error("this process ends: %s", error)

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.resources import files
+from collections.abc import Callable, Collection
 from typing import Any
 
-import redis
 import redis.asyncio
-from redis.commands.core import AsyncScript
 
-from trinity_schemas import RunKeys
+from trinity_schemas import grant_key, heartbeat_key
 
-from .base import Commit, DeadLetter, Entry, Standing, Stream
+from .base import DEAD_LETTERS_KEPT, GRANT_KEPT, Commit, DeadLetter, Entry, Standing, Stream
 from .position import ORIGIN
+from .raw import FIELD, entries, flat_entries
+from .redis_groups import RedisGroups
 
-FIELD = b"e"
-"""The field of a stream entry that holds the event."""
 
-
-class RedisEventLog:
+class RedisEventLog(RedisGroups):
     """One run's log on a server. Implements :class:`~trinity_events.log.EventLog`."""
-
-    def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
-        self.run_id = run_id
-        self.keys = RunKeys.of(run_id)
-        self._redis: Any = client
-        self._commit = lua_script(client, "commit")
-        self._open_epoch = lua_script(client, "open_epoch")
-        self._lead = lua_script(client, "lead")
-        self._renew = lua_script(client, "renew")
-        self._trim = lua_script(client, "trim")
-
-    def _key(self, stream: Stream) -> str:
-        return self.keys.events if stream is Stream.EVENTS else self.keys.announcements
 
     async def append(self, payload: bytes) -> str:
         """Append to the events; returns the entry id."""
@@ -49,8 +32,12 @@ class RedisEventLog:
         through: str = "+",
     ) -> list[Entry]:
         """Up to ``limit`` entries after a position, up to and with ``through``."""
-        return entries(
-            await self._redis.xrange(self._key(stream), min=f"({after}", max=through, count=limit)
+        key, first = self._key(stream), f"({after}"
+        if isinstance(self._redis, redis.asyncio.RedisCluster):
+            return entries(await self._redis.xrange(key, min=first, max=through, count=limit))
+        # By its name in bytes, of which the client knows no parser: see flat_entries.
+        return flat_entries(
+            await self._redis.execute_command(b"XRANGE", key, first, through, b"COUNT", limit)
         )
 
     async def wait(
@@ -80,9 +67,8 @@ class RedisEventLog:
         """Take the next epoch and append its first event, in one script; returns the epoch."""
         epoch = int(await self._redis.get(self.keys.epoch) or 0) + 1
         while True:
-            taken = await self._open_epoch(
-                keys=[self.keys.epoch, self.keys.events], args=[epoch, payload(epoch)]
-            )
+            keys = [self.keys.epoch, self.keys.events]
+            taken = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
             if int(taken) < 0:
                 return epoch
             epoch = int(taken) + 1
@@ -104,12 +90,14 @@ class RedisEventLog:
         """Write a reducer's step. False when another reducer leads or has gone further."""
         keys = self.keys
         args: list[Any] = [commit.token, commit.after, commit.position, commit.snapshot or b""]
+        args += (DEAD_LETTERS_KEPT, int(GRANT_KEPT * 1000))
         args += (len(commit.retracted), *commit.retracted, len(commit.announcements))
         for subject, payload in commit.announcements:
             args += (subject, payload)
         for letter in commit.dead_letters:
             args += (letter.entry.id, letter.reason, letter.entry.payload)
-        outcome = await self._commit(
+        outcome = await self._run(
+            "commit",
             keys=[
                 keys.position,
                 keys.fence,
@@ -117,17 +105,61 @@ class RedisEventLog:
                 keys.dead,
                 keys.snapshot,
                 keys.current,
+                *(grant_key(self.run_id, save_id) for save_id in commit.grants),
             ],
             args=args,
         )
         return bool(outcome == b"ok")
+
+    async def append_leading(self, token: int, payload: bytes) -> str | None:
+        """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
+        keys = [self.keys.events, self.keys.fence]
+        entry_id: bytes | None = await self._run("append_leading", keys=keys, args=[token, payload])
+        return entry_id.decode() if entry_id else None
+
+    async def alive(self, incarnations: Collection[str]) -> set[str]:
+        """Those of them whose heartbeat has not lapsed."""
+        asked = list(incarnations)
+        if not asked:
+            return set()
+        beats = await self._redis.mget([heartbeat_key(self.run_id, one) for one in asked])
+        return {one for one, beat in zip(asked, beats, strict=True) if beat is not None}
+
+    async def now(self) -> int:
+        """The server's clock in milliseconds, of which entry ids are made."""
+        return int(await self._run("now", keys=[self.keys.events]))
+
+    async def hold(self, step: int, who: str, seconds: float) -> bool:
+        """Keep a checkpoint from being removed for a while; again, to keep it longer.
+
+        False when it is being removed. Whether it is there at all, only its folder tells.
+        """
+        keys = [self.keys.holds, self.keys.doomed]
+        return bool(await self._run("hold", keys=keys, args=[step, who, int(seconds * 1000)]))
+
+    async def release(self, step: int, who: str) -> None:
+        """Let go of a checkpoint."""
+        await self._redis.zrem(self.keys.holds, f"{step} {who}")
+
+    async def doom(self, token: int, steps: Collection[int]) -> set[int]:
+        """Mark those of the checkpoints that nobody holds, for removal; returns which.
+
+        None of them when ``token`` is not the newest leader's.
+        """
+        keys = [self.keys.holds, self.keys.doomed, self.keys.fence]
+        return {int(step) for step in await self._run("doom", keys=keys, args=[token, *steps])}
+
+    async def undoom(self, token: int, steps: Collection[int]) -> bool:
+        """Forget the marks: they are removed, or will not be. False when another leads."""
+        keys = [self.keys.doomed, self.keys.fence]
+        return bool(await self._run("undoom", keys=keys, args=[token, *steps]))
 
     async def trim(self, stream: Stream, limit: str) -> int:
         """Drop entries below ``limit`` that no group still needs; returns how many."""
         key = self._key(stream)
         if not await self._redis.exists(key):
             return 0
-        return int(await self._trim(keys=[key], args=[limit]))
+        return int(await self._run("trim", keys=[key], args=[limit]))
 
     async def first_left(self, stream: Stream) -> str | None:
         """The oldest entry of a stream that has lost older ones; None when it is whole."""
@@ -147,58 +179,13 @@ class RedisEventLog:
             for _, fields in await self._redis.xrange(self.keys.dead)
         ]
 
-    async def create_group(self, stream: Stream, group: str, after: str) -> None:
-        """Create a group that begins after a position; one that is there stays as it is."""
-        try:
-            await self._redis.xgroup_create(self._key(stream), group, id=after, mkstream=True)
-        except redis.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
-
-    async def read_group(
-        self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
-    ) -> list[Entry]:
-        """Give this member entries that no member was given yet, waiting on the server."""
-        reply = await self._redis.xreadgroup(
-            group,
-            member,
-            {self._key(stream): ">"},
-            count=limit,
-            block=max(1, int(seconds * 1000)),
-        )
-        return [entry for _, pairs in reply or () for entry in entries(pairs)]
-
-    async def claim_idle(
-        self, stream: Stream, group: str, member: str, *, idle: float, limit: int = 100
-    ) -> list[Entry]:
-        """Give this member what any member has left pending for ``idle`` seconds."""
-        claimed = await self._redis.xautoclaim(
-            self._key(stream), group, member, min_idle_time=int(idle * 1000), count=limit
-        )
-        return entries(pair for pair in claimed[1] if pair[1] is not None)
-
-    async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
-        """Tell the group that an entry is dealt with."""
-        await self._redis.xack(self._key(stream), group, entry_id)
-
     async def lead(self, lease: float) -> tuple[int, float]:
         """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""
-        token, left = await self._lead(
-            keys=[self.keys.leader, self.keys.fence], args=[int(lease * 1000)]
-        )
+        keys = [self.keys.leader, self.keys.fence]
+        token, left = await self._run("lead", keys=keys, args=[int(lease * 1000)])
         return int(token), int(left) / 1000
 
     async def renew(self, token: int, lease: float) -> bool:
         """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""
-        kept = await self._renew(keys=[self.keys.leader], args=[token, int(lease * 1000)])
+        kept = await self._run("renew", keys=[self.keys.leader], args=[token, int(lease * 1000)])
         return bool(int(kept))
-
-
-def entries(reply: Any) -> list[Entry]:
-    """Entries of an XRANGE or XREAD reply; one without our field reads as empty bytes."""
-    return [Entry(entry_id.decode(), (fields or {}).get(FIELD, b"")) for entry_id, fields in reply]
-
-
-def lua_script(client: redis.asyncio.Redis, name: str) -> AsyncScript:
-    """One of the scripts beside this file."""
-    return client.register_script(files(__package__).joinpath(f"{name}.lua").read_text())

@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import redis
 
-from trinity_schemas import RunKeys
+from trinity_schemas import RunKeys, grant_key, heartbeat_key
 
 from .base import Entry, Stream
 from .position import ORIGIN
-from .redis_log import FIELD, entries
+from .raw import FIELD, entries
+from .scripts import Scripts
+
+_LONGEST_WAIT = 3.0
+"""Seconds for which the server is asked to wait at once: less than a connection may be silent."""
 
 
 class SyncEventLog:
-    """Appends to and reads one run's log. One client serves any number of threads."""
+    """Appends to and reads one run's log. One client serves any number of threads.
+
+    Methods raise the client's errors: :mod:`trinity_events.log.faults` tells which of them pass.
+    """
+
+    remote = True
+    """Whether appending may take time and fail, so that it is done in another thread."""
 
     def __init__(self, client: redis.Redis, run_id: str) -> None:
         self.run_id = run_id
         self.keys = RunKeys.of(run_id)
         self._redis: Any = client
+        self._run = Scripts(client)
 
     def append(self, payload: bytes) -> str:
         """Append to the events; returns the entry id."""
         entry_id: bytes = self._redis.xadd(self.keys.events, {FIELD: payload})
         return entry_id.decode()
+
+    def append_many(self, payloads: Sequence[bytes]) -> list[str]:
+        """Append to the events, in this order, all or none; returns the entry ids."""
+        if not payloads:
+            return []
+        found = self._run("append_many", keys=[self.keys.events], args=payloads)
+        return [entry_id.decode() for entry_id in found]
 
     def read(
         self, after: str = ORIGIN, *, stream: Stream = Stream.EVENTS, limit: int = 1000
@@ -32,6 +52,33 @@ class SyncEventLog:
         """Up to ``limit`` entries after a position."""
         key = self.keys.events if stream is Stream.EVENTS else self.keys.announcements
         return entries(self._redis.xrange(key, min=f"({after}", count=limit))
+
+    def beat(self, incarnation: str, lease: float) -> None:
+        """Keep a process alive to the reducer for ``lease`` more seconds."""
+        self._redis.set(heartbeat_key(self.run_id, incarnation), b"", px=max(1, int(lease * 1000)))
+
+    def rest(self, incarnation: str) -> None:
+        """End a process's heartbeat: it has nothing more to be failed for."""
+        self._redis.delete(heartbeat_key(self.run_id, incarnation))
+
+    def granted(self, save_id: str, seconds: float) -> bool:
+        """Wait until a save's turn has come; False when it has not after so many seconds.
+
+        A grant can be heard again, by whoever lost the first reply.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            left = max(0.001, min(_LONGEST_WAIT, until - time.monotonic()))
+            if self._redis.xread(
+                {grant_key(self.run_id, save_id): ORIGIN}, count=1, block=max(1, int(left * 1000))
+            ):
+                return True
+            if time.monotonic() >= until:
+                return False
+
+    def epoch(self) -> int:
+        """The run's newest epoch; 0 before any."""
+        return int(self._redis.get(self.keys.epoch) or 0)
 
     def close(self) -> None:
         """Close the connections."""

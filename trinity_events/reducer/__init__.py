@@ -2,16 +2,20 @@
 
 from .checkpoints import CheckpointFiles, UnsafePath, writable_root
 from .leader import LEASE, Leader
-from .process import reduce_all, reduce_run
+from .policy import InvalidPolicy, Policy
+from .process import calm_interpreter, reduce_all, reduce_run
 from .reduce import SNAPSHOT_EVERY, Reducer
 
 __all__ = [
     "LEASE",
     "SNAPSHOT_EVERY",
     "CheckpointFiles",
+    "InvalidPolicy",
     "Leader",
+    "Policy",
     "Reducer",
     "UnsafePath",
+    "calm_interpreter",
     "reduce_all",
     "reduce_run",
     "writable_root",

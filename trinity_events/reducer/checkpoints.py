@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,14 +46,17 @@ class CheckpointFiles:
 
     def __init__(self, root: Path, run_id: str) -> None:
         self.folder = root / run_id
+        self.lock = threading.Lock()
+        """Held while folders get their names, or lose them."""
         self._reported: set[str] = set()
 
     def reconcile(self, plan: FilePlan) -> None:
         """Promote, then write the iteration files, so that they never name what is not there."""
-        for promotion in plan.promotions:
-            self._attempt(promotion.staged, lambda p=promotion: self._promote(p))  # type: ignore[misc]
-        for iteration in plan.iterations:
-            self._attempt(iteration.name, lambda i=iteration: self._point(i))  # type: ignore[misc]
+        with self.lock:
+            for promotion in plan.promotions:
+                self._attempt(promotion.staged, lambda p=promotion: self._promote(p))  # type: ignore[misc]
+            for iteration in plan.iterations:
+                self._attempt(iteration.name, lambda i=iteration: self._point(i))  # type: ignore[misc]
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         # A disk that is full for a while must not stop the run: the next turn tries again.

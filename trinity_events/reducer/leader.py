@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 
-from ..log import RedisEventLog
+from trinity_schemas import Envelope, Event, encode
+
+from ..core import MonitorState
+from ..log import EventLog, RedisEventLog, new_producer
 
 LEASE = 3.0
 """Seconds after which the lead of a reducer that is silent may be taken."""
@@ -36,3 +41,32 @@ class Leader:
     async def give_up(self) -> None:
         """Let another lead at once."""
         await self._log.renew(self.token, 0)
+
+
+class LeadersVoice:
+    """Publishes the leader's own events: time that passed. Refused once another leads.
+
+    Each lead speaks as a producer of its own, whose sequences begin at 1; after a reply that was
+    lost the lead is given up, so that none is sent twice.
+    """
+
+    def __init__(self, log: EventLog, token: int) -> None:
+        self._log = log
+        self._token = token
+        self._producer = new_producer("reducer")
+        self._sequence = 0
+        self._order = anyio.Lock()
+
+    async def say(self, event: Event, state: MonitorState) -> str | None:
+        """Append the event in the present epoch; its entry id, or None when another leads."""
+        async with self._order:
+            self._sequence += 1
+            envelope = Envelope(
+                run_id=state.run_id,
+                epoch=state.epoch,
+                producer=self._producer,
+                sequence=self._sequence,
+                occurred_at=time.time(),
+                event=event,
+            )
+            return await self._log.append_leading(self._token, encode(envelope))

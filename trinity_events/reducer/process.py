@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-import random
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -13,14 +15,27 @@ import redis
 import redis.asyncio
 
 from ..archive.segments import Archive
-from ..log import RedisEventLog, watch_runs
+from ..errors import TrinityError
+from ..log import ORIGIN, RedisEventLog, Stream, watch_runs
+from ..log.faults import FAULTS, pauses
 from ..server import connect
 from .checkpoints import CheckpointFiles
-from .leader import LEASE, Leader
+from .consumers import Consumers
+from .leader import LEASE, Leader, LeadersVoice
+from .policy import Policy
 from .reduce import Reducer
+from .removal import Removal
 from .retention import Retention
+from .timekeeper import Timekeeper
+from .trash import Trash
 
 logger = logging.getLogger(__name__)
+
+_ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *FAULTS)
+_BREAK = 1.0
+"""Seconds, at most, before a server that is away is asked again."""
+_LONG_BREAK = 5.0
+"""Seconds before what a person must mend is tried again."""
 
 
 async def reduce_all(
@@ -29,6 +44,7 @@ async def reduce_all(
     run_id: str | None,
     root: Path | None,
     started: Callable[[], None] = lambda: None,
+    policy: Policy | None = None,
 ) -> None:
     """Serve one run, or every run of the index as it appears, until cancelled.
 
@@ -39,7 +55,7 @@ async def reduce_all(
     async with connect(url, retry=False) as client:
         started()
         if run_id is not None:
-            await reduce_run(client, run_id, root)
+            await reduce_run(client, run_id, root, policy=policy)
             return
         served: set[str] = set()
         async with anyio.create_task_group() as tasks:
@@ -47,7 +63,7 @@ async def reduce_all(
             async def serve(found: str) -> None:
                 log = RedisEventLog(client, found)
                 while found in served:
-                    await reduce_run(client, found, root, until_closed=True)
+                    await reduce_run(client, found, root, until_closed=True, policy=policy)
                     # Opened again it is listed again, and served again; what was listed while
                     # we were about to leave is in the log by now.
                     served.discard(found)
@@ -61,84 +77,124 @@ async def reduce_all(
 
 
 async def reduce_run(
-    client: redis.asyncio.Redis, run_id: str, root: Path | None, *, until_closed: bool = False
+    client: redis.asyncio.Redis,
+    run_id: str,
+    root: Path | None,
+    *,
+    until_closed: bool = False,
+    policy: Policy | None = None,
 ) -> None:
     """Lead and fold one run, for ever or until it is closed.
 
     A lost lead is taken again, a lost server waited for. An error in one run is that run's
     alone: it is logged, and tried again after a while.
     """
-    log = RedisEventLog(client, run_id)
-    files = CheckpointFiles(root, run_id) if root is not None else None
-    backoff = _Backoff()
+    lead = _Lead(RedisEventLog(client, run_id), root, policy or Policy())
+    backoff = pauses(_BREAK)
     while True:
         began = anyio.current_time()
         try:
-            if await _lead_and_fold(log, files, until_closed=until_closed):
+            if await lead.once(until_closed=until_closed):
                 return
             logger.warning("lost the lead of run %s", run_id)
-        except* (redis.RedisError, OSError) as errors:
-            logger.warning("run %s waits for the server: %s", run_id, errors.exceptions[0])
+        except* _ABSENCE as errors:
+            logger.warning("run %s waits for the server: %s", run_id, _leaf(errors))
+        except* TrinityError as errors:
+            logger.error("run %s cannot be folded: %s", run_id, _leaf(errors))
+            await anyio.sleep(_LONG_BREAK)
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
         if anyio.current_time() - began > LEASE:
-            backoff.reset()
-        await backoff.sleep()
+            backoff = pauses(_BREAK)
+        await anyio.sleep(next(backoff))
 
 
-async def _lead_and_fold(
-    log: RedisEventLog, files: CheckpointFiles | None, *, until_closed: bool
-) -> bool:
-    """Lead once; returns whether the run was closed, and not the lead lost."""
-    leader = Leader(log)
-    closed = False
-    token = await leader.take()
-    logger.info("leads run %s with token %d", log.run_id, token)
-    try:
-        async with anyio.create_task_group() as tasks:
+class _Lead:
+    """One run as this process serves it, from one lead to the next."""
 
-            async def keep() -> None:
-                await leader.keep()
+    def __init__(self, log: RedisEventLog, root: Path | None, policy: Policy) -> None:
+        self._log = log
+        self._policy = policy
+        self._files = CheckpointFiles(root, log.run_id) if root is not None else None
+        self._archive = Archive(self._files.folder, log.run_id) if self._files else None
+        self._reached = ORIGIN
+
+    async def once(self, *, until_closed: bool) -> bool:
+        """Lead once; returns whether the run was closed, and not the lead lost."""
+        leader = Leader(self._log)
+        closed = False
+        token = await leader.take()
+        logger.info("leads run %s with token %d", self._log.run_id, token)
+        reducer = self._reducer(token)
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def keep() -> None:
+                    await leader.keep()
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(keep)
+                closed = await reducer.run(until_closed=until_closed)
                 tasks.cancel_scope.cancel()
+        finally:
+            self._reached = reducer.reached
+            with anyio.CancelScope(shield=True), suppress(*_ABSENCE), anyio.move_on_after(1):
+                await leader.give_up()
+        return closed
 
-            tasks.start_soon(keep)
-            retention = None if files is None else Retention(log, Archive(files.folder, log.run_id))
-            closed = await Reducer(log, files, token, retention).run(until_closed=until_closed)
-            tasks.cancel_scope.cancel()
-    finally:
-        with anyio.CancelScope(shield=True), suppress(redis.RedisError), anyio.move_on_after(1):
-            await leader.give_up()
-    return closed
+    def _reducer(self, token: int) -> Reducer:
+        log, policy, archive = self._log, self._policy, self._archive
+        voice = LeadersVoice(log, token)
+        clock = Timekeeper(log, voice, policy.step_deadline)
+        beside = [
+            clock.leases,
+            clock.deadlines,
+            Consumers(log, voice, token, policy.group_idle).run,
+        ]
+        if self._files is not None:
+            trash = Trash(self._files, token)
+            beside.append(Removal(log, trash, token, policy.keep_checkpoints).run)
+        return Reducer(
+            log,
+            self._files,
+            token,
+            Retention(log, archive) if archive is not None else None,
+            archived=partial(archive.read, Stream.EVENTS) if archive is not None else None,
+            beside=beside,
+            reached=self._reached,
+        )
+
+
+def calm_interpreter() -> None:
+    """Set this process up to fold: few collections of what does not die, short turns of threads.
+
+    For a process that does nothing else. Threads that archive would hold up the folding for
+    whole turns of the interpreter.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    sys.setswitchinterval(0.001)
+
+
+def _leaf(error: BaseException) -> BaseException:
+    return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _has_more(log: RedisEventLog) -> bool:
     try:
         return (await log.load())[1] != await log.last_id()
-    except redis.RedisError:
+    except _ABSENCE:
         return True  # not known: look again
 
 
 async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
-    backoff = _Backoff()
+    backoff = pauses(_BREAK)
     while True:
         try:
             async for run_id in watch_runs(client):
-                backoff.reset()
+                backoff = pauses(_BREAK)
                 yield run_id
-        except redis.RedisError as error:
+        except _ABSENCE as error:
             logger.warning("the index of runs waits for the server: %s", error)
-            await backoff.sleep()
-
-
-class _Backoff:
-    """Waits that double from 50 ms to a second, with jitter."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._seconds = 0.05
-
-    async def sleep(self) -> None:
-        await anyio.sleep(self._seconds * random.uniform(0.5, 1.0))  # noqa: S311
-        self._seconds = min(2 * self._seconds, 1.0)
+            await anyio.sleep(next(backoff))

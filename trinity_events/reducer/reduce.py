@@ -3,36 +3,78 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import anyio
+import anyio.abc
+import anyio.lowlevel
 import anyio.to_thread
 
-from trinity_schemas import encode
+from trinity_schemas import Envelope, SaveGranted, encode
 
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.standing import OF_AN_EPOCH, stands, subject
 from ..history import fold, load_monitor
-from ..log import Commit, Entry, EventLog, Stream
+from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, Stream, position
 from .checkpoints import CheckpointFiles
+from .chores import Chore
+from .live import Live
+from .underway import UnderWay
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_EVERY = 10_000
+SNAPSHOT_EVERY = 5_000
 """Entries between two snapshots."""
 BATCH = 1000
+SLICE = 250
+"""Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
+_CATCHING_UP = 0.25
+"""Seconds between two looks at the files while there is a backlog to fold."""
+_SHORTEST_WAIT = 0.01
+_UNKEPT = 40
+"""Snapshots after which the log is archived although there is a backlog to fold; a backlog that
+comes faster than it can be archived is folded no faster, so that the server is not filled."""
+
+
+class _Step:
+    """What one batch made true, as it is gathered from its slices."""
+
+    def __init__(self, state: MonitorState) -> None:
+        self.announcements: list[Envelope] = []
+        self.dead: list[DeadLetter] = []
+        self.was_closed = state.closed
+        self.epoch = state.epoch
+        self.forgotten = state.forgotten_through
+
+    def moves_files(self, state: MonitorState) -> bool:
+        """Whether the plan of the files may be another than before; weights are in none."""
+        if state.epoch != self.epoch or state.forgotten_through != self.forgotten:
+            return True
+        return any(getattr(e.event, "kind", "weights") != "weights" for e in self.announcements)
 
 
 class Reducer:
     """Folds one run while it leads.
 
-    ``keep`` is called after each snapshot, to archive what came before it.
+    While one batch is folded the next is being read and the commit of the former is on its way;
+    commits stay in order, and after one that is refused nothing more is sent. Work on the disk
+    is done beside it. Where nothing is left to fold, one event costs one wait and one commit.
 
     Everything it holds in memory can be loaded again, so that whenever it is in doubt (a reply
     that was lost, a lead that was lost) it is thrown away and made anew.
+
+    Args:
+        log: The run's log.
+        files: The run's checkpoint directory, if it has one.
+        token: The fencing token of our lead.
+        keep: Archives what came up to a position, that of a snapshot; called when there is time.
+        archived: The events that are kept in files after a position.
+        beside: What else the leader does, given the state as it is folded.
+        reached: How far we know the log was folded before, to notice when that is lost.
     """
 
     def __init__(
@@ -40,16 +82,26 @@ class Reducer:
         log: EventLog,
         files: CheckpointFiles | None,
         token: int,
-        keep: Callable[[MonitorState], Awaitable[None]] | None = None,
+        keep: Callable[[str], Awaitable[None]] | None = None,
+        *,
+        archived: Callable[[str], Iterator[Entry]] | None = None,
+        beside: Sequence[Callable[[Live], Coroutine[Any, Any, None]]] = (),
+        reached: str = ORIGIN,
     ) -> None:
         self._log = log
         self._files = files
         self._token = token
         self._keep = keep
+        self._archived = archived
+        self._beside = beside
+        self.reached = reached
+        """The position of the last commit that was taken."""
+        self._after = ORIGIN
         self._since_snapshot = 0
+        self._snapshot_at = ORIGIN
+        self._unkept = 0
         self._reconciled_at = 0.0
         self._stale = False
-        self._idle = False
 
     async def run(self, *, until_closed: bool = False) -> bool:
         """Fold until the log refuses us, because another leads or has gone further.
@@ -58,60 +110,171 @@ class Reducer:
 
         Raises the client's errors. Whichever way it ends, what was folded does not count.
         """
-        monitor, self._since_snapshot = await load_monitor(self._log)
-        await self._reconcile(monitor.state)
-        while await self._turn(monitor):
-            if until_closed and self._idle and monitor.state.closed is not None:
-                return True
-        return False
+        try:
+            async with anyio.create_task_group() as tasks:
+                closed = await self._run(tasks, until_closed)
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        return closed
 
-    async def _turn(self, monitor: Monitor) -> bool:
-        """Wait for entries, for a second at most, and take one step with them."""
-        after = monitor.state.position
-        found = await self._log.read(after, limit=BATCH)
-        if not found:
-            waited = await self._log.wait(
-                {Stream.EVENTS: after}, seconds=RECONCILE_EVERY, limit=BATCH
+    async def _run(self, tasks: anyio.abc.TaskGroup, until_closed: bool) -> bool:
+        monitor = await self._load()
+        self._tasks = tasks
+        self._commit: UnderWay[bool] | None = None
+        self._file_chore, self._log_chore = Chore("bringing the files in step"), Chore("archiving")
+        for beside in (self._file_chore.run, self._log_chore.run):
+            tasks.start_soon(beside)
+        self._live = Live(monitor.state)
+        for attend in self._beside:
+            tasks.start_soon(attend, self._live)
+        self._wish_for_files(monitor.state)
+        closed = await self._fold_on(monitor, until_closed)
+        if closed:
+            await self._file_chore.at_rest()
+            await self._log_chore.at_rest()
+        return closed
+
+    async def _load(self) -> Monitor:
+        loaded = await load_monitor(self._log, self._archived)
+        self._since_snapshot, self._after = loaded.silent, loaded.position
+        if position(loaded.position) < position(self.reached):
+            logger.error(
+                "the log of %s was folded up to %s, but the server knows of %s only: it failed "
+                "over or lost its data, and what came between is lost; the run goes on from there",
+                self._log.run_id,
+                self.reached,
+                loaded.position,
             )
-            found = [entry for _, entry in waited]
-        self._idle = not found
-        if found and not await self._step(monitor, after, found):
+        self.reached = loaded.position
+        return loaded.monitor
+
+    async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:
+        """Fold batch by batch; returns whether the run was closed, and not our commit refused."""
+        state = monitor.state
+        found = await self._log.read(state.position, limit=BATCH)
+        while True:
+            if len(found) == BATCH:
+                if self._unkept >= _UNKEPT:
+                    await self._log_chore.at_rest()  # what is not archived stays on the server
+                    self._wish_to_keep()
+                more = partial(self._log.read, found[-1].id, limit=BATCH)
+                ahead = UnderWay(self._tasks, more)
+                if not await self._step(monitor, found, last=False):
+                    return False
+                found = await ahead.result()
+                continue
+            if not await self._step(monitor, found, last=True):
+                return False
+            found = await self._wait(state)
+            if not found and self._file_chore.rests:
+                if until_closed and state.closed is not None:
+                    return True
+                if position(await self._log.last_id()) < position(state.position):
+                    return False  # the server has less than it had: what is left is loaded
+
+    async def _wait(self, state: MonitorState) -> list[Entry]:
+        """Wait for entries; all there was is folded and committed by now.
+
+        Where it waits for a whole second, the files were reconciled too: the waits are short
+        while that is under way.
+        """
+        seconds = _SHORTEST_WAIT
+        while True:
+            self._wish_to_keep()
+            self._look_at_files(state, 0.0)
+            if self._file_chore.rests or seconds > RECONCILE_EVERY:
+                seconds = RECONCILE_EVERY
+            waited = await self._log.wait(
+                {Stream.EVENTS: state.position}, seconds=seconds, limit=BATCH
+            )
+            if waited or seconds == RECONCILE_EVERY:
+                return [entry for _, entry in waited]
+            seconds *= 2
+
+    async def _step(self, monitor: Monitor, found: list[Entry], *, last: bool) -> bool:
+        """Fold a batch and commit it; unless it is the ``last``, the commit is on its way only."""
+        state = monitor.state
+        step = _Step(state)
+        for start in range(0, len(found), SLICE):
+            if start or not last:
+                await anyio.lowlevel.checkpoint()
+            announcements, dead = fold(monitor, found[start : start + SLICE])
+            step.announcements += announcements
+            step.dead += dead
+        if self._commit is not None and not await self._commit.result():
             return False
-        if self._stale or time.monotonic() - self._reconciled_at >= RECONCILE_EVERY:
-            await self._reconcile(monitor.state)
+        self._commit = None
+        if not found:
+            return True
+        self._live.moved()
+        self._stale = self._stale or step.moves_files(state)
+        commit = partial(self._take, self._commit_of(step, state, len(found)), step)
+        if last:
+            return await commit()
+        self._commit = UnderWay(self._tasks, commit)
+        self._look_at_files(state, _CATCHING_UP)
         return True
 
-    async def _step(self, monitor: Monitor, after: str, found: list[Entry]) -> bool:
-        was_closed, epoch_before = monitor.state.closed, monitor.state.epoch
-        announcements, dead = fold(monitor, found)
-        self._stale = bool(announcements)
-        self._since_snapshot += len(found)
+    def _commit_of(self, step: _Step, state: MonitorState, entries: int) -> Commit:
+        self._since_snapshot += entries
         # A run that ends leaves its last state, for whoever looks at it afterwards.
-        ended = monitor.state.closed is not None and was_closed is None
+        ended = state.closed is not None and step.was_closed is None
         due = ended or self._since_snapshot >= SNAPSHOT_EVERY
-        commit = Commit(
-            token=self._token,
-            after=after,
-            position=monitor.state.position,
-            announcements=[
-                (subject(one) if stands(one, monitor.state) else "", encode(one))
-                for one in announcements
-            ],
-            retracted=OF_AN_EPOCH if monitor.state.epoch != epoch_before else (),
-            dead_letters=dead,
-            snapshot=encode_state(monitor.state) if due else None,
-        )
-        if not await self._log.commit(commit):
-            return False
         if due:
             self._since_snapshot = 0
-            if self._keep is not None:
-                await self._keep(monitor.state)
-        for one in announcements:
-            logger.info("%s", one.event)
+        commit = Commit(
+            token=self._token,
+            after=self._after,
+            position=state.position,
+            announcements=[
+                (subject(one) if stands(one, state) else "", encode(one))
+                for one in step.announcements
+            ],
+            retracted=OF_AN_EPOCH if state.epoch != step.epoch else (),
+            grants=[e.event.save_id for e in step.announcements if type(e.event) is SaveGranted],
+            dead_letters=step.dead,
+            snapshot=encode_state(state) if due else None,
+        )
+        self._after = state.position
+        return commit
+
+    async def _take(self, commit: Commit, step: _Step) -> bool:
+        if not await self._log.commit(commit):
+            return False
+        self.reached = commit.position
+        if commit.snapshot is not None:
+            self._snapshot_at = commit.position
+            self._unkept += 1
+        if logger.isEnabledFor(logging.INFO):
+            for one in step.announcements:
+                logger.info("%s", one.event)
         return True
 
-    async def _reconcile(self, state: MonitorState) -> None:
-        self._reconciled_at, self._stale = time.monotonic(), False
+    def _wish_to_keep(self) -> None:
+        """Have the log archived up to the last snapshot, if that is new."""
+        if self._unkept and self._keep is not None:
+            self._unkept = 0
+            self._log_chore.wish(partial(self._keep, self._snapshot_at))
+
+    def _look_at_files(self, state: MonitorState, pause: float) -> None:
+        """Have the files reconciled once a second, and ``pause`` after they were when stale."""
+        since = anyio.current_time() - self._reconciled_at
+        if since >= (pause if self._stale else RECONCILE_EVERY):
+            self._wish_for_files(state)
+
+    def _wish_for_files(self, state: MonitorState) -> None:
+        self._reconciled_at, self._stale = anyio.current_time(), False
         if self._files is not None:
-            await anyio.to_thread.run_sync(self._files.reconcile, plan_files(state))
+            self._file_chore.wish(partial(_reconcile, self._files, state))
+
+
+async def _reconcile(files: CheckpointFiles, state: MonitorState) -> None:
+    # Planned when its turn comes, and not in the thread: the state goes on meanwhile.
+    await anyio.to_thread.run_sync(files.reconcile, plan_files(state))
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group: callers are told what failed, not how we are built."""
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -7,12 +7,13 @@ import logging
 import anyio.to_thread
 
 from ..archive.segments import Archive
-from ..core import MonitorState
-from ..log import RedisEventLog, Stream
+from ..history import PAGE
+from ..log import Entry, RedisEventLog, Stream
+from ..log import position as number
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_ENTRIES = 10_000
+SEGMENT_ENTRIES = 5_000
 
 
 class Retention:
@@ -21,28 +22,46 @@ class Retention:
     def __init__(self, log: RedisEventLog, archive: Archive) -> None:
         self._log = log
         self._archive = archive
+        self._failing = False
 
-    async def __call__(self, state: MonitorState) -> None:
-        """Archive up to the snapshot of ``state``; on a full disk, nothing is trimmed."""
+    async def __call__(self, position: str) -> None:
+        """Archive up to the position of a snapshot; on a full disk, nothing is trimmed."""
         try:
             for stream in Stream:
-                await self._keep(stream, state)
+                await self._keep(stream, position)
+            self._failing = False
         except OSError as error:
+            if self._failing:
+                return
+            self._failing = True
             logger.error(
                 "the log of %s cannot be archived to %s (%s): it stays on the server",
-                state.run_id,
+                self._log.run_id,
                 self._archive.folder,
                 error,
             )
 
-    async def _keep(self, stream: Stream, state: MonitorState) -> None:
-        through = state.position if stream is Stream.EVENTS else await self._log.last_id(stream)
+    async def _keep(self, stream: Stream, position: str) -> None:
+        through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
         after = await anyio.to_thread.run_sync(self._archive.through, stream)
-        while found := await self._log.read(
-            after, stream=stream, through=through, limit=SEGMENT_ENTRIES
-        ):
+        while found := await self._segment(stream, after, through):
             await anyio.to_thread.run_sync(self._archive.add, stream, found, after)
             after = found[-1].id
         limit = await anyio.to_thread.run_sync(self._archive.trim_limit, stream)
-        if limit is not None:
-            await self._log.trim(stream, limit)
+        if limit is None:
+            return
+        if stream is Stream.EVENTS:
+            # An archive may be ahead of a server that lost its end: what is yet to fold stays.
+            limit = min(limit, position, key=number)
+        await self._log.trim(stream, limit)
+
+    async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
+        """The next entries to keep; page by page, so that the folding has its turns."""
+        segment: list[Entry] = []
+        while len(segment) < SEGMENT_ENTRIES:
+            found = await self._log.read(after, stream=stream, through=through, limit=PAGE)
+            segment += found
+            if len(found) < PAGE:
+                break
+            after = found[-1].id
+        return segment

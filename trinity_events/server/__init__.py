@@ -1,8 +1,10 @@
 """Which Redis-compatible server to talk to, and the one we start ourselves."""
 
 from .connect import SOCKET_DEADLINE, check_server, connect, connect_sync, open_client
+from .denied import denied
 from .embedded import EmbeddedServer, find_binary, trinity_home
 from .resolve import serving, serving_weights
+from .url import redacted
 
 __all__ = [
     "SOCKET_DEADLINE",
@@ -10,8 +12,10 @@ __all__ = [
     "check_server",
     "connect",
     "connect_sync",
+    "denied",
     "find_binary",
     "open_client",
+    "redacted",
     "serving",
     "serving_weights",
     "trinity_home",

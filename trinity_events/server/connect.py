@@ -1,86 +1,125 @@
-"""Clients for a URL, with errors in plain words."""
+"""Clients for a URL, checked, with errors in plain words."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any, TypeVar
 
+import anyio
 import redis
 import redis.asyncio
-from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.retry import Retry
+from redis.exceptions import RedisClusterException
 
-from ..errors import InvalidUrl, ServerTooOld, ServerUnreachable
+from ..errors import ServerTooOld, ServerUnreachable, TrinityError
+from ..log.faults import passes, pauses
+from .clients import (
+    SOCKET_DEADLINE,
+    async_cluster_client,
+    async_plain_client,
+    close_async,
+    cluster_client,
+    plain_client,
+)
+from .denied import denied
+from .url import parse, redacted
+
+__all__ = ["OLDEST_SERVER", "SOCKET_DEADLINE", "redacted"]
+
+T = TypeVar("T")
 
 OLDEST_SERVER = (7, 0)
-SOCKET_DEADLINE = 10.0
-"""Seconds that a command may take before its connection is given up."""
-
-_RETRIES = 6
-_SCHEMES = ("redis", "rediss", "unix")
-
-
-def redacted(url: str) -> str:
-    """The URL without its password, fit for a message."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+_PATIENCE = 2.0
+"""Seconds for which a server may be starting."""
+_LONGEST_PAUSE = 0.5
+_ERRORS = (redis.RedisError, RedisClusterException, OSError)
 
 
 @asynccontextmanager
 async def connect(url: str, *, retry: bool = True) -> AsyncIterator[redis.asyncio.Redis]:
-    """A checked client, closed on leaving.
+    """A checked client of a server or of a cluster, closed on leaving.
 
     ``retry=False`` never sends a command twice: for whoever must know what an ambiguous reply
-    means. Raises InvalidUrl, ServerUnreachable and ServerTooOld.
+    means. Raises InvalidUrl, ServerUnreachable, ServerTooOld and PermissionDenied; the last also
+    for what the block is not allowed to do.
     """
-    _check_url(url)
-    backoff = ExponentialWithJitterBackoff(base=0.02, cap=1.0)
-    client = redis.asyncio.Redis.from_url(
-        url,
-        protocol=2,
-        socket_timeout=SOCKET_DEADLINE,
-        socket_connect_timeout=SOCKET_DEADLINE,
-        retry=AsyncRetry(backoff, _RETRIES if retry else 0),
-    )
+    client = await _opened(url, retry=retry)
     try:
-        try:
-            info = await client.info("server")
-        except redis.RedisError as error:
-            raise _unreachable(url, error) from None
-        check_server(url, info)
         yield client
+    except redis.RedisError as error:
+        raise (denied(error, url) or error) from None
     finally:
-        await client.aclose()
+        await close_async(client)
+
+
+async def _opened(url: str, *, retry: bool) -> redis.asyncio.Redis:
+    parsed = parse(url)
+    if not parsed.cluster:
+        client = async_plain_client(parsed, retry=False)
+        try:
+            check_server(url, await _patiently(url, lambda: client.info("server")))
+            if not _is_cluster(await _patiently(url, lambda: client.info("cluster"))):
+                return async_plain_client(parsed, retry=retry)
+        finally:
+            await close_async(client)
+    client = async_cluster_client(parsed, retry=retry)
+    try:
+        info = await _patiently(url, lambda: client.info("server", target_nodes="random"))
+        check_server(url, info)
+    except BaseException:
+        await close_async(client)
+        raise
+    return client
+
+
+async def _patiently(url: str, ask: Callable[[], Awaitable[T]]) -> T:
+    """What a server answers, which may just be starting."""
+    give_up = anyio.current_time() + _PATIENCE
+    for pause in pauses(_LONGEST_PAUSE):
+        try:
+            return await ask()
+        except _ERRORS as error:
+            if not passes(error) or anyio.current_time() > give_up:
+                raise _refused(url, error) from None
+        await anyio.sleep(pause)
+    raise AssertionError("pauses end")
 
 
 def open_client(url: str) -> redis.Redis:
-    """A synchronous client for worker threads, unchecked; the caller closes it."""
-    _check_url(url)
-    return redis.Redis.from_url(
-        url,
-        protocol=2,
-        socket_timeout=SOCKET_DEADLINE,
-        socket_connect_timeout=SOCKET_DEADLINE,
-        retry=Retry(ExponentialWithJitterBackoff(base=0.02, cap=1.0), _RETRIES),
-    )
+    """A synchronous client of a server or of a cluster, for worker threads; the caller closes it.
+
+    Raises InvalidUrl, ServerUnreachable and PermissionDenied.
+    """
+    parsed = parse(url)
+    if not parsed.cluster:
+        with plain_client(parsed, retry=False) as client:
+            if not _is_cluster(_patiently_sync(url, lambda: client.info("cluster"))):
+                return plain_client(parsed)
+    return _patiently_sync(url, lambda: cluster_client(parsed))
+
+
+def _patiently_sync(url: str, ask: Callable[[], T]) -> T:
+    give_up = time.monotonic() + _PATIENCE
+    for pause in pauses(_LONGEST_PAUSE):
+        try:
+            return ask()
+        except _ERRORS as error:
+            if not passes(error) or time.monotonic() > give_up:
+                raise _refused(url, error) from None
+        time.sleep(pause)
+    raise AssertionError("pauses end")
 
 
 @contextmanager
 def connect_sync(url: str) -> Iterator[redis.Redis]:
     """As :func:`connect`, synchronous."""
     with open_client(url) as client:
+        check_server(url, _patiently_sync(url, lambda: client.info("server")))
         try:
-            info: Any = client.info("server")
+            yield client
         except redis.RedisError as error:
-            raise _unreachable(url, error) from None
-        check_server(url, info)
-        yield client
+            raise (denied(error, url) or error) from None
 
 
 def check_server(url: str, info: dict[str, Any]) -> None:
@@ -93,22 +132,12 @@ def check_server(url: str, info: dict[str, Any]) -> None:
         )
 
 
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        wrong = parts.scheme not in _SCHEMES or parts.port == 0
-    except ValueError:
-        wrong = True
-    if wrong:
-        shown = url.rpartition("@")[2]  # never the password
-        raise InvalidUrl(
-            f"{shown!r} is not the URL of a Redis server: "
-            "use redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
-        )
+def _is_cluster(info: Any) -> bool:
+    return bool(info.get("cluster_enabled"))
 
 
-def _unreachable(url: str, error: Exception) -> ServerUnreachable:
-    return ServerUnreachable(
+def _refused(url: str, error: BaseException) -> TrinityError:
+    return denied(error, url) or ServerUnreachable(
         f"no Redis server answers at {redacted(url)} ({error}): "
         "start one there, or leave --redis-url out to use the embedded server"
     )

@@ -15,10 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from ..errors import ServerUnreachable
+from .clients import probe
 from .connect import OLDEST_SERVER
 
 START_DEADLINE = 20.0
@@ -132,14 +131,9 @@ class EmbeddedServer:
             return False
         return True
 
-    def _client(self) -> redis.Redis:
-        return redis.Redis(
-            unix_socket_path=str(self.socket), socket_timeout=5, retry=Retry(NoBackoff(), 0)
-        )
-
     def _answers(self) -> bool:
         try:
-            with self._client() as client:
+            with probe(self.socket) as client:
                 return bool(client.ping())
         except redis.BusyLoadingError:
             return True
@@ -170,7 +164,7 @@ class EmbeddedServer:
             time.sleep(0.02)
 
     def _stop(self) -> None:
-        with suppress(redis.RedisError, OSError), self._client() as client:
+        with suppress(redis.RedisError, OSError), probe(self.socket) as client:
             client.shutdown(nosave=True)
         give_up = time.monotonic() + START_DEADLINE
         while self._answers() and time.monotonic() < give_up:

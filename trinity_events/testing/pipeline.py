@@ -28,11 +28,10 @@ from ..coordinator import CheckpointCoordinator
 from ..core import FilePlan, Monitor, MonitorState, decode_state, encode_state, plan_files
 from ..errors import DeadlineExceeded
 from ..history import fold
-from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer
+from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer, opening
 from ..log.memory_log import MemoryEventLog, SyncMemoryEventLog
-from ..log.publisher import opening
 from ..reducer import CheckpointFiles, Reducer
-from ..subscriptions import CLAIM_AFTER, Subscription, subscription_on
+from ..subscriptions import CLAIM_AFTER, MAX_DELIVERIES, Subscription, subscription_on
 
 E = TypeVar("E", bound=Struct)
 
@@ -138,6 +137,7 @@ class Pipeline:
         group: str | None = None,
         deadline: float | None = DEADLINE,
         claim_after: float = CLAIM_AFTER,
+        max_deliveries: int = MAX_DELIVERIES,
     ) -> Subscription[E]:
         """As :func:`trinity_events.subscribe` for this run, but with a deadline."""
         return subscription_on(
@@ -148,6 +148,7 @@ class Pipeline:
             group=group,
             deadline=deadline,
             claim_after=claim_after,
+            max_deliveries=max_deliveries,
         )
 
     @property

@@ -37,6 +37,9 @@ from .redis_store import RedisChunkStore
 
 logger = logging.getLogger(__name__)
 
+FLUSH_DEADLINE = 10.0
+"""Seconds that the log is given to take what was said."""
+
 
 class Synchronizer:
     """Memory-based weight sync of one run, as one process of it.
@@ -106,13 +109,28 @@ class Synchronizer:
         """Who this process is in the log."""
         return self._publisher.producer
 
+    def flush(self, deadline: float = FLUSH_DEADLINE) -> None:
+        """Wait until all that was said is in the log; calls that say something return before.
+
+        Raises PublishError, which names what the log did not take within ``deadline`` seconds.
+        """
+        self._publisher.flush(deadline)
+
     def close(self) -> None:
-        """Close the connections; a later call opens them again."""
-        if self._publisher_made is not None:
-            self._publisher_made.log.close()
-        if self._store_made is not None:
-            self._store_made.close()
+        """Close the connections; a later call opens them again.
+
+        Raises PublishError when the log did not take all that was said.
+        """
+        publisher, store = self._publisher_made, self._store_made
         self._disconnect()
+        try:
+            if publisher is not None:
+                publisher.close()
+        finally:
+            if publisher is not None:
+                publisher.log.close()
+            if store is not None:
+                store.close()
 
     def tell(self, event: ExplorerStatusChanged) -> None:
         """Say how this explorer is."""
@@ -123,7 +141,7 @@ class Synchronizer:
     def open_version(self, global_step: int, ranks: Iterable[int] = (0,)) -> None:
         """Say that these ranks will publish a version; one process of the trainer does."""
         self._publisher.publish(
-            VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._store.name)
+            VersionOpened(step=global_step, ranks=tuple(ranks), transport=RedisChunkStore.name)
         )
 
     def part_writer(self, global_step: int, rank: int) -> PartWriter:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -58,6 +59,17 @@ TensorParallel = Annotated[
 PipelineParallel = Annotated[
     int, typer.Option(min=1, help="On Megatron, stages that the layers are dealt out to.")
 ]
+
+
+class Strategy(StrEnum):
+    """The save strategies of the contract, as options."""
+
+    UNRESTRICTED = "unrestricted"
+    SINGLE_THREAD = "single_thread"
+    SINGLE_PROCESS = "single_process"
+    SINGLE_NODE = "single_node"
+
+
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
 Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (ranks).")]
@@ -65,6 +77,9 @@ SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight
 SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
 SaveInterval = Annotated[
     int, typer.Option(min=0, help="Steps between two checkpoints; 0 writes none.")
+]
+SaveStrategyOption = Annotated[
+    Strategy, typer.Option("--save-strategy", help="Which saves may run at once.")
 ]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
@@ -86,6 +101,7 @@ def demo(
     sync_interval: SyncInterval = 1,
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
+    save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -115,6 +131,7 @@ def demo(
         sync_interval=sync_interval,
         sync_offset=sync_offset,
         save_interval=save_interval,
+        save_strategy=save_strategy.value,
         seed=seed,
         engine=engine,
         tensor_parallel=tensor_parallel,
@@ -138,6 +155,7 @@ def trainer(
     sync_interval: SyncInterval = 1,
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
+    save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -166,6 +184,7 @@ def trainer(
         sync_interval=sync_interval,
         sync_offset=sync_offset,
         save_interval=save_interval,
+        save_strategy=save_strategy.value,
         seed=seed,
         engine=engine,
         tensor_parallel=tensor_parallel,

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from trinity_events.errors import TrinityError
+from trinity_schemas import SaveStrategy
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -38,6 +39,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """Versions that explorers may be behind; 0 is strictly on-policy and takes turns."""
     save_interval: NotNegative = 100
     """Steps between two checkpoints; 0 writes none."""
+    save_strategy: SaveStrategy = "unrestricted"
+    """Which saves may run at once."""
     sync_timeout: float = 300.0
     """Longest wait for weights, experiences or a save."""
 

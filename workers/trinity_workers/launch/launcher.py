@@ -85,7 +85,12 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
             await exits.enter_async_context(reducer.running())
         config = settings.placed(
             run_id=options.run_id,
-            epoch=await open_run(client, options.run_id, config=settings.to_text()),
+            epoch=await open_run(
+                client,
+                options.run_id,
+                config=settings.to_text(),
+                save_strategy=settings.save_strategy,
+            ),
             redis_url=redis_url,
             weights_url=weights_url,
             checkpoint_folder=options.checkpoint_root / options.run_id,

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import anyio
 import redis.asyncio
+from redis.exceptions import RedisClusterException
 
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
@@ -70,7 +71,7 @@ async def closing(client: redis.asyncio.Redis, config: RunConfig) -> AsyncIterat
         if isinstance(error, anyio.get_cancelled_exc_class()):
             closed = RunClosed(reason="interrupted")
         # What happened is worth more than that the log could not be told of it.
-        with suppress(TrinityError, redis.RedisError, OSError):
+        with suppress(TrinityError, redis.RedisError, RedisClusterException, OSError):
             await _close(client, config, closed, _SHORT_DEADLINE)
         raise
     finished = RunClosed(reason="finished", step=config.steps)

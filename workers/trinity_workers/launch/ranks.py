@@ -11,7 +11,7 @@ import anyio
 import redis.asyncio
 
 from trinity_events.errors import TrinityError
-from trinity_events.log.redis_log import lua_script
+from trinity_events.log.scripts import lua_script
 from trinity_schemas import explorer_key
 
 from ..config import RunConfig

@@ -33,8 +33,10 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._workers: list[Any] = []
         self._step = 0
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
-        publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
-        self._coordinator = CheckpointCoordinator(publisher, config.checkpoint_folder)
+        self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
+        self._coordinator = CheckpointCoordinator(
+            self._publisher, config.checkpoint_folder, strategy=config.save_strategy
+        )
         self._synchronizer = Synchronizer(
             config.run_id, config.epoch, redis_url=config.redis_url, weights_url=config.weights_url
         )
@@ -105,7 +107,10 @@ class RayTrainerFleet(TrainEngineWrapper):
             ray.kill(worker)
         self._workers = []
         self._synchronizer.close()
-        self._log.close()
+        try:
+            await anyio.to_thread.run_sync(self._publisher.close)
+        finally:
+            self._log.close()
 
     @property
     def _saves(self) -> int:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,10 @@ class TrainWorker:
         torch.manual_seed(config.seed)
         self._engine: Any = self._make_engine()
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
-        publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
-        self._coordinator = CheckpointCoordinator(publisher, config.checkpoint_folder)
+        self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
+        self._coordinator = CheckpointCoordinator(
+            self._publisher, config.checkpoint_folder, strategy=config.save_strategy
+        )
         self._synchronizer = Synchronizer(
             config.run_id,
             config.epoch,
@@ -152,16 +155,16 @@ class TrainWorker:
 
     def wait_on_save_thread(self) -> None:
         """Wait for this rank's background saves; raises what failed in them."""
-        self._coordinator.wait_all()
+        self._coordinator.wait_all(self._config.sync_timeout)
 
     def shutdown(self) -> None:
         """Wait for background saves, and leave the process group; raises what failed in them."""
-        try:
-            self._coordinator.wait_all()
-        finally:
-            self._synchronizer.close()
-            self._log.close()
-            dist.destroy_process_group()
+        with ExitStack() as exits:
+            exits.callback(dist.destroy_process_group)
+            exits.callback(self._log.close)
+            exits.callback(self._publisher.close)
+            exits.callback(self._synchronizer.close)
+            self._coordinator.wait_all(self._config.sync_timeout)
 
 
 def compute_device(own_gpu: bool) -> torch.device:

@@ -1,0 +1,73 @@
+"""Runs benchmarks.
+
+Usage: python -m benchmarks [NAME ...] [--size tiny|small|full] [--keep]
+
+Without a name it runs them all. With --keep the figures go to docs/speed.md and docs/benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from types import ModuleType
+
+from . import control_plane, fold, growth, latency, replay
+from .measure import Noise, say
+from .report import Report, keep, machine, show
+from .stage import stage
+
+BENCHMARKS: dict[str, ModuleType] = {
+    "latency": latency,
+    "fold": fold,
+    "replay": replay,
+    "control_plane": control_plane,
+    "growth": growth,
+}
+SIZES = ("tiny", "small", "full")
+
+
+def measure(name: str, size: str) -> Report:
+    """Run one benchmark on a server of its own."""
+    benchmark, noise, began = BENCHMARKS[name], Noise(), time.monotonic()
+    say(f"{name}: {benchmark.TITLE} (about {benchmark.SIZES[size].takes})")
+    with stage() as on:
+        here = machine(on.server)
+        noise.beat()
+        rows, notes = benchmark.run(on, benchmark.SIZES[size], noise)
+        noise.beat()
+    return Report(
+        name=name,
+        title=benchmark.TITLE,
+        size=size,
+        rows=rows,
+        notes=notes,
+        machine=here,
+        noise=noise.spread,
+        seconds=time.monotonic() - began,
+    )
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure what the event plane costs."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=" | ".join(BENCHMARKS))
+    parser.add_argument("--size", choices=SIZES, default="full", help="how much to measure")
+    parser.add_argument("--keep", action="store_true", help="write the figures to docs/speed.md")
+    given = parser.parse_args()
+    unknown = sorted(set(given.names) - set(BENCHMARKS))
+    if unknown:
+        parser.error(f"there is no {', '.join(unknown)}: choose of {', '.join(BENCHMARKS)}")
+    # Ended as by Ctrl-C, so that no server and no process is left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in given.names or BENCHMARKS:
+        report = measure(name, given.size)
+        show(report)
+        if given.keep:
+            keep(report)
+
+
+if __name__ == "__main__":
+    main()

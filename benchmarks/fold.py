@@ -1,0 +1,208 @@
+"""Events folded a second by the live reducer, beside what the client alone can do."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from importlib.util import find_spec
+from itertools import islice
+from typing import NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+
+from trinity_events.archive import Archive
+from trinity_events.log import Stream
+
+from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
+from .mix import MIX, training
+from .stage import (
+    START_DEADLINE,
+    Filled,
+    Stage,
+    answer_of,
+    fill,
+    process,
+    reducer,
+    reset_run,
+    wait_for_position,
+)
+
+TITLE = "events a second, folded by the reducer in its own process"
+RUN = "bench-fold"
+FILLED = "bench:events"
+FOR_FASTSTREAM = "bench:faststream"
+
+LIVE, BARE = "live reducer", "reducer without an archive"
+LOOP, RAW_LOOP = "client's read and decode loop", "the same loop with our own reading"
+FOLLOWER, MEMBER = "FastStream subscriber", "FastStream subscriber in a group"
+
+OF_THE_LOOP = Asked("at least", 0.6)
+OF_FASTSTREAM = Asked("at least", 30)
+
+
+class Size(NamedTuple):
+    """Each log's entries with the rounds over it, the entries for FastStream, how long it takes."""
+
+    logs: tuple[tuple[int, int], ...]
+    faststream: int
+    takes: str
+
+
+SIZES = {
+    "tiny": Size(((12_000, 1),), 300, "10 s"),
+    "small": Size(((55_000, 3),), 3_000, "1 min"),
+    "full": Size(((55_000, 5), (505_000, 3)), 5_000, "3 min"),
+}
+
+
+class Taken(NamedTuple):
+    """What one contender took for a log."""
+
+    entries: float
+    seconds: float
+    cpu: float
+    archived: int = 0
+    """Entries that were in files when the last was folded."""
+
+    @property
+    def a_second(self) -> float:
+        """Entries."""
+        return self.entries / self.seconds
+
+    @property
+    def cpu_microseconds(self) -> float:
+        """Of its process, for one entry."""
+        return self.cpu / self.entries * 1e6
+
+
+Contender = Callable[[], Taken]
+Results = dict[str, list[Taken]]
+
+
+def run(on: Stage, size: Size, noise: Noise) -> Findings:
+    """Measure, log by log; FastStream beside the first, since it is slow."""
+    rows: list[Row] = []
+    notes = [f"The events: {MIX}."]
+    for number, (entries, rounds) in enumerate(size.logs):
+        say(f"filling a log with {entries:,} entries")
+        filled = fill(on.client, FILLED, islice(training(RUN), entries))
+        contenders: dict[str, Contender] = {
+            LIVE: partial(folded, on, filled, partial(reducer, on, RUN)),
+            BARE: partial(folded, on, filled, partial(bare_reducer, on)),
+            LOOP: partial(decoded, on, "client"),
+            RAW_LOOP: partial(decoded, on, "log"),
+        }
+        if number == 0 and find_spec("faststream") is None:
+            notes.append("FastStream was left out: it is not installed (make setup).")
+        elif number == 0:
+            contenders |= faststream(on, size.faststream)
+        results = taking_turns(contenders, rounds, noise)
+        archived = min(one.archived for one in results[LIVE])
+        notes.append(
+            f"Of {entries:,} entries the live reducer had archived {archived:,} when it had folded "
+            "the last; the rest is archived when there is time."
+        )
+        rows += [*speed_rows(results, entries), *cpu_rows(results, entries)]
+        on.client.delete(FILLED)
+    notes += [
+        f"An entry has {filled.bytes / filled.entries:.0f} bytes on average.",
+        "The CPU is that of the one process, without the server's.",
+        "The loop calls the client as anyone would. The reducer reads past the client's building "
+        "of dictionaries, and so does the loop with our own reading.",
+    ]
+    return Findings(rows, notes)
+
+
+def speed_rows(results: Results, entries: int) -> list[Row]:
+    """Entries a second of each contender, beside those that it is held against."""
+    pairs: list[tuple[str, str, Asked | None]] = [
+        (LIVE, LOOP, OF_THE_LOOP),
+        (BARE, LOOP, None),
+        (LIVE, RAW_LOOP, None),
+    ]
+    # A group keeps its place on the server, as the reducer does; without one nothing is kept.
+    held_against: list[tuple[str, Asked | None]] = [(MEMBER, OF_FASTSTREAM), (FOLLOWER, None)]
+    pairs += [(LIVE, peer, asked) for peer, asked in held_against if peer in results]
+    rates = {name: [one.a_second for one in found] for name, found in results.items()}
+    return [
+        Row(
+            what=f"{ours}, {entries:,} entries",
+            figure=f"{median(rates[ours]):,.0f}/s",
+            peer=peer,
+            peer_figure=f"{median(rates[peer]):,.0f}/s",
+            ratio=ratio(rates[ours], rates[peer]),
+            asked=asked,
+            spread=spread(rates[ours]),
+        )
+        for ours, peer, asked in pairs
+    ]
+
+
+def cpu_rows(results: Results, entries: int) -> list[Row]:
+    """The same as CPU, which a busy machine distorts less."""
+    used = {name: [one.cpu_microseconds for one in found] for name, found in results.items()}
+    return [
+        Row(
+            what=f"CPU of the {ours}, {entries:,} entries",
+            figure=f"{median(used[ours]):.1f} µs an entry",
+            peer=LOOP,
+            peer_figure=f"{median(used[LOOP]):.1f} µs an entry",
+            ratio=ratio(used[ours], used[LOOP]),
+            spread=spread(used[ours]),
+        )
+        for ours in results
+        if ours not in (LOOP, RAW_LOOP)
+    ]
+
+
+def folded(
+    on: Stage,
+    filled: Filled,
+    reducing: Callable[[], AbstractContextManager[subprocess.Popen[bytes]]],
+) -> Taken:
+    """Start a reducer on the filled log; its start-up, up to its first commit, does not count."""
+    reset_run(on.client, RUN, FILLED)
+    # What is archived already would not be archived again.
+    shutil.rmtree(on.folder / "checkpoints", ignore_errors=True)
+    with reducing() as started:
+        process = psutil.Process(started.pid)
+        first, began = wait_for_position(on.client, RUN, None, START_DEADLINE)
+        before = process.cpu_times()
+        _, ended = wait_for_position(on.client, RUN, filled.last_id, filled.entries / 1000 + 30)
+        after = process.cpu_times()
+    count = filled.entries - 1 - filled.index_of(first)
+    if count <= 0:
+        raise RuntimeError(f"{filled.entries} entries are folded at once: fill more to time them")
+    cpu = after.user + after.system - before.user - before.system
+    archive = Archive(on.folder / "checkpoints" / RUN, RUN)
+    kept = filled.index_of(archive.through(Stream.EVENTS)) + 1
+    return Taken(count, ended - began, cpu, max(0, kept))
+
+
+def bare_reducer(on: Stage) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """The reducer without a checkpoint root."""
+    return process("benchmarks.bare_reducer", on.url, RUN, home=on.folder)
+
+
+def decoded(on: Stage, how: str) -> Taken:
+    """The loop that only reads and decodes, in a process of its own too."""
+    reset_run(on.client, RUN, FILLED)
+    return Taken(**answer_of("benchmarks.reading", on.url, RUN, how, home=on.folder))
+
+
+def faststream(on: Stage, entries: int) -> dict[str, Contender]:
+    """FastStream with the same payloads, as its own publisher writes them."""
+    from .faststream_peer import FIELD, enveloped
+
+    fill(on.client, FOR_FASTSTREAM, enveloped(islice(training(RUN), entries)), FIELD)
+    peer = ("benchmarks.faststream_peer", on.url, FOR_FASTSTREAM, str(entries))
+
+    def consume(*group: str) -> Taken:
+        if group:
+            on.client.xgroup_destroy(FOR_FASTSTREAM, *group)
+        return Taken(**answer_of(*peer, *group, home=on.folder))
+
+    return {FOLLOWER: consume, MEMBER: partial(consume, "members")}

@@ -1,0 +1,124 @@
+"""Memory of the reducer and of the server after a short and after a very long run."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import Any, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+import redis
+
+from trinity_schemas import RunKeys
+
+from .measure import Asked, Findings, Noise, Row, say
+from .mix import MIX, length, training
+from .replay import megabytes
+from .stage import START_DEADLINE, Filled, Filler, Stage, reducer, rest, wait_for_position
+
+TITLE = "memory of the reducer and of the server, by steps of the run"
+RUN = "bench-growth"
+AHEAD = 20_000
+"""Entries that may wait to be folded: a backlog is not what is measured."""
+STEADY = Asked("at most", 1.2)
+
+
+class Size(NamedTuple):
+    """After how many steps to look, and how long it takes."""
+
+    steps: tuple[int, ...]
+    takes: str
+
+
+SIZES = {
+    "tiny": Size((100, 1_000), "5 s"),
+    "small": Size((1_000, 3_000, 10_000), "15 s"),
+    "full": Size((1_000, 10_000, 100_000), "1 to 2 min"),
+}
+
+
+class Memory(NamedTuple):
+    """After so many steps."""
+
+    steps: int
+    events: int
+    reducer: int
+    server: int
+    behind: int
+    """Entries on the server when the last was folded."""
+    left: int
+    """Entries on the server once nothing was left to do."""
+
+
+def run(on: Stage, size: Size, noise: Noise) -> Findings:
+    """Feed the run to a live reducer that archives and trims, and look from time to time."""
+    filler = Filler(on.client, RunKeys.of(RUN).events)
+    events = training(RUN)
+    seen: list[Memory] = []
+    with reducer(on, RUN) as started:
+        for steps in size.steps:
+            noise.beat()
+            count = length(steps)
+            say(f"  up to step {steps:,}, event {count:,}")
+            while filler.filled.entries < count:
+                page = min(1000, count - filler.filled.entries)
+                keep_pace(on.client, filler.add(islice(events, page)))
+            wait_for_position(on.client, RUN, filler.filled.last_id, START_DEADLINE)
+            seen.append(looked(on, started.pid, steps, count))
+    notes = [
+        f"The events: {MIX}. Archive and trimming are on.",
+        "Memory is the reducer's resident set and the server's used memory, once nothing is left "
+        "to do.",
+        "Fed as fast as it folds. Entries on the server when the last was folded, and once it was "
+        "archived: "
+        + ", ".join(f"{o.behind:,} and {o.left:,} after {o.steps:,} steps" for o in seen)
+        + ".",
+    ]
+    return Findings(rows_of(seen), notes)
+
+
+def keep_pace(client: redis.Redis, filled: Filled) -> None:
+    """Wait while too much is waiting to be folded."""
+    give_up = time.monotonic() + START_DEADLINE
+    key = RunKeys.of(RUN).position
+    while True:
+        found: Any = client.get(key)
+        folded = filled.index_of(found.decode()) + 1 if found else 0
+        if filled.entries - folded <= AHEAD:
+            return
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"the reducer has folded {folded:,} of {filled.entries:,} entries")
+        time.sleep(0.02)
+
+
+def looked(on: Stage, pid: int, steps: int, events: int) -> Memory:
+    """The memory, once all is archived and trimmed."""
+    client: Any = on.client
+    process = psutil.Process(pid)
+    behind = client.xlen(RunKeys.of(RUN).events)
+    rest(process)
+    return Memory(
+        steps=steps,
+        events=events,
+        reducer=process.memory_info().rss,
+        server=on.server["used_memory"],
+        behind=behind,
+        left=client.xlen(RunKeys.of(RUN).events),
+    )
+
+
+def rows_of(seen: list[Memory]) -> list[Row]:
+    """Each beside the first."""
+    first, *later = seen
+    return [
+        Row(
+            what=f"memory of the {who}, {one.steps:,} steps, {one.events:,} events",
+            figure=megabytes(getattr(one, who)),
+            peer=f"{first.steps:,} steps",
+            peer_figure=megabytes(getattr(first, who)),
+            ratio=getattr(one, who) / getattr(first, who),
+            asked=STEADY,
+        )
+        for who in ("reducer", "server")
+        for one in later
+    ]

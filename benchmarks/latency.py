@@ -1,0 +1,259 @@
+"""From publishing what makes a step ready to its announcement at a consumer that waits."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import anyio
+from anyio.abc import TaskStatus
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from trinity_events import StepReady, subscribe
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
+from trinity_events.server import connect
+from trinity_schemas import Registration, SaveFinished, SaveStarted, Slot, StepCommitted
+
+from .measure import Asked, Findings, Noise, Row, median, percentile, ratio, say, spread
+from .original import POLL_EVERY, delays
+from .stage import START_DEADLINE, Stage, process, reducer
+
+TITLE = "from a publish to step-ready at a waiting consumer"
+RUN = "bench-latency"
+IN, OUT = "bench:in", "bench:out"
+PAYLOAD = b"\x00" * 360
+"""About as large as the event that makes the step ready."""
+PAUSE = (0.015, 0.035)
+"""Seconds before each sample, at random: everyone is waiting when it begins."""
+DEADLINE = 30.0
+
+MEDIAN = Asked("at most", 3)
+P99 = Asked("at most", 10)
+
+Sample = Callable[[], Awaitable[float]]
+
+
+class Size(NamedTuple):
+    """Blocks that take turns, samples in each, and samples of the original's design."""
+
+    blocks: int
+    samples: int
+    original: int
+    takes: str
+
+
+SIZES = {
+    "tiny": Size(2, 10, 0, "5 s"),
+    "small": Size(6, 50, 10, "45 s"),
+    "full": Size(20, 50, 30, "2 min"),
+}
+
+
+def run(on: Stage, size: Size, noise: Noise) -> Findings:
+    """Measure ours and the bare hops block by block, then the original's design."""
+    with (
+        process("benchmarks.relay", on.url, IN, OUT, home=on.folder),
+        reducer(on, RUN),
+    ):
+        ours, bare = anyio.run(blocks, on, size, noise)
+    rows, notes = rows_of(ours, bare)
+    if not size.original:
+        notes.append("The original's design was left out at this size.")
+    elif find_spec("ray") is None:
+        notes.append("The original's design was left out: Ray is not installed (make setup).")
+    else:
+        say(f"the original's design, {size.original} samples")
+        rows += original_rows(on, [one for block in ours for one in block], size.original)
+        notes.append(
+            "The original's design is a small model: a call to a Ray actor that counts and writes "
+            f"a file, which is read every {POLL_EVERY:g} s."
+        )
+    return Findings(rows, notes)
+
+
+async def blocks(
+    on: Stage, size: Size, noise: Noise
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds of each sample, of ours and of two bare hops, block by block."""
+    ours: list[list[float]] = []
+    bare: list[list[float]] = []
+    async with connect(on.url) as client, pipeline(on, client) as ready, hops(on, client) as hop:
+        for _ in range(3):  # connections are made, scripts are loaded
+            await hop()
+            await ready()
+        for number in range(size.blocks):
+            noise.beat()
+            say(f"  block {number + 1} of {size.blocks}")
+            turn = [(ours, ready), (bare, hop)]
+            for found, sample in turn if number % 2 else reversed(turn):
+                found.append([await paced(sample) for _ in range(size.samples)])
+    return ours, bare
+
+
+async def paced(sample: Sample) -> float:
+    """One sample, after everyone had time to wait again."""
+    await anyio.sleep(random.uniform(*PAUSE))
+    return await sample()
+
+
+@asynccontextmanager
+async def pipeline(on: Stage, client: Any) -> AsyncIterator[Sample]:
+    """A run with a consumer; a sample is the end of one step's only save."""
+    publisher = AsyncPublisher(
+        RedisEventLog(client, RUN), await open_run(client, RUN), new_producer("actor")
+    )
+    send, arrivals = anyio.create_memory_object_stream[tuple[int, float]](16)
+    step = 0
+
+    async def sample() -> float:
+        nonlocal step
+        step += 1
+        finished = await prepare(publisher, step)
+        began = time.perf_counter()
+        await publisher.publish(finished)
+        return await arrival(arrivals, step) - began
+
+    async with anyio.create_task_group() as tasks, send, arrivals:
+        await tasks.start(consume, on.url, send)
+        yield sample
+        tasks.cancel_scope.cancel()
+
+
+async def prepare(publisher: AsyncPublisher, step: int) -> SaveFinished:
+    """Everything of a step but the last event, which is returned."""
+    expected = Registration(registration_id="trainer-0", kind="state_dict", expected=1)
+    slot = Slot(step=step, kind="state_dict", role="actor", rank=0, name="model_state_dict")
+    save_id = f"{step:016x}"
+    await publisher.publish(SaveStarted(save_id=save_id, slot=slot))
+    await publisher.publish(StepCommitted(step=step, kind="state_dict", registrations=(expected,)))
+    await anyio.sleep(random.uniform(*PAUSE))
+    digest = f"sha256:{step:064x}"
+    return SaveFinished(save_id=save_id, slot=slot, bytes=1 << 30, seconds=4.2, digest=digest)
+
+
+async def consume(
+    url: str,
+    arrivals: MemoryObjectSendStream[tuple[int, float]],
+    *,
+    task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """Note when each step is announced, as a job that waits for it would hear of it."""
+    async with subscribe(RUN, StepReady, redis_url=url, deadline=START_DEADLINE) as events:
+        task_status.started()
+        async for event in events:
+            await arrivals.send((event.step, time.perf_counter()))
+
+
+@asynccontextmanager
+async def hops(on: Stage, client: Any) -> AsyncIterator[Sample]:
+    """Two bare hops: XADD, a blocked XREAD in another process, XADD, a blocked XREAD here."""
+    send, arrivals = anyio.create_memory_object_stream[tuple[int, float]](16)
+    number = 0
+
+    async def sample() -> float:
+        nonlocal number
+        number += 1
+        began = time.perf_counter()
+        await client.xadd(IN, {b"e": PAYLOAD, b"n": number})
+        return await arrival(arrivals, number) - began
+
+    async def listen() -> None:
+        after = "0-0"
+        while True:
+            for _, found in await client.xread({OUT: after}, block=1000) or ():
+                now = time.perf_counter()
+                for entry_id, fields in found:
+                    after = entry_id.decode()
+                    await send.send((int(fields[b"n"]), now))
+
+    async with anyio.create_task_group() as tasks, send, arrivals:
+        tasks.start_soon(listen)
+        yield sample
+        tasks.cancel_scope.cancel()
+
+
+async def arrival(arrivals: MemoryObjectReceiveStream[tuple[int, float]], number: int) -> float:
+    """When this one arrived; what came before it is passed over."""
+    with anyio.fail_after(DEADLINE):
+        while True:
+            found, at = await arrivals.receive()
+            if found == number:
+                return at
+
+
+def rows_of(ours: list[list[float]], bare: list[list[float]]) -> tuple[list[Row], list[str]]:
+    """The median and the p99 beside the median of two bare hops; the p99 beside their p99 too."""
+    all_ours = [one for block in ours for one in block]
+    all_bare = [one for block in bare for one in block]
+    medians, bare_medians = [median(one) for one in ours], [median(one) for one in bare]
+    hop, p99, bare_p99 = median(all_bare), percentile(all_ours, 0.99), percentile(all_bare, 0.99)
+    rows = [
+        Row(
+            what="publish to step-ready, median",
+            figure=milliseconds(median(all_ours)),
+            peer="two bare hops, median",
+            peer_figure=milliseconds(hop),
+            ratio=ratio(medians, bare_medians),
+            asked=MEDIAN,
+            spread=spread(medians),
+        ),
+        Row(
+            what="publish to step-ready, p99",
+            figure=milliseconds(p99),
+            peer="two bare hops, median",
+            peer_figure=milliseconds(hop),
+            ratio=p99 / hop,
+            asked=P99,
+        ),
+        Row(
+            what="publish to step-ready, p99",
+            figure=milliseconds(p99),
+            peer="two bare hops, p99",
+            peer_figure=milliseconds(bare_p99),
+            ratio=p99 / bare_p99,
+        ),
+    ]
+    notes = [
+        f"{len(all_ours)} samples of each, in {len(ours)} blocks that take turns; the ratio of "
+        "medians is the median over the blocks.",
+        "Two bare hops are an XADD to a blocked XREAD in another process, which answers by an "
+        "XADD to a blocked XREAD here, with the same client.",
+    ]
+    return rows, notes
+
+
+def original_rows(on: Stage, ours: list[float], samples: int) -> list[Row]:
+    """The original's design beside ours."""
+    seen, calls = delays(on.folder, samples)
+    return [
+        Row(
+            what="the original's design, save's end to seen, median",
+            figure=milliseconds(median(seen)),
+            peer="ours, median",
+            peer_figure=milliseconds(median(ours)),
+            ratio=median(seen) / median(ours),
+        ),
+        Row(
+            what="the original's design, slowest",
+            figure=milliseconds(max(seen)),
+            peer="ours, slowest",
+            peer_figure=milliseconds(max(ours)),
+            ratio=max(seen) / max(ours),
+        ),
+        Row(
+            what="of it, the call to the actor, median",
+            figure=milliseconds(median(calls)),
+            peer="ours, median",
+            peer_figure=milliseconds(median(ours)),
+            ratio=median(calls) / median(ours),
+        ),
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    """For people."""
+    return f"{seconds * 1000:.2f} ms"

@@ -1,0 +1,110 @@
+"""A small model of the design that this project replaces, as far as its speed goes.
+
+Trinity-RFT tells a monitor of each save by a call to a Ray actor; the monitor counts, and writes
+a file once a step's count is zero; whoever waits for the step reads that file once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+POLL_EVERY = 1.0
+"""Seconds, as in the original."""
+
+
+class CountingMonitor:
+    """Counts the saves of each step, and writes the newest complete step to a file."""
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file)
+        self._running: Counter[int] = Counter()
+
+    def register(self, step: int, saves: int) -> None:
+        """Expect this many saves of the step."""
+        self._running[step] += saves
+
+    def finished(self, step: int) -> None:
+        """One save of the step is done."""
+        self._running[step] -= 1
+        if self._running[step] == 0:
+            self._file.write_text(str(step))
+
+
+class FilePoller:
+    """Reads the file every so often in a thread, and notes when it saw each step first."""
+
+    def __init__(self, file: Path, every: float = POLL_EVERY) -> None:
+        self._file = file
+        self._every = every
+        self._seen: dict[int, float] = {}
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="poller", daemon=True)
+
+    def __enter__(self) -> FilePoller:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def wait_for(self, step: int, deadline: float = 30.0) -> float:
+        """When the step was seen."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: step in self._seen, deadline):
+                raise TimeoutError(f"step {step} was not in {self._file} after {deadline:g} s")
+            return self._seen[step]
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self._every):
+            text = self._file.read_text() if self._file.exists() else ""
+            if text:
+                with self._changed:
+                    self._seen.setdefault(int(text), time.perf_counter())
+                    self._changed.notify_all()
+
+
+def delays(folder: Path, samples: int) -> tuple[list[float], list[float]]:
+    """Seconds from a save's end until it is seen, and of the call to the actor alone.
+
+    Saves end at any moment between two looks at the file.
+    """
+    import ray
+
+    file = folder / "latest_iteration.txt"
+    seen: list[float] = []
+    calls: list[float] = []
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=80 << 20,
+    )
+    try:
+        monitor: Any = ray.remote(CountingMonitor).remote(str(file))
+        with FilePoller(file) as poller:
+            for step in range(1, samples + 1):
+                ray.get(monitor.register.remote(step, 1))
+                time.sleep(random.uniform(0, POLL_EVERY))
+                began = time.perf_counter()
+                ray.get(monitor.finished.remote(step))
+                calls.append(time.perf_counter() - began)
+                seen.append(poller.wait_for(step) - began)
+    finally:
+        ray.shutdown()
+    return seen, calls

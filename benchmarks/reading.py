@@ -1,0 +1,60 @@
+"""The peer of the reducer: reads the same entries with the same client, and only decodes them.
+
+Usage: python -m benchmarks.reading URL RUN client|log; prints JSON: entries, seconds, cpu. With
+``client`` it calls the client as anyone would; with ``log`` it reads as the reducer does, past the
+client's own building of dictionaries.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import anyio
+
+from trinity_events.log import ORIGIN, RedisEventLog
+from trinity_events.log.raw import FIELD
+from trinity_events.server import connect
+from trinity_schemas import RunKeys, decode_envelope
+
+PAGE = 1000
+
+
+async def read_and_decode(url: str, run_id: str, how: str) -> dict[str, float]:
+    """Timed from the end of the first page on, as the reducer is."""
+    async with connect(url) as client:
+        log, page = RedisEventLog(client, run_id), partial(_page_of_client, client, run_id)
+        after, began, cpu, entries = ORIGIN, 0.0, 0.0, 0
+        while True:
+            if how == "client":
+                found = await page(after)
+                for _, fields in found:
+                    decode_envelope(fields[FIELD])
+            else:
+                found = await log.read(after, limit=PAGE)
+                for entry in found:
+                    decode_envelope(entry.payload)
+            if not found:
+                break
+            if after == ORIGIN:
+                began, cpu = time.perf_counter(), time.process_time()
+            else:
+                entries += len(found)
+            last: Any = found[-1][0]
+            after = last if isinstance(last, str) else last.decode()
+        return {
+            "entries": entries,
+            "seconds": time.perf_counter() - began,
+            "cpu": time.process_time() - cpu,
+        }
+
+
+async def _page_of_client(client: Any, run_id: str, after: str) -> Any:
+    return await client.xrange(RunKeys.of(run_id).events, min=f"({after}", count=PAGE)
+
+
+if __name__ == "__main__":
+    print(json.dumps(anyio.run(read_and_decode, *sys.argv[1:])))

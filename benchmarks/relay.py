@@ -1,0 +1,30 @@
+"""Two bare hops: what comes in on one stream goes out on another, and nothing else is done.
+
+Usage: python -m benchmarks.relay URL IN OUT; ends with standard input.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import anyio
+
+from trinity_events.cli.reducer import until_stopped
+from trinity_events.server import connect
+
+
+async def relay(url: str, source: str, target: str) -> None:
+    """A blocked XREAD, then an XADD, with the client that the reducer has."""
+    async with connect(url, retry=False) as connected:
+        client: Any = connected
+        after = "0-0"
+        while True:
+            for _, found in await client.xread({source: after}, block=1000) or ():
+                for entry_id, fields in found:
+                    after = entry_id.decode()
+                    await client.xadd(target, fields)
+
+
+if __name__ == "__main__":
+    anyio.run(until_stopped, lambda: relay(*sys.argv[1:4]), True)

@@ -1,0 +1,121 @@
+"""Replaying a long log: how long it takes, and whether its memory depends on the log's length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+from trinity_schemas import RunKeys
+
+from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
+from .mix import MIX, training
+from .stage import Spent, Stage, answer_of, fill, list_run, spent_by
+
+TITLE = "seconds and memory of trinity-events replay"
+CONSTANT = Asked("at most", 1.2)
+RUN, FILE, EXPORT, LOOP = "replay RUN", "replay FILE", "export RUN", "read and decode loop"
+
+
+class Size(NamedTuple):
+    """Entries in the short and the long log, rounds over each, how long it takes."""
+
+    short: int
+    long: int
+    rounds: int
+    takes: str
+
+
+SIZES = {
+    "tiny": Size(500, 20_000, 1, "10 s"),
+    "small": Size(10_000, 100_000, 2, "20 s"),
+    "full": Size(100_000, 1_000_000, 3, "3 min"),
+}
+
+
+class Log(NamedTuple):
+    """What the commands spent on a log of this length, and the loop's entries a second."""
+
+    entries: int
+    spent: dict[str, list[Spent]]
+    loops: list[float]
+
+
+def run(on: Stage, size: Size, noise: Noise) -> Findings:
+    """Replay a short log and one that is ten times as long, from the server and from a file."""
+    short = measured(on, size.short, size.rounds, noise, beside_loop=False)
+    long = measured(on, size.long, size.rounds, noise, beside_loop=True)
+    rows: list[Row] = []
+    for name in (RUN, FILE, EXPORT):
+        rows += [speed_row(name, short, long), memory_row(name, short, long)]
+    notes = [
+        f"The events: {MIX}.",
+        "Events a second are those of the long log less those of the short one, so that starting "
+        "up does not count. Memory is the process's largest resident set.",
+    ]
+    return Findings(rows, notes)
+
+
+def measured(on: Stage, entries: int, rounds: int, noise: Noise, *, beside_loop: bool) -> Log:
+    """Fill a log, export it, and replay it from both, beside the loop that only decodes."""
+    run_id = f"bench-replay-{entries}"
+    say(f"filling a log with {entries:,} entries, and exporting it")
+    fill(on.client, RunKeys.of(run_id).events, islice(training(run_id), entries))
+    list_run(on.client, run_id)
+    file = str(on.folder / f"{run_id}.jsonl")
+    spent: dict[str, list[Spent]] = {RUN: [], FILE: [], EXPORT: []}
+
+    def command(name: str, *arguments: str) -> float:
+        spent[name].append(spent_by("trinity_events", *arguments, home=on.folder))
+        return spent[name][-1].seconds
+
+    def loop() -> float:
+        answer = answer_of("benchmarks.reading", on.url, run_id, home=on.folder)
+        return float(answer["entries"] / answer["seconds"])
+
+    command(EXPORT, "export", run_id, "--output", file, "--redis-url", on.url)
+    contenders: dict[str, Callable[[], float]] = {
+        RUN: partial(command, RUN, "replay", run_id, "--no-timeline", "--redis-url", on.url),
+        FILE: partial(command, FILE, "replay", file, "--no-timeline"),
+    }
+    if beside_loop:
+        contenders[LOOP] = loop
+    return Log(entries, spent, taking_turns(contenders, rounds, noise).get(LOOP, []))
+
+
+def speed_row(name: str, short: Log, long: Log) -> Row:
+    """Events a second, beside the loop that only reads and decodes."""
+    more = long.entries - short.entries
+    pairs = zip(long.spent[name], short.spent[name], strict=True)
+    rates = [more / (one.seconds - other.seconds) for one, other in pairs]
+    loops = long.loops[: len(rates)]
+    seconds = median([one.seconds for one in long.spent[name]])
+    return Row(
+        what=f"{name}, {long.entries:,} entries, {seconds:.1f} s",
+        figure=f"{median(rates):,.0f}/s",
+        peer=LOOP,
+        peer_figure=f"{median(loops):,.0f}/s",
+        ratio=ratio(rates, loops),
+        spread=spread(rates),
+    )
+
+
+def memory_row(name: str, short: Log, long: Log) -> Row:
+    """Peak memory, beside that of the shorter log."""
+    peak, short_peak = (
+        median([one.peak_bytes for one in log.spent[name]]) for log in (long, short)
+    )
+    return Row(
+        what=f"{name}, peak memory, {long.entries:,} entries",
+        figure=megabytes(peak),
+        peer=f"{short.entries:,} entries",
+        peer_figure=megabytes(short_peak),
+        ratio=peak / short_peak,
+        asked=None if name == EXPORT else CONSTANT,
+    )
+
+
+def megabytes(count: float) -> str:
+    """For people."""
+    return f"{count / 1e6:,.1f} MB"

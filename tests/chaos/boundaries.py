@@ -1,0 +1,86 @@
+"""Where a process is killed: at commands that carry an event, and at a few that carry none."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.proxy import Command
+from trinity_schemas import (
+    ContractError,
+    Envelope,
+    Producer,
+    StepCommitted,
+    decode_envelope,
+    event_tag,
+)
+
+from .plan import STEPS
+
+COMMANDS = ("acknowledged", "heartbeat", "lead")
+"""Boundaries that are no events: a group's acknowledgement, a worker's beat, a reducer's lead."""
+
+
+def envelopes(given: Command) -> list[Envelope]:
+    """The events that a command carries, whichever command it is."""
+    found = []
+    for word in given[2:]:
+        try:
+            found.append(decode_envelope(word))
+        except ContractError:
+            continue
+    return found
+
+
+def boundaries(given: Command) -> Counter[str]:
+    """The boundaries that a command is, and how often: a batch carries several events."""
+    found = Counter(event_tag(one.event) for one in envelopes(given))
+    if given[0].upper() == b"XACK":
+        found["acknowledged"] += 1
+    if given[0].upper() == b"SET" and b":alive:" in given[1]:
+        found["heartbeat"] += 1
+    if given[0].upper() == b"EVALSHA" and given[2] == b"2" and given[3].endswith(b":leader"):
+        found["lead"] += 1
+    return found
+
+
+def sender(given: Command, name: str) -> Producer | None:
+    """Who says the event by which a boundary has its name."""
+    return next((one.producer for one in envelopes(given) if event_tag(one.event) == name), None)
+
+
+class Tally:
+    """Counts the boundaries of a run as they pass."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, given: Command) -> bool:
+        """Matches nothing: it only looks."""
+        self.counts += boundaries(given)
+        return False
+
+
+class Nth:
+    """Matches the command with which a boundary is met for the nth time."""
+
+    def __init__(self, name: str, nth: int) -> None:
+        self._name = name
+        self._left = nth
+
+    def __call__(self, given: Command) -> bool:
+        """Whether it is met for the nth time now."""
+        before, self._left = self._left, self._left - boundaries(given)[self._name]
+        return before > 0 >= self._left
+
+
+def last_step_is_committed(given: Command) -> bool:
+    """The trainer commits the last step: by now an earlier one has its checkpoint."""
+    return any(
+        isinstance(one.event, StepCommitted) and one.event.step == STEPS for one in envelopes(given)
+    )
+
+
+def save_is_under_way(given: Command) -> bool:
+    """A worker has begun a save, and has not ended it in the same batch."""
+    found = boundaries(given)
+    return found["save-started"] > found["save-finished"] + found["save-failed"]

@@ -1,0 +1,300 @@
+"""Generated histories of a run: what anybody might say, and what a sane run says.
+
+``TRINITY_EXAMPLES=50 pytest tests/properties`` looks at fifty times as many, chosen by chance;
+without it the examples are the same in every run.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from tests.histories import (
+    RUN,
+    committed,
+    failed,
+    finished,
+    opened,
+    part,
+    registration,
+    slot,
+    started,
+)
+from trinity_events.core import Monitor, MonitorState
+from trinity_schemas import (
+    AppliedPhases,
+    ConsumerDetached,
+    DeadlineReached,
+    Envelope,
+    Event,
+    ExpiredAttempt,
+    ExplorerStatusChanged,
+    LeaseExpired,
+    Process,
+    Producer,
+    Registration,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    SaveProgressed,
+    SaveRequested,
+    SaveStarted,
+    StepRef,
+    SyncRequested,
+    ThreadCountRegistered,
+    TrainerStatusChanged,
+    WeightsApplied,
+)
+
+_FACTOR = int(os.environ.get("TRINITY_EXAMPLES", "0"))
+
+
+def examples(count: int) -> settings:
+    """So many examples, always the same ones unless more are asked for."""
+    return settings(
+        max_examples=count * max(_FACTOR, 1),
+        derandomize=not _FACTOR,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+class Said(NamedTuple):
+    """One event, by whom, and how its epoch lies to the one that the run is in."""
+
+    by: str
+    event: Event
+    epoch: int = 0
+
+
+STEPS = (1, 2, 3)
+FILES = ("state_dict", "checkpoint")
+HOLDER = Producer(role="actor", rank=0, node="here", incarnation="actor-0")
+
+
+def _saves() -> list[Said]:
+    said = []
+    for step in STEPS:
+        for kind in FILES:
+            for rank in (0, 1):
+                by, at = f"actor-{rank}", {"kind": kind, "rank": rank}
+                for attempt in ("x", "y"):
+                    save_id = f"{attempt}{step}{kind[0]}{rank}"
+                    said += [
+                        Said(by, SaveRequested(save_id=save_id, slot=slot(step, **at), lease=15.0)),
+                        Said(by, SaveStarted(save_id=save_id, slot=slot(step, **at), lease=15.0)),
+                        Said(by, SaveProgressed(save_id=save_id, slot=slot(step, **at), bytes=4)),
+                        Said(by, failed(step, save_id, **at)),
+                        Said(by, finished(step, save_id, **at)),
+                        Said(by, finished(step, save_id, path=f".staging/s{step}/m", **at)),
+                        Said("reducer-0", lapsed(save_id, step, **at)),
+                    ]
+            said.append(Said("reducer-0", DeadlineReached(step=step, kind=kind, seconds=1.0)))
+    return said
+
+
+def lapsed(save_id: str, step: int, **at) -> LeaseExpired:
+    gone = ExpiredAttempt(save_id=save_id, slot=slot(step, **at))
+    return LeaseExpired(holder=HOLDER, lease=15.0, attempts=(gone,))
+
+
+def _commits() -> list[Said]:
+    said = []
+    for step in STEPS:
+        for kind in FILES:
+            for expected in (0, 1, 2):
+                one = registration(kind, expected)
+                said.append(Said("trainer", ThreadCountRegistered(step=step, registration=one)))
+                said.append(Said("trainer", committed(step, kind, one)))
+            named = Registration(
+                registration_id="named", kind=kind, expected=1, slots=(slot(step, kind, rank=1),)
+            )
+            said.append(Said("trainer", committed(step, kind, named)))
+            said.append(Said("trainer", committed(step, kind)))
+        both = (registration("state_dict"), registration("checkpoint"))
+        said.append(Said("trainer", committed(step, "checkpoint", *both)))
+        said.append(Said("trainer", committed(step, "weights")))
+        said += [Said("actor-0", opened(step, 0, 1)), Said("actor-1", opened(step, 1))]
+        said += [Said(f"actor-{rank}", part(step, rank)) for rank in (0, 1)]
+    return said
+
+
+def _others() -> list[Said]:
+    applied = WeightsApplied(
+        version=StepRef(1, 1),
+        digest="sha256:" + "0" * 64,
+        bytes=8,
+        verified_at=1.0,
+        phases=AppliedPhases(fetch=0.1, pause=0.1),
+    )
+    detached = ConsumerDetached(group="eval", stream="announcements", position="1-0")
+    return [
+        Said("trainer", TrainerStatusChanged(status="running", step=2)),
+        Said("trainer", RunClosed(reason="finished")),
+        Said("explorer-0", ExplorerStatusChanged(status="require_sync")),
+        Said("explorer-0", SyncRequested(wanted=StepRef(1, 2))),
+        Said("explorer-0", applied),
+        Said("reducer-0", detached),
+    ]
+
+
+_SAVES, _COMMITS, _OTHERS = _saves(), _commits(), _others()
+STRATEGIES = ("unrestricted", "single_thread", "single_process", "single_node")
+_OPENINGS = [
+    Said("opener", event(save_strategy=strategy, **more), 1)
+    for strategy in STRATEGIES
+    for event, more in ((RunOpened, {}), (RunResumed, {"step": 1}), (RunResumed, {"step": 2}))
+]
+# Twice in one epoch, which no run of ours does, and anybody can write.
+_OPENED_TWICE = [Said("intruder", RunOpened()), Said("intruder", RunResumed(step=1))]
+
+
+def _said_in_another_epoch(one: Said, by: int) -> Said:
+    return one._replace(by=f"{one.by}-of-another", epoch=by)
+
+
+_ANYTHING = st.one_of(
+    st.sampled_from(_COMMITS),
+    st.sampled_from(_SAVES),
+    st.sampled_from(_SAVES),
+    st.sampled_from(_OTHERS),
+    st.builds(_said_in_another_epoch, st.sampled_from(_SAVES + _COMMITS), st.sampled_from([-1, 1])),
+    st.sampled_from(_OPENINGS + _OPENED_TWICE),
+)
+
+Entries = list[tuple[str, Envelope]]
+
+
+def entries(said: list[Said], *, first: int = 1000) -> Entries:
+    """As a log has it: each producer numbers its own, ids grow; opened once before all."""
+    epoch, sequences, written = 0, {}, []
+    for number, one in enumerate([Said("opener", RunOpened(), 1), *said]):
+        by = one.by
+        if isinstance(one.event, RunOpened | RunResumed) and one.epoch == 1:
+            epoch += 1
+            by = f"opener-{epoch}"
+        sequences[by] = sequences.get(by, 0) + 1
+        at = epoch if by.startswith("opener") else max(epoch + one.epoch, 0)
+        role, _, rank = one.by.partition("-")
+        producer = Producer(
+            role=role, rank=int(rank) if rank.isdigit() else 0, node="here", incarnation=by
+        )
+        envelope = Envelope(
+            run_id=RUN,
+            epoch=at,
+            producer=producer,
+            sequence=sequences[by],
+            occurred_at=1.0,
+            event=one.event,
+        )
+        written.append((f"{first + number}-0", envelope))
+    return written
+
+
+@st.composite
+def repeated(draw, history: Entries) -> tuple[Entries, Entries]:
+    """The history, and the same with some of its entries written again after they were."""
+    twice = draw(
+        st.lists(
+            st.tuples(st.integers(0, len(history) - 1), st.integers(0, len(history) - 1)),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    with_copies: Entries = []
+    for number, (entry_id, envelope) in enumerate(history):
+        with_copies.append((entry_id, envelope))
+        copies = [history[min(pair)][1] for pair in twice if max(pair) == number]
+        milliseconds = entry_id.partition("-")[0]
+        with_copies += [(f"{milliseconds}-{n}", copy) for n, copy in enumerate(copies, 1)]
+    return history, with_copies
+
+
+class Scripts(NamedTuple):
+    """What each producer of one epoch says, in its own order; and an order of all together."""
+
+    said: list[list[Said]]
+    turns: list[int]
+
+    def in_turn(self) -> list[Said]:
+        """All of it, the producers speaking in their turns."""
+        left = [iter(script) for script in self.said]
+        return [next(left[turn]) for turn in self.turns]
+
+    def entries(self) -> Entries:
+        """As a log has it."""
+        return entries(self.in_turn())
+
+
+@st.composite
+def scripts(draw) -> Scripts:
+    """A sane epoch: a trainer that registers before it commits, and workers that save."""
+    trainer: list[Said] = []
+    workers: list[list[Said]] = [[] for _ in range(3)]
+    for step in range(1, draw(st.integers(1, 3)) + 1):
+        for kind in draw(st.sampled_from([FILES[:1], FILES[1:], FILES, ("weights",)])):
+            ranks = draw(st.sets(st.integers(0, 2), min_size=1))
+            if kind == "weights":
+                trainer.append(Said("trainer", opened(step, *sorted(ranks))))
+                trainer.append(Said("trainer", committed(step, "weights")))
+            else:
+                expected = registration(kind, len(ranks) + draw(st.integers(-1, 1)))
+                if draw(st.booleans()):
+                    named = tuple(
+                        slot(step, kind, rank) for rank in draw(st.sets(st.integers(0, 2)))
+                    )
+                    expected = Registration(
+                        registration_id="named", kind=kind, expected=len(named), slots=named
+                    )
+                told = ThreadCountRegistered(step=step, registration=expected)
+                trainer.append(Said("trainer", told))
+                trainer.append(Said("trainer", committed(step, kind, expected)))
+            for rank in ranks:
+                workers[rank] += draw(_one_save(step, kind, rank))
+    said = [script for script in (trainer, *workers) if script]
+    turns = [number for number, script in enumerate(said) for _ in script]
+    return Scripts(said, draw(st.permutations(turns)))
+
+
+@st.composite
+def _one_save(draw, step: int, kind: str, rank: int) -> list[Said]:
+    by = f"actor-{rank}"
+    if kind == "weights":
+        return [Said(by, part(step, rank))] if draw(st.booleans()) else []
+    at, said = {"kind": kind, "rank": rank}, []
+    ways = draw(st.lists(st.sampled_from(["fails", "dies", "ends"]), min_size=1, max_size=2))
+    for number, way in enumerate(ways):
+        save_id = f"{kind[0]}{step}.{rank}.{number}"
+        said.append(Said(by, started(step, save_id, **at)))
+        if way != "dies":
+            end = failed if way == "fails" else finished
+            said.append(Said(by, end(step, save_id, **at)))
+    return said
+
+
+@st.composite
+def anything(draw, most: int = 40) -> Entries:
+    """What anybody might say in any order, about a sane epoch or none; with some of it lost."""
+    script = draw(st.one_of(st.just([]), scripts().map(Scripts.in_turn)))
+    noise = st.tuples(st.integers(0, most), _ANYTHING)
+    said = script[: most - 5]
+    for at, one in draw(st.lists(noise, max_size=most - len(said))):
+        said.insert(at, one)
+    lost = draw(st.sets(st.integers(1, most), max_size=3))
+    return [entry for number, entry in enumerate(entries(said)) if number not in lost]
+
+
+def request(save_id: str, process: Process, rank: int = 0) -> SaveRequested:
+    """A worker's request for its turn."""
+    return SaveRequested(
+        save_id=save_id, slot=slot(1, "checkpoint", rank, save_id), process=process, lease=15.0
+    )
+
+
+def new_monitor() -> Monitor:
+    """A fold that has seen nothing."""
+    return Monitor(MonitorState(run_id=RUN))

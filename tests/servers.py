@@ -1,0 +1,117 @@
+"""Servers of a test's own, on ports: to be killed, replicated, clustered, and given users."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from trinity_events.server import find_binary
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Server:
+    """One server process; it can be killed and started again on the same data."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.bus = free_port()
+        """On which it meets the others of its cluster."""
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+        return f"redis://127.0.0.1:{self.port}"
+
+    def url_of(self, user: str, password: str) -> str:
+        """Its URL for a user."""
+        return f"redis://{user}:{password}@127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers, to anyone or with a refusal."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            [
+                *(str(find_binary()), "--port", str(self.port), "--bind", "127.0.0.1"),
+                *("--dir", str(self.folder), "--logfile", str(self.folder / "log")),
+                *("--save", "", "--appendonly", "yes", "--appendfsync", "always"),
+                *("--cluster-port", str(self.bus)),
+                *self._options,
+            ]
+        )
+        give_up = time.monotonic() + 20
+        while not self._answers():
+            assert time.monotonic() < give_up, f"no server started: see {self.folder}/log"
+            time.sleep(0.01)
+
+    def client(self) -> redis.Redis:
+        """A client that never tries twice."""
+        return redis.Redis(port=self.port, protocol=2, retry=Retry(NoBackoff(), 0))
+
+    def _answers(self) -> bool:
+        with self.client() as client:
+            try:
+                return bool(client.ping())
+            except redis.AuthenticationError:
+                return True
+            except redis.RedisError:
+                return False
+
+    def kill(self) -> None:
+        """As a power cut: nothing is said to anyone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def servers(folder: Path, count: int, *options: str) -> Iterator[list[Server]]:
+    """Some servers, gone on leaving."""
+    started = [Server(folder / str(number), *options) for number in range(count)]
+    try:
+        for one in started:
+            one.start()
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[list[Server]]:
+    """Three nodes that share the slots."""
+    with servers(folder, 3, "--cluster-enabled", "yes") as nodes:
+        for number, node in enumerate(nodes):
+            with node.client() as client:
+                slots = (number * 16384 // 3, (number + 1) * 16384 // 3 - 1)
+                client.execute_command("CLUSTER ADDSLOTSRANGE", *slots)
+                client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+                for other in nodes[:number]:
+                    client.execute_command("CLUSTER MEET", "127.0.0.1", other.port, other.bus)
+        give_up = time.monotonic() + 20
+        while not all(_knows_all(node) for node in nodes):
+            assert time.monotonic() < give_up, "the nodes did not become a cluster"
+            time.sleep(0.02)
+        yield nodes
+
+
+def _knows_all(node: Server) -> bool:
+    with node.client() as client:
+        info = client.execute_command("CLUSTER INFO")
+    return info["cluster_state"] == "ok" and info["cluster_slots_ok"] == "16384"

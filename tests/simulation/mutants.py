@@ -1,0 +1,214 @@
+"""Planted bugs: what the simulation must find, or it would find nothing.
+
+Each replaces a few words of the real code while it is in force. When the code no longer has
+these words, its mutant says so and is to be planted anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from tests.simulation.histories import HISTORIES
+from tests.simulation.plan import draw
+from tests.simulation.world import simulate
+from trinity_events import history
+from trinity_events.core import admission
+from trinity_events.core.fold import Monitor
+from trinity_events.log import MemoryEventLog, async_publisher
+from trinity_events.log.memory_stream import MemoryGroup
+from trinity_events.reducer.leader import Leader
+from trinity_events.reducer.reduce import Reducer
+from trinity_events.reducer.timekeeper import Timekeeper
+from trinity_events.subscriptions import member as members
+
+
+class Change(NamedTuple):
+    """A function, by the module or class that holds it, and the words to replace in it."""
+
+    owner: Any
+    name: str
+    old: str
+    new: str
+
+
+class Mutant(NamedTuple):
+    """One bug, what it is, and the most seeds that it may take to be found."""
+
+    name: str
+    changes: tuple[Change, ...]
+    within: int
+
+
+def _mutant(name: str, within: int, *changes: tuple[Any, str, str, str]) -> Mutant:
+    return Mutant(name, tuple(Change(*one) for one in changes), within)
+
+
+MUTANTS = (
+    _mutant(
+        "a turn is granted to two groups at once",
+        50,
+        (admission, "ask", "if running is None or", "if True or running is None or"),
+    ),
+    _mutant(
+        "a turn that ends is not passed on",
+        50,
+        (
+            Monitor,
+            "_end_attempt",
+            "self._grant(admission.leave(state, save_id))",
+            "admission.leave(state, save_id)",
+        ),
+    ),
+    _mutant(
+        "a failed save keeps its turn",
+        300,
+        (Monitor, "_fail_attempt", "self._end_attempt(save_id)", "pass"),
+    ),
+    _mutant(
+        "grants are not told to those who wait",
+        50,
+        (MemoryEventLog, "commit", "self._grant(commit.grants)", "pass"),
+    ),
+    _mutant(
+        "a lease that lapses is ignored",
+        300,
+        (Timekeeper, "leases", "now - seen[name] >= watched[name].lease", "False"),
+    ),
+    _mutant(
+        "a new leader does not wait for a lease before it believes that somebody is dead",
+        1000,
+        (Timekeeper, "leases", "seen.get(name, now)", "seen.get(name, -10.0)"),
+    ),
+    _mutant(
+        "a leader's word is not fenced",
+        1000,
+        (MemoryEventLog, "append_leading", "if self._leads(token) else None", ""),
+    ),
+    _mutant(
+        "a commit compares neither fence nor position",
+        1000,
+        (
+            MemoryEventLog,
+            "commit",
+            "if not self._leads(commit.token) or commit.after != self._position:",
+            "if False:",
+        ),
+    ),
+    _mutant(
+        "a step is sent again after a lost reply, and nobody compares positions",
+        1000,
+        (MemoryEventLog, "commit", "or commit.after != self._position", ""),
+        (
+            Reducer,
+            "_take",
+            "if not await self._log.commit(commit):",
+            "import redis\n    try:\n        taken = await self._log.commit(commit)\n"
+            "    except redis.ConnectionError:\n        taken = await self._log.commit(commit)\n"
+            "    if not taken:",
+        ),
+    ),
+    _mutant(
+        "what was folded before is not loaded",
+        50,
+        (history, "load_monitor", "fold(monitor, found)", "monitor.state.position = reached"),
+    ),
+    _mutant(
+        "what was folded before is announced again",
+        50,
+        (Reducer, "_load", "return loaded.monitor", "self._after = '0-0'; return loaded.monitor"),
+    ),
+    _mutant(
+        "a lead that is lost is not taken again",
+        300,
+        (Leader, "take", "await anyio.sleep(left)", "await anyio.sleep_forever()"),
+    ),
+    _mutant(
+        "nothing is ever overdue",
+        300,
+        (Timekeeper, "deadlines", "if left <= 0:", "if False:"),
+    ),
+    _mutant(
+        "a pointer goes back to a step that finishes late",
+        300,
+        (Monitor, "_announce_if_complete", "pointer.at > at", "False"),
+    ),
+    _mutant(
+        "events of an older epoch are believed",
+        1000,
+        (Monitor, "_admit_epoch", "return False", "return envelope.epoch < self.state.epoch"),
+    ),
+    _mutant(
+        "an event that was not taken is dropped in silence",
+        300,
+        (async_publisher, "_within", "fault = error", "return ''"),
+    ),
+    _mutant(
+        "an event is acknowledged before it is handled",
+        1000,
+        (members, "take_part", "yield delivered", "await delivered.ack(); yield delivered"),
+    ),
+    _mutant(
+        "what a member left pending is taken over by nobody",
+        1000,
+        (members._Member, "_claim", "return claimed.entries", "return []"),
+    ),
+    _mutant(
+        "what a member was given is not remembered",
+        1000,
+        (MemoryGroup, "give", "self.pending[self.last] = Pending(entry, member, now)", "pass"),
+    ),
+)
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The code with the bug in it."""
+    with ExitStack() as patches:
+        for change in mutant.changes:
+            changed = _changed(change)
+            for holder in _holders(change):
+                patches.enter_context(patch.object(holder, change.name, changed))
+        yield
+
+
+def _holders(change: Change) -> list[Any]:
+    """Where the function is looked up: its owner, and modules that imported it by name."""
+    function = getattr(change.owner, change.name)
+    importers = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("trinity_events.") and vars(module).get(change.name) is function
+    ]
+    return importers or [change.owner]
+
+
+def _changed(change: Change) -> Any:
+    function = getattr(change.owner, change.name)
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(change.old) != 1:
+        raise AssertionError(
+            f"{function.__qualname__} has {change.old!r} {source.count(change.old)} times: "
+            "plant the mutant anew"
+        )
+    scope: dict[str, Any] = {}
+    code = compile(source.replace(change.old, change.new), "<mutant>", "exec", 0x1000000)
+    exec(code, function.__globals__, scope)
+    return scope[change.name]
+
+
+def found_by(mutant: Mutant) -> str | None:
+    """What finds the bug first: a history, or one of as many seeds as it may take."""
+    with planted(mutant):
+        for number, plan in enumerate(HISTORIES, 1):
+            if simulate(plan):
+                return f"history {number}"
+        for seed in range(mutant.within):
+            if simulate(draw(seed)):
+                return f"seed {seed}"
+    return None

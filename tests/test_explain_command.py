@@ -1,0 +1,51 @@
+"""``trinity-events explain``, as a process."""
+
+import json
+
+import pytest
+
+from tests.histories import committed, finished, registration, started
+from trinity_events.log import AsyncPublisher, new_producer
+
+
+@pytest.fixture
+async def waiting_run(publisher, log, run_id):
+    """A run of which step 3 waits for one save of two."""
+    actor = AsyncPublisher(log, publisher.epoch, new_producer("actor"))
+    await publisher.publish(committed(3, "state_dict", registration(expected=2)))
+    await actor.publish(finished(3, "a", rank=0))
+    await actor.publish(started(3, "b", rank=1))
+    return run_id
+
+
+async def test_it_says_what_a_step_waits_for_by_name_and_since_when(cli, waiting_run, redis_url):
+    shown = cli("explain", waiting_run, "3", "--redis-url", redis_url)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("Step 3 state_dict waits for 1 of 2 saves: model of actor-1")
+    assert "s ago" in shown.stdout
+
+
+async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):
+    answer = json.loads(cli("explain", waiting_run, "3", "--json").stdout)
+    assert answer.pop("explanation").startswith("Step 3 state_dict waits for")
+    assert answer == {
+        "run_id": waiting_run,
+        "epoch": 1,
+        "step": 3,
+        "kinds": {"state_dict": "waiting"},
+    }
+
+
+async def test_a_step_that_is_not_known_is_one_sentence(cli, waiting_run):
+    shown = cli("explain", waiting_run, "9")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    [line] = shown.stderr.splitlines()
+    assert line.startswith(f"error: nothing is known of step 9 in epoch 1 of run {waiting_run}")
+    assert "its newest step is 3" in line
+
+
+def test_a_run_that_is_not_known_is_one_sentence(cli):
+    shown = cli("explain", "nope", "3")
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("error: there is no run 'nope'")
+    assert len(shown.stderr.splitlines()) == 1

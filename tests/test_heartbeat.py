@@ -1,0 +1,176 @@
+"""The heartbeat of a process that saves: when it beats, and when it rests."""
+
+import threading
+
+import pytest
+import redis
+
+from trinity_events.coordinator import CheckpointCoordinator, Heartbeat, heartbeat
+from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_schemas import SaveFinished, SaveStarted, decode_envelope, heartbeat_key
+
+PATIENCE = 20
+LEASE = 0.06
+
+
+class Log:
+    """A log that notes beats and rests, and fails or holds them as it is told."""
+
+    run_id = "run"
+
+    def __init__(self):
+        self.said = []
+        self.faults = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.changed = threading.Condition()
+
+    def beat(self, incarnation, lease):
+        with self.changed:
+            self.said.append("beat")
+            self.changed.notify_all()
+            if self.faults:
+                self.faults -= 1
+                raise redis.ConnectionError("refused")
+
+    def rest(self, incarnation):
+        self._note("resting")
+        assert self.gate.wait(PATIENCE)
+        self._note("rest")
+
+    def _note(self, what):
+        with self.changed:
+            self.said.append(what)
+            self.changed.notify_all()
+
+    def until(self, condition):
+        with self.changed:
+            assert self.changed.wait_for(lambda: condition(self.said), PATIENCE), self.said
+
+
+class Teller:
+    """What a heartbeat needs of a publisher."""
+
+    def __init__(self):
+        self.log = Log()
+        self.producer = new_producer("actor")
+        self.backlog = 0
+
+
+@pytest.fixture
+def teller():
+    return Teller()
+
+
+@pytest.fixture
+def heart(teller):
+    heart = Heartbeat.of(teller, LEASE)
+    yield heart
+    teller.backlog = 0
+    teller.log.gate.set()
+    assert heart.settle(PATIENCE)
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    monkeypatch.setattr(heartbeat, "FIRST_BEAT", PATIENCE)
+
+
+def test_the_first_beat_is_heard_before_anything_is_said(heart, teller, patient):
+    with heart.beating(teller):
+        assert teller.log.said[0] == "beat"
+
+
+def test_it_beats_for_as_long_as_an_attempt_goes_on_and_then_rests(heart, teller):
+    with heart.beating(teller):
+        teller.log.until(lambda said: said.count("beat") > 3)
+        assert "rest" not in teller.log.said
+    assert heart.settle(PATIENCE)
+    assert teller.log.said[-1] == "rest"
+
+
+def test_it_goes_on_until_all_attempts_are_over(heart, teller):
+    with heart.beating(teller):
+        with heart.beating(teller):
+            pass
+        beats = len(teller.log.said)
+        teller.log.until(lambda said: len(said) > beats + 1)
+        assert "resting" not in teller.log.said
+
+
+def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller):
+    with heart.beating(teller):
+        teller.backlog = 1
+    over = len(teller.log.said)
+    teller.log.until(lambda said: len(said) > over + 1)
+    teller.backlog = 0
+    assert heart.settle(PATIENCE)
+    assert teller.log.said[over : over + 2] == ["beat", "beat"]
+    assert teller.log.said[-1] == "rest"
+
+
+def test_what_is_not_taken_for_a_whole_lease_keeps_nobody_alive(heart, teller):
+    with heart.beating(teller):
+        teller.backlog = 1  # for ever, as of a publisher that was closed
+    assert heart.settle(PATIENCE)
+    assert teller.log.said.count("beat") > 3
+    assert teller.log.said[-1] == "rest"
+
+
+def test_a_server_that_does_not_hear_is_waited_for_with_what_is_left_to_tell(heart, teller):
+    teller.log.faults = 10
+    with heart.beating(teller):
+        teller.backlog = 1
+    teller.log.until(lambda said: said.count("beat") > 10)
+    assert "resting" not in teller.log.said[:10]
+    assert heart.settle(PATIENCE)
+
+
+def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, teller, patient):
+    teller.log.gate.clear()
+    with heart.beating(teller):
+        pass
+    teller.log.until(lambda said: said[-1] == "resting")
+    threading.Timer(0.02, teller.log.gate.set).start()
+    with heart.beating(teller):
+        assert teller.log.said[-2:] == ["rest", "beat"]
+
+
+def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller, patient):
+    for _ in range(2):
+        with heart.beating(teller):
+            pass
+        assert heart.settle(PATIENCE)
+    assert teller.log.said.count("rest") == 2
+    assert teller.log.said.index("beat", teller.log.said.index("rest")) > 0
+
+
+def test_beats_that_are_not_heard_are_tried_again_and_hold_no_save_up(heart, teller, monkeypatch):
+    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 0.001)
+    teller.log.faults = 3
+    with heart.beating(teller):
+        teller.log.until(lambda said: said.count("beat") > 4)
+
+
+def test_a_publisher_has_one_heart_with_the_least_lease(heart, teller):
+    assert Heartbeat.of(teller, LEASE / 2) is heart
+    assert Heartbeat.of(Teller(), LEASE) is not heart
+
+
+def test_a_save_is_alive_on_the_server_from_before_its_start_until_its_end_is_known(
+    sync_client, run_id, patient
+):
+    publisher = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor"))
+    coordinator = CheckpointCoordinator(publisher, lease=30)
+    key = heartbeat_key(run_id, publisher.producer.incarnation)
+    alive = []
+    coordinator.save_sync(lambda: alive.append(sync_client.pttl(key)), 1)
+    coordinator.wait_all()
+    assert 0 < alive[0] <= 30_000
+    assert not sync_client.exists(key)
+    events = [decode_envelope(entry.payload).event for entry in publisher.log.read()]
+    assert [(type(one), getattr(one, "lease", 30)) for one in events] == [
+        (SaveStarted, 30),
+        (SaveFinished, 30),
+    ]
+    publisher.close()

@@ -1,0 +1,218 @@
+"""The log on the server stays small, and what is taken from it is kept and still wanted by none."""
+
+import threading
+
+import anyio
+
+from tests.pipeline import announced, events_of, publish_steps, reducer_task, until
+from trinity_events.archive import Archive, record_run, verify
+from trinity_events.history import Replay, current_state, load_monitor
+from trinity_events.log import AsyncPublisher, MemoryEventLog, Stream, new_producer, opening
+from trinity_events.reducer import Policy, reduce
+from trinity_events.reducer.retention import Retention
+from trinity_schemas import ConsumerDetached, RunOpened, StepReady
+
+
+async def is_folded(log):
+    return (await log.load())[1] == await log.last_id()
+
+
+async def test_the_server_keeps_the_newest_entries_alone_and_the_archive_all(
+    publisher, log, redis_url, run_id, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 30)
+    archive = Archive(tmp_path / run_id, run_id)
+    async with reducer_task(redis_url, run_id, tmp_path):
+        for first in range(1, 101, 10):
+            await publish_steps(publisher, range(first, first + 10))
+            await until(lambda: is_folded(log))
+        # Two segments of thirty entries or so, and what came since the last snapshot.
+        await until(lambda: _left(log, Stream.EVENTS, 120))
+        await until(lambda: _left(log, Stream.ANNOUNCEMENTS, 120))
+    recording = await record_run(log, archive)
+    assert len(recording.events) == 301
+    assert verify(recording, (await log.load())[0]).sound
+    replay = Replay(run_id)
+    replay.feed(recording.events)
+    assert replay.state == await current_state(log)
+
+
+async def _left(log, stream, most):
+    return len(await log.read(stream=stream, limit=10_000)) <= most
+
+
+async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "BATCH", 10)
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 20)
+    log, kept, folded_at = MemoryEventLog(run_id), [], []
+    await _fill(log, 50)
+    token, _ = await log.lead(60)
+
+    async def keep(position):
+        kept.append(position)
+        folded_at.append((await log.load())[1])
+
+    scope = anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+
+        async def run():
+            with scope:
+                await reduce.Reducer(log, None, token, keep).run()
+
+        tasks.start_soon(run)
+        await until(lambda: kept)
+        scope.cancel()
+    assert folded_at == [log.last_id_now()], "once, when all was folded"
+    assert len(kept) == 1
+
+
+async def _fill(log, steps):
+    epoch = await log.open_epoch(opening(log.run_id, RunOpened()))
+    publisher = AsyncPublisher(log, epoch, new_producer("trainer"))
+    await publish_steps(publisher, range(1, steps + 1))
+    return publisher
+
+
+async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "BATCH", 10)
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reduce, "_UNKEPT", 2)
+    log, kept = MemoryEventLog(run_id), []
+    await _fill(log, 50)
+    token, _ = await log.lead(60)
+
+    async def keep(position):
+        kept.append(position)
+
+    scope = anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+
+        async def run():
+            with scope:
+                await reduce.Reducer(log, None, token, keep).run()
+
+        tasks.start_soon(run)
+        await until(lambda: len(kept) > 3)
+        scope.cancel()
+
+
+async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "BATCH", 10)
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reduce, "_UNKEPT", 2)
+    log, goes_on, asked = MemoryEventLog(run_id), anyio.Event(), anyio.Event()
+    await _fill(log, 50)
+    token, _ = await log.lead(60)
+
+    async def keep(position):
+        asked.set()
+        await goes_on.wait()
+
+    scope = anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+
+        async def run():
+            with scope:
+                await reduce.Reducer(log, None, token, keep).run()
+
+        tasks.start_soon(run)
+        await asked.wait()
+        for _ in range(1000):  # it had every chance to go on
+            await anyio.sleep(0)
+        assert not await is_folded(log)
+        goes_on.set()
+        await until(lambda: is_folded(log))
+        scope.cancel()
+
+
+async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
+    publisher, log, run_id, tmp_path
+):
+    await publish_steps(publisher, range(1, 11))
+    archive = Archive(tmp_path / run_id, run_id)
+    entries, after = await log.read(), "0-0"
+    for first in range(0, len(entries), 3):
+        segment = entries[first : first + 3]
+        archive.add(Stream.EVENTS, segment, after)
+        after = segment[-1].id
+    folded = entries[5].id
+    await Retention(log, archive)(folded)
+    assert (await log.read(limit=1))[0].id == folded
+
+
+async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
+    publisher, log, redis_url, run_id, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 2)
+    hangs, asked = threading.Event(), threading.Event()
+    add = Archive.add
+
+    def slow(self, *args):
+        asked.set()
+        hangs.wait(30)
+        add(self, *args)
+
+    monkeypatch.setattr(Archive, "add", slow)
+    async with reducer_task(redis_url, run_id, tmp_path):
+        try:
+            await publish_steps(publisher, [1])
+            await until(asked.is_set)
+            await publish_steps(publisher, [2, 3])
+            found = [one for one in await announced(log, 3) if isinstance(one, StepReady)]
+            assert [one.step for one in found] == [1, 2, 3]
+        finally:
+            hangs.set()
+        archive = Archive(tmp_path / run_id, run_id)
+        await until(lambda: archive.through(Stream.EVENTS) != "0-0")
+
+
+async def test_a_group_that_is_gone_holds_up_the_log_until_it_is_detached(
+    publisher, log, redis_url, run_id, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    await log.create_group(Stream.EVENTS, "gone", "0-0")
+    async with reducer_task(redis_url, run_id, tmp_path, Policy(group_idle=2.0)):
+        for step in range(1, 11):
+            await publish_steps(publisher, [step])
+            await until(lambda: is_folded(log))
+        assert await log.first_left(Stream.EVENTS) is None or await events_of(
+            log, ConsumerDetached
+        ), "nothing that a group needs is trimmed"
+        await until(lambda: events_of(log, ConsumerDetached))
+        steps = iter(range(11, 1000))
+
+        async def is_trimmed():
+            await publish_steps(publisher, [next(steps)])
+            return await log.first_left(Stream.EVENTS) is not None
+
+        await until(is_trimmed)
+
+
+async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "BATCH", 10)
+    log, snapshots = MemoryEventLog(run_id), []
+    await _fill(log, 50)
+    commit = log.commit
+
+    async def counted(one):
+        snapshots.append(one.snapshot is not None)
+        return await commit(one)
+
+    monkeypatch.setattr(log, "commit", counted)
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 70)
+    token, _ = await log.lead(60)
+    with anyio.move_on_after(20) as scope:
+
+        async def stop_when_folded():
+            await until(lambda: is_folded(log))
+            scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stop_when_folded)
+            await reduce.Reducer(log, None, token).run()
+    assert len(snapshots) == 16
+    assert snapshots.count(True) == 2
+    monitor = (await load_monitor(log)).monitor
+    anew = Replay(run_id)
+    anew.feed(log.read_now(limit=10_000))
+    assert monitor.state == anew.state

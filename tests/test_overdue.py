@@ -1,0 +1,70 @@
+"""What the passing of time makes true of a state."""
+
+from tests.histories import History, committed, finished, registration, slot, started
+from trinity_events.core import expired, explain, holders, next_deadline, overdue
+from trinity_schemas import Process, SaveRequested, SaveStarted
+
+
+def leased(step, save_id, lease, **at):
+    return SaveStarted(save_id=save_id, slot=slot(step, **at), lease=lease)
+
+
+def test_only_those_who_send_heartbeats_must_be_heard_of():
+    history = History()
+    history.add(started(1, "quiet"), by="old")
+    history.add(leased(1, "one", 5.0, rank=1), by="new")
+    history.add(leased(2, "two", 9.0, rank=1), by="new")
+    found = holders(history.fold()[0].state)
+    assert {name: holder.lease for name, holder in found.items()} == {"new-0": 9.0}
+
+
+def test_a_silent_process_loses_all_it_has_under_way():
+    history = History()
+    history.add(leased(1, "runs", 5.0, rank=1), by="dead")
+    request = SaveRequested(
+        save_id="waits", slot=slot(2), process=Process(host="h", pid=1, started=1), lease=5.0
+    )
+    history.add(request, by="dead")
+    history.add(leased(1, "other", 5.0, rank=2), by="alive")
+    history.add(leased(1, "over", 5.0, rank=3), by="dead", rank=0)
+    history.add(finished(1, "over", rank=3), by="dead")
+    [event] = expired(history.fold()[0].state, {"dead-0"})
+    assert event.holder.role == "dead"
+    assert [one.save_id for one in event.attempts] == ["runs", "waits"]
+
+
+def test_nobody_silent_expires_nothing():
+    history = History()
+    history.add(leased(1, "one", 5.0), by="alive")
+    assert expired(history.fold()[0].state, set()) == []
+
+
+def test_what_is_committed_and_incomplete_for_too_long_is_overdue():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=1)))
+    history.add(committed(2, "state_dict", registration(expected=0)))
+    history.add(started(3))
+    state = history.fold()[0].state
+    assert next_deadline(state, 10.0) == 1001 + 10_000
+    assert overdue(state, 11_000, 10.0) == []
+    [found] = overdue(state, 11_001, 10.0)
+    assert (found.step, found.kind, found.seconds) == (1, "state_dict", 10.0)
+
+
+def test_what_was_failed_by_its_deadline_is_not_overdue_again():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=1)))
+    [event] = overdue(history.fold()[0].state, 99_000, 10.0)
+    history.add(event, by="reducer")
+    state = history.fold()[0].state
+    assert overdue(state, 99_000, 10.0) == []
+    assert next_deadline(state, 10.0) is None
+
+
+def test_explain_counts_to_the_present_and_to_the_deadline():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=1)))
+    state = history.fold()[0].state
+    said = explain(state, 1, now=5001, deadline=10.0)
+    assert "committed 4.0 s ago, failed in 6.0 s" in said
+    assert "past its deadline of 3 s" in explain(state, 1, now=5001, deadline=3.0)

@@ -1,0 +1,220 @@
+"""Time as the leading reducer tells it: leases, deadlines and consumers that are gone."""
+
+import anyio
+import pytest
+
+from tests.histories import History, committed, finished, registration, slot
+from tests.pipeline import announced, events_of, publish_steps, reducer_task, until
+from trinity_events.core import MonitorState
+from trinity_events.history import current_state
+from trinity_events.log import AsyncPublisher, MemoryEventLog, Stream, new_producer
+from trinity_events.reducer import InvalidPolicy, Policy
+from trinity_events.reducer.consumers import Consumers
+from trinity_events.reducer.leader import LeadersVoice
+from trinity_events.reducer.live import Live
+from trinity_events.reducer.timekeeper import Timekeeper
+from trinity_schemas import (
+    ConsumerDetached,
+    DeadlineReached,
+    LeaseExpired,
+    SaveStarted,
+    StepFailed,
+    StepReady,
+    decode_envelope,
+    heartbeat_key,
+)
+
+LEASE = 0.3
+
+
+def leased(step, save_id="a", lease=LEASE):
+    return SaveStarted(save_id=save_id, slot=slot(step), lease=lease)
+
+
+async def beat(log, producer, seconds):
+    key = heartbeat_key(log.run_id, producer.incarnation)
+    await log._redis.set(key, b"", px=int(seconds * 1000))
+
+
+async def test_the_saves_of_a_process_that_dies_fail_by_its_lease(
+    publisher, log, redis_url, run_id
+):
+    worker = AsyncPublisher(log, publisher.epoch, new_producer("actor"))
+    async with reducer_task(redis_url, run_id):
+        await publisher.publish(committed(1, "state_dict", registration()))
+        await worker.publish(leased(1))
+        [failed] = await announced(log, 1)
+        assert isinstance(failed, StepFailed)
+        assert "nothing was heard of actor-0" in failed.reason
+        assert f"for {LEASE:g} s" in failed.reason
+        [expired] = await events_of(log, LeaseExpired)
+        assert (expired.producer.role, expired.sequence, expired.epoch) == ("reducer", 1, 1)
+        # It finishes all the same, and no other attempt has: that counts.
+        await worker.publish(finished(1))
+        assert isinstance((await announced(log, 2))[1], StepReady)
+
+
+async def test_a_process_that_is_heard_of_keeps_its_saves(publisher, log, redis_url, run_id):
+    alive, silent = new_producer("actor", 0), new_producer("actor", 1)
+    await beat(log, alive, 60)
+    async with reducer_task(redis_url, run_id):
+        await AsyncPublisher(log, publisher.epoch, alive).publish(leased(1, "alive"))
+        await AsyncPublisher(log, publisher.epoch, silent).publish(leased(2, "silent"))
+        assert [one.step for one in await announced(log, 1)] == [2]
+        [expired] = await events_of(log, LeaseExpired)
+        assert expired.event.holder == silent
+        # It is expired by the same leader as soon as it is silent too.
+        await log._redis.delete(heartbeat_key(run_id, alive.incarnation))
+        assert [one.step for one in await announced(log, 2)] == [2, 1]
+    assert [one.sequence for one in await events_of(log, LeaseExpired)] == [1, 2]
+
+
+class Watched(MemoryEventLog):
+    """A log with a leader and one step that is under way, folded by hand."""
+
+    def __init__(self, **options):
+        super().__init__("history", **options)
+        history = History()
+        history.add(committed(1, "state_dict", registration()))
+        history.add(SaveStarted(save_id="a", slot=slot(1), lease=LEASE), by="actor")
+        self.live = Live(history.fold()[0].state)
+
+    def said(self):
+        return [decode_envelope(entry.payload) for entry in self.read_now()]
+
+    async def clock(self, step_deadline=600.0):
+        token, _ = await self.lead(60)
+        return Timekeeper(self, LeadersVoice(self, token), step_deadline)
+
+
+async def test_nobody_is_expired_for_what_was_before_we_led():
+    log = Watched()
+    began = anyio.current_time()
+    clock = await log.clock()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(clock.leases, log.live)
+        await until(log.said)
+        assert anyio.current_time() - began >= LEASE
+        tasks.cancel_scope.cancel()
+
+
+async def test_what_was_said_is_not_said_again_before_it_is_folded():
+    log = Watched()
+    clock = await log.clock(step_deadline=0.001)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(clock.leases, log.live)
+        tasks.start_soon(clock.deadlines, log.live)
+        await until(lambda: len(log.said()) == 2)
+        await anyio.sleep(2 * LEASE)
+        kinds = {type(one.event) for one in log.said()}
+        assert (len(log.said()), kinds) == (2, {LeaseExpired, DeadlineReached})
+        assert sorted(one.sequence for one in log.said()) == [1, 2]
+        # Folded, but the state is as it was: it is said once more, since it is still so.
+        log.live.state.position = await log.last_id()
+        log.live.moved()
+        await until(lambda: len(log.said()) > 2)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_leader_that_was_overtaken_tells_no_time():
+    log = Watched()
+    clock = await log.clock(step_deadline=0.001)
+    await log.renew(1, 0)
+    await log.lead(60)
+    with anyio.fail_after(20):
+        await clock.leases(log.live)
+        await clock.deadlines(log.live)
+    assert log.said() == []
+
+
+async def test_deadlines_go_by_the_clock_of_the_server():
+    # Of the history, the step was committed a second after the epoch of all clocks.
+    early, late = Watched(clock=lambda: 2.0), Watched(clock=lambda: 602.0)
+    async with anyio.create_task_group() as tasks:
+        for log in (early, late):
+            tasks.start_soon((await log.clock(step_deadline=600.0)).deadlines, log.live)
+        await until(late.said)
+        tasks.cancel_scope.cancel()
+    [one] = late.said()
+    assert one.event == DeadlineReached(step=1, kind="state_dict", seconds=600.0)
+    assert early.said() == []
+
+
+async def test_a_step_that_stays_incomplete_fails_with_what_it_lacks(
+    publisher, log, redis_url, run_id
+):
+    async with reducer_task(redis_url, run_id, policy=Policy(step_deadline=0.2)):
+        await publish_steps(publisher, [1])
+        await publisher.publish(committed(2, "state_dict", registration(expected=3)))
+        failed = (await announced(log, 2))[1]
+        assert isinstance(failed, StepFailed)
+        assert failed.step == 2
+        assert "was not complete 0.2 s after its commit" in failed.reason
+        assert "3 of 3 saves" in failed.reason
+        # Not again while it stays so; and what was complete in time is none of its business.
+        await publisher.publish(committed(3, "state_dict", registration(expected=1)))
+        assert [one.step for one in await announced(log, 3)] == [1, 2, 3]
+    assert [one.event.step for one in await events_of(log, DeadlineReached)] == [2, 3]
+
+
+async def test_a_group_that_asks_for_nothing_is_detached_by_an_event(
+    publisher, log, redis_url, run_id
+):
+    for group in ("gone", "here"):
+        await log.create_group(Stream.ANNOUNCEMENTS, group, "0-0")
+    async with reducer_task(redis_url, run_id, policy=Policy(group_idle=0.5)):
+        await publish_steps(publisher, [1])
+        await announced(log, 1)
+
+        async def read_on():
+            while True:
+                await log.read_group(Stream.ANNOUNCEMENTS, "here", "one", seconds=0.05)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read_on)
+            detached = await until(lambda: events_of(log, ConsumerDetached))
+            await until(lambda: _names(log, {"here"}))
+            tasks.cancel_scope.cancel()
+        [event] = [one.event for one in detached]
+        assert (event.group, event.stream, event.position) == ("gone", "announcements", "0-0")
+        assert event.idle >= 0.5
+        await until(lambda: _is_known(log))
+
+
+async def _names(log, expected):
+    return {group.name for group in await log.groups(Stream.ANNOUNCEMENTS)} == expected
+
+
+async def _is_known(log):
+    return "announcements/gone" in (await current_state(log)).detached
+
+
+async def test_a_leader_that_was_overtaken_detaches_nobody():
+    log = MemoryEventLog("history")
+    await log.create_group(Stream.EVENTS, "gone", "0-0")
+    token, _ = await log.lead(60)
+    await log.renew(token, 0)
+    await log.lead(60)
+    consumers = Consumers(log, LeadersVoice(log, token), token, idle=1e-6)
+    with anyio.fail_after(20):
+        await consumers.run(Live(MonitorState(run_id="history")))
+    assert [group.name for group in await log.groups(Stream.EVENTS)] == ["gone"]
+    assert log.read_now() == []
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_policy_of_nonsense_is_one_sentence(seconds):
+    with pytest.raises(InvalidPolicy, match=r"--step-deadline is .* above 0"):
+        Policy(step_deadline=seconds)
+    with pytest.raises(InvalidPolicy, match="--group-idle"):
+        Policy(group_idle=seconds)
+    with pytest.raises(InvalidPolicy, match="0 keeps all"):
+        Policy(keep_checkpoints=-1)
+
+
+def test_commands_refuse_a_policy_of_nonsense(cli, tmp_path):
+    for command in ("reducer", "serve"):
+        refused = cli(command, "--step-deadline", "-5", env={"TRINITY_HOME": str(tmp_path)})
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("error: --step-deadline is -5, but takes")
+        assert not list(tmp_path.iterdir()), "before anything was started"

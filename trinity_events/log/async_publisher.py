@@ -1,0 +1,147 @@
+"""The publisher of asynchronous code, and how a run is opened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+import redis
+import redis.asyncio
+
+from trinity_schemas import (
+    Event,
+    Producer,
+    RunOpened,
+    RunResumed,
+    SaveStrategy,
+    event_tag,
+)
+
+from ..errors import PermissionDenied, PublishError
+from .base import EventLog
+from .faults import passes, pauses
+from .index import add_run
+from .redis_log import RedisEventLog
+from .stamp import Stamp, opening
+
+T = TypeVar("T")
+
+_LONGEST_PAUSE = 1.0
+
+
+class AsyncPublisher:
+    """Publishes from asynchronous code, and waits until each event is in the log.
+
+    A retry after a reply that was lost is a duplicate to the fold.
+
+    Args:
+        log: The run's log.
+        epoch: The epoch that this process was given.
+        producer: Who publishes; no other publisher may be the same.
+        deadline: Seconds for which an event waits for a server that is away or full.
+    """
+
+    def __init__(
+        self, log: EventLog, epoch: int, producer: Producer, *, deadline: float = 30.0
+    ) -> None:
+        self.log = log
+        self._stamp = Stamp(log.run_id, epoch, producer)
+        self._deadline = deadline
+        self._lock = anyio.Lock()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that it was given."""
+        return self._stamp.epoch
+
+    async def publish(self, event: Event) -> str:
+        """Append the event; returns its entry id.
+
+        Raises:
+            PublishError: when no server took it within the deadline, or one refuses it.
+            ContractError: when the event breaks the contract.
+        """
+        give_up = time.monotonic() + self._deadline
+        what = f"{event_tag(event)} of run {self.log.run_id} was not published"
+        async with self._lock:
+            if time.monotonic() >= give_up:
+                raise PublishError(f"{what}: what was published before it took too long")
+            payload = self._stamp.next(event)
+            try:
+                return await _within(
+                    self._deadline, lambda: self.log.append(payload), what, give_up=give_up
+                )
+            except (redis.RedisError, OSError) as error:
+                # Refused, so it is not in the log. After a fault it may be: its number is used.
+                self._stamp.undo()
+                raise PublishError(f"{what}: {error}") from error
+
+
+async def open_run(
+    client: redis.asyncio.Redis,
+    run_id: str,
+    *,
+    resume_from: int | None = None,
+    config: str | None = None,
+    save_strategy: SaveStrategy = "unrestricted",
+    deadline: float = 60.0,
+) -> int:
+    """Take a new epoch of the run, from its beginning or from a step; returns the epoch.
+
+    ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
+    ``save_strategy`` says which saves may run side by side. A server that is away is waited for,
+    for ``deadline`` seconds.
+
+    Listed in the index first: a crash in between leaves an empty run, never an unlisted one.
+    And again after: a reducer that let go of the run just before hears of it.
+
+    Raises:
+        PublishError: when no server took it in time.
+        PermissionDenied: when the server's access rules forbid it.
+    """
+    log = RedisEventLog(client, run_id)
+    event: Event = RunOpened(config=config, save_strategy=save_strategy)
+    if resume_from is not None:
+        event = RunResumed(step=resume_from, config=config, save_strategy=save_strategy)
+    give_up = time.monotonic() + deadline
+    what = f"run {run_id} was not opened"
+
+    async def patiently(step: Callable[[], Awaitable[T]]) -> T:
+        return await _within(deadline, step, what, give_up=give_up)
+
+    try:
+        await patiently(lambda: add_run(client, run_id))
+        epoch = await patiently(lambda: log.open_epoch(opening(run_id, event)))
+        await patiently(lambda: add_run(client, run_id))
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise PermissionDenied(
+            f"{what}: the server's access rules refuse this user ({error}): "
+            "name a user with the rights of a trainer in the URL"
+        ) from error
+    return epoch
+
+
+async def _within(
+    deadline: float, step: Callable[[], Awaitable[T]], what: str, *, give_up: float
+) -> T:
+    """What the step returns, tried again while its error is one that passes.
+
+    Raises PublishError when the time is over, and at once any error that does not pass.
+    """
+    fault: Exception | None = None
+    for pause in pauses(_LONGEST_PAUSE):
+        with anyio.move_on_after(give_up - time.monotonic()):
+            try:
+                return await step()
+            except Exception as error:
+                if not passes(error):
+                    raise
+                fault = error
+        left = give_up - time.monotonic()
+        if left <= 0:
+            break
+        await anyio.sleep(min(pause, left))
+    why = "it is slow" if fault is None else str(fault)
+    raise PublishError(f"{what}: the server did not take it within {deadline:g} s: {why}")

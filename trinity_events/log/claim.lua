@@ -1,0 +1,28 @@
+-- Gives a member what any member has left pending for too long. What was given out too often
+-- is acknowledged and put to the dead letters; what was trimmed meanwhile is only acknowledged.
+-- KEYS: stream, dead
+-- ARGV: group, member, milliseconds, most deliveries, limit, reason, dead letters kept
+local claimed, dead = {}, {}
+local pending =
+  redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', ARGV[5])
+for _, one in ipairs(pending) do
+  local id, times = one[1], one[4]
+  if times < tonumber(ARGV[4]) then
+    local taken = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id)[1]
+    if taken then claimed[#claimed + 1] = taken end
+  else
+    local entry = redis.call('XRANGE', KEYS[1], id, id)[1]
+    if entry then
+      local payload = ''
+      for i = 1, #entry[2], 2 do
+        if entry[2][i] == 'e' then payload = entry[2][i + 1] end
+      end
+      local reason = ARGV[6]:gsub('TIMES', times, 1)
+      redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[7], '*',
+        'id', id, 'reason', reason, 'e', payload)
+      dead[#dead + 1] = entry
+    end
+    redis.call('XACK', KEYS[1], ARGV[1], id)
+  end
+end
+return {claimed, dead}

@@ -1,0 +1,6 @@
+-- Creates a group, with a member that tells since when it has been idle until others come.
+-- KEYS: stream   ARGV: group, position, member
+local made = redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], ARGV[2], 'MKSTREAM')
+if made.err and made.err:find('BUSYGROUP', 1, true) then return 0 end
+if made.err then return made end
+return redis.call('XGROUP', 'CREATECONSUMER', KEYS[1], ARGV[1], ARGV[3])

@@ -1,0 +1,8 @@
+-- Holds a checkpoint against removal until a time, unless it is being removed.
+-- KEYS: holds, doomed   ARGV: step, who, milliseconds
+if redis.call('SISMEMBER', KEYS[2], ARGV[1]) == 1 then return 0 end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZADD', KEYS[1], now + ARGV[3], ARGV[1] .. ' ' .. ARGV[2])
+return 1

@@ -1,0 +1,95 @@
+"""The consumer groups of a log on Redis streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio
+
+from trinity_schemas import RunKeys
+
+from .base import DEAD_LETTERS_KEPT, Claimed, Entry, GroupInfo, Stream
+from .raw import entries, flat_entries
+from .scripts import Scripts
+
+_FIRST_MEMBER = "-"
+"""With which a group is created, so that the server knows since when it has been idle."""
+
+
+class RedisGroups:
+    """Implements :class:`~trinity_events.log.ConsumerGroup`."""
+
+    def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
+        self.run_id = run_id
+        self.keys = RunKeys.of(run_id)
+        self._redis: Any = client
+        self._run = Scripts(client)
+
+    def _key(self, stream: Stream) -> str:
+        return self.keys.events if stream is Stream.EVENTS else self.keys.announcements
+
+    async def create_group(self, stream: Stream, group: str, after: str) -> None:
+        """Create a group that begins after a position; one that is there stays as it is."""
+        await self._run(
+            "create_group", keys=[self._key(stream)], args=[group, after, _FIRST_MEMBER]
+        )
+
+    async def read_group(
+        self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
+    ) -> list[Entry]:
+        """Give this member entries that no member was given yet, waiting on the server."""
+        reply = await self._redis.xreadgroup(
+            group,
+            member,
+            {self._key(stream): ">"},
+            count=limit,
+            block=max(1, int(seconds * 1000)),
+        )
+        return [entry for _, pairs in reply or () for entry in entries(pairs)]
+
+    async def claim(
+        self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
+    ) -> Claimed:
+        """Give this member what any member has left pending for ``idle`` seconds.
+
+        What was given to members ``most`` times already is put to the dead letters instead.
+        """
+        reason = f"group {group}: delivered TIMES times and never acknowledged"
+        claimed, dead = await self._run(
+            "claim",
+            keys=[self._key(stream), self.keys.dead],
+            args=[group, member, int(idle * 1000), most, limit, reason, DEAD_LETTERS_KEPT],
+        )
+        return Claimed(flat_entries(claimed), flat_entries(dead))
+
+    async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
+        """Tell the group that an entry is dealt with."""
+        await self._redis.xack(self._key(stream), group, entry_id)
+
+    async def groups(self, stream: Stream) -> list[GroupInfo]:
+        """Every group of a stream."""
+        found = await self._run("groups", keys=[self._key(stream)], args=[_FIRST_MEMBER])
+        return [
+            GroupInfo(
+                name=name.decode(),
+                pending=pending,
+                last_delivered=last.decode(),
+                oldest_pending=oldest.decode() or None,
+                idle=idle / 1000,
+                members=members,
+            )
+            for name, pending, last, oldest, idle, members in found
+        ]
+
+    async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
+        """Let the log forget a group. False when ``token`` is not the newest leader's."""
+        keys = [self._key(stream), self.keys.fence]
+        return bool(await self._run("destroy_group", keys=keys, args=[token, group]))
+
+    async def forget_members(self, stream: Stream, group: str, idle: float) -> int:
+        """Forget members that have nothing pending and asked for nothing for so many seconds.
+
+        The last one to ask stays: it tells how long the group has been idle.
+        """
+        keys = [self._key(stream)]
+        return int(await self._run("forget_members", keys=keys, args=[group, int(idle * 1000)]))

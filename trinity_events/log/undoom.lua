@@ -1,0 +1,4 @@
+-- Forgets marks of removal, for the newest leader alone. KEYS: doomed, fence   ARGV: token, steps
+if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 0 end
+for i = 2, #ARGV do redis.call('SREM', KEYS[1], ARGV[i]) end
+return 1

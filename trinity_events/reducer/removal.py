@@ -1,0 +1,144 @@
+"""Removes old checkpoints and what failed saves left behind (invariant 6)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+
+import anyio
+import anyio.to_thread
+
+from ..core import MonitorState, plan_files
+from ..core.fold import STAGING
+from ..core.removal import removable
+from ..log import EventLog
+from .live import Live
+from .trash import Staged, Trash
+
+logger = logging.getLogger(__name__)
+
+GRACE = 600.0
+"""Seconds for which a staged folder must lie still before it counts as left behind."""
+LOOK = 60.0
+"""Seconds between two looks although no newer checkpoint is ready: readers let go meanwhile."""
+_SOON = 1.0
+
+
+class Removal:
+    """Takes away, while its reducer leads, what nobody needs any more.
+
+    In two phases, so that no reader finds half a checkpoint: a step that nobody holds is marked,
+    after which nobody can hold it, and only then moved away and removed.
+
+    Args:
+        log: The run's log.
+        trash: The run's folders.
+        token: The fencing token of our lead.
+        keep: How many of the newest ready checkpoints stay; 0 keeps all.
+    """
+
+    def __init__(
+        self, log: EventLog, trash: Trash, token: int, keep: int, *, grace: float = GRACE
+    ) -> None:
+        self._log = log
+        self._trash = trash
+        self._token = token
+        self._keep = keep
+        self._grace = grace
+        self._failing = False
+
+    async def run(self, live: Live) -> None:
+        """Look when a newer step is ready, and now and then."""
+        state = live.state
+        await self._recover(state)
+        while True:
+            newest, pause = _newest(state), LOOK
+            try:
+                if not await self.look(state):
+                    pause = _SOON
+                self._failing = False
+            except OSError as error:
+                if not self._failing:
+                    self._failing = True
+                    logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, error)
+            with anyio.move_on_after(pause):
+                await live.until(lambda state, newest=newest: _newest(state) != newest)  # type: ignore[misc]
+
+    async def look(self, state: MonitorState) -> bool:
+        """Remove what may go now. False when what is newest has not got its name yet."""
+        needed = {one.needs for one in plan_files(state).iterations if one.needs is not None}
+        if not await anyio.to_thread.run_sync(self._trash.has, needed):
+            return False
+        made = await anyio.to_thread.run_sync(self._trash.made)
+        steps = removable(state, made.keys(), self._keep)
+        if steps:
+            doomed = await self._log.doom(self._token, steps)
+            try:
+                await self._remove({step: made[step] for step in sorted(doomed)})
+            finally:
+                # Also when we are told to stop: a mark that stays would keep readers out.
+                with anyio.move_on_after(1, shield=True):
+                    await self._log.undoom(self._token, doomed)
+        staged = await anyio.to_thread.run_sync(self._trash.staged)
+        for name in left_behind(state, staged, made.keys(), self._keep):
+            await anyio.to_thread.run_sync(self._trash.put_staged, name, self._grace)
+        await anyio.to_thread.run_sync(self._trash.empty)
+        return True
+
+    async def _remove(self, folders: dict[int, int]) -> None:
+        for step, identity in folders.items():
+            moved = await anyio.to_thread.run_sync(self._trash.put, step, identity)
+            # Asked again: had we been stopped before the rename, another leader would have
+            # dropped our mark, and a reader might hold the step by now.
+            if moved is not None and step not in await self._log.doom(self._token, [step]):
+                await anyio.to_thread.run_sync(self._trash.put_back, step, moved)
+            elif moved is not None:
+                logger.info("the checkpoint of step %d of %s is removed", step, self._log.run_id)
+        await anyio.to_thread.run_sync(self._trash.empty)
+
+    async def _recover(self, state: MonitorState) -> None:
+        """Forget the marks that a leader before us died with: what may go is decided anew."""
+        try:
+            made = await anyio.to_thread.run_sync(self._trash.made)
+            moved = await anyio.to_thread.run_sync(self._trash.moved)
+        except OSError as error:
+            logger.error("the checkpoints of %s cannot be listed: %s", state.run_id, error)
+            return
+        if marked := made.keys() | moved:
+            await self._log.undoom(self._token, marked)
+
+
+def left_behind(
+    state: MonitorState, staged: Iterable[Staged], made: Collection[int], keep: int
+) -> list[str]:
+    """The staged folders that nothing is to become of.
+
+    Those of an older epoch, or of a step that has all it will have; and what a checkpoint took
+    the place of, once that is gone too. Nothing that a running attempt may write to.
+    """
+    planned = {promotion.staged for promotion in plan_files(state).promotions}
+    found: list[str] = []
+    for one in staged:
+        if f"{STAGING}/{one.name}" in planned:
+            continue
+        over = _is_over(state, one)
+        if one.replaced is not None:
+            over = keep > 0 and one.replaced not in made
+        if over:
+            found.append(one.name)
+    return found
+
+
+def _is_over(state: MonitorState, one: Staged) -> bool:
+    if one.epoch != state.epoch:
+        return one.epoch < state.epoch
+    found = state.steps.get(one.step)
+    if found is None:
+        return one.step <= state.forgotten_through
+    if any(attempt.slot.step == one.step for attempt in state.attempts.values()):
+        return False
+    return bool(found.kinds) and all(kind.outcome is not None for kind in found.kinds.values())
+
+
+def _newest(state: MonitorState) -> list[object]:
+    return [state.epoch, *(p.at for kind, p in state.ready.items() if kind != "weights")]

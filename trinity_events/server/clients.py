@@ -1,0 +1,103 @@
+"""Makes all clients of a server: the plain ones, and those of a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import redis
+import redis.asyncio
+import redis.asyncio.cluster
+import redis.cluster
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from ..errors import InvalidUrl
+from .url import ServerUrl, redacted
+
+SOCKET_DEADLINE = 10.0
+"""Seconds that a command may take before its connection is given up."""
+_CLOSE_WITHIN = 2.0
+_RETRIES = 6
+_CONNECTIONS = 10_000  # each run of a reducer waits on one of its own
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "protocol": 2,
+        "socket_timeout": SOCKET_DEADLINE,
+        "socket_connect_timeout": SOCKET_DEADLINE,
+        "max_connections": _CONNECTIONS,
+    }
+
+
+def _backoff() -> ExponentialWithJitterBackoff:
+    return ExponentialWithJitterBackoff(base=0.02, cap=1.0)
+
+
+def plain_client(url: ServerUrl, *, retry: bool = True) -> redis.Redis:
+    """A synchronous client of one server."""
+    again = Retry(_backoff(), _RETRIES if retry else 0)
+    return redis.Redis.from_url(url.url, retry=again, **_settings())
+
+
+def cluster_client(url: ServerUrl) -> redis.Redis:
+    """A synchronous client of a cluster; it asks for the cluster's nodes at once."""
+    _check(url)
+    node: Any = redis.cluster.ClusterNode
+    nodes = [node(*one) for one in url.more]
+    client: Any = redis.cluster.RedisCluster.from_url(
+        url.url, startup_nodes=nodes, retry=Retry(_backoff(), _RETRIES), **_settings()
+    )
+    return client  # type: ignore[no-any-return] # it has the methods that we call
+
+
+def async_plain_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
+    """An asynchronous client of one server."""
+    return redis.asyncio.Redis.from_url(url.url, retry=_async_retry(retry), **_settings())
+
+
+def async_cluster_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
+    """An asynchronous client of a cluster; it asks for the cluster's nodes with its first call."""
+    _check(url)
+    node: Any = redis.asyncio.cluster.ClusterNode
+    nodes = [node(*one) for one in url.more]
+    client: Any = redis.asyncio.cluster.RedisCluster.from_url(
+        url.url, startup_nodes=nodes, retry=_async_retry(retry), **_settings()
+    )
+    return client  # type: ignore[no-any-return] # it has the methods that we call
+
+
+def probe(socket: Path) -> redis.Redis:
+    """A client that asks once whether our own server is there."""
+    return redis.Redis(unix_socket_path=str(socket), socket_timeout=5, retry=Retry(NoBackoff(), 0))
+
+
+async def close_async(client: redis.asyncio.Redis) -> None:
+    """Close an asynchronous client, also while its user is being cancelled."""
+    with anyio.move_on_after(_CLOSE_WITHIN, shield=True):
+        await client.aclose()
+        nodes: Any = getattr(client, "nodes_manager", None)
+        if nodes is not None:
+            # A cluster's client that has lost a node thinks that it is closed already.
+            await nodes.aclose()
+            await nodes.aclose("startup_nodes")
+
+
+def _async_retry(retry: bool) -> AsyncRetry:
+    return AsyncRetry(_backoff(), _RETRIES if retry else 0)
+
+
+def _check(url: ServerUrl) -> None:
+    if url.url.startswith("unix:"):
+        raise InvalidUrl(
+            f"{url.url} is a node of a cluster, whose clients reach it by redis://HOST:PORT alone"
+        )
+    parse: Any = redis.connection.parse_url
+    if database := parse(url.url).get("db"):
+        raise InvalidUrl(
+            f"{redacted(url.url)} names database {database}, but a cluster has no databases: "
+            "leave it out"
+        )

@@ -1,0 +1,60 @@
+"""URLs of servers: which there are, and how they are shown."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+from ..errors import InvalidUrl
+
+_CLUSTER = "+cluster"
+_SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
+_PORT = 6379
+
+
+class ServerUrl(NamedTuple):
+    """A URL as the client library takes it, and what it cannot say."""
+
+    url: str
+    cluster: bool
+    """Whether it names a cluster; any other may turn out to be one."""
+    more: tuple[tuple[str, int], ...]
+    """Further nodes of the cluster to begin with."""
+
+
+def parse(url: str) -> ServerUrl:
+    """The URL, if it is one of a server. Raises InvalidUrl."""
+    try:
+        parts = urlsplit(url)
+        scheme = parts.scheme.removesuffix(_CLUSTER)
+        cluster = scheme != parts.scheme
+        user, at, hosts = parts.netloc.rpartition("@")
+        first, *others = hosts.split(",") if cluster else [hosts]
+        rest = url[len(f"{parts.scheme}://{parts.netloc}") :]
+        plain = f"{scheme}://{user}{at}{first}{rest}"
+        more = tuple(_address(one) for one in others)
+        ports = [urlsplit(plain).port, *(port for _, port in more)]
+        wrong = "://" not in url or parts.scheme not in _SCHEMES or 0 in ports
+    except ValueError:
+        wrong = True
+    if wrong:
+        shown = url.rpartition("@")[2]  # never the password
+        raise InvalidUrl(
+            f"{shown!r} is not the URL of a Redis server: use redis://HOST:PORT, "
+            "rediss://HOST:PORT, unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT"
+        )
+    return ServerUrl(plain, cluster, more)
+
+
+def redacted(url: str) -> str:
+    """The URL without its password, fit for a message."""
+    parts = urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    name, colon, _ = user.partition(":")
+    return urlunsplit(parts._replace(netloc=f"{name}:***@{hosts}")) if at and colon else url
+
+
+def _address(node: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{node}")
+    port = parts.port
+    return parts.hostname or "", _PORT if port is None else port

@@ -1,0 +1,42 @@
+"""An event as a subscriber gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+
+from trinity_schemas import Envelope
+
+E = TypeVar("E", bound=Struct)
+
+
+class Delivered(Generic[E]):
+    """An event as a subscriber gets it; the event's fields can be read through it."""
+
+    def __init__(
+        self,
+        entry_id: str,
+        envelope: Envelope,
+        event: E,
+        ack: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.entry_id = entry_id
+        """Its position, from which a subscription may start again."""
+        self.envelope = envelope
+        self.event = event
+        self._ack = ack
+
+    async def ack(self) -> None:
+        """Tell the group that the event is dealt with; without a group, do nothing."""
+        if self._ack is not None:
+            await self._ack()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "event":  # not set yet, as while it is copied
+            raise AttributeError(name)
+        return getattr(self.event, name)
+
+    def __repr__(self) -> str:
+        return f"<{self.entry_id} {self.event!r}>"

@@ -1,0 +1,106 @@
+"""Where a consumer group begins, goes on, or was lost."""
+
+from __future__ import annotations
+
+import logging
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from ..core.state import DetachedConsumer
+from ..errors import GroupDetached
+from ..history import SnapshotUnreadable, current_state
+from ..log import ORIGIN, before, position
+from .place import Place
+from .reading import Reading
+
+E = TypeVar("E", bound=Struct)
+
+logger = logging.getLogger(__name__)
+
+
+class GroupPlace(Generic[E]):
+    """Creates the group, and says so when it is gone.
+
+    A group that was idle for too long is detached by the reducer: the log is trimmed without it.
+    When it comes back it goes on where it was, if all that follows is still there. If it is not,
+    its user is told, and chooses a position to go on from.
+    """
+
+    def __init__(self, reading: Reading[E], group: str, start: str) -> None:
+        self._reading = reading
+        self._group = group
+        self._start = start
+        self.last = ORIGIN if start in ("beginning", "current") else start
+        """What this member was given last."""
+
+    async def create(self) -> None:
+        """Create the group if it is not there.
+
+        Raises:
+            GroupDetached: when it was, and may have missed events meanwhile.
+            LogLost: when what follows the position to begin from is gone.
+        """
+        log, stream = self._reading.log, self._reading.stream
+        if any(one.name == self._group for one in await log.groups(stream)):
+            return
+        await log.create_group(stream, self._group, await self._beginning())
+
+    async def gone(self) -> GroupDetached:
+        """What to raise when the server does not know the group any more."""
+        detached = await self._detached()
+        if detached is not None and (goes_on := await self._gap(detached)) is not None:
+            return self._detached_at(detached, goes_on)
+        return GroupDetached(
+            f"consumer group {self._group} of run {self._run} is no longer on the server, and "
+            f"may miss what came after {self.last}: it was idle for too long, someone destroyed "
+            "it, or the server lost its data; subscribe again, which goes on where it can"
+        )
+
+    async def _beginning(self) -> str:
+        log, stream = self._reading.log, self._reading.stream
+        if self._start not in ("beginning", "current"):
+            await Place(log, stream, self._start, asked_for=True).check()
+            return self._start
+        detached = await self._detached()
+        if detached is not None:
+            if (goes_on := await self._gap(detached)) is not None:
+                raise self._detached_at(detached, goes_on)
+            logger.info("group %s of run %s was detached: it goes on", self._group, self._run)
+            return detached.position
+        if self._start == "beginning":
+            return ORIGIN
+        last, standing = await self._reading.standing()
+        wanted = [entry for entry in standing if self._reading.wanted.deliver(entry) is not None]
+        # Just before the oldest of what stands, so that it is delivered too.
+        return before(wanted[0].id) if wanted else last
+
+    async def _detached(self) -> DetachedConsumer | None:
+        try:
+            state = await current_state(self._reading.log)
+        except SnapshotUnreadable:
+            return None  # of a later version: its users are told by the reducer
+        return state.detached.get(f"{self._reading.stream.value}/{self._group}")
+
+    async def _gap(self, detached: DetachedConsumer) -> str | None:
+        """From where on the group can go on, if that leaves anything out; else None."""
+        left = await self._reading.log.first_left(self._reading.stream)
+        if left is not None and position(detached.position) < position(before(left)):
+            return before(left)
+        return detached.position if detached.pending else None
+
+    def _detached_at(self, detached: DetachedConsumer, goes_on: str) -> GroupDetached:
+        pending = f"{detached.pending} entries that it never acknowledged and " * bool(
+            detached.pending
+        )
+        return GroupDetached(
+            f"consumer group {self._group} of run {self._run} was detached after "
+            f"{detached.idle:g} s without a member, and has lost {pending}"
+            f"the {self._reading.stream.value} after {detached.position} that are no longer on "
+            f"the server: read them with: trinity-events replay {self._run}, or export; and "
+            f'subscribe with start="{goes_on}" to go on with what is left'
+        )
+
+    @property
+    def _run(self) -> str:
+        return self._reading.wanted.run

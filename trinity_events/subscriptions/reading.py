@@ -1,0 +1,86 @@
+"""What one subscription reads: a stream of a run's log, and which of its events it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, decode_envelope, event_tag
+
+from ..log import Entry, GroupedLog, Stream, position
+from .delivered import Delivered
+from .wait import Wait
+
+E = TypeVar("E", bound=Struct)
+
+BLOCK = 5.0
+"""Seconds that one read waits on the server; below the socket's own deadline."""
+
+
+class Wanted(Generic[E]):
+    """The events that a subscriber asked for.
+
+    Raises:
+        ValueError: for types of both streams.
+    """
+
+    def __init__(self, run: str, types: tuple[type[E], ...]) -> None:
+        streams = {_stream_of(event_type) for event_type in types}
+        if len(streams) != 1:
+            raise ValueError(
+                "subscribe to announcements or to events, not to both at once: "
+                "they are two streams, and have no common order"
+            )
+        self.run = run
+        self.types = types
+        self.stream = streams.pop()
+
+    @property
+    def tags(self) -> str:
+        """Their names, for a sentence."""
+        return " or ".join(event_tag(one) for one in self.types)
+
+    def deliver(
+        self, entry: Entry, ack: Callable[[], Awaitable[None]] | None = None
+    ) -> Delivered[E] | None:
+        """The entry as the subscriber gets it; None when it is not one of them."""
+        try:
+            envelope = decode_envelope(entry.payload)
+        except ContractError:
+            return None  # the reducer puts it to the dead letters
+        event = envelope.event
+        if envelope.run_id != self.run or not isinstance(event, self.types):
+            return None
+        return Delivered(entry.id, envelope, event, ack)
+
+
+class Reading(Generic[E]):
+    """One subscription at work: its log, what it wants of it, and how long it waits."""
+
+    def __init__(self, log: GroupedLog, wanted: Wanted[E], deadline: float | None) -> None:
+        self.log = log
+        self.wanted = wanted
+        self.stream = wanted.stream
+        self.deadline = deadline
+        self.wait = Wait(deadline, f"no {wanted.tags} of run {wanted.run} came")
+
+    def block(self) -> float:
+        """Seconds that the next read may wait on the server."""
+        return min(self.wait.left(), BLOCK)
+
+    async def standing(self) -> tuple[str, list[Entry]]:
+        """The position to go on from, and what stands now, oldest first.
+
+        The position is read first: what is announced in between is in both, and told once.
+        """
+        after = await self.log.last_id(self.stream)
+        if self.stream is Stream.EVENTS:
+            return after, []
+        found = [one.entry for one in await self.log.standing()]
+        return after, sorted(found, key=lambda entry: position(entry.id))
+
+
+def _stream_of(event_type: type[Struct]) -> Stream:
+    return Stream.ANNOUNCEMENTS if event_type in ANNOUNCEMENT_TYPES else Stream.EVENTS

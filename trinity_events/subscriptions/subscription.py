@@ -1,0 +1,166 @@
+"""What a user subscribes with."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+
+from trinity_schemas import ANNOUNCEMENT_TYPES, EVENT_TYPES
+
+from ..log import GroupedLog, RedisEventLog, position
+from ..server import connect, serving
+from .delivered import Delivered
+from .follower import follow
+from .member import CLAIM_AFTER, MAX_DELIVERIES, Group, take_part
+from .reading import Reading, Wanted
+
+E = TypeVar("E", bound=Struct)
+
+OpenLog = Callable[[], AbstractAsyncContextManager[GroupedLog]]
+"""Opens the log that a subscription reads while it is entered."""
+
+
+class Subscription(Generic[E]):
+    """Made by :func:`subscribe`: an asynchronous context manager and iterator."""
+
+    def __init__(
+        self,
+        wanted: Wanted[E],
+        start: str,
+        group: Group | None,
+        *,
+        open_log: OpenLog,
+        deadline: float | None,
+    ) -> None:
+        self._wanted = wanted
+        self._start = start
+        self._group = group
+        self._open_log = open_log
+        self._deadline = deadline
+        self._exits = AsyncExitStack()
+
+    async def __aenter__(self) -> Subscription[E]:
+        async with AsyncExitStack() as exits:
+            log = await exits.enter_async_context(self._open_log())
+            self._exits = exits.pop_all()
+        reading = Reading(log, self._wanted, self._deadline)
+        self._iterator = (
+            follow(reading, self._start) if self._group is None else take_part(reading, self._group)
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._iterator.aclose()  # type: ignore[attr-defined]
+        await self._exits.aclose()
+
+    def __aiter__(self) -> AsyncIterator[Delivered[E]]:
+        return self._iterator
+
+
+def subscribe(
+    run: str,
+    *types: type[E],
+    start: str = "current",
+    group: str | None = None,
+    redis_url: str | None = None,
+    deadline: float | None = None,
+    claim_after: float = CLAIM_AFTER,
+    max_deliveries: int = MAX_DELIVERIES,
+) -> Subscription[E]:
+    """Subscribe to a run's events of the given types.
+
+    Without a group, a follower of one's own: it starts from ``"current"`` (the newest
+    announcement of each kind, then what comes), ``"beginning"`` (of what the server still has),
+    or a position (an entry id, exclusive).
+
+    With a group, one logical consumer of any number of members. ``start`` counts when the group
+    is created. Each event goes to one member, one at a time, and what a member did not ``ack()``
+    within ``claim_after`` seconds goes to another: at least once. So ``claim_after`` must be more
+    than handling an event ever takes, or a slow member's event is handled by others too. An
+    event that nobody acknowledged after ``max_deliveries`` goes to the run's dead letters, and
+    the group goes on.
+
+    A server that is gone is waited for, like an event.
+
+    Args:
+        run: The run's id. It need not be open yet.
+        types: Event types, all announcements (``StepReady``...) or all events
+            (``SaveStarted``...); none means all announcements.
+        start: Where to begin.
+        group: Name of a consumer group.
+        redis_url: The server; without it ``TRINITY_REDIS_URL``, else the embedded one.
+        deadline: Seconds to wait for the next event; None waits as long as it takes.
+        claim_after: Seconds after which another member's pending events are taken over.
+        max_deliveries: How often an event is given to members that do not acknowledge it.
+
+    Raises:
+        DeadlineExceeded: from the iterator, when the deadline passes without an event.
+        LogLost: from the iterator, when entries that follow the last one, or ``start``, are
+            gone: trimmed, or lost in a failover.
+        GroupDetached: from the iterator, when the group was given up and may have missed events.
+        ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on entering.
+        ValueError: for a start or a mixture of types that makes no sense.
+    """
+
+    @asynccontextmanager
+    async def open_log() -> AsyncIterator[GroupedLog]:
+        with serving(redis_url) as url:
+            # No retries out of sight: after a fault it is looked whether the log is the same.
+            async with connect(url, retry=False) as client:
+                yield RedisEventLog(client, run)
+
+    return subscription_on(
+        open_log,
+        run,
+        *types,
+        start=start,
+        group=group,
+        deadline=deadline,
+        claim_after=claim_after,
+        max_deliveries=max_deliveries,
+    )
+
+
+def subscription_on(
+    open_log: OpenLog,
+    run: str,
+    *types: type[E],
+    start: str,
+    group: str | None,
+    deadline: float | None,
+    claim_after: float,
+    max_deliveries: int = MAX_DELIVERIES,
+) -> Subscription[E]:
+    """As :func:`subscribe`, on a log of any kind."""
+    if start not in ("current", "beginning"):
+        try:
+            position(start)
+        except ValueError as error:
+            raise ValueError(
+                f'start at "current", at "beginning" or after an entry: {error}'
+            ) from None
+    for one in types:
+        if one not in EVENT_TYPES:
+            raise ValueError(f"{one.__name__} is not an event: see trinity_schemas.EVENT_TYPES")
+    if max_deliveries < 1 or claim_after <= 0:
+        raise ValueError(
+            f"an event that is given {max_deliveries} times for {claim_after:g} s is never "
+            "handled: max_deliveries must be at least 1, and claim_after above 0"
+        )
+    chosen: Any = types or ANNOUNCEMENT_TYPES
+    return Subscription(
+        Wanted(run, chosen),
+        start,
+        None if group is None else Group(group, start, claim_after, max_deliveries),
+        open_log=open_log,
+        deadline=deadline,
+    )

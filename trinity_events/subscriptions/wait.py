@@ -1,0 +1,74 @@
+"""A subscriber's deadline, and what is done when the server cannot be asked meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+from ..errors import DeadlineExceeded
+from ..log.faults import passes, pauses
+from ..server import denied
+
+T = TypeVar("T")
+
+LONGEST_PAUSE = 2.0
+"""Seconds between two attempts to reach a server, at most."""
+_GRACE = 1.0
+"""Seconds that a server has beyond the deadline to say that nothing came."""
+
+logger = logging.getLogger(__name__)
+
+
+class Wait:
+    """Waits for one thing after another, each within the deadline.
+
+    Args:
+        deadline: Seconds for each; None waits as long as it takes.
+        missing: What to say when it passes.
+    """
+
+    def __init__(self, deadline: float | None, missing: str) -> None:
+        self._deadline = math.inf if deadline is None else deadline
+        self._missing = missing
+        self.faults = 0
+        """How often the server could not be asked."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin anew: what was waited for came."""
+        self._give_up = anyio.current_time() + self._deadline
+        self._fault: BaseException | None = None
+
+    def left(self) -> float:
+        """Seconds to wait at most. Raises DeadlineExceeded when there are none."""
+        left = self._give_up - anyio.current_time()
+        if left <= 0:
+            why = "" if self._fault is None else f": the server does not answer ({self._fault})"
+            raise DeadlineExceeded(f"{self._missing} within {self._deadline:g} s{why}")
+        return left
+
+    async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
+        """The answer of a server, which is waited for while it is not there."""
+        pause = pauses(LONGEST_PAUSE)
+        while True:
+            try:
+                with anyio.fail_after(self.left() + _GRACE):
+                    answer = await question()
+            except Exception as error:
+                if not passes(error):
+                    raise (denied(error) or error) from None
+                self._note(error)
+            else:
+                self._fault = None
+                return answer
+            await anyio.sleep(min(next(pause), self.left()))
+
+    def _note(self, fault: BaseException) -> None:
+        if self._fault is None:
+            logger.warning("a subscription waits for the server: %s", fault)
+        self._fault = fault
+        self.faults += 1
