@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from tests.rank_processes import RankProcesses
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import EmbeddedServer, connect, open_client
 
@@ -84,3 +85,46 @@ def cli(home):
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def megatron_folder(tmp_path_factory):
+    """Makes Hugging Face folders of tiny models, by name; each is made once."""
+    from tests.megatron_ranks import make_folder
+
+    made = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = make_folder(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture
+def engine_ranks(rank_group, megatron_folder):
+    """Makes an engine of a tiny model on a group of ranks."""
+    from tests.megatron_ranks import make_engine
+
+    def make(name: str, world: int, *args, **keywords):
+        ranks = rank_group(world)
+        ranks(make_engine, megatron_folder(name), *args, **keywords)
+        return ranks
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rank_processes():
+    """Processes that run functions of tests as ranks; they start when a group of them is asked."""
+    processes = RankProcesses()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def rank_group(rank_processes):
+    """Makes a process group over Gloo of so many ranks."""
+    yield rank_processes.group
+    rank_processes.leave()

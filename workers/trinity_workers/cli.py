@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import anyio
 import typer
@@ -36,8 +38,27 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+_MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge")}
+
+
 class MissingExtra(TrinityError):
     """A part of the installation that the command needs is not there."""
+
+
+EngineName = Annotated[
+    Literal["fsdp", "megatron"], typer.Option("--engine", help="What holds the model and trains.")
+]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="On Megatron, trainers that share every layer; all of a stage when left out.",
+        show_default=False,
+    ),
+]
+PipelineParallel = Annotated[
+    int, typer.Option(min=1, help="On Megatron, stages that the layers are dealt out to.")
+]
 
 
 class Strategy(StrEnum):
@@ -51,7 +72,7 @@ class Strategy(StrEnum):
 
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
-Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (FSDP ranks).")]
+Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (ranks).")]
 SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight versions.")]
 SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
 SaveInterval = Annotated[
@@ -82,6 +103,9 @@ def demo(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     seed: Seed = 0,
+    engine: EngineName = "fsdp",
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = 1,
     run: Annotated[
         str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
     ] = None,
@@ -97,7 +121,7 @@ def demo(
     # What can be wrong is found out before the heavy imports.
     run_id = checked_run(run or f"demo-{datetime.now():%Y%m%d-%H%M%S}")
     folder = writable_root(checkpoint_root(root))
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
     from .launch.launcher import LaunchOptions, run_demo
 
     settings = RunSettings(
@@ -109,6 +133,9 @@ def demo(
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         seed=seed,
+        engine=engine,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
     options = LaunchOptions(
         run_id=run_id,
@@ -130,6 +157,9 @@ def trainer(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     seed: Seed = 0,
+    engine: EngineName = "fsdp",
+    tensor_parallel: TensorParallel = None,
+    pipeline_parallel: PipelineParallel = 1,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
@@ -144,7 +174,7 @@ def trainer(
     """
     run_id = checked_run(run)
     folder = writable_root(checkpoint_root(root))
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash")
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
     from .launch.launcher import LaunchOptions, run_trainer
 
     settings = RunSettings(
@@ -156,6 +186,9 @@ def trainer(
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         seed=seed,
+        engine=engine,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
     )
     options = LaunchOptions(
         run_id=run_id,
@@ -207,6 +240,32 @@ def explorer(
         print(
             f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
             f"{result.applied} weight versions applied{_held_out(result)}"
+        )
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder to convert.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Convert a Hugging Face folder to a Megatron checkpoint, or one of those back.
+
+    Which of the two the source is, is seen from what is in it. Loading a Megatron checkpoint
+    unpickles: convert those of people that you would run code of, and no others.
+
+    Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
+    """
+    _require("torch", "transformers", "safetensors", *_MODULES["megatron"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion is copying: no GPU is needed for it
+    from .convert import convert as run
+
+    done = run(source, target)
+    if as_json:
+        print_json(done)
+    else:
+        print(
+            f"{done.source} converted to {done.to} in {done.target}: "
+            f"{done.tensors} tensors, {done.bytes} bytes"
         )
 
 

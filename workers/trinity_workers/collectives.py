@@ -17,9 +17,13 @@ class PeerFailed(TrinityError):
     """Another rank failed in a collective operation; the message is that rank's."""
 
 
+class CollectiveBroken(TrinityError):
+    """A collective could not be completed: a rank died in it, or was too slow."""
+
+
 @contextmanager
-def together() -> Iterator[None]:
-    """Raise on every rank when the block fails on any.
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise on every rank of the group when the block fails on any.
 
     The block must hold no collective: a rank that fails in it would leave the others in there.
     """
@@ -28,29 +32,38 @@ def together() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    raise_together(error)
+    raise_together(error, group)
 
 
-def raise_together(error: Exception | None) -> None:
-    """Tell every rank whether any failed; raise on all of them if so.
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Tell every rank of the group whether any failed; raise on all of them if so.
 
     A collective: every rank must call it, after it has finished the collectives before. A rank
     that failed raises its own error, the others raise :class:`PeerFailed` with the message of
     the lowest rank that did. Text travels as bytes; nothing is pickled.
+
+    Raises:
+        PeerFailed: when another rank failed.
+        CollectiveBroken: when one cannot be asked.
     """
-    failed = _first_failed(error) if dist.is_available() and dist.is_initialized() else None
+    failed = _first_failed(error, group) if dist.is_available() and dist.is_initialized() else None
     if error is not None:
         raise error
     if failed is not None:
         raise failed
 
 
-def _first_failed(error: Exception | None) -> PeerFailed | None:
+def _first_failed(error: Exception | None, group: dist.ProcessGroup | None) -> PeerFailed | None:
     said = b"" if error is None else f"{type(error).__name__}: {error}".encode(errors="replace")
     told = bytes([error is not None]) + said[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_message_device())
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_message_device(group))
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    try:
+        dist.all_gather(everyone, mine, group=group)
+    except RuntimeError as caught:
+        raise CollectiveBroken(
+            f"the ranks could not agree, because a rank died or was too slow: {caught}"
+        ) from caught
     for rank, theirs in enumerate(everyone):
         if theirs[0]:
             message = bytes(theirs[1:].tolist()).rstrip(b"\0").decode(errors="replace")
@@ -58,8 +71,22 @@ def _first_failed(error: Exception | None) -> PeerFailed | None:
     return None
 
 
-def _message_device() -> torch.device:
-    """Where the default group takes tensors from: NCCL alone takes none from the CPU."""
-    if dist.get_backend() == "nccl":
+def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """What every rank of the group gave, in rank order. A collective; nothing is pickled."""
+    device = _message_device(group)
+    size = torch.tensor([len(mine)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(one) for one in sizes)
+    padded = bytearray(mine.ljust(longest, b"\0"))
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(sent) for _ in sizes]
+    dist.all_gather(everyone, sent, group=group)
+    return [bytes(theirs[: int(one)].tolist()) for theirs, one in zip(everyone, sizes, strict=True)]
+
+
+def _message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where the group takes tensors from: NCCL alone takes none from the CPU."""
+    if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -22,8 +22,12 @@ class BadSettings(TrinityError):
 class RunSettings(Struct, frozen=True, kw_only=True):
     """What a run is, wherever its processes are. Times are seconds."""
 
-    engine: Literal["fsdp"] = "fsdp"
+    engine: Literal["fsdp", "megatron"] = "fsdp"
     trainers: Positive = 2
+    tensor_parallel: Positive | None = None
+    """On Megatron, trainers that share every layer; when left out, all of a pipeline's stage."""
+    pipeline_parallel: Positive = 1
+    """On Megatron, stages that the layers are dealt out to."""
     explorers: Positive = 1
     task: str = "spell-backward"
     seed: int = 0

@@ -1,5 +1,16 @@
 """The seeds' engine helpers, by their names and signatures."""
 
 from .fsdp import fsdp_save_state_dict, fsdp_upload_state_dict
+from .megatron import (
+    megatron_save_state_dict,
+    megatron_sync_weight_nccl,
+    megatron_upload_state_dict,
+)
 
-__all__ = ["fsdp_save_state_dict", "fsdp_upload_state_dict"]
+__all__ = [
+    "fsdp_save_state_dict",
+    "fsdp_upload_state_dict",
+    "megatron_save_state_dict",
+    "megatron_sync_weight_nccl",
+    "megatron_upload_state_dict",
+]

@@ -6,19 +6,18 @@ of the same interface. Every function is collective: all ranks call it.
 
 from __future__ import annotations
 
-import time
 from logging import Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
+from trinity_events.weights import Synchronizer
 
-from ..collectives import raise_together
 from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.files import copied, make_folder, sync_tree, write_state
 from ..engines.fsdp import shard_name
+from .upload import publish_stream
 
 if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
@@ -78,54 +77,7 @@ def fsdp_upload_state_dict(
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
     """
-    began = time.monotonic()
-    writer: PartWriter | None = None
-    report: PublishedPartReport | None = None
-    error: Exception | None = None
-    if _rank() == 0:
-        try:
-            synchronizer.open_version(global_step, ranks=(0,))
-            writer = synchronizer.part_writer(global_step, 0)
-        except Exception as caught:
-            error = caught
-    for name, tensor in per_tensor_params(engine):
-        if writer is not None and error is None:
-            try:
-                writer.add(name, tensor)
-            except Exception as caught:
-                error = caught  # the others are inside the gathers: go on with them
-    if writer is not None and error is None:
-        try:
-            report = writer.seal()
-            synchronizer.part_published(global_step, 0, report, time.monotonic() - began)
-        except Exception as caught:
-            error = caught
-    try:
-        raise_together(error)
-    finally:  # the others first: they hold the training loop, and a server may be slow to answer
-        if error is not None:
-            _give_up(synchronizer, writer, global_step, error, logger)
-    if report is not None:
-        logger.info("step %d: published %d bytes", global_step, report.bytes)
-
-
-def _give_up(
-    synchronizer: Synchronizer,
-    writer: PartWriter | None,
-    step: int,
-    error: Exception,
-    logger: Logger,
-) -> None:
-    """Say so, and take back what was sent, each as far as its server still answers."""
-    try:
-        synchronizer.part_failed(step, 0, error)
-    except Exception:
-        logger.exception("step %d: the failure of the upload could not be published", step)
-    try:
-        if writer is not None:
-            writer.discard()
-    except Exception:
-        logger.exception("step %d: what was sent of the weights stays until it expires", step)
+    publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
 
 
 def _save_huggingface(engine: Any, folder: Path) -> None:
@@ -137,7 +89,3 @@ def _save_huggingface(engine: Any, folder: Path) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     sync_tree(folder)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -46,12 +46,13 @@ class RayTrainerFleet(TrainEngineWrapper):
         config = self._config
         resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
         own_gpu = has_gpu_each(resources, config.trainers)
-        actor = ray.remote(TrainWorker).options(num_cpus=1, num_gpus=int(own_gpu))
+        actor = ray.remote(_worker_class(config)).options(num_cpus=1, num_gpus=int(own_gpu))
         self._workers = [
             actor.remote(config, rank, own_gpu=own_gpu) for rank in range(config.trainers)
         ]
         host, port = await self._ask(0, "address")
         await self._ask_all("setup", host, port)
+        self._shares = await self._ask_all("data_share")
 
     @property
     def train_step_num(self) -> int:
@@ -60,8 +61,7 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
         """Take one step on these groups, dealt out over the ranks; returns its metrics."""
-        world = len(self._workers)
-        shares = [list(batch_exps[rank::world]) for rank in range(world)]
+        shares = [list(batch_exps[index::count]) for index, count in self._shares]
         metrics = await asyncio.gather(
             *(self._ask(rank, "train_step", share) for rank, share in enumerate(shares))
         )
@@ -72,23 +72,23 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
     ) -> None:
-        """Save the whole checkpoint; every rank's model and training state are slots of it."""
+        """Save the whole checkpoint: model and training state, each slots of its own."""
         if save_as_hf:
             raise ValueError("saving as one Hugging Face model is not there yet")
-        step, world = self._step, len(self._workers)
+        step, saves = self._step, self._saves
         await self._ask_all("save_checkpoint", self._save_folder(step), step)
         await self._coordinator.register_and_monitor(
-            step, state_dict_thread_count=world, checkpoint_thread_count=world
+            step, state_dict_thread_count=saves, checkpoint_thread_count=saves
         )
         if block_until_saved:
             await self.wait_for_save()
 
     async def save_state_dict(self) -> None:
-        """Save the model's state dict alone; every rank's shard is a slot of it."""
+        """Save the model's state dict alone."""
         step = self._step
         await self._ask_all("save_state_dict", self._save_folder(step), step)
         await self._coordinator.register_and_monitor(
-            step, is_state_dict=True, state_dict_thread_count=len(self._workers)
+            step, is_state_dict=True, state_dict_thread_count=self._saves
         )
 
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
@@ -112,6 +112,11 @@ class RayTrainerFleet(TrainEngineWrapper):
         finally:
             self._log.close()
 
+    @property
+    def _saves(self) -> int:
+        """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
+        return 1 if self._config.engine == "megatron" else len(self._workers)
+
     def _save_folder(self, step: int) -> str:
         folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
         return str(folder / "actor")
@@ -129,6 +134,14 @@ class RayTrainerFleet(TrainEngineWrapper):
                 f"trainer worker {rank} of run {self._config.run_id} died in {method} "
                 f"at step {self._step}"
             ) from None
+
+
+def _worker_class(config: RunConfig) -> type[TrainWorker]:
+    if config.engine == "megatron":
+        from .megatron import MegatronTrainWorker
+
+        return MegatronTrainWorker
+    return TrainWorker
 
 
 def has_gpu_each(resources: Mapping[str, float], trainers: int) -> bool:

@@ -26,7 +26,7 @@ from ..engines import FSDPEngine
 from ..engines.files import write_state
 from ..engines.fsdp import shard_name
 from ..helpers import fsdp_save_state_dict, fsdp_upload_state_dict
-from ..learning.grpo import collate, grpo_loss, response_logprobs
+from ..learning.grpo import Batch, collate, grpo_loss, response_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,7 @@ class TrainWorker:
             timeout=self._timeout,
         )
         torch.manual_seed(config.seed)
-        self._engine = FSDPEngine(
-            config.model_folder,
-            device=self._device,
-            learning_rate=config.learning_rate,
-            ramp_steps=config.ramp_steps,
-            gradient_norm=config.gradient_norm,
-        )
-        self._engine.module.train()
+        self._engine: Any = self._make_engine()
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
         self._coordinator = CheckpointCoordinator(
@@ -93,13 +86,44 @@ class TrainWorker:
             rank=self._rank,
         )
 
+    def _make_engine(self) -> Any:
+        engine = FSDPEngine(
+            self._config.model_folder,
+            device=self._device,
+            learning_rate=self._config.learning_rate,
+            ramp_steps=self._config.ramp_steps,
+            gradient_norm=self._config.gradient_norm,
+        )
+        engine.module.train()
+        return engine
+
+    def data_share(self) -> tuple[int, int]:
+        """Which share of a step's groups is this rank's, and of how many."""
+        return self._rank, self._config.trainers
+
     def train_step(self, groups: Sequence[ExperienceGroup]) -> dict[str, float]:
         """One GRPO step on this rank's groups; metrics are of all ranks."""
-        config = self._config
         with together():  # a rank without groups, or with bad ones, must not leave the others
             batch = collate(groups, self._engine.tokenizer.pad_token_id).to(self._device)
-        logprobs = response_logprobs(self._engine.module, batch, config.temperature)
-        loss_sum, metrics = grpo_loss(logprobs, batch, clip=config.clip)
+        sums, tokens, norm = self._learn(batch)
+        loss, kl, clipped = (sums / tokens).tolist()
+        return {
+            "loss": loss,
+            "approx_kl": kl,
+            "clip_fraction": clipped,
+            "gradient_norm": norm,
+            "response_tokens": float(tokens),
+        }
+
+    def _learn(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """One optimizer step on this rank's batch.
+
+        Returns:
+            Sums of loss, KL estimate and clipped tokens [3], the number of response tokens they
+            are of (0-dim), both over all ranks, and the gradient norm before clipping.
+        """
+        logprobs = response_logprobs(self._engine.module, batch, self._config.temperature)
+        loss_sum, metrics = grpo_loss(logprobs, batch, clip=self._config.clip)
         tokens = torch.tensor(float(batch.token_count), device=self._device)
         dist.all_reduce(tokens)
         # FSDP averages gradients over ranks; the loss is a mean over all ranks' tokens.
@@ -110,14 +134,7 @@ class TrainWorker:
             device=self._device,
         )
         dist.all_reduce(sums)
-        loss, kl, clipped = (sums / tokens).tolist()
-        return {
-            "loss": loss,
-            "approx_kl": kl,
-            "clip_fraction": clipped,
-            "gradient_norm": norm,
-            "response_tokens": float(tokens),
-        }
+        return sums, tokens, norm
 
     def save_state_dict(self, local_path: str, global_step: int) -> None:
         """Save the sharded model in the background."""

@@ -1,0 +1,143 @@
+"""Megatron's distributed checkpoints: written at one layout, loaded at another."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from tests import megatron_ranks as at  # noqa: E402
+from trinity_workers.engines.megatron import (  # noqa: E402
+    CheckpointRefused,
+    OptimizerOptions,
+    ParallelLayout,
+)
+
+ONE = ParallelLayout()
+TENSOR = ParallelLayout(tensor=2)
+PIPELINE = ParallelLayout(pipeline=2)
+BOTH = ParallelLayout(tensor=2, pipeline=2)
+
+TRAINED = OptimizerOptions(learning_rate=3e-3)
+DISTRIBUTED = OptimizerOptions(learning_rate=3e-3, distributed=True)
+
+
+def batches(count: int):
+    return [at.padded_batch(step % 4, rows=8) for step in range(count)]
+
+
+def save(rank, folder):
+    rank.held.engine.save_checkpoint(str(folder))
+
+
+def load(rank, folder):
+    rank.held.engine.load_checkpoint(str(folder))
+
+
+def same(one, other):
+    assert sorted(one) == sorted(other)
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key
+
+
+def goes_on(ranks, count: int) -> list[float]:
+    """The losses of steps from here on, and none of the stages that have none."""
+    return next(losses for losses in ranks(at.train, batches(count)) if any(losses))
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at"),
+    [
+        ((2, TENSOR), (2, TENSOR)),
+        ((2, TENSOR), (1, ONE)),
+        ((2, TENSOR), (2, PIPELINE)),
+        ((2, PIPELINE), (4, BOTH)),
+        ((4, BOTH), (1, ONE)),
+    ],
+)
+def test_a_checkpoint_of_one_layout_goes_on_at_another_as_if_nothing_had_been(
+    engine_ranks, tmp_path, saved_at, loaded_at
+):
+    ranks = engine_ranks("qwen3", *saved_at, TRAINED)
+    ranks(at.train, batches(3))
+    ranks(save, tmp_path / "checkpoint")
+    weights = ranks(at.full_weights)[0]
+    expected = goes_on(ranks, 3)
+
+    ranks = engine_ranks("qwen3", *loaded_at, TRAINED, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    for found in ranks(at.full_weights):
+        same(found, weights)
+    # The losses tell of the optimizer's state: without it they are others from the second step.
+    assert goes_on(ranks, 3) == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_not_loaded_with_the_model_makes_a_difference(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
+    ranks(at.train, batches(3))
+    ranks(save, tmp_path / "checkpoint")
+    expected = goes_on(ranks, 3)
+    ranks(load_model_alone, tmp_path / "checkpoint")
+    assert goes_on(ranks, 3) != pytest.approx(expected, abs=1e-5)
+
+
+def load_model_alone(rank, folder):
+    optimizer, rank.held.engine.optimizer = rank.held.engine.optimizer, None
+    load(rank, folder)
+    rank.held.engine.optimizer = optimizer
+
+
+def save_in_background(rank, folder):
+    """Begin a save, change every weight, and wait for it; the weights as they were."""
+    pending = rank.held.engine.begin_checkpoint(str(folder))
+    weights = at.full_weights(rank)
+    for chunk in rank.held.engine.module:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(7.0)
+    for one in pending:
+        one.wait()
+    return weights
+
+
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
+    ranks(at.train, batches(2))
+    weights = ranks(save_in_background, tmp_path / "checkpoint")[0]
+    ranks(load, tmp_path / "checkpoint")
+    same(ranks(at.full_weights)[0], weights)
+
+
+def test_a_checkpoint_that_was_not_finished_is_refused_on_every_rank(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR)
+    ranks(save, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "model" / "metadata.json").unlink()
+    errors = ranks.answers(load, tmp_path / "checkpoint")
+    assert isinstance(errors[0], CheckpointRefused)
+    assert isinstance(errors[1], CheckpointRefused)
+
+
+def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen2-moe", 2, ParallelLayout(expert=2))
+    ranks(save, tmp_path / "checkpoint")
+    weights = ranks(at.full_weights)[0]
+    ranks = engine_ranks("qwen2-moe", 1, ONE, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    same(ranks(at.full_weights)[0], weights)
+
+
+def test_a_distributed_optimizers_state_is_refused_and_its_model_loads(engine_ranks, tmp_path):
+    """What megatron-core 0.16 loads of it without Apex is wrong, where it loads anything."""
+    ranks = engine_ranks("qwen3", 2, ONE, DISTRIBUTED)
+    ranks(at.train, batches(2))
+    ranks(save, tmp_path / "checkpoint")
+    weights = ranks(at.full_weights)[0]
+    ranks = engine_ranks("qwen3", 2, TENSOR, DISTRIBUTED)
+    for error in ranks.answers(load, tmp_path / "checkpoint"):
+        assert isinstance(error, CheckpointRefused)
+        assert "use the ordinary optimizer" in str(error)
+    shutil.rmtree(tmp_path / "checkpoint" / "training")
+    ranks(load, tmp_path / "checkpoint")
+    same(ranks(at.full_weights)[0], weights)

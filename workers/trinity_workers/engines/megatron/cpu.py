@@ -1,0 +1,79 @@
+"""What megatron-core 0.16 lacks on a CPU; nothing is changed where CUDA is present.
+
+It names CUDA in places that a CPU build of torch cannot follow: literal devices, the current
+device, ``tensor.cuda()``, names in ``tensor.type()``, generator states. The adaptations hold in the
+blocks of this thread that ask for them, so that nobody else's torch is another one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Takes CUDA, where torch is asked for it by name, for the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def adapted() -> Iterator[None]:
+    """Let megatron-core run in the block."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    recompute = megatron_random.CheckpointFunction.backward
+
+    def recompute_so(*args: Any) -> Any:
+        with _CudaMeansCpu():  # torch puts modes aside in the backward pass
+            return recompute(*args)
+
+    with ExitStack() as exits:
+        for module, name, instead in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "synchronize", _nothing),
+            (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
+            (megatron_random, "_set_cuda_rng_state", _nothing),
+            (megatron_random.CheckpointFunction, "backward", staticmethod(recompute_so)),
+        ):
+            exits.enter_context(patch.object(module, name, instead))
+        exits.enter_context(_CudaMeansCpu())
+        yield
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what dropout and initialisation draw from. On a CPU all ranks draw alike."""
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        return
+    # The tracker for inference keeps no CUDA state: a fork of it is an empty block.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

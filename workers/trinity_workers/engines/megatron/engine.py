@@ -1,0 +1,355 @@
+"""The engine: a Hugging Face model on megatron-core, on one rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from trinity_events.errors import TrinityError
+
+from ...collectives import together
+from ...learning.grpo import Batch
+from ..files import make_folder, sync_tree
+from . import checkpoint
+from .cpu import adapted
+from .layout import ParallelLayout, join
+from .model import ModelOptions, build_chunks, transformer_config
+from .shards import LocalShard, local_shards
+from .stream import WeightStream, load_folder
+from .training import (
+    LossFunction,
+    accumulate_gradients,
+    micro_batches,
+    response_logprobs,
+    whole_logits,
+)
+from .weights import mapping
+
+# Of the distributed optimizer's state: the only one of 0.16 that any layout can read.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class DeviceRefused(TrinityError):
+    """The model cannot be on the device that was given."""
+
+
+class OptimizerOptions(Struct, frozen=True, kw_only=True):
+    """How the weights are changed."""
+
+    learning_rate: float
+    """Of AdamW, after the ramp."""
+    ramp_steps: int = 0
+    """Optimizer steps over which the learning rate rises to it."""
+    gradient_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+    distributed: bool = False
+    """Whether data-parallel replicas each keep a part of the optimizer's state."""
+
+
+class CheckpointManager:
+    """Which contents :meth:`MegatronEngine.save_checkpoint` writes; veRL's engines have one too."""
+
+    def __init__(self) -> None:
+        self.checkpoint_save_contents = ["model", "optimizer", "extra"]
+
+
+class MegatronEngine:
+    """Holds this rank's chunks of the model, and their optimizer.
+
+    The default process group must be initialised; making an engine is collective.
+
+    Args:
+        model_folder: Hugging Face folder to start from.
+        device: Where this rank computes: its own GPU, or the CPU where there is no CUDA.
+        layout: How the model is spread over the ranks.
+        optimizer: How it is trained; None holds it as a reference model, without gradients.
+        model: Data type, recomputation and kind of layers.
+        pipeline_parts: Micro-batches of a step; by default one for each pipeline stage.
+        seed: Of what is drawn at random.
+        load_weights: Whether to load the folder's; else they are undefined until a checkpoint is.
+
+    Raises:
+        LayoutRefused: when the ranks or the model cannot be laid out so.
+        UnsupportedModel: when megatron-core has no model of this configuration.
+        DeviceRefused: for a CPU where CUDA is present.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        *,
+        device: torch.device,
+        layout: ParallelLayout,
+        optimizer: OptimizerOptions | None = None,
+        model: ModelOptions = ModelOptions(),  # noqa: B008  # frozen
+        pipeline_parts: int | None = None,
+        seed: int = 0,
+        load_weights: bool = True,
+    ) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        if device.type == "cpu" and torch.cuda.is_available():
+            raise DeviceRefused(
+                "megatron-core computes on the GPU where there is one: give each rank its own, "
+                "or hide them all (CUDA_VISIBLE_DEVICES=)"
+            )
+        with together():
+            self.config: Any = AutoConfig.from_pretrained(model_folder, local_files_only=True)
+            self.tokenizer: Any = (
+                AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+                if (model_folder / "tokenizer_config.json").is_file()
+                else None
+            )
+        self.device = device
+        self.layout = layout
+        self.checkpoint_manager = CheckpointManager()
+        self.steps = 0
+        self._parts = pipeline_parts or layout.pipeline
+        self._optimizer_options = optimizer
+        join(layout, seed)
+        self._transformer = transformer_config(self.config, layout, model)
+        self._chunks = build_chunks(self.config, self._transformer, model)
+        tied = bool(self.config.tie_word_embeddings)
+        names = mapping(self.config, self._transformer, layout.tensor)
+        if load_weights:
+            with together():
+                load_folder(self._chunks, model_folder, names)
+        self._stream = WeightStream(self._chunks, names, tied=tied, device=device)
+        self.module: list[Any] = self._chunks
+        self.optimizer: Any = None
+        if optimizer is not None:
+            self._make_trainable(optimizer, model)
+        else:
+            for chunk in self._chunks:
+                chunk.requires_grad_(requires_grad=False).eval()
+        self._background: checkpoint.Background | None = None
+
+    # --- computing -------------------------------------------------------------------------
+
+    def train_batch(
+        self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0
+    ) -> tuple[list[dict[str, float]], float]:
+        """One optimizer step on this replica's batch. Collective.
+
+        Args:
+            batch: The same on all ranks of a replica.
+            loss: Of each micro-batch; what they add up to is differentiated, and the replicas'
+                gradients are averaged.
+            temperature: Logits are divided by it.
+
+        Returns:
+            The loss's metrics of every micro-batch, on the last pipeline stage alone, and the
+            gradients' norm before clipping.
+        """
+        for chunk in self.module:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = micro_batches(batch, self._parts)
+        metrics = accumulate_gradients(
+            self.module, parts, loss, vocabulary=self.config.vocab_size, temperature=temperature
+        )
+        with adapted():
+            self._set_learning_rate()
+            _, norm, _ = self.optimizer.step()
+        self.steps += 1
+        return metrics, float(norm)
+
+    def response_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor | None:
+        """Log-probabilities [B, R] of response tokens, without gradients. Collective.
+
+        On the last pipeline stage; None on the others.
+        """
+        found = response_logprobs(
+            self.module,
+            micro_batches(batch, self._parts),
+            vocabulary=self.config.vocab_size,
+            temperature=temperature,
+        )
+        return torch.cat(found)[: len(batch)] if found else None
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Logits [B, S, vocabulary] of unpadded rows, on the last pipeline stage. Collective."""
+        parts = micro_batches(batch, self._parts)
+        found = whole_logits(self.module, parts, vocabulary=self.config.vocab_size)
+        return torch.cat(found)[: len(batch)] if found else None
+
+    # --- weights ---------------------------------------------------------------------------
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors by Hugging Face name, one gathered at a time. Every rank must exhaust it.
+
+        A tensor that is tied to another appears once, under its first name.
+        """
+        return iter(self._stream)
+
+    def local_shards(self) -> Iterator[LocalShard]:
+        """What this rank holds of every tensor, by Hugging Face name. Not collective."""
+        return local_shards(
+            self.config,
+            self._transformer,
+            self._chunks,
+            tied=bool(self.config.tie_word_embeddings),
+        )
+
+    # --- checkpoints -----------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write the manager's contents below ``local_path``; on disk on return. Collective.
+
+        ``model`` holds the weights, ``training`` optimizer and extra state, both of any layout;
+        ``huggingface`` the configuration and the tokenizer.
+        """
+        del hdfs_path, global_step, max_ckpt_to_keep
+        for pending in self.begin_checkpoint(local_path, background=False):
+            pending.wait()
+
+    def begin_checkpoint(
+        self, local_path: str, *, background: bool = True
+    ) -> list[checkpoint.PendingSave]:
+        """Copy the manager's contents and write them in the background. Collective.
+
+        Returns:
+            What is to be waited for, in order, on all ranks.
+        """
+        folder = Path(local_path)
+        contents = set(self.checkpoint_manager.checkpoint_save_contents)
+        if background and self._background is None:
+            self._background = checkpoint.Background()
+        by = self._background if background else None
+        pending = []
+        if "model" in contents:
+            with together():
+                if dist.get_rank() == 0:
+                    self._save_huggingface(folder / "huggingface")
+            pending.append(checkpoint.begin_save(self._model_state(), folder / "model", by))
+        if contents & {"optimizer", "extra"}:
+            state = self._training_state(contents, is_loading=False)
+            pending.append(checkpoint.begin_save(state, folder / "training", by))
+        return pending
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Load what :meth:`save_checkpoint` wrote, at this or another layout. Collective.
+
+        Megatron's checkpoints unpickle on load: see :mod:`.checkpoint`.
+
+        Raises:
+            CheckpointRefused: when it is not there, or this layout cannot take its optimizer.
+        """
+        del hdfs_path
+        folder = Path(local_path)
+        self._check_optimizer_loads(folder)
+        loaded = checkpoint.load(self._model_state(), folder / "model")
+        for key, chunk in self._keyed_chunks():
+            chunk.load_state_dict(loaded[key], strict=False)
+        if self.optimizer is not None and (folder / "training").is_dir():
+            self._load_training_state(folder / "training")
+        if del_local_after_load:
+            with together():
+                if dist.get_rank() == 0:
+                    shutil.rmtree(folder)
+
+    # --- what it stands on -----------------------------------------------------------------
+
+    def _make_trainable(self, options: OptimizerOptions, model: ModelOptions) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        bf16 = model.dtype is torch.bfloat16
+        with adapted():
+            chunks = [
+                Float16Module(self._transformer, chunk) if bf16 else chunk for chunk in self._chunks
+            ]
+            self.module = [
+                DistributedDataParallel(
+                    config=self._transformer,
+                    ddp_config=DistributedDataParallelConfig(
+                        grad_reduce_in_fp32=True, use_distributed_optimizer=options.distributed
+                    ),
+                    module=chunk,
+                    disable_bucketing=index > 0,
+                )
+                for index, chunk in enumerate(chunks)
+            ]
+            self.optimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=options.learning_rate,
+                    adam_beta1=0.9,
+                    adam_beta2=0.99,
+                    weight_decay=0.01,
+                    clip_grad=options.gradient_norm,
+                    bf16=bf16,
+                    params_dtype=model.dtype,
+                    use_distributed_optimizer=options.distributed,
+                ),
+                self.module,
+            )
+        self._transformer.finalize_model_grads_func = finalize_model_grads
+        self._transformer.grad_scale_func = self.optimizer.scale_loss
+
+    def _set_learning_rate(self) -> None:
+        options = self._optimizer_options
+        assert options is not None
+        ramp = min(1.0, (self.steps + 1) / max(1, options.ramp_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.learning_rate * ramp
+
+    def _keyed_chunks(self) -> list[tuple[str, Any]]:
+        return [(f"model{index}", chunk) for index, chunk in enumerate(self._chunks)]
+
+    def _model_state(self) -> dict[str, Any]:
+        with adapted():
+            return {key: chunk.sharded_state_dict() for key, chunk in self._keyed_chunks()}
+
+    def _training_state(self, contents: set[str], *, is_loading: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"steps": self.steps}
+        if "optimizer" in contents and self.optimizer is not None:
+            with adapted():
+                state["optimizer"] = self.optimizer.sharded_state_dict(
+                    self._model_state(), is_loading=is_loading, metadata=_OPTIMIZER_FORMAT
+                )
+        return state
+
+    def _check_optimizer_loads(self, folder: Path) -> None:
+        options = self._optimizer_options
+        if options is None or not options.distributed or not (folder / "training").is_dir():
+            return
+        if isinstance(self.optimizer.chained_optimizers[0].optimizer, torch.optim.AdamW):
+            raise checkpoint.CheckpointRefused(
+                "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or "
+                f"Transformer Engine: use the ordinary optimizer, or remove {folder / 'training'} "
+                "to go on with the weights alone"
+            )
+
+    def _load_training_state(self, folder: Path) -> None:
+        state = self._training_state({"optimizer", "extra"}, is_loading=True)
+        loaded = checkpoint.load(state, folder)
+        with adapted():
+            self.optimizer.load_state_dict(loaded["optimizer"])
+        self.steps = loaded["steps"]
+
+    def _save_huggingface(self, folder: Path) -> None:
+        make_folder(folder)
+        self.config.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        sync_tree(folder)

@@ -1,0 +1,115 @@
+"""How a model is spread over ranks, and megatron-core's process groups for it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch.distributed as dist
+from msgspec import Struct
+
+from trinity_events.errors import TrinityError
+
+from .cpu import adapted, seed_generators
+
+
+class LayoutRefused(TrinityError):
+    """The model cannot be spread so, or not on this machine."""
+
+
+class ParallelLayout(Struct, frozen=True, kw_only=True):
+    """Sizes of the parallel groups; the ranks that are left over are data-parallel replicas."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+    """Chunks of the model on each pipeline rank, when more than one."""
+    expert: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica."""
+        return self.tensor * self.pipeline * self.context
+
+    def check(self, world_size: int) -> None:
+        """Raise LayoutRefused when so many ranks cannot be laid out so."""
+        sizes = (self.tensor, self.pipeline, self.virtual or 2, self.expert, self.context)
+        if min(sizes[:2] + sizes[3:]) < 1 or sizes[2] < 2:
+            raise LayoutRefused(
+                "sizes are 1 or more, and virtual pipeline stages 2 or more or left out"
+            )
+        if world_size % self.model_ranks:
+            raise LayoutRefused(
+                f"{world_size} ranks cannot hold replicas of {self.model_ranks} ranks each "
+                f"(tensor {self.tensor} x pipeline {self.pipeline} x context {self.context})"
+            )
+        if self.virtual and self.pipeline < 2:
+            raise LayoutRefused("virtual pipeline stages need a pipeline of two ranks or more")
+        if (world_size // self.pipeline) % (self.tensor * self.expert):
+            raise LayoutRefused(
+                f"experts cannot be dealt out over {self.expert} of {world_size} ranks"
+            )
+        if not has_transformer_engine():
+            if self.context > 1:
+                raise LayoutRefused(
+                    "context-parallel attention needs Transformer Engine, which is not installed"
+                )
+            if self.sequence_parallel:
+                raise LayoutRefused(
+                    "sequence parallelism needs Transformer Engine, which is not installed"
+                )
+        if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
+            raise LayoutRefused(
+                "experts and tensors can be spread together only with sequence parallelism"
+            )
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed; with it layers are fused."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def join(layout: ParallelLayout, seed: int) -> None:
+    """Make megatron-core's groups of the default process group's ranks. Collective.
+
+    Models of one process share them: a second one of the same layout changes nothing.
+
+    Raises:
+        LayoutRefused: when the layout does not fit, or another one is in use.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        if _joined(layout):
+            return
+        raise LayoutRefused("this process has a model of another layout: leave that one first")
+    layout.check(dist.get_world_size())
+    with adapted():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+        )
+        seed_generators(seed)
+
+
+def leave() -> None:
+    """Forget megatron-core's groups: another layout can then be joined."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def _joined(layout: ParallelLayout) -> bool:
+    from megatron.core import parallel_state as state
+
+    return bool(
+        layout.tensor == state.get_tensor_model_parallel_world_size()
+        and layout.pipeline == state.get_pipeline_model_parallel_world_size()
+        and layout.virtual == state.get_virtual_pipeline_model_parallel_world_size()
+        and layout.context == state.get_context_parallel_world_size()
+        and layout.expert == state.get_expert_model_parallel_world_size()
+    )

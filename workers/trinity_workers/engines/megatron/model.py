@@ -1,0 +1,251 @@
+"""A megatron-core GPTModel from a Hugging Face configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from msgspec import Struct
+
+from trinity_events.errors import TrinityError
+
+from .cpu import adapted
+from .layout import LayoutRefused, ParallelLayout, has_transformer_engine
+
+MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+
+# The only frequencies that megatron-core scales as Llama 3 does.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class UnsupportedModel(TrinityError):
+    """The Hugging Face configuration asks for something that cannot be built."""
+
+
+class ModelOptions(Struct, frozen=True, kw_only=True):
+    """What is chosen about a model beside its configuration and layout."""
+
+    dtype: torch.dtype = torch.float32
+    recompute: bool = False
+    """Whether activations are computed again in the backward pass, and not kept."""
+    transformer_engine: bool | None = None
+    """Whether its fused layers are used; by default when it is installed and CUDA is present."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether layers are Transformer Engine's."""
+        if self.transformer_engine is not None:
+            return self.transformer_engine
+        return has_transformer_engine() and torch.cuda.is_available()
+
+
+def padded_vocabulary(vocabulary: int, tensor_parallel: int) -> int:
+    """Rows of the embedding: as many more as make the shards of all ranks equal."""
+    return -(-vocabulary // tensor_parallel) * tensor_parallel
+
+
+def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -> Any:
+    """megatron-core's TransformerConfig.
+
+    Raises:
+        UnsupportedModel: for a configuration that megatron-core would build another model from.
+        LayoutRefused: when the model's heads, layers or experts cannot be dealt out so.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    _check_model(hf)
+    _check_fit(hf, layout)
+    values: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "qkv_bias", False)),
+        "qk_layernorm": hf.model_type.startswith("qwen3"),
+        "attention_dropout": hf.attention_dropout,
+        "hidden_dropout": 0.0,
+        "params_dtype": options.dtype,
+        "pipeline_dtype": options.dtype,
+        "bf16": options.dtype is torch.bfloat16,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual,
+        "expert_model_parallel_size": layout.expert,
+        "context_parallel_size": layout.context,
+        "sequence_parallel": layout.sequence_parallel,
+        "batch_p2p_comm": False,
+        # Its weights are overwritten: what it starts from does not matter.
+        "init_method": _as_it_is,
+        "output_layer_init_method": _as_it_is,
+        "embedding_init_method": _as_it_is,
+        "gradient_accumulation_fusion": False,
+    }
+    if not torch.cuda.is_available():
+        values |= {
+            "use_cpu_initialization": True,
+            "persist_layer_norm": False,
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "apply_rope_fusion": False,
+        }
+    if options.recompute:
+        values |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if has_experts(hf):
+        values |= _expert_values(hf, options)
+    with adapted():
+        return TransformerConfig(**values)
+
+
+def build_chunks(hf: Any, config: Any, options: ModelOptions) -> list[Any]:
+    """This rank's part of the model: one GPTModel, or one for each virtual pipeline stage."""
+    from megatron.core import parallel_state as state
+
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    with adapted():
+        return [
+            _build(
+                hf,
+                config,
+                options,
+                state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                stage,
+            )
+            for stage in stages
+        ]
+
+
+def has_experts(hf: Any) -> bool:
+    """Whether the configuration is of a mixture of experts."""
+    return str(hf.model_type).endswith("_moe")
+
+
+def expert_count(hf: Any) -> int:
+    """How many experts a layer of it has."""
+    return int(getattr(hf, "num_local_experts", None) or hf.num_experts)
+
+
+def _build(
+    hf: Any, config: Any, options: ModelOptions, first: bool, last: bool, stage: int | None
+) -> Any:
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if not options.fused:
+        _mend_router()
+    rope = hf.rope_parameters
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=options.fused,
+            normalization="RMSNorm",
+            vp_stage=stage,
+        ),
+        vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        position_embedding_type="rope",
+        rotary_base=rope["rope_theta"],
+        rope_scaling=rope["rope_type"] == "llama3",
+        rope_scaling_factor=rope.get("factor", 8.0),
+        seq_len_interpolation_factor=rope["factor"] if rope["rope_type"] == "linear" else None,
+        vp_stage=stage,
+    )
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    return model
+
+
+def _expert_values(hf: Any, options: ModelOptions) -> dict[str, Any]:
+    # Without Transformer Engine there is no grouped product, and its dispatcher wants streams.
+    cuda = torch.cuda.is_available()
+    return {
+        "num_moe_experts": expert_count(hf),
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": getattr(hf, "shared_expert_intermediate_size", None),
+        "moe_shared_expert_gate": hf.model_type == "qwen2_moe",
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
+        # Hugging Face's softmax is over all experts; what is chosen is scaled to one or is not.
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        # Balanced by nothing: in reinforcement learning the loss is the reward's alone.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall" if cuda else "allgather",
+        "moe_grouped_gemm": options.fused,
+    }
+
+
+def _check_model(hf: Any) -> None:
+    if hf.model_type not in MODEL_TYPES:
+        raise UnsupportedModel(
+            f"a Megatron model cannot be made of {hf.model_type!r}: choose {', '.join(MODEL_TYPES)}"
+        )
+    rope = getattr(hf, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    asks = None
+    if hf.hidden_act != "silu":
+        asks = f"the activation {hf.hidden_act!r}"
+    elif getattr(hf, "attention_bias", False) or getattr(hf, "mlp_bias", False):
+        asks = "biases in its linear layers"
+    elif getattr(hf, "use_sliding_window", False):
+        asks = "a sliding window"
+    elif kind not in {"default", "linear", "llama3"}:
+        asks = f"the rotary embedding {kind!r}"
+    elif kind == "llama3" and any(rope.get(name) != value for name, value in _LLAMA3.items()):
+        asks = "other frequencies than Llama 3's"
+    elif has_experts(hf) and (getattr(hf, "mlp_only_layers", None) or hf.decoder_sparse_step != 1):
+        asks = "layers with and without experts"
+    if asks:
+        raise UnsupportedModel(f"the model asks for {asks}, which is not there for Megatron")
+
+
+def _check_fit(hf: Any, layout: ParallelLayout) -> None:
+    stages = layout.pipeline * (layout.virtual or 1)
+    for what, count, parts in (
+        ("key-value heads", hf.num_key_value_heads, layout.tensor),
+        ("columns of the feed-forward layers", hf.intermediate_size, layout.tensor),
+        ("layers", hf.num_hidden_layers, stages),
+        ("experts", expert_count(hf) if has_experts(hf) else layout.expert, layout.expert),
+    ):
+        if count % parts:
+            raise LayoutRefused(f"the model's {count} {what} cannot be dealt out to {parts} parts")
+    if has_experts(hf) and layout.tensor > 1 and not layout.sequence_parallel:
+        raise LayoutRefused(
+            "a mixture of experts can be tensor-parallel only with sequence parallelism"
+        )
+
+
+def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _mend_router() -> None:
+    # Where Transformer Engine is missing, 0.16 forgets to define the name that it then asks for.
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

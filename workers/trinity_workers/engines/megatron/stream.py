@@ -1,0 +1,243 @@
+"""A model's weights between Hugging Face folders and all ranks, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from trinity_events.errors import IncompatibleWeights
+
+from ...collectives import gather_bytes
+from .weights import WeightMapping
+
+_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+
+
+class ParameterEntry(Struct, frozen=True, array_like=True):
+    """One parameter, as the ranks of a pipeline tell each other of it."""
+
+    stage: int
+    """Pipeline rank that holds it."""
+    chunk: int
+    local_name: str
+    name: str
+    """With the layer's number in the whole model."""
+    shape: tuple[int, ...]
+    """Of one rank's shard."""
+    dtype: str
+    dim: int
+    """What the shards are cut along; -1 when every tensor-parallel rank has all of it."""
+    expert: bool
+
+
+class WeightStream:
+    """Gathers the parameters of a model that is spread over ranks.
+
+    Making one is collective.
+
+    Args:
+        chunks: This rank's chunks, unwrapped.
+        mapping: To Hugging Face's names and shapes.
+        tied: Whether the output layer is the embedding, and is left out.
+        device: Where gathered tensors are.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], mapping: WeightMapping, *, tied: bool, device: torch.device
+    ) -> None:
+        from megatron.core import parallel_state as state
+
+        self._mapping = mapping
+        self._device = device
+        self._experts_here = _experts_here(chunks[0])
+        self._parameters = [dict(chunk.named_parameters()) for chunk in chunks]
+        self._stage = state.get_pipeline_model_parallel_rank()
+        self._stages = state.get_pipeline_model_parallel_group()
+        mine = [
+            _entry(self._stage, index, name, parameter, chunk)
+            for index, chunk in enumerate(chunks)
+            for name, parameter in self._parameters[index].items()
+        ]
+        told = gather_bytes(msgspec.msgpack.encode(mine), self._stages)
+        self.entries = [
+            entry
+            for one in told
+            for entry in msgspec.msgpack.decode(one, type=list[ParameterEntry])
+            if not (tied and entry.name == "output_layer.weight")
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors by Hugging Face name, on every rank. Every rank must exhaust it."""
+        for entry in self.entries:
+            shard = self._from_owner(entry)
+            for name, one in self._of_all_experts(entry, shard):
+                whole = self._mapping.merge(name, self._of_all_parts(entry, one), entry.dim)
+                yield from self._mapping.to_huggingface(name, whole)
+
+    def _from_owner(self, entry: ParameterEntry) -> torch.Tensor:
+        """The shard that this rank's like on the owning stage has."""
+        if entry.stage == self._stage:
+            shard: torch.Tensor = self._parameters[entry.chunk][entry.local_name].detach()
+        else:
+            dtype = getattr(torch, entry.dtype)
+            shard = torch.empty(entry.shape, dtype=dtype, device=self._device)
+        if self._stages.size() > 1:
+            dist.broadcast(shard, group=self._stages, group_src=entry.stage)
+        return shard
+
+    def _of_all_experts(
+        self, entry: ParameterEntry, shard: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The parameter of every rank that experts are dealt out to, by name."""
+        from megatron.core import parallel_state as state
+
+        if not entry.expert:
+            return [(entry.name, shard)]
+        everyone = _gather(shard, state.get_expert_model_parallel_group())
+        return [
+            (_moved(entry.name, rank * self._experts_here), one)
+            for rank, one in enumerate(everyone)
+        ]
+
+    def _of_all_parts(self, entry: ParameterEntry, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The shards of all tensor-parallel ranks, in order."""
+        return [shard] if entry.dim < 0 else _gather(shard, shard_group(entry.name))
+
+
+def load_folder(chunks: Sequence[Any], folder: Path, mapping: WeightMapping) -> None:
+    """Load a Hugging Face folder's weights into this rank's chunks, one parameter at a time.
+
+    Not collective: every rank reads what it needs.
+
+    Raises:
+        FileNotFoundError: when the folder has no safetensors files.
+        IncompatibleWeights: when a tensor is missing, or of another shape.
+    """
+    reader = FolderReader(folder)
+    for chunk in chunks:
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(local_name, chunk)
+            found = [reader.tensor(one) for one in mapping.huggingface_names(name)]
+            whole = mapping.to_megatron(name, found)
+            group = shard_group(name)
+            shard = mapping.split(name, whole, parameter, group.size())[group.rank()]
+            if shard.shape != parameter.shape:
+                raise IncompatibleWeights(
+                    f"{folder}: {name} is {tuple(shard.shape)}, the model's is "
+                    f"{tuple(parameter.shape)}: is its config.json the one of these weights?"
+                )
+            with torch.no_grad():
+                parameter.copy_(shard)
+
+
+class FolderReader:
+    """Reads tensors by name from the safetensors files of a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            self._where = {
+                name: path.name
+                for path in sorted(folder.glob("*.safetensors"))
+                for name in self._open(path.name).keys()  # noqa: SIM118  # no dictionary
+            }
+        if not self._where:
+            raise FileNotFoundError(f"{folder} has no *.safetensors files to load weights from")
+
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return list(self._where)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor. Raises IncompatibleWeights when the folder has none of the name."""
+        if name not in self._where:
+            raise IncompatibleWeights(
+                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?"
+            )
+        found: torch.Tensor = self._open(self._where[name]).get_tensor(name)
+        return found
+
+    def _open(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._files:
+            path = self._folder / Path(file).name  # the index names files of the folder alone
+            self._files[file] = safe_open(path, framework="pt", device="cpu")
+        return self._files[file]
+
+
+def global_name(name: str, chunk: Any) -> str:
+    """The parameter's name with the numbers of layer and expert in the whole model, from 0."""
+    from megatron.core import parallel_state as state
+
+    first_expert = state.get_expert_model_parallel_rank() * _experts_here(chunk)
+    return _moved(_with_layer(name, chunk), first_expert)
+
+
+def shard_group(name: str) -> dist.ProcessGroup:
+    """The ranks that a parameter's shards are on; experts may have a group of their own."""
+    from megatron.core import parallel_state as state
+
+    group: dist.ProcessGroup = (
+        state.get_expert_tensor_parallel_group()
+        if _EXPERT.search(name)
+        else state.get_tensor_model_parallel_group()
+    )
+    return group
+
+
+def partition_dim(parameter: torch.nn.Parameter) -> int:
+    """What its shards are cut along; -1 when every tensor-parallel rank has all of it."""
+    split = bool(getattr(parameter, "tensor_model_parallel", False))
+    return int(getattr(parameter, "partition_dim", -1)) if split else -1
+
+
+def _entry(
+    stage: int, index: int, name: str, parameter: torch.nn.Parameter, chunk: Any
+) -> ParameterEntry:
+    return ParameterEntry(
+        stage=stage,
+        chunk=index,
+        local_name=name,
+        name=_with_layer(name, chunk),
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        dim=partition_dim(parameter),
+        expert=_EXPERT.search(name) is not None,
+    )
+
+
+def _with_layer(name: str, chunk: Any) -> str:
+    return _LAYER.sub(lambda found: str(chunk.decoder.layers[int(found[0])].layer_number - 1), name)
+
+
+def _experts_here(chunk: Any) -> int:
+    config = chunk.config
+    return int(config.num_moe_experts or 0) // int(config.expert_model_parallel_size)
+
+
+def _moved(name: str, by: int) -> str:
+    """The name of the expert that is so many further on."""
+    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + by}", name)
+
+
+def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    if group.size() == 1:
+        return [shard]
+    shard = shard.contiguous()
+    everyone = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(everyone, shard, group=group)
+    return everyone

@@ -1,0 +1,168 @@
+"""Log-probabilities and gradients of a model that may be a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from ...learning.grpo import Batch
+from .cpu import adapted
+
+LossFunction: TypeAlias = Callable[[Tensor, Batch], tuple[Tensor, dict[str, float]]]
+"""From log-probabilities [B, R] of a micro-batch: its loss (0-dim) and its metrics."""
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """The batch in so many equal parts, filled up with rows in which no token counts."""
+    missing = -len(batch) % count
+    if missing:
+        filler = batch.rows(0, 1)
+        filler = replace(filler, response_mask=torch.zeros_like(filler.response_mask))
+        batch = _joined([batch, *[filler] * missing])
+    rows = len(batch) // count
+    return [batch.rows(start, start + rows) for start in range(0, len(batch), rows)]
+
+
+def response_logprobs(
+    chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int, temperature: float
+) -> list[Tensor]:
+    """Log-probabilities [B, R] of every micro-batch, on the last pipeline stage; else nothing."""
+
+    def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        found = _logprobs(logits, row, vocabulary, temperature)
+        return found.sum(), found
+
+    with torch.no_grad():
+        return _run_schedule(chunks, parts, finish, forward_only=True)
+
+
+def accumulate_gradients(
+    chunks: Sequence[Any],
+    parts: Sequence[Batch],
+    loss: LossFunction,
+    *,
+    vocabulary: int,
+    temperature: float,
+) -> list[dict[str, float]]:
+    """Add the gradients of the micro-batches' losses up, over data-parallel replicas as a mean.
+
+    Returns:
+        The loss's metrics of every micro-batch on the last pipeline stage; else nothing.
+    """
+
+    def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, dict[str, float]]:
+        value, metrics = loss(_logprobs(logits, row, vocabulary, temperature), row.batch)
+        # The schedule divides by the number of micro-batches, as for losses that are means.
+        return value * len(parts), metrics
+
+    return _run_schedule(chunks, parts, finish, forward_only=False)
+
+
+def whole_logits(chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int) -> list[Tensor]:
+    """Logits [B, S, vocabulary] of every micro-batch, on the last pipeline stage; else nothing."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        whole: Tensor = gather_from_tensor_model_parallel_region(logits)[..., :vocabulary]
+        return whole.sum(), whole
+
+    with torch.no_grad():
+        return _run_schedule(chunks, parts, finish, forward_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A micro-batch whose rows were moved so that they begin with their first real token.
+
+    Then the padding is on the right alone, where a causal mask hides it from every token that
+    counts: no other mask is needed, which fused attention does not take.
+
+    tokens: [B, S] int64, moved.
+    firsts: [B] int64, how far each row was moved.
+    """
+
+    batch: Batch
+    tokens: Tensor
+    firsts: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Rows:
+        columns = batch.input_ids.shape[1]
+        firsts = batch.attention_mask.argmax(dim=1)
+        moved = torch.arange(columns, device=firsts.device)[None] + firsts[:, None]
+        return cls(batch, batch.input_ids.gather(1, moved % columns), firsts)
+
+
+def _run_schedule(
+    chunks: Sequence[Any],
+    parts: Sequence[Batch],
+    finish: Callable[[Tensor, _Rows], tuple[Tensor, Any]],
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Run megatron-core's schedule for the layout in use over micro-batches of one size.
+
+    Args:
+        chunks: This rank's chunks.
+        parts: The micro-batches, the same on all ranks of one replica.
+        finish: From logits [B, S, vocabulary / tensor-parallel ranks] to what is differentiated
+            (0-dim) and what is returned.
+        forward_only: Whether nothing is differentiated.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        row = _Rows.of(next(batches))
+        positions = torch.arange(row.tokens.shape[1], device=row.tokens.device)
+        output = model(row.tokens, positions.expand_as(row.tokens), None)
+        return output, lambda logits: finish(logits, row)
+
+    rows, columns = parts[0].input_ids.shape
+    one = len(chunks) == 1
+    with adapted():
+        found: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(parts) if one else [iter(parts) for _ in chunks],
+            model=chunks[0] if one else list(chunks),
+            num_microbatches=len(parts),
+            seq_length=columns,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+    return found
+
+
+def _logprobs(logits: Tensor, row: _Rows, vocabulary: int, temperature: float) -> Tensor:
+    """Log-probabilities [B, R] of response tokens, 0 on padding, from logits split over ranks."""
+    from megatron.core import parallel_state as state
+    from megatron.core import tensor_parallel
+
+    columns = row.tokens.shape[1]
+    width = row.batch.response_mask.shape[1]
+    # The column before a token predicts it.
+    before = columns - width - 1 + torch.arange(width, device=logits.device)
+    places = (before[None] - row.firsts[:, None]) % columns
+    mine = logits.shape[-1]
+    logits = logits.gather(1, places[..., None].expand(-1, -1, mine))
+    logits = logits.float() / temperature
+    real = vocabulary - mine * state.get_tensor_model_parallel_rank()
+    if real < mine:  # the last columns are padding of the vocabulary
+        real = max(0, real)
+        logits = F.pad(logits[..., :real], (0, mine - real), value=-1e9)
+    answers = row.tokens.gather(1, (places + 1) % columns)
+    logprobs: Tensor = -tensor_parallel.vocab_parallel_cross_entropy(logits, answers)
+    return logprobs.masked_fill(~row.batch.response_mask, 0.0)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    return Batch(
+        **{
+            name: torch.cat([getattr(batch, name) for batch in batches])
+            for name in Batch.__dataclass_fields__
+        }
+    )

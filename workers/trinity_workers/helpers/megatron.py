@@ -1,0 +1,222 @@
+"""Megatron: save a distributed state dict, upload the weights to the Synchronizer, broadcast them.
+
+The engine exposes ``module``, ``get_per_tensor_param()`` and ``save_checkpoint()``: this project's
+MegatronEngine, or veRL's as it is. Every function is collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from logging import Logger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from trinity_events.errors import TrinityError
+from trinity_events.weights import Synchronizer
+
+from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
+from ..engines.base import TrainEngine, per_tensor_params
+from ..engines.files import sync_tree
+from .upload import publish_stream
+
+if TYPE_CHECKING:
+    from trinity_events import CheckpointCoordinator
+
+SAVE_NAME = "model_state_dict"
+
+
+class NoCheckpointManager(TrinityError):
+    """The engine cannot save: it has nothing that says what a checkpoint consists of."""
+
+
+def megatron_save_state_dict(
+    engine: Any,
+    local_path: str,
+    global_step: int,
+    coordinator: CheckpointCoordinator,
+    logger: Logger,
+) -> None:
+    """Save the model alone, without optimizer and extra state, for weight sync.
+
+    Synchronous, for the save has barriers. All ranks write one folder, so it is one save: rank 0
+    tells the log of it, and the trainer registers one. It is finished when all of it is on disk.
+
+    Args:
+        engine: The engine; its checkpoint manager's contents are put back even after an error.
+        local_path: Folder to save to.
+        global_step: The training step.
+        coordinator: Tells the log of the save.
+        logger: Says where it saves to.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        NoCheckpointManager: when the engine was made for the forward pass alone.
+    """
+    save_contents(
+        engine,
+        ["model"],
+        Path(local_path),
+        global_step,
+        coordinator,
+        logger,
+        name=SAVE_NAME,
+        is_state_dict=True,
+    )
+
+
+def save_contents(
+    engine: Any,
+    contents: Sequence[str],
+    folder: Path,
+    global_step: int,
+    coordinator: CheckpointCoordinator,
+    logger: Logger,
+    *,
+    name: str,
+    is_state_dict: bool,
+) -> None:
+    """Save these contents of the engine's checkpoint, as one save. Collective; raises on all."""
+    saving = saved = False
+
+    def save() -> None:
+        nonlocal saving, saved
+        raise_together(None)  # whether rank 0 could tell the log that it begins
+        saving = True
+        try:
+            with _only(engine, contents):
+                engine.save_checkpoint(str(folder), global_step=global_step)
+        except RuntimeError as caught:  # the process group's: the engine's own are none
+            raise CollectiveBroken(
+                f"step {global_step} could not be saved, because a rank died or was too slow: "
+                f"{caught}"
+            ) from caught
+        with together():
+            if dist.get_rank() == 0:
+                sync_tree(folder)
+        saved = True
+
+    def through_the_log() -> None:
+        coordinator.save_sync(save, global_step, is_state_dict, name=name, path=folder)
+
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        logger.info("step %d: saves %s to %s", global_step, ", ".join(contents), folder)
+    try:
+        if dist.get_rank() == 0:
+            through_the_log()
+        else:
+            save()
+    except PeerFailed:
+        raise
+    except CollectiveBroken as broken:
+        if dist.get_rank() != 0:
+            _tell(broken, global_step, coordinator, name, is_state_dict, logger)
+        raise
+    except Exception as caught:
+        if saving and not saved:  # the ranks have agreed on it
+            raise
+        error = caught
+    raise_together(error)
+
+
+def megatron_upload_state_dict(
+    engine: TrainEngine, synchronizer: Synchronizer, global_step: int, logger: Logger
+) -> None:
+    """Publish the full weights as the version of ``global_step``, streamed from rank 0.
+
+    Tensor by tensor: no rank ever holds the whole model. When rank 0 fails, all ranks finish the
+    gathers, then all raise; the version is never seen.
+
+    Args:
+        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks.
+        synchronizer: Where to; on rank 0 it publishes the events too.
+        global_step: The training step, which names the version.
+        logger: Says what was published.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        CollectiveBroken: when a rank died, or was too slow.
+    """
+    publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
+
+
+def megatron_sync_weight_nccl(
+    engine: TrainEngine, model_update_group: dist.ProcessGroup | None
+) -> None:
+    """Broadcast the full weights, tensor by tensor, to the other ranks of a collective group.
+
+    Every rank of the trainer advances the gathers; rank 0, which is rank 0 of the group too,
+    broadcasts. The others of the group receive in the order of ``get_per_tensor_param()``.
+
+    Args:
+        engine: The engine.
+        model_update_group: The group with the explorers, on NCCL or Gloo; None on other ranks.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        CollectiveBroken: when a rank of the trainer died, or was too slow.
+    """
+    error: Exception | None = None
+    if dist.get_rank() == 0 and model_update_group is None:
+        error = ValueError("rank 0 broadcasts the weights: it needs the group that receives them")
+    try:
+        for _, tensor in per_tensor_params(engine):
+            if model_update_group is not None and error is None:
+                try:
+                    model_update_group.broadcast(tensor.detach().contiguous(), 0).wait()
+                except Exception as caught:
+                    error = caught  # the others are inside the gathers: go on with them
+    except Exception as caught:
+        raise CollectiveBroken(
+            f"the weights could not be gathered, because a rank died or was too slow: {caught}"
+        ) from caught
+    raise_together(error)
+
+
+@contextmanager
+def _only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
+    """Let the engine save these contents alone, and at once, in the block."""
+    # veRL's Megatron engine spells its manager so.
+    manager = getattr(engine, "checkpoint_manager", None) or getattr(
+        engine, "checkpoint_mananager", None
+    )
+    if manager is None:
+        raise NoCheckpointManager(
+            "the engine has no checkpoint manager: it was made for the forward pass alone"
+        )
+    before = manager.checkpoint_save_contents
+    config: Any = getattr(manager, "checkpoint_config", None)
+    background = bool(getattr(config, "async_save", False))
+    try:
+        manager.checkpoint_save_contents = list(contents)
+        if background:  # veRL's would return before anything is on disk
+            config.async_save = False
+        yield
+    finally:
+        manager.checkpoint_save_contents = before
+        if background:
+            config.async_save = True
+
+
+def _tell(
+    error: CollectiveBroken,
+    step: int,
+    coordinator: CheckpointCoordinator,
+    name: str,
+    is_state_dict: bool,
+    logger: Logger,
+) -> None:
+    """Tell the log of a save that broke: rank 0, whose it is, may be the one that died."""
+
+    def fail() -> None:
+        raise error
+
+    try:
+        coordinator.save_sync(fail, step, is_state_dict, name=f"{name}_{dist.get_rank()}")
+    except CollectiveBroken:
+        pass
+    except Exception:
+        logger.exception("step %d: the failure of the save could not be published", step)

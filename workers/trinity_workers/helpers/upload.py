@@ -1,0 +1,105 @@
+"""What every engine's upload shares: rank 0 publishes while all ranks gather."""
+
+from __future__ import annotations
+
+import time
+from logging import Logger
+
+import torch.distributed as dist
+
+from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
+
+from ..collectives import CollectiveBroken, raise_together
+from ..engines.base import NamedTensors
+
+
+def publish_stream(
+    tensors: NamedTensors, synchronizer: Synchronizer, global_step: int, logger: Logger
+) -> None:
+    """Publish full tensors as the version of ``global_step``, streamed from rank 0. Collective.
+
+    When rank 0 fails, all ranks finish the gathers, then all raise; the version is never seen.
+    When the gathers themselves fail, because a rank died, every other tells the log.
+
+    Args:
+        tensors: Gathered on all ranks as they are asked for.
+        synchronizer: Where to; on rank 0 it publishes the events too.
+        global_step: The training step, which names the version.
+        logger: Says what was published.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        CollectiveBroken: when a rank died, or was too slow.
+    """
+    began = time.monotonic()
+    writer: PartWriter | None = None
+    report: PublishedPartReport | None = None
+    error: Exception | None = None
+    if _rank() == 0:
+        try:
+            synchronizer.open_version(global_step, ranks=(0,))
+            writer = synchronizer.part_writer(global_step, 0)
+        except Exception as caught:
+            error = caught
+    try:
+        error = _drain(tensors, writer, error)
+    except Exception as caught:
+        broken = CollectiveBroken(
+            f"the weights of step {global_step} could not be gathered, because a rank died or was "
+            f"too slow: {caught}"
+        )
+        _give_up(synchronizer, writer, global_step, broken, logger)
+        raise broken from caught
+    if writer is not None and error is None:
+        try:
+            report = writer.seal()
+            synchronizer.part_published(global_step, 0, report, time.monotonic() - began)
+        except Exception as caught:
+            error = caught
+    try:
+        raise_together(error)
+    except CollectiveBroken as caught:
+        if _rank() != 0:  # which may have died before it could publish
+            error = caught
+        raise
+    finally:  # the others first: they hold the training loop, and a server may be slow to answer
+        if error is not None:
+            _give_up(synchronizer, writer, global_step, error, logger)
+    if report is not None:
+        logger.info("step %d: published %d bytes", global_step, report.bytes)
+
+
+def _drain(
+    tensors: NamedTensors, writer: PartWriter | None, error: Exception | None
+) -> Exception | None:
+    """Take part in every gather, and write as long as nothing went wrong; returns what did."""
+    for name, tensor in tensors:
+        if writer is not None and error is None:
+            try:
+                writer.add(name, tensor)
+            except Exception as caught:
+                error = caught  # the others are inside the gathers: go on with them
+    return error
+
+
+def _give_up(
+    synchronizer: Synchronizer,
+    writer: PartWriter | None,
+    step: int,
+    error: Exception,
+    logger: Logger,
+) -> None:
+    """Say so, and take back what was sent, each as far as its server still answers."""
+    try:
+        synchronizer.part_failed(step, _rank(), error)
+    except Exception:
+        logger.exception("step %d: the failure of the upload could not be published", step)
+    try:
+        if writer is not None:
+            writer.discard()
+    except Exception:
+        logger.exception("step %d: what was sent of the weights stays until it expires", step)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,152 @@
+"""One rank of a trainer on Megatron."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+from torch import Tensor
+
+from ..engines.megatron import MegatronEngine, OptimizerOptions, ParallelLayout, leave
+from ..helpers.megatron import (
+    megatron_save_state_dict,
+    megatron_upload_state_dict,
+    save_contents,
+)
+from ..learning.grpo import Batch, grpo_loss
+from .worker import TrainWorker
+
+logger = logging.getLogger(__name__)
+
+
+class DistRankInfo(Struct, frozen=True):
+    """Where one rank is in its parallel groups."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    cp_rank: int
+
+
+class DistGlobalInfo(Struct, frozen=True):
+    """How large the parallel groups are."""
+
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    cp_size: int
+
+
+class MegatronWorker:
+    """What every worker on Megatron can tell of itself, to whoever deals data out to it.
+
+    Both are asked once the rank has joined its layout.
+    """
+
+    def get_megatron_global_info(self) -> DistGlobalInfo:
+        """The sizes of tensor, data, pipeline and context parallel groups."""
+        from megatron.core import parallel_state as state
+
+        return DistGlobalInfo(
+            tp_size=state.get_tensor_model_parallel_world_size(),
+            dp_size=state.get_data_parallel_world_size(),
+            pp_size=state.get_pipeline_model_parallel_world_size(),
+            cp_size=state.get_context_parallel_world_size(),
+        )
+
+    def get_megatron_rank_info(self) -> DistRankInfo:
+        """This rank's place in each of them."""
+        from megatron.core import parallel_state as state
+
+        return DistRankInfo(
+            tp_rank=state.get_tensor_model_parallel_rank(),
+            dp_rank=state.get_data_parallel_rank(),
+            pp_rank=state.get_pipeline_model_parallel_rank(),
+            cp_rank=state.get_context_parallel_rank(),
+        )
+
+
+class MegatronTrainWorker(MegatronWorker, TrainWorker):
+    """A rank of the training loop; nothing but the engine is another one than FSDP's."""
+
+    def data_share(self) -> tuple[int, int]:
+        """The share of the replica that this rank is of: its ranks all get the same groups."""
+        return self.get_megatron_rank_info().dp_rank, self.get_megatron_global_info().dp_size
+
+    def save_state_dict(self, local_path: str, global_step: int) -> None:
+        """Save the model, before it returns."""
+        megatron_save_state_dict(self._engine, local_path, global_step, self._coordinator, logger)
+
+    def save_checkpoint(self, local_path: str, global_step: int) -> None:
+        """Save the model and the training state, before it returns."""
+        self.save_state_dict(local_path, global_step)
+        save_contents(
+            self._engine,
+            ["optimizer", "extra"],
+            Path(local_path),
+            global_step,
+            self._coordinator,
+            logger,
+            name="training_state",
+            is_state_dict=False,
+        )
+
+    def upload_state_dict(self, global_step: int) -> None:
+        """Publish the weights."""
+        megatron_upload_state_dict(self._engine, self._synchronizer, global_step, logger)
+
+    def shutdown(self) -> None:
+        """As FSDP's, and forget the layout."""
+        try:
+            super().shutdown()
+        finally:
+            leave()
+
+    def _make_engine(self) -> Any:
+        config = self._config
+        pipeline = config.pipeline_parallel
+        tensor = config.tensor_parallel or max(1, config.trainers // pipeline)
+        return MegatronEngine(
+            config.model_folder,
+            device=self._device,
+            layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
+            optimizer=OptimizerOptions(
+                learning_rate=config.learning_rate,
+                ramp_steps=config.ramp_steps,
+                gradient_norm=config.gradient_norm,
+            ),
+            seed=config.seed,
+        )
+
+    def _learn(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
+        from megatron.core import parallel_state as state
+
+        replicas = state.get_data_parallel_group()
+        tokens = torch.tensor(float(batch.token_count), device=self._device)
+        dist.all_reduce(tokens, group=replicas)
+        count = float(tokens)
+
+        def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, dict[str, float]]:
+            loss_sum, metrics = grpo_loss(logprobs, part, clip=self._config.clip)
+            metrics["loss_sum"] = float(loss_sum.detach())
+            # Megatron averages gradients over replicas; the loss is a mean over all their tokens.
+            return loss_sum * (replicas.size() / count), metrics
+
+        parts, norm = self._engine.train_batch(batch, loss, temperature=self._config.temperature)
+        sums = torch.tensor(
+            [
+                sum(one["loss_sum"] for one in parts),
+                sum(one["approx_kl"] * one["tokens"] for one in parts),
+                sum(one["clip_fraction"] * one["tokens"] for one in parts),
+            ],
+            dtype=torch.float32,  # where there are no parts, the sums are whole numbers
+            device=self._device,
+        )
+        dist.all_reduce(sums, group=replicas)
+        # The last stage alone has the loss, and the last rank is one of it.
+        dist.broadcast(sums, src=dist.get_world_size() - 1)
+        return sums, tokens, norm
