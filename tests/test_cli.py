@@ -17,7 +17,7 @@ from trinity_schemas import RunClosed, RunKeys
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
-    *("export", "import", "verify", "trainer", "explorer"),
+    *("export", "import", "verify", "trainer", "explorer", "convert"),
 )
 
 

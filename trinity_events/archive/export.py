@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
+import redis
 import redis.asyncio
 from msgspec import Struct
 
@@ -14,7 +17,7 @@ from trinity_schemas import ContractError, decode_envelope
 from ..core import MonitorState
 from ..core.standing import stands, subject
 from ..errors import TrinityError
-from ..history import read_all
+from ..history import PAGE
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
 from ..log.raw import FIELD
@@ -50,20 +53,31 @@ async def whole_stream(
     log: RedisEventLog, stream: Stream, archive: Archive | None
 ) -> AsyncIterator[Entry]:
     """Every entry of a stream: the archive first, then what is still on the server."""
-    after = ORIGIN
-    if archive is not None:
-        for entry in archive.read(stream):
-            after = entry.id
-            yield entry
-    # What is trimmed is in the archive, whose newest segments the server has too.
-    left = await log.first_left(stream)
-    if left is not None and position(after) < position(left):
-        raise ArchiveMissing(
-            f"{stream.value} of run {log.run_id} before {left} are no longer on the server: "
-            "they are in its checkpoint directory, so name that with --checkpoint-root"
-        )
-    async for entry in read_all(log, stream, after=after):
-        yield entry
+    after, end = ORIGIN, None
+    while True:
+        behind = after
+        if archive is not None:
+            for entry in archive.read(stream, after):
+                after = entry.id
+                yield entry
+        end = end or await log.last_id(stream)
+        while True:
+            found = await log.read(after, stream=stream, through=end, limit=PAGE)
+            left = await log.first_left(stream)
+            # What is trimmed is in the archive, whose newest segments the server has too. A
+            # reader that is slow may be overtaken: it goes on in the archive.
+            if left is not None and position(after) < position(left):
+                break
+            if not found:
+                return
+            for entry in found:
+                yield entry
+            after = found[-1].id
+        if after == behind:
+            raise ArchiveMissing(
+                f"{stream.value} of run {log.run_id} before {left} are no longer on the server: "
+                "they are in its checkpoint directory, so name that with --checkpoint-root"
+            )
 
 
 async def record_run(log: RedisEventLog, archive: Archive | None = None) -> Recording:
@@ -108,6 +122,19 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
             f"run {run_id} is on this server already and is left as it is: "
             "import into another server, or another TRINITY_HOME"
         )
+    try:
+        await _write(client, log, recording)
+        await add_run(client, run_id)
+    except BaseException:
+        # What is half there would keep the name taken, and be listed nowhere.
+        with anyio.CancelScope(shield=True), suppress(redis.RedisError, OSError):
+            keys = log.keys
+            written = (keys.events, keys.announcements, keys.dead, keys.current)
+            await client.delete(*written, keys.epoch, keys.position)
+        raise
+
+
+async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Recording) -> None:
     keys = log.keys
     server: Any = client
     for key, entries in (
@@ -122,7 +149,7 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
     async with server.pipeline(transaction=True) as pipe:
         for entry, reason in recording.dead:
             pipe.xadd(keys.dead, {"id": entry.id, "reason": reason, "e": entry.payload})
-        state = MonitorState(run_id=run_id, epoch=_last_epoch(recording))
+        state = MonitorState(run_id=log.run_id, epoch=_last_epoch(recording))
         for entry in recording.announcements:
             try:
                 envelope = decode_envelope(entry.payload)
@@ -134,7 +161,6 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
         pipe.set(keys.epoch, state.epoch)
         pipe.set(keys.position, recording.header.position)
         await pipe.execute()
-    await add_run(client, run_id)
 
 
 def _last_epoch(recording: Recording) -> int:

@@ -12,7 +12,7 @@ from trinity_schemas import encode
 
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
 from ..history import fold
-from ..log import position
+from ..log import ORIGIN, position
 from .export import Recording
 
 Severity = Literal["mismatch", "anomaly", "open"]
@@ -72,6 +72,14 @@ def verify(
                 plan = plan_files(monitor.state)
         if kept is not None and entry.id == kept.position and kept != monitor.state:
             findings.append(_mismatch(f"the snapshot at {entry.id} is not what the log folds to"))
+    end = recording.events[-1].id if recording.events else ORIGIN
+    if position(end) < reached:
+        findings.append(
+            _mismatch(
+                f"the log ends at {end}, before {recording.header.position}, to which it was "
+                "folded: the file was cut off, or the server lost its data"
+            )
+        )
     findings += _compare_announcements(announced, [e.payload for e in recording.announcements])
     if run_folder is not None:
         checked.append("iteration files")

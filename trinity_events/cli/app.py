@@ -55,6 +55,9 @@ def main() -> None:
             if isinstance(cause, TrinityError):
                 print(f"error: {cause}", file=sys.stderr)
                 sys.exit(1)
+            if isinstance(cause, redis.ResponseError):
+                print(f"error: the server refuses this: {cause}", file=sys.stderr)
+                sys.exit(1)
             if isinstance(cause, (redis.RedisError, RedisClusterException)):
                 print(f"error: the server went away: {cause}", file=sys.stderr)
                 sys.exit(1)

@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from typing import Annotated
 
 import anyio
+import redis
 import typer
 
+from ..errors import ServerUnreachable
 from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, connect_sync, trinity_home
@@ -17,7 +19,10 @@ from .reducer import GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
 
 def serve(
     port: Annotated[
-        int, typer.Option(help="Loopback port to listen on too; 0 for the socket alone.", min=0)
+        int,
+        typer.Option(
+            help="Loopback port to listen on too; 0 for the socket alone.", min=0, max=65_535
+        ),
     ] = 0,
     root: CheckpointRoot = None,
     step_deadline: StepDeadline = STEP_DEADLINE,
@@ -43,7 +48,13 @@ def serve(
         if port:
             with connect_sync(url) as client:
                 client.config_set("bind", "127.0.0.1")
-                client.config_set("port", port)
+                try:
+                    client.config_set("port", port)
+                except redis.ResponseError as error:
+                    raise ServerUnreachable(
+                        f"the embedded server cannot listen on port {port} ({error}): "
+                        "choose another with --port"
+                    ) from None
             shown = f"redis://127.0.0.1:{port}"
 
         def started() -> None:

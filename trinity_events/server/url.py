@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
+
+import redis
 
 from ..errors import InvalidUrl
 
 _CLUSTER = "+cluster"
 _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 _PORT = 6379
+_PASSWORD = re.compile(r"((?:^|&)(?:ssl_)?password=)[^&]*")
 
 
 class ServerUrl(NamedTuple):
@@ -43,6 +47,13 @@ def parse(url: str) -> ServerUrl:
             f"{shown!r} is not the URL of a Redis server: use redis://HOST:PORT, "
             "rediss://HOST:PORT, unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT"
         )
+    try:
+        redis.ConnectionPool.from_url(plain).make_connection()  # connects to nothing
+    except (TypeError, ValueError) as error:
+        raise InvalidUrl(
+            f"{redacted(url)} has an option that is unknown or wrong ({error}): "
+            "leave it out, or see the options of TLS in docs/security.md"
+        ) from None
     return ServerUrl(plain, cluster, more)
 
 
@@ -51,7 +62,9 @@ def redacted(url: str) -> str:
     parts = urlsplit(url)
     user, at, hosts = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
-    return urlunsplit(parts._replace(netloc=f"{name}:***@{hosts}")) if at and colon else url
+    if at and colon:
+        parts = parts._replace(netloc=f"{name}:***@{hosts}")
+    return urlunsplit(parts._replace(query=_PASSWORD.sub(r"\1***", parts.query)))
 
 
 def _address(node: str) -> tuple[str, int]:

@@ -59,11 +59,23 @@ class Subscription(Generic[E]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._iterator.aclose()  # type: ignore[attr-defined]
-        await self._exits.aclose()
+        try:
+            await self._iterator.aclose()  # type: ignore[attr-defined]
+        finally:
+            await self._exits.aclose()
 
-    def __aiter__(self) -> AsyncIterator[Delivered[E]]:
-        return self._iterator
+    def __aiter__(self) -> Subscription[E]:
+        return self
+
+    async def __anext__(self) -> Delivered[E]:
+        try:
+            return await anext(self._iterator)
+        except StopAsyncIteration:
+            # It goes on for ever, or raises; what is silent after that would be a loss unheard.
+            raise RuntimeError(
+                "this subscription has ended with the error that it raised: subscribe again, "
+                "from the last entry_id that you have"
+            ) from None
 
 
 def subscribe(

@@ -1,0 +1,101 @@
+"""What users get wrong, and what is cut off: one sentence each, and nothing passed over."""
+
+import socket
+
+import pytest
+import redis
+
+from tests.pipeline import publish_steps, reducer_task
+from trinity_events import StepReady, subscribe
+from trinity_events.archive import Archive, record_run, verify
+from trinity_events.archive.export import import_recording, whole_stream
+from trinity_events.errors import DeadlineExceeded
+from trinity_events.history import PAGE
+from trinity_events.log import Stream
+from trinity_events.server import EmbeddedServer, connect
+
+
+def is_a_sentence(said, status=1):
+    assert said.returncode == status, said.stderr
+    assert "Traceback" not in said.stderr
+    return said.stderr
+
+
+def test_a_port_that_another_has_is_named(cli, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = cli("serve", "--port", str(port), env={"TRINITY_HOME": str(tmp_path)})
+    assert f"cannot listen on port {port}" in is_a_sentence(said)
+
+
+@pytest.mark.parametrize("option", ["foo=bar", "db=x", "socket_timeout=soon"])
+def test_an_option_of_a_url_that_is_unknown_or_wrong_is_named(cli, option):
+    said = cli("runs", "--redis-url", f"redis://host?{option}")
+    assert "has an option that is unknown or wrong" in is_a_sentence(said)
+
+
+def test_a_password_among_the_options_is_not_shown(cli):
+    said = cli("runs", "--redis-url", "redis://127.0.0.1:1?password=open-sesame")
+    assert "open-sesame" not in is_a_sentence(said)
+
+
+async def test_a_subscription_that_has_raised_says_so_when_it_is_asked_again(redis_url, run_id):
+    async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=0.05) as events:
+        with pytest.raises(DeadlineExceeded):
+            await anext(events)
+        with pytest.raises(RuntimeError, match="subscribe again"):
+            await anext(events)
+
+
+async def test_a_reader_that_is_overtaken_by_the_trimming_goes_on_in_the_archive(
+    publisher, log, run_id, tmp_path
+):
+    await publish_steps(publisher, range(PAGE))  # three entries each
+    expected = [entry.id for entry in await log.read(limit=10 * PAGE)]
+    archive, read = Archive(tmp_path / run_id, run_id), []
+    async for entry in whole_stream(log, Stream.EVENTS, archive):
+        read.append(entry.id)
+        if len(read) == 10:
+            entries, after = await log.read(limit=2 * PAGE + 10), "0-0"
+            for first in range(0, len(entries), 300):
+                segment = entries[first : first + 300]
+                archive.add(Stream.EVENTS, segment, after)
+                after = segment[-1].id
+            await log.trim(Stream.EVENTS, entries[-300].id)
+    assert read == expected
+
+
+async def test_an_import_that_is_cut_off_leaves_the_name_free(
+    publisher, log, client, redis_url, run_id, tmp_path, monkeypatch
+):
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1])
+    recording = await record_run(log)
+    with EmbeddedServer(tmp_path).attached() as other:
+        async with connect(other) as elsewhere:
+            with monkeypatch.context() as broken:
+                broken.setattr("trinity_events.archive.export.add_run", _breaks)
+                with pytest.raises(redis.ConnectionError):
+                    await import_recording(elsewhere, recording)
+            await import_recording(elsewhere, recording)
+
+
+async def _breaks(*_):
+    raise redis.ConnectionError("cut off")
+
+
+async def test_a_recording_that_ends_before_its_position_is_not_sound(
+    publisher, log, redis_url, run_id
+):
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1, 2])
+        async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=20) as events:
+            async for event in events:
+                if event.step == 2:
+                    break
+    recording = await record_run(log)
+    assert verify(recording, None).sound
+    del recording.events[4:]
+    del recording.announcements[:]
+    findings = [one.what for one in verify(recording, None).findings]
+    assert any("the file was cut off" in one for one in findings)
