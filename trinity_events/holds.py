@@ -15,7 +15,7 @@ from trinity_schemas import check_run_id
 from .core import final_name
 from .errors import CheckpointHeld, InvalidRunId
 from .log import RedisEventLog, new_producer
-from .log.faults import FAULTS
+from .log.faults import FAULTS, passes
 from .server import connect, serving, trinity_home
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ async def _lost(log: RedisEventLog, step: int, who: str) -> bool:
             if not await log.hold(step, who, HOLD):
                 return True
             pause = _AGAIN
-        except FAULTS as error:
+        except Exception as error:
+            if not passes(error):
+                raise
             logger.warning("the checkpoint of step %d cannot be held on to: %s", step, error)
             pause = 1.0

@@ -63,11 +63,12 @@ class Heartbeat:
         passed: a server that is down holds no save up for longer.
         """
         with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+                thread.start()
+                self._thread = thread
             self._attempts += 1
             self._publishers.add(publisher)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-                self._thread.start()
             self._changed.wait_for(lambda: self._heard, FIRST_BEAT)
         try:
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from ..core.fold import STAGING
+from ..core.complete import STAGING
 
 
 def staged_path(run_folder: Path, epoch: int, step: int) -> Path:

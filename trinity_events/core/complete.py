@@ -6,6 +6,9 @@ from trinity_schemas import Kind, Slot
 
 from .state import KindState, SlotState, StepState
 
+STAGING = ".staging"
+"""Folder of a run's checkpoint directory in which saves are written until they are ready."""
+
 
 def is_complete(step: StepState, kind: Kind) -> bool:
     """Whether a kind of a step is proven complete (invariant 2)."""
@@ -17,7 +20,7 @@ def is_complete(step: StepState, kind: Kind) -> bool:
         return (
             state.committed_at is not None
             and version is not None
-            and bool(version.ranks)
+            and 0 < len(version.ranks) <= len(version.parts)
             and all(rank in version.parts for rank in version.ranks)
         )
     if kind == "state_dict":
@@ -51,7 +54,22 @@ def _all_saved(kind: KindState) -> bool:
     # is what keeps a step's cost linear in its saves.
     if kind.finished < unnamed + most_named:
         return False
-    return not most_named or _lacking(kind)[0] == 0
+    if most_named and _lacking(kind)[0]:
+        return False
+    # A step that is saved again is saved to another folder: one of them must hold all.
+    return len(_staged_folders(kind)) <= 1
+
+
+def _staged_folders(kind: KindState) -> set[str]:
+    found = {staged_in(slot.path) for slot in kind.slots.values() if slot.proof is not None}
+    return {folder for folder in found if folder is not None}
+
+
+def staged_in(path: str | None) -> str | None:
+    """The folder below :data:`STAGING` that a path lies in, if any."""
+    parts = path.split("/") if path else []
+    staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
+    return "/".join(parts[:2]) if staged else None
 
 
 def slot_key(slot: Slot) -> str:
@@ -110,7 +128,10 @@ def _missing_saves(state: KindState, now: int) -> list[str]:
         return ["a registration of how many saves to expect", *seen]
     lacking, expected, silent = _lacking(state)
     if not lacking:
-        return []
+        folders = sorted(_staged_folders(state))
+        return (
+            [f"one folder with all of its saves, not {', '.join(folders)}"] if folders[1:] else []
+        )
     unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
     return [f"{lacking} of {expected} saves: {'; '.join(seen + unseen) or 'no save is under way'}"]
 

@@ -45,7 +45,7 @@ from trinity_schemas import (
 )
 
 from . import admission
-from .complete import is_complete, missing, slot_key
+from .complete import is_complete, missing, slot_key, staged_in
 from .state import (
     Anomaly,
     Attempt,
@@ -264,6 +264,8 @@ class Monitor:
     def _save_requested(self, event: SaveRequested, envelope: Envelope) -> None:
         state = self.state
         if event.save_id in state.attempts:
+            if event.save_id not in state.turns:
+                self._end_unended(event.slot, envelope.producer)
             return
         slot = self._slot(event.slot)
         if slot is not None and slot.proof is None:
@@ -305,15 +307,18 @@ class Monitor:
             return
         _end(slot, event.save_id)
         slot.failed.pop(event.save_id, None)
-        if slot.proof is not None:
-            if slot.proof.save_id != event.save_id:
-                self._anomaly("late-attempt", f"{_slot(event.slot)} was finished before")
+        kind = self.state.steps[event.slot.step].kinds[event.slot.kind]
+        if slot.proof is None:
+            kind.finished += 1
+        elif slot.proof.save_id == event.save_id:
+            return
+        elif kind.outcome is not None or staged_in(event.path) == staged_in(slot.path):
+            self._anomaly("late-attempt", f"{_slot(event.slot)} was finished before")
             return
         slot.proof = SaveProof(
             slot=event.slot, save_id=event.save_id, bytes=event.bytes, digest=event.digest
         )
         slot.path = event.path
-        self.state.steps[event.slot.step].kinds[event.slot.kind].finished += 1
         self._settle(event.slot.step, event.slot.kind)
 
     def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
@@ -434,7 +439,7 @@ class Monitor:
     def _version_opened(self, event: VersionOpened, _: Envelope) -> None:
         version = self._version(event.step)
         if version is not None and not version.ranks:
-            version.ranks = event.ranks
+            version.ranks = tuple(dict.fromkeys(event.ranks))
             version.transport = event.transport
             self._settle(event.step, "weights")
 
@@ -699,20 +704,12 @@ def staged_folder(step: StepState, kind: Kind) -> str | None:
     own = _finished(state)
     if not own and state.with_state_dict:
         return staged_folder(step, "state_dict")
-    folders: set[str | None] = set()
-    for slot in own:
-        parts = slot.path.split("/") if slot.path else []
-        staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
-        folders.add("/".join(parts[:2]) if staged else None)
+    folders = {staged_in(slot.path) for slot in own}
     return folders.pop() if len(folders) == 1 else None
 
 
 def _finished(kind: KindState) -> list[SlotState]:
     return [slot for _, slot in sorted(kind.slots.items()) if slot.proof is not None]
-
-
-STAGING = ".staging"
-"""Folder of a run's checkpoint directory in which saves are written until they are ready."""
 
 
 def _end(slot: SlotState, save_id: str) -> None:

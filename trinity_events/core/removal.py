@@ -17,11 +17,13 @@ def removable(state: MonitorState, present: Collection[int], keep: int) -> list[
     """
     if keep == 0:
         return []
-    steps = {kind: pointer.at.step for kind, pointer in state.ready.items() if kind != "weights"}
+    pointers = {kind: one.at for kind, one in state.ready.items() if kind != "weights"}
+    # A pointer of an older epoch keeps its own, and lets nothing else go.
+    steps = {kind: at.step for kind, at in pointers.items() if at.epoch == state.epoch}
     newest = max(steps.values(), default=0)
     newest_checkpoint = steps.get("checkpoint", 0)
     whole = sorted(step for step in state.whole if step <= newest_checkpoint)
-    kept = {*whole[-keep:], *steps.values()}
+    kept = {*whole[-keep:], *(at.step for at in pointers.values())}
     checkpoints = set(whole)
     return sorted(
         step

@@ -137,6 +137,8 @@ async def _within(
                 return await step()
             except Exception as error:
                 if not passes(error):
+                    if fault is not None:  # what was asked before may have been done
+                        raise PublishError(f"{what}: {error}") from error
                     raise
                 fault = error
         left = give_up - time.monotonic()

@@ -161,10 +161,11 @@ class Publisher:
             return
         # Before it is put in: a process that is about to end can start no thread.
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._send, name=f"publish-{self.producer.role}", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
         if not self._outbox.put(payload):
             raise BufferFull(
                 f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "

@@ -71,7 +71,7 @@ class RedisGroups:
         found = await self._run("groups", keys=[self._key(stream)], args=[_FIRST_MEMBER])
         return [
             GroupInfo(
-                name=name.decode(),
+                name=name.decode(errors="backslashreplace"),
                 pending=pending,
                 last_delivered=last.decode(),
                 oldest_pending=oldest.decode() or None,

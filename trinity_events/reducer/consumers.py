@@ -50,6 +50,7 @@ class Consumers:
                 idle=group.idle,
             ),
             live.state,
+            live.state.epoch,
         )
         if said is None:
             return False

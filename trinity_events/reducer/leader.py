@@ -57,13 +57,13 @@ class LeadersVoice:
         self._sequence = 0
         self._order = anyio.Lock()
 
-    async def say(self, event: Event, state: MonitorState) -> str | None:
-        """Append the event in the present epoch; its entry id, or None when another leads."""
+    async def say(self, event: Event, state: MonitorState, epoch: int) -> str | None:
+        """Append the event in the epoch that it is of: its entry id, or None if another leads."""
         async with self._order:
             self._sequence += 1
             envelope = Envelope(
                 run_id=state.run_id,
-                epoch=state.epoch,
+                epoch=epoch,
                 producer=self._producer,
                 sequence=self._sequence,
                 occurred_at=time.time(),

@@ -15,6 +15,7 @@ import anyio.to_thread
 from trinity_schemas import Envelope, SaveGranted, encode
 
 from ..core import Monitor, MonitorState, encode_state, plan_files
+from ..core.overdue import holders
 from ..core.standing import OF_AN_EPOCH, stands, subject
 from ..history import fold, load_monitor
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, Stream, position
@@ -168,7 +169,7 @@ class Reducer:
                 return False
             found = await self._wait(state)
             if not found and self._file_chore.rests:
-                if until_closed and state.closed is not None:
+                if until_closed and state.closed is not None and not holders(state):
                     return True
                 if position(await self._log.last_id()) < position(state.position):
                     return False  # the server has less than it had: what is left is loaded

@@ -9,7 +9,7 @@ import anyio
 import anyio.to_thread
 
 from ..core import MonitorState, plan_files
-from ..core.fold import STAGING
+from ..core.complete import STAGING
 from ..core.removal import removable
 from ..log import EventLog
 from .live import Live

@@ -81,9 +81,9 @@ class Timekeeper:
 
     async def _tell(self, events: Sequence[Event], live: Live) -> bool:
         """Say it, and wait until it is folded. False when another leads."""
-        last = ORIGIN
+        last, epoch = ORIGIN, live.state.epoch
         for event in events:
-            said = await self._voice.say(event, live.state)
+            said = await self._voice.say(event, live.state, epoch)
             if said is None:
                 return False
             last = said

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core import final_name
-from ..core.fold import STAGING
+from ..core.complete import STAGING
 from .checkpoints import MARKER, CheckpointFiles
 
 TRASH = ".trash"
