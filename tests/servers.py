@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import redis
@@ -16,20 +16,22 @@ from redis.retry import Retry
 from trinity_events.server import find_binary
 
 
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has now, no two of them the same."""
+    with ExitStack() as listening:
+        found = [
+            listening.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [int(one.getsockname()[1]) for one in found]
 
 
 class Server:
     """One server process; it can be killed and started again on the same data."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, ports: Sequence[int] = ()) -> None:
         self.folder = folder
-        self.port = free_port()
-        self.bus = free_port()
-        """On which it meets the others of its cluster."""
+        self.port, self.bus = ports or free_ports(2)
+        """The second is the one on which it meets the others of its cluster."""
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -83,7 +85,11 @@ class Server:
 @contextmanager
 def servers(folder: Path, count: int, *options: str) -> Iterator[list[Server]]:
     """Some servers, gone on leaving."""
-    started = [Server(folder / str(number), *options) for number in range(count)]
+    ports = free_ports(2 * count)  # at once: two that are asked for one by one may be the same
+    started = [
+        Server(folder / str(number), *options, ports=ports[2 * number : 2 * number + 2])
+        for number in range(count)
+    ]
     try:
         for one in started:
             one.start()

@@ -70,15 +70,25 @@ async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finish
 async def test_tail_follows(cli, finished_run, publisher):
     command = [sys.executable, "-m", "trinity_events", "tail", finished_run, "-n", "0", "-f"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        for _ in range(3):  # until it listens there is nothing to hear: say it again
+
+    async def say():
+        while True:  # until it listens there is nothing to hear
             await publisher.publish(committed(9, "state_dict"))
-            await anyio.sleep(1)
+            await anyio.sleep(0.2)
+
+    try:
+        with anyio.fail_after(40):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(say)
+                heard = await anyio.to_thread.run_sync(
+                    process.stdout.readline, abandon_on_cancel=True
+                )
+                tasks.cancel_scope.cancel()
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=10)
+        process.communicate(timeout=30)
     finally:
         process.kill()
-    assert "step-committed" in out
+    assert "step-committed" in heard
     assert process.returncode == 130
 
 

@@ -37,6 +37,8 @@ from trinity_events.weights.redis_store import RedisChunkStore
 from trinity_schemas import RunKeys, SaveStarted, encode
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):

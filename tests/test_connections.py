@@ -131,7 +131,7 @@ def test_the_proxy_refuses_and_heals(proxy):
 
 def test_the_proxy_swallows_what_it_is_sent_until_it_heals(proxy, sync_client, run_id):
     proxy.swallow()
-    threading.Timer(0.2, proxy.heal).start()
+    threading.Timer(2.0, proxy.heal).start()
     assert ask(proxy.url, "SET", run_id, "value") == b""
     assert sync_client.get(run_id) is None
 
@@ -300,8 +300,8 @@ async def test_through_an_outage_nothing_is_lost_or_told_twice_and_nobody_is_hel
         options |= {"start": "beginning", "redis_url": between.url, "claim_after": 0.5}
         async with subscribe(run_id, StepReady, **options) as events:
             async for event in events:
-                heard[who].append(event.step)
                 await event.ack()
+                heard[who].append(event.step)
 
     async def everything(count):
         with anyio.fail_after(LONG):

@@ -15,7 +15,7 @@ import torch.distributed.tensor  # to load sharded tensors
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(400)  # its own deadlines are shorter, and say what is missing
 
 STEPS = 12
 

@@ -12,6 +12,8 @@ from trinity_events.log import Stream
 from trinity_events.reducer import reduce
 from trinity_schemas import RunKeys, StepReady, decode_envelope
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 
 async def save_steps(publisher, steps):
     for step in steps:

@@ -53,6 +53,8 @@ from trinity_workers.learning.policy import create_policy, load_policy  # noqa: 
 from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 WORLD = 2
 NO_SERVER = "redis://127.0.0.1:1"
 logger = logging.getLogger(__name__)
@@ -314,7 +316,7 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
 ):
     began = time.monotonic()
     own, peers = await ranks.answers(upload_that_fails, 1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert isinstance(own, OSError)
     assert isinstance(peers, PeerFailed)
     assert str(peers) == "rank 0 failed: OSError: no room for the third tensor"

@@ -98,7 +98,10 @@ def test_it_goes_on_until_all_attempts_are_over(heart, teller):
         assert "resting" not in teller.log.said
 
 
-def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller):
+def test_it_goes_on_until_all_that_was_said_is_in_the_log(heart, teller, monkeypatch):
+    # Many beats in a long lease: that it is patient for a lease only, is of no matter here.
+    monkeypatch.setattr(heartbeat, "_BEATS_PER_LEASE", 1000)
+    heart._lease = PATIENCE
     with heart.beating(teller):
         teller.backlog = 1
     over = len(teller.log.said)
@@ -133,7 +136,8 @@ def test_the_rest_of_an_old_attempt_does_not_undo_the_beat_of_a_new_one(heart, t
     teller.log.until(lambda said: said[-1] == "resting")
     threading.Timer(0.02, teller.log.gate.set).start()
     with heart.beating(teller):
-        assert teller.log.said[-2:] == ["rest", "beat"]
+        said = list(teller.log.said)
+        assert set(said[said.index("rest") + 1 :]) == {"beat"}
 
 
 def test_an_attempt_after_a_rest_is_beaten_for_anew(heart, teller, patient):

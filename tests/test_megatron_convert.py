@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 
 def convert(rank, source, target, **keywords):
     from trinity_workers.convert import convert

@@ -43,6 +43,8 @@ from trinity_workers.helpers import (  # noqa: E402
     megatron_upload_state_dict,
 )
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)
 EXPERTS = ParallelLayout(expert=2)

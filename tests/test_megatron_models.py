@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 ONE = ParallelLayout()
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)

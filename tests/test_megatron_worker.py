@@ -21,6 +21,8 @@ from trinity_workers.trainer.megatron import (  # noqa: E402
 )
 from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 
 def infos(rank):
     worker = MegatronWorker()

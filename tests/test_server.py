@@ -191,7 +191,8 @@ def test_a_worker_without_a_server_is_told_so(impatient, url):
     assert "secret" not in str(caught.value)
 
 
-async def test_a_server_that_is_just_starting_is_waited_for(tmp_path):
+async def test_a_server_that_is_just_starting_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 20.0)
     server = Server(tmp_path)
     starting = threading.Timer(0.3, server.start)
     starting.start()

@@ -46,6 +46,8 @@ from trinity_schemas import (
     decode_envelope,
 )
 
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
 PATIENCE = 30
 STEP = 7
 
@@ -289,7 +291,7 @@ async def test_a_worker_that_is_killed_in_its_turn_is_failed_by_its_lease_and_th
     client, redis_url, log, run_id, worker
 ):
     await open_run(client, run_id, save_strategy="single_thread")
-    one, two = worker("single_thread", 3, lease=1.0), worker("single_thread", 4)
+    one, two = worker("single_thread", 3, lease=3.0), worker("single_thread", 4)
     async with reducer_task(redis_url, run_id):
         one.say("save a")
         await one.began("a")
@@ -300,7 +302,7 @@ async def test_a_worker_that_is_killed_in_its_turn_is_failed_by_its_lease_and_th
         [failure, *_] = await until_announced(log, StepFailed)
         assert failure.step == STEP
         assert failure.reason.startswith("a of actor-3")
-        assert "nothing was heard of actor-3 on here for 1 s" in failure.reason
+        assert "nothing was heard of actor-3 on here for 3 s" in failure.reason
         two.say("end b")
         await two.finish()
 
