@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import redis
 
@@ -63,8 +63,9 @@ def redacted(url: str) -> str:
     user, at, hosts = parts.netloc.rpartition("@")
     name, colon, _ = user.partition(":")
     if at and colon:
-        parts = parts._replace(netloc=f"{name}:***@{hosts}")
-    return urlunsplit(parts._replace(query=_PASSWORD.sub(r"\1***", parts.query)))
+        url = url.replace(f"//{parts.netloc}", f"//{name}:***@{hosts}", 1)
+    before, mark, query = url.partition("?")
+    return before + mark + _PASSWORD.sub(r"\1***", query)
 
 
 def _address(node: str) -> tuple[str, int]:

@@ -298,7 +298,10 @@ def _interruptible(run: Callable[[T], Awaitable[R]], options: T) -> R:
         return anyio.run(run, options)
     except Interrupted as error:
         print(error, file=sys.stderr)
-        raise SystemExit(error.exit_status) from None
+        # All is closed. What Ray still has to tear down it may abort in, with a status of its own.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_status)
 
 
 def _require(*modules: str) -> None:
