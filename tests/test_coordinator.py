@@ -379,3 +379,12 @@ def test_a_process_is_known_by_its_host_its_number_and_its_start():
     command = "from trinity_events.coordinator import this_process as it; print(it().started)"
     shown = subprocess.run([sys.executable, "-c", command], capture_output=True, check=True)
     assert int(shown.stdout) > this_process().started
+
+
+def test_a_save_does_not_wait_for_ever_for_the_one_of_its_name_before(publisher, tmp_path):
+    coordinator, release = CheckpointCoordinator(publisher, turn_deadline=0.1), threading.Event()
+    coordinator.save_async("model", lambda: release.wait(20), 1)
+    with pytest.raises(DeadlineExceeded, match="for the save of this name before it: model"):
+        coordinator.save_async("model", lambda: None, 2)
+    release.set()
+    coordinator.wait_all(20)

@@ -21,7 +21,7 @@ from tests.histories import (
     slot,
     started,
 )
-from trinity_events.core import decode_state, encode_state, explain
+from trinity_events.core import decode_state, encode_state, explain, removable
 from trinity_events.core.fold import (
     _HANDLERS,
     KEPT_ATTEMPTS,
@@ -852,3 +852,57 @@ def test_state_does_not_grow_with_the_run(events):
         publish_weights(history, step)
     monitor, _ = history.fold()
     assert len(encode_state(monitor.state)) < 40_000
+
+
+def rests(*, fails_first):
+    """A checkpoint that rests on a state dict of which one save fails, before or after it."""
+    history = History()
+    history.add(ThreadCountRegistered(step=1, registration=registration("state_dict", 1)))
+    if fails_first:
+        history.add(failed(1, "broken"), by="worker")
+    history.add(committed(1, "checkpoint", registration("checkpoint", 0)))
+    if not fails_first:
+        history.add(failed(1, "broken"), by="worker")
+    return history
+
+
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_a_checkpoint_fails_with_the_state_dict_that_it_rests_on(fails_first):
+    history = rests(fails_first=fails_first)
+    said = [(one.kind, one.reason) for one in history.fold()[1] if isinstance(one, StepFailed)]
+    assert sorted(kind for kind, _ in said) == ["checkpoint", "state_dict"]
+    assert len({reason for _, reason in said}) == 1
+    history.add(finished(1, "again"), by="worker")
+    ready = [one.kind for one in history.fold()[1] if isinstance(one, StepReady)]
+    assert ready == ["state_dict", "checkpoint"]
+
+
+def test_a_state_dict_without_a_commit_of_its_own_shares_its_checkpoints_deadline():
+    history = History()
+    history.add(ThreadCountRegistered(step=1, registration=registration("state_dict", 1)))
+    history.add(committed(1, "checkpoint", registration("checkpoint", 0)))
+    history.add(DeadlineReached(step=1, kind="checkpoint", seconds=5.0), by="reducer")
+    said = [one.kind for one in history.fold()[1] if isinstance(one, StepFailed)]
+    assert said == ["checkpoint", "state_dict"]
+
+
+def test_a_step_that_is_saved_again_is_ready_when_one_folder_holds_all_of_it():
+    history = History()
+    history.add(committed(1, "checkpoint", registration("checkpoint", 2)))
+    history.add(finished(1, "a0", ".staging/a/0", kind="checkpoint", rank=0), by="w", rank=0)
+    history.add(failed(1, "a1", kind="checkpoint", rank=1), by="w", rank=1)
+    history.add(finished(1, "b1", ".staging/b/1", kind="checkpoint", rank=1), by="w", rank=1)
+    state = history.fold()[0].state
+    assert "one folder with all of its saves, not .staging/a, .staging/b" in explain(state, 1)
+    history.add(finished(1, "b0", ".staging/b/0", kind="checkpoint", rank=0), by="w", rank=0)
+    [ready] = [one for one in history.fold()[1] if isinstance(one, StepReady)]
+    assert (ready.path, [one.save_id for one in ready.saves]) == (".staging/b", ["b0", "b1"])
+
+
+def test_opening_a_run_again_makes_no_checkpoint_removable():
+    history = History()
+    for step in (10, 20, 30, 40):
+        history.add(finished(step, f"s{step}", kind="checkpoint"), by="worker")
+        history.add(committed(step, "checkpoint", registration("checkpoint", 1)))
+    history.add(RunOpened(), epoch=2)
+    assert removable(history.fold()[0].state, [10, 20, 30, 40], 3) == []

@@ -9,6 +9,7 @@ from trinity_events.errors import PublishError, RunNotFound
 from trinity_events.log import (
     AsyncPublisher,
     RedisEventLog,
+    Stream,
     before,
     list_runs,
     new_producer,
@@ -73,3 +74,12 @@ def test_positions_order_by_number_not_by_text():
     assert position(before("10-0")) < position("10-0")
     with pytest.raises(ValueError, match="is not an entry id"):
         position("ten")
+
+
+async def test_a_group_that_others_created_is_not_idle_since_its_stream_began(client, log, run_id):
+    await open_run(client, run_id)
+    await client.xgroup_create(log.keys.events, b"theirs-\xff", id="0")
+    for _ in range(2):
+        [group] = await log.groups(Stream.EVENTS)
+        assert group.idle < 30
+        assert (group.name, group.members) == ("theirs-\\xff", 0)

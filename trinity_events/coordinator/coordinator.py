@@ -120,7 +120,7 @@ class CheckpointCoordinator:
 
         # Not a daemon: a process that ends waits for its saves to be whole.
         thread = threading.Thread(target=run, name=f"save-{name}-step-{global_step}")
-        self._under_way.enter(attempt, thread)
+        self._under_way.enter(attempt, thread, self._turn_deadline)
         try:
             thread.start()
         except BaseException:
@@ -143,7 +143,7 @@ class CheckpointCoordinator:
         saves: the others would wait for a turn that the first cannot end.
         """
         attempt = self._attempt(name, global_step, is_state_dict, path)
-        self._under_way.enter(attempt, threading.current_thread())
+        self._under_way.enter(attempt, threading.current_thread(), self._turn_deadline)
         try:
             untold = self._save(attempt, save_fn, path)
         finally:
@@ -168,8 +168,9 @@ class CheckpointCoordinator:
         if give_up is not None:
             left = max(0.0, min(left, give_up - time.monotonic()))
         try:
+            until = time.monotonic() + left
             self._publisher.flush(left)
-            self._heart.settle(left)
+            self._heart.settle(max(0.0, until - time.monotonic()))
         except PublishError as error:
             with self._lock:
                 self._untold.append(error)

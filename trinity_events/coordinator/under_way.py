@@ -23,13 +23,23 @@ class SavesUnderWay:
         self._saves: dict[str, _Save] = {}
         self._changed = threading.Condition()
 
-    def enter(self, attempt: SaveAttempt, thread: threading.Thread) -> None:
-        """Wait until no save of this name is under way, and be the one that is."""
-        name = attempt.slot.name
+    def enter(self, attempt: SaveAttempt, thread: threading.Thread, deadline: float) -> None:
+        """Wait until no save of this name is under way, and be the one that is.
+
+        Raises:
+            DeadlineExceeded: when the one before it is still under way after so many seconds.
+        """
+        name, give_up = attempt.slot.name, time.monotonic() + deadline
         with self._changed:
             while name in self._saves:
                 self._refuse_itself(self._saves[name], f"save {attempt.what}")
-                self._changed.wait()
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(
+                        f"{attempt.what} waited {deadline:g} s for the save of this name before "
+                        f"it: {_standing(self._saves[name])}"
+                    )
+                self._changed.wait(left)
             self._saves[name] = _Save(attempt, thread, time.monotonic())
 
     def leave(self, attempt: SaveAttempt) -> None:

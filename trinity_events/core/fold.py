@@ -355,6 +355,9 @@ class Monitor:
         reason = f"{event.kind} of step {event.step} was not complete {event.seconds:g} s "
         reason += f"after its commit: it lacks {lacks}"
         self._fail(event.step, event.kind, reason[:LONGEST_REASON])
+        if kind.with_state_dict and not step.kinds["state_dict"].settled:
+            # It has no commit of its own, and so no deadline: it shares its checkpoint's.
+            self._fail(event.step, "state_dict", reason[:LONGEST_REASON])
 
     def _fail(self, step: int, kind: Kind, reason: str) -> None:
         """Announce the failure, unless the kind is ready or was failed before."""
@@ -370,6 +373,9 @@ class Monitor:
                     reason=reason,
                 )
             )
+            checkpoint = self.state.steps[step].kinds.get("checkpoint")
+            if kind == "state_dict" and checkpoint is not None and checkpoint.with_state_dict:
+                self._fail(step, "checkpoint", reason)  # it rests on it
 
     def _committed(self, event: StepCommitted, _: Envelope) -> None:
         kind = self._kind(event.step, event.kind)
@@ -387,6 +393,8 @@ class Monitor:
                 kind.with_state_dict = state_dict is not None and (
                     state_dict.compacted or bool(state_dict.registrations)
                 )
+                if kind.with_state_dict and state_dict is not None and state_dict.is_failed:
+                    self._fail(event.step, "checkpoint", state_dict.failure or "")
         # All registrations first: a commit of one kind may settle another.
         self._settle(event.step, event.kind)
         for registration in event.registrations:

@@ -70,6 +70,11 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
     """Of a compacted kind, the staged folder that all of them were written to."""
 
     @property
+    def is_failed(self) -> bool:
+        """Whether its failure was announced, and no retry has overcome it."""
+        return self.outcome is None and self.failure is not None
+
+    @property
     def settled(self) -> bool:
         """Whether nothing more will be announced of it, unless a retry succeeds."""
         return self.outcome is not None or self.failure is not None

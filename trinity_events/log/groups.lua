@@ -7,15 +7,17 @@ local function named(list)
   for i = 1, #list, 2 do fields[list[i]] = list[i + 1] end
   return fields
 end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local found = {}
 for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   local group = named(info)
   local name, last = group['name'], group['last-delivered-id']
-  -- One that was created without a member, not by us: since what it was last given.
-  local idle, members = now - tonumber(last:match('^%d+')), 0
-  for number, member in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], name)) do
+  local idle, members = 0, 0
+  local consumers = redis.call('XINFO', 'CONSUMERS', KEYS[1], name)
+  if #consumers == 0 then
+    -- Created by others: nothing says since when. It is given the member that ours begin with.
+    redis.call('XGROUP', 'CREATECONSUMER', KEYS[1], name, ARGV[1])
+  end
+  for number, member in ipairs(consumers) do
     local fields = named(member)
     if fields['name'] ~= ARGV[1] then members = members + 1 end
     if number == 1 or fields['idle'] < idle then idle = fields['idle'] end
