@@ -623,7 +623,8 @@ def test_a_deadline_fails_what_is_committed_and_lists_what_is_missing():
     history.add(started(5, "b", kind="checkpoint", rank=1))
     history.add(deadline(5, "checkpoint"), by="reducer")
     monitor, said = history.fold()
-    [failure] = of(said, StepFailed)
+    [failure, resting] = of(said, StepFailed)
+    assert (failure.kind, resting.kind) == ("checkpoint", "state_dict")
     assert failure.kind == "checkpoint"
     assert failure.reason == (
         "checkpoint of step 5 was not complete 60 s after its commit: it lacks 1 of 2 saves: "
