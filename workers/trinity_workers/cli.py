@@ -40,6 +40,14 @@ class MissingExtra(TrinityError):
     """A part of the installation that the command needs is not there."""
 
 
+class Weights(StrEnum):
+    """How weights may travel, as options."""
+
+    AUTO = "auto"
+    SHM = "shm"
+    REDIS = "redis"
+
+
 class Strategy(StrEnum):
     """The save strategies of the contract, as options."""
 
@@ -59,6 +67,14 @@ SaveInterval = Annotated[
 ]
 SaveStrategyOption = Annotated[
     Strategy, typer.Option("--save-strategy", help="Which saves may run at once.")
+]
+WeightsOption = Annotated[
+    Weights,
+    typer.Option(
+        "--weights",
+        help="How weights travel: shared memory (every explorer on the trainer's host) or Redis; "
+        "auto takes shared memory where it is sure to do.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
@@ -81,6 +97,7 @@ def demo(
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
+    weights: WeightsOption = Weights.AUTO,
     seed: Seed = 0,
     run: Annotated[
         str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
@@ -115,6 +132,7 @@ def demo(
         settings=settings,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
+        transport=weights.value,
         checkpoint_root=folder,
     )
     _summarized(run_demo, options, as_json=as_json)
@@ -129,6 +147,7 @@ def trainer(
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
+    weights: WeightsOption = Weights.AUTO,
     seed: Seed = 0,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
@@ -162,6 +181,7 @@ def trainer(
         settings=settings,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
+        transport=weights.value,
         checkpoint_root=folder,
     )
     _summarized(run_trainer, options, as_json=as_json)
