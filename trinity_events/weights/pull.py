@@ -96,6 +96,11 @@ def _read_manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> Weigh
     except ContractError as error:
         raise CorruptVersion(f"the manifest of the {part} contradicts itself: {error}") from None
     named = PartRef(manifest.run_id, manifest.epoch, manifest.step, manifest.rank)
-    if named != part or manifest.nbytes != announced.bytes:
+    if named != part:
         raise CorruptVersion(f"the manifest of the {part} is of the {named}")
+    if manifest.nbytes != announced.bytes:
+        raise CorruptVersion(
+            f"the manifest of the {part} is of {manifest.nbytes} bytes, "
+            f"{announced.bytes} were announced"
+        )
     return manifest

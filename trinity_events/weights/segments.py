@@ -47,13 +47,20 @@ def users_folder(root: Path = SHARED_MEMORY) -> Path:
 
 def sweep(root: Path = SHARED_MEMORY) -> list[Path]:
     """Remove what dead processes of this user left; returns their folders."""
-    swept: list[Path] = []
-    with suppress(FileNotFoundError):
-        for folder in list(users_folder(root).iterdir()):
-            if _is_dead(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                swept.append(folder)
+    parent = users_folder(root)
+    swept = [folder for folder in parent.iterdir() if _is_dead(folder)] if owned(parent) else []
+    for folder in swept:
+        shutil.rmtree(folder, ignore_errors=True)
     return swept
+
+
+def owned(folder: Path) -> bool:
+    """Whether the folder is there, and nobody but this user can have put anything into it."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _is_dead(folder: Path) -> bool:
@@ -108,8 +115,7 @@ def _made(folder: Path) -> Path:
     """The user's folder, which nobody else may have made or may write to."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not owned(folder):
         raise SharedMemoryUnusable(
             f"{folder} is not this user's alone: remove it, or publish with --weights redis"
         )

@@ -20,7 +20,7 @@ from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
 from ..errors import CorruptVersion, SharedMemoryUnusable
 from .base import Check, PartRef
-from .segments import SHARED_MEMORY, Owner, Segment, locked, sweep, users_folder
+from .segments import SHARED_MEMORY, Owner, Segment, locked, owned, sweep, users_folder
 
 CHUNK_BYTES = 256 << 10
 """Small enough to be digested while it is still in the processor's cache."""
@@ -155,8 +155,9 @@ class SharedMemoryStore:
         )
 
     def _newest_first(self, name: str) -> list[Path]:
+        folder = users_folder(self._root)
         found: list[tuple[int, Path]] = []
-        for path in users_folder(self._root).glob(f"*/{name}"):
+        for path in folder.glob(f"*/{name}") if owned(folder) else ():
             with suppress(FileNotFoundError):
                 found.append((path.stat().st_ctime_ns, path))
         return [path for _, path in sorted(found, reverse=True)]
@@ -179,7 +180,9 @@ class SharedMemoryStore:
 
     def close(self) -> None:
         """Remove what is published here, and let go of what was read."""
-        self._sink = None
+        if self._sink is not None:
+            self._sink.discard()
+            self._sink = None
         segments = [*self._idle, *self._sealed.values()]
         self._idle, self._sealed = [], {}
         for segment in segments:
