@@ -248,8 +248,8 @@ def notes_of(size: Size, *, missing: bool) -> list[str]:
         + ".",
         f"The bare pipeline copies {BLOCK >> 20} MiB at a time into a mapped file while the other "
         "process copies the last ones out of it, in one flat piece each, and checks nothing.",
-        "All weights are published, announced and only then verified and installed, so about half the "
-        "speed of the bare pipeline is the most that two copies one after the other can reach.",
+        "All weights are published, announced and only then verified and installed, so about half "
+        "the speed of the bare pipeline is the most that two copies one after the other can reach.",
     ]
     if missing:
         notes.append("The original's path was left out: Ray is not installed (make setup).")
