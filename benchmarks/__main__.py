@@ -2,7 +2,8 @@
 
 Usage: python -m benchmarks [NAME ...] [--size tiny|small|full] [--keep]
 
-Without a name it runs them all. With --keep the figures go to docs/speed.md and docs/benchmarks.
+Without a name it runs them all. With --keep the figures go to docs/speed.md, those of
+the weights to docs/performance.md, and to docs/benchmarks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import time
 from types import ModuleType
 
-from . import control_plane, fold, growth, latency, replay
+from . import control_plane, fold, growth, latency, replay, weights
 from .measure import Noise, say
 from .report import Report, keep, machine, show
 from .stage import stage
@@ -23,6 +24,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "replay": replay,
     "control_plane": control_plane,
     "growth": growth,
+    "weights": weights,
 }
 SIZES = ("tiny", "small", "full")
 
@@ -51,11 +53,11 @@ def measure(name: str, size: str) -> Report:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Measure what the event plane costs."
+        prog="python -m benchmarks", description="Measure what the pipeline costs."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=" | ".join(BENCHMARKS))
     parser.add_argument("--size", choices=SIZES, default="full", help="how much to measure")
-    parser.add_argument("--keep", action="store_true", help="write the figures to docs/speed.md")
+    parser.add_argument("--keep", action="store_true", help="write the figures to docs")
     given = parser.parse_args()
     unknown = sorted(set(given.names) - set(BENCHMARKS))
     if unknown:
@@ -66,7 +68,7 @@ def main() -> None:
         report = measure(name, given.size)
         show(report)
         if given.keep:
-            keep(report)
+            keep(report, BENCHMARKS[name].PLACE)
 
 
 if __name__ == "__main__":

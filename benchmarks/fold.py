@@ -18,6 +18,7 @@ from trinity_events.log import Stream
 
 from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
 from .mix import MIX, training
+from .report import SPEED
 from .stage import (
     START_DEADLINE,
     Filled,
@@ -31,6 +32,7 @@ from .stage import (
 )
 
 TITLE = "events a second, folded by the reducer in its own process"
+PLACE = SPEED
 RUN = "bench-fold"
 FILLED = "bench:events"
 FOR_FASTSTREAM = "bench:faststream"

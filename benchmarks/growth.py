@@ -14,9 +14,11 @@ from trinity_schemas import RunKeys
 from .measure import Asked, Findings, Noise, Row, say
 from .mix import MIX, length, training
 from .replay import megabytes
+from .report import SPEED
 from .stage import START_DEADLINE, Filled, Filler, Stage, reducer, rest, wait_for_position
 
 TITLE = "memory of the reducer and of the server, by steps of the run"
+PLACE = SPEED
 RUN = "bench-growth"
 AHEAD = 20_000
 """Entries that may wait to be folded: a backlog is not what is measured."""

@@ -20,9 +20,11 @@ from trinity_schemas import Registration, SaveFinished, SaveStarted, Slot, StepC
 
 from .measure import Asked, Findings, Noise, Row, median, percentile, ratio, say, spread
 from .original import POLL_EVERY, delays
+from .report import SPEED
 from .stage import START_DEADLINE, Stage, process, reducer
 
 TITLE = "from a publish to step-ready at a waiting consumer"
+PLACE = SPEED
 RUN = "bench-latency"
 IN, OUT = "bench:in", "bench:out"
 PAYLOAD = b"\x00" * 360

@@ -1,7 +1,8 @@
-"""A small model of the design that this project replaces, as far as its speed goes.
+"""Small models of the design that this project replaces, as far as its speed goes.
 
 Trinity-RFT tells a monitor of each save by a call to a Ray actor; the monitor counts, and writes
 a file once a step's count is zero; whoever waits for the step reads that file once a second.
+Weights are sent to a Ray actor as a whole, and fetched from it tensor by tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from .weights_peer import Model
+
+LAST = "layer0"
+"""The last tensor that is sent."""
 
 POLL_EVERY = 1.0
 """Seconds, as in the original."""
@@ -77,6 +86,20 @@ class FilePoller:
                     self._changed.notify_all()
 
 
+def start_ray(object_store: int) -> None:
+    """A Ray of our own, without what it shows."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=object_store,
+    )
+
+
 def delays(folder: Path, samples: int) -> tuple[list[float], list[float]]:
     """Seconds from a save's end until it is seen, and of the call to the actor alone.
 
@@ -87,14 +110,7 @@ def delays(folder: Path, samples: int) -> tuple[list[float], list[float]]:
     file = folder / "latest_iteration.txt"
     seen: list[float] = []
     calls: list[float] = []
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=80 << 20,
-    )
+    start_ray(object_store=80 << 20)
     try:
         monitor: Any = ray.remote(CountingMonitor).remote(str(file))
         with FilePoller(file) as poller:
@@ -108,3 +124,77 @@ def delays(folder: Path, samples: int) -> tuple[list[float], list[float]]:
     finally:
         ray.shutdown()
     return seen, calls
+
+
+class WeightKeeper:
+    """Keeps the newest state dict."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, torch.Tensor] = {}
+
+    def put(self, state: dict[str, torch.Tensor]) -> None:
+        """Take a version."""
+        self._state = state
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor of it."""
+        return self._state[name]
+
+
+class WeightTaker:
+    """Has a model, and fetches each of its tensors from the keeper."""
+
+    def __init__(self, model: Model, keeper: Any) -> None:
+        self._parameters = model.parameters()
+        self._keeper = keeper
+
+    def pull(self) -> float:
+        """Take the version; returns a number of the last tensor, to see that it is there."""
+        import ray
+
+        for name, parameter in self._parameters.items():
+            parameter.copy_(ray.get(self._keeper.get.remote(name)))
+        return float(self._parameters[LAST][-1])
+
+
+class WeightsThroughRay:
+    """The way of a version from this process through one actor into another."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._synced = 0
+
+    def __enter__(self) -> WeightsThroughRay:
+        import ray
+
+        start_ray(object_store=4 * self._model.nbytes + (200 << 20))
+        self._source = self._model.parameters()
+        self._keeper: Any = ray.remote(WeightKeeper).options(num_cpus=0).remote()
+        taker: Any = ray.remote(WeightTaker).options(num_cpus=0)
+        self._taker = taker.remote(self._model, self._keeper)
+        self.sync()  # everyone is there, and has its memory
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def sync(self) -> float:
+        """Seconds that one version takes."""
+        import ray
+
+        self._synced += 1
+        self._source[LAST][-1] = self._synced
+        began = time.perf_counter()
+        ray.get(self._keeper.put.remote(self._source))
+        applied = ray.get(self._taker.pull.remote())
+        seconds = time.perf_counter() - began
+        if applied != self._synced:
+            raise RuntimeError(f"through Ray {applied} was applied, not {self._synced}")
+        return seconds

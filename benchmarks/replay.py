@@ -11,9 +11,11 @@ from trinity_schemas import RunKeys
 
 from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
 from .mix import MIX, training
+from .report import SPEED
 from .stage import Spent, Stage, answer_of, fill, list_run, spent_by
 
 TITLE = "seconds and memory of trinity-events replay"
+PLACE = SPEED
 CONSTANT = Asked("at most", 1.2)
 RUN, FILE, EXPORT, LOOP = "replay RUN", "replay FILE", "export RUN", "read and decode loop"
 

@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -18,12 +18,23 @@ from rich.table import Table
 from .measure import Asked, Row
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "speed.md"
-KEPT = ROOT / "docs" / "benchmarks"
 BEGIN = "<!-- figures: written by python -m benchmarks NAME --keep -->"
 END = "<!-- end of figures -->"
 _FIGURES = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 _COLUMNS = ("what", "figure", "beside", "its figure", "ratio", "asked", "spread")
+
+
+class Place(NamedTuple):
+    """Where figures are kept: the page that shows them, and a folder with each benchmark's."""
+
+    page: Path
+    folder: Path
+
+
+SPEED = Place(ROOT / "docs" / "speed.md", ROOT / "docs" / "benchmarks")
+"""Of the event plane."""
+PERFORMANCE = Place(ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmarks" / "weights")
+"""Of the weight plane."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -82,11 +93,12 @@ def show(report: Report) -> None:
     console.print(f"- {_conditions(report)}", markup=False)
 
 
-def keep(report: Report, page: Path = PAGE, folder: Path = KEPT) -> None:
+def keep(report: Report, place: Place) -> None:
     """Write the figures, beside those of the other benchmarks that were kept, into the page.
 
     Raises PageBroken when the page has no place for them.
     """
+    page, folder = place
     text = page.read_text()
     if not _FIGURES.search(text):
         raise PageBroken(f"{page} lacks the markers {BEGIN} and {END}: put them back")
@@ -97,7 +109,7 @@ def keep(report: Report, page: Path = PAGE, folder: Path = KEPT) -> None:
     page.write_text(_FIGURES.sub(lambda _: f"{BEGIN}\n\n{figures}\n\n{END}", text))
 
 
-def kept(folder: Path = KEPT) -> list[Report]:
+def kept(folder: Path) -> list[Report]:
     """Every report that was kept."""
     return [
         msgspec.json.decode(path.read_bytes(), type=Report)

@@ -145,11 +145,14 @@ def test_what_ranks_and_explorers_do_is_allowed_to_them(clean):
         assert not log.granted("save", 0.01)
         part = PartRef(RUN, 1, 1, 0)
         store = RedisChunkStore(rank)
-        store.put_chunk(part, 0, b"chunk")
-        store.put_manifest(part, b"manifest")
-        assert list(RedisChunkStore(explorer).get_chunks(part, 1)) == [b"chunk"]
-        assert RedisChunkStore(explorer).get_manifest(part) == b"manifest"
-        store.delete(part, 1)
+        sink = store.begin(part, chunk_bytes=5)
+        sink.room()[:] = b"chunk"
+        sink.put(5)
+        sink.seal(b"manifest")
+        source = RedisChunkStore(explorer).open(part)
+        assert source.manifest == b"manifest"
+        assert source.read([5], lambda *_: None) == b"chunk"
+        sink.discard()
 
 
 async def test_the_reducer_may_put_a_recorded_run_on_the_server(clean):
@@ -250,7 +253,7 @@ def test_only_the_trainer_writes_weights(server, user):
         open_client(url_of(server, user)) as client,
         pytest.raises(redis.exceptions.NoPermissionError),
     ):
-        RedisChunkStore(client).put_chunk(PartRef(RUN, 1, 1, 0), 0, b"forged")
+        RedisChunkStore(client).begin(PartRef(RUN, 1, 1, 0)).seal(b"forged")
 
 
 # --- how it is said --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from benchmarks.__main__ import SIZES as SIZE_NAMES
 from benchmarks.measure import Asked, Noise, Row, percentile, ratio, spread, taking_turns
 from benchmarks.mix import length, training
 from benchmarks.original import CountingMonitor, FilePoller
-from benchmarks.report import BEGIN, END, Machine, PageBroken, Report, keep
+from benchmarks.report import BEGIN, END, Machine, PageBroken, Place, Report, keep
 from benchmarks.stage import HERE, Filled
 from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import decode_envelope
@@ -136,9 +136,9 @@ def report(name: str = "fold", ratio: float = 0.5) -> Report:
 def test_what_is_kept_is_on_the_page_between_its_markers_and_in_a_file(tmp_path):
     page, folder = tmp_path / "speed.md", tmp_path / "figures"
     page.write_text(f"before\n{BEGIN}\nstale figures\n{END}\nafter\n")
-    keep(report("growth"), page, folder)
-    keep(report("fold"), page, folder)
-    keep(report("fold", ratio=0.7), page, folder)
+    keep(report("growth"), Place(page, folder))
+    keep(report("fold"), Place(page, folder))
+    keep(report("fold", ratio=0.7), Place(page, folder))
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "stale" not in text
     assert text.index("### fold: a title") < text.index("### growth: a title")
@@ -153,5 +153,5 @@ def test_a_page_without_the_markers_is_left_alone(tmp_path):
     page = tmp_path / "speed.md"
     page.write_text("nothing to replace\n")
     with pytest.raises(PageBroken, match="lacks the markers"):
-        keep(report(), page, tmp_path / "figures")
+        keep(report(), Place(page, tmp_path / "figures"))
     assert not (tmp_path / "figures").exists()

@@ -7,6 +7,7 @@ from functools import partial
 
 import anyio
 import pytest
+import torch
 
 from tests.histories import History, committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task
@@ -32,8 +33,7 @@ from trinity_events.log import (
 )
 from trinity_events.reducer import reduce_all
 from trinity_events.server import connect, connect_sync, open_client
-from trinity_events.weights import PartRef
-from trinity_events.weights.redis_store import RedisChunkStore
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
 from trinity_schemas import RunKeys, SaveStarted, encode
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
@@ -216,18 +216,19 @@ async def test_experiences_and_weights_live_on_a_cluster(nodes, url, run_id):
         store = RedisChunkStore(sync_client)
         parts = [PartRef(run_id, 1, 1, rank) for rank in range(8)]
         for part in parts:
-            store.put_chunk(part, 0, b"chunk")
-            store.put_chunk(part, 1, b"chunk")
-            store.put_manifest(part, b"manifest")
+            writer = PartWriter(store, part, chunk_bytes=4)
+            writer.add("a", torch.arange(6, dtype=torch.uint8))
+            writer.seal()
         at = {
             sync_client.get_node_from_key(f"trinity-weights:{{{run_id}.1.1.{rank}}}").port
             for rank in range(8)
         }
         assert len(at) > 1
         for part in parts:
-            assert list(store.get_chunks(part, 2)) == [b"chunk", b"chunk"]
-            store.delete(part, 2)
-            assert store.get_manifest(part) is None
+            source = store.open(part)
+            assert source.read([4, 2], lambda *_: None) == bytes(range(6))
+            store.delete(part)
+            assert store.open(part) is None
 
 
 async def test_checked_clients_of_both_kinds_know_a_cluster(nodes, url):

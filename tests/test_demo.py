@@ -13,7 +13,9 @@ import torch
 import torch.distributed.tensor  # to load sharded tensors
 
 from trinity_events.server import connect_sync
+from trinity_events.weights.segments import users_folder
 from trinity_schemas import RunKeys
+from trinity_workers.launch.transport import chosen_transport
 
 pytestmark = pytest.mark.timeout(400)  # its own deadlines are shorter, and say what is missing
 
@@ -75,6 +77,17 @@ def test_every_version_was_applied_or_superseded_before_it_was_pulled(finished):
     assert log["versions_unaccounted"] == 0
     assert log["versions_applied"] + log["versions_superseded_unpulled"] == STEPS + 1
     assert log["failures"] == 0
+
+
+def test_weights_went_by_the_best_transport_and_the_summary_and_the_log_say_so(finished, cli):
+    run_id, summary = finished
+    best = chosen_transport("auto", explorers_here=True)
+    lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
+    events = [line["event"] for line in lines]
+    told = [one for one in events if one["type"] == "version-opened"]
+    told += [one for one in events if one["type"] == "step-ready" and one["kind"] == "weights"]
+    assert {one["transport"] for one in told} == {summary["transport"]} == {best}
+    assert not list(users_folder().glob(f"*/{run_id}~*")), "nothing is left in shared memory"
 
 
 def test_the_reducer_was_killed_and_no_step_was_lost_or_announced_twice(finished, cli):

@@ -79,6 +79,10 @@ class VersionUnavailable(TrinityError):
     """The weight version asked for is not there, or no longer there."""
 
 
+class SharedMemoryUnusable(TrinityError):
+    """Weights cannot be published through this host's shared memory."""
+
+
 class CorruptVersion(TrinityError):
     """What was read of a weight version is not what was published."""
 

@@ -1,20 +1,25 @@
 """Weight versions: published as verified chunks, pulled whole or not at all. Imports torch."""
 
-from .base import ChunkStore, PartRef
+from .base import ChunkStore, PartRef, PartSink, PartSource
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
 from .redis_store import RedisChunkStore
-from .synchronizer import Synchronizer
+from .shared_memory import SharedMemoryStore
+from .synchronizer import Synchronizer, TransportName
 
 __all__ = [
     "ChunkStore",
     "PartRef",
+    "PartSink",
+    "PartSource",
     "PartWriter",
     "PublishedPartReport",
     "PulledVersion",
     "RedisChunkStore",
+    "SharedMemoryStore",
     "Synchronizer",
+    "TransportName",
     "check_fit",
     "install",
     "pull_version",

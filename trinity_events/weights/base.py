@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
-
-from typing_extensions import Buffer
 
 
 class PartRef(NamedTuple):
@@ -23,31 +21,69 @@ class PartRef(NamedTuple):
         )
 
 
-class ChunkStore(Protocol):
-    """Keeps chunks and manifests. Verifies nothing: whoever reads does."""
+Check = Callable[[int, memoryview | None], None]
+"""Is given each chunk's index and bytes, None when it is gone; raises when it will not do."""
 
-    name: str
 
-    def put_chunk(self, part: PartRef, index: int, data: Buffer) -> None:
-        """Keep one chunk."""
+class PartSink(Protocol):
+    """Takes one part, chunk by chunk. Nobody can read it before it is sealed."""
+
+    def room(self) -> memoryview:
+        """Where the next chunk is to be written; its length is the largest that a chunk may be."""
         ...
 
-    def put_manifest(self, part: PartRef, manifest: bytes) -> None:
+    def put(self, nbytes: int) -> None:
+        """Keep the first ``nbytes`` of the room as the next chunk."""
+        ...
+
+    def seal(self, manifest: bytes) -> None:
         """Keep the manifest: from now on the part can be read."""
         ...
 
-    def get_manifest(self, part: PartRef) -> bytes | None:
-        """The manifest, or None when the part is not there."""
+    def discard(self) -> None:
+        """Take back what was put of a part that will not be sealed, or is not wanted any more."""
         ...
 
-    def get_chunks(self, part: PartRef, count: int) -> Iterator[Buffer | None]:
-        """Chunks 0 to ``count`` - 1 in order; None for one that is not there."""
-        ...
 
-    def delete(self, part: PartRef, chunks: int) -> None:
-        """Forget the part, its manifest first."""
+class PartSource(Protocol):
+    """One part, which stays as it is until it is closed, as far as the transport can see to it."""
+
+    manifest: bytes
+
+    def read(self, sizes: Sequence[int], check: Check) -> memoryview:
+        """All bytes of the part, in chunks of these sizes, each of which ``check`` has seen.
+
+        They may be the transport's own memory: they are for reading, and until :meth:`close`.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Let go of the part."""
+        ...
+
+
+class ChunkStore(Protocol):
+    """Keeps parts. Verifies nothing: whoever reads does."""
+
+    name: str
+    """What the log calls it."""
+
+    def begin(self, part: PartRef, chunk_bytes: int | None = None) -> PartSink:
+        """Begin a part, in chunks of this size or of the transport's own."""
+        ...
+
+    def open(self, part: PartRef) -> PartSource | None:
+        """The part, or None when it is not there."""
+        ...
+
+    def delete(self, part: PartRef) -> None:
+        """Forget the part. Those who have it open may read on."""
+        ...
+
+    def missing(self, part: PartRef) -> str:
+        """Why the part may not be there, in words."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections and memory."""
         ...

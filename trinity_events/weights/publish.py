@@ -13,8 +13,6 @@ from trinity_schemas import Chunk, TensorEntry, WeightManifest, encode
 from .base import ChunkStore, PartRef
 from .tensors import as_bytes, digest, dtype_name
 
-CHUNK_BYTES = 4 << 20
-
 
 class PublishedPartReport(Struct, frozen=True, kw_only=True):
     """What was published."""
@@ -26,15 +24,20 @@ class PublishedPartReport(Struct, frozen=True, kw_only=True):
 
 
 class PartWriter:
-    """Takes tensors one by one, lays them end to end and sends a chunk whenever one is full.
+    """Takes tensors one by one and lays them end to end, in the room that the transport gives.
 
-    Holds one chunk in memory, whatever the size of the model.
+    Each chunk is digested as soon as it is full.
+
+    Args:
+        store: Where the part goes.
+        part: Which part it is.
+        chunk_bytes: Largest size of a chunk; by default what is best for the transport.
     """
 
-    def __init__(self, store: ChunkStore, part: PartRef, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._store = store
+    def __init__(self, store: ChunkStore, part: PartRef, chunk_bytes: int | None = None) -> None:
         self._part = part
-        self._buffer = memoryview(bytearray(chunk_bytes))
+        self._sink = store.begin(part, chunk_bytes)
+        self._room: memoryview | None = None
         self._filled = 0
         self._offset = 0
         self._tensors: list[TensorEntry] = []
@@ -51,19 +54,21 @@ class PartWriter:
         data = as_bytes(tensor)
         self._tensors.append(entry)
         self._offset += len(data)
-        while len(data):
-            room = len(self._buffer) - self._filled
-            taken = data[:room]
-            self._buffer[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            data = data[room:]
-            if self._filled == len(self._buffer):
-                self._flush()
+        begin = 0
+        while begin < len(data):
+            if self._room is None:
+                self._room = self._sink.room()
+            end = min(len(data), begin + len(self._room) - self._filled)
+            filled = self._filled + end - begin
+            self._room[self._filled : filled] = data[begin:end]
+            self._filled, begin = filled, end
+            if filled == len(self._room):
+                self._put()
 
     def seal(self) -> PublishedPartReport:
-        """Send what is left and the manifest: from now on the part can be read."""
+        """Put what is left and the manifest: from now on the part can be read."""
         if self._filled:
-            self._flush()
+            self._put()
         manifest = encode(
             WeightManifest(
                 run_id=self._part.run_id,
@@ -74,7 +79,7 @@ class PartWriter:
                 chunks=tuple(self._chunks),
             )
         )
-        self._store.put_manifest(self._part, manifest)
+        self._sink.seal(manifest)
         return PublishedPartReport(
             manifest_digest=manifest_digest(manifest),
             bytes=self._offset,
@@ -83,14 +88,15 @@ class PartWriter:
         )
 
     def discard(self) -> None:
-        """Take back what was sent of a part that will not be sealed."""
-        self._store.delete(self._part, len(self._chunks))
+        """Take back what was put of a part that will not be sealed."""
+        self._sink.discard()
 
-    def _flush(self) -> None:
-        data = self._buffer[: self._filled]
-        self._store.put_chunk(self._part, len(self._chunks), data)
+    def _put(self) -> None:
+        assert self._room is not None
+        data = self._room[: self._filled]
         self._chunks.append(Chunk(nbytes=len(data), digest=digest(data)))
-        self._filled = 0
+        self._sink.put(len(data))
+        self._room, self._filled = None, 0
 
 
 def manifest_digest(manifest: Buffer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,13 @@ from trinity_schemas import (
 )
 
 from ..errors import CorruptVersion, VersionUnavailable
-from .base import ChunkStore, PartRef
+from .base import ChunkStore, PartRef, PartSource
 from .publish import manifest_digest
-from .tensors import as_tensor, digest
+from .tensors import as_buffer, as_tensor, digest
 
 
 class PulledVersion(NamedTuple):
-    """A version in this process's memory, whole and verified."""
+    """A version, whole and verified, for as long as it is held."""
 
     ref: StepRef
     digest: str
@@ -32,14 +33,18 @@ class PulledVersion(NamedTuple):
     """Each part's manifest and its bytes, uint8 [bytes]."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, views of the pulled bytes."""
+        """Names and tensors, views of the pulled bytes: they are for reading alone."""
         for manifest, buffer in self.parts:
             for entry in manifest.tensors:
                 yield entry.name, as_tensor(buffer, entry)
 
 
-def pull_version(store: ChunkStore, run_id: str, ready: StepReady) -> PulledVersion:
-    """Fetch the version that an announcement names.
+@contextmanager
+def pull_version(store: ChunkStore, run_id: str, ready: StepReady) -> Iterator[PulledVersion]:
+    """Hold the version that an announcement names.
+
+    Its tensors may lie in the transport's own memory, where they stay as they are until the block
+    ends: copy what is wanted for longer.
 
     Raises:
         VersionUnavailable: when it, or some of it, is no longer there.
@@ -47,47 +52,43 @@ def pull_version(store: ChunkStore, run_id: str, ready: StepReady) -> PulledVers
     """
     if ready.kind != "weights" or ready.version_digest is None:
         raise ValueError(f"step-ready of kind {ready.kind} announces no weight version")
-    parts = tuple(
-        _pull_part(store, PartRef(run_id, ready.epoch, ready.step, part.rank), part)
-        for part in ready.parts
-    )
-    return PulledVersion(
-        ref=StepRef(ready.epoch, ready.step),
-        digest=ready.version_digest,
-        bytes=sum(manifest.nbytes for manifest, _ in parts),
-        parts=parts,
-    )
+    with ExitStack() as held:
+        parts: list[tuple[WeightManifest, torch.Tensor]] = []
+        for announced in ready.parts:
+            part = PartRef(run_id, ready.epoch, ready.step, announced.rank)
+            source = store.open(part)
+            if source is None:
+                raise VersionUnavailable(f"the {part} are not there: {store.missing(part)}")
+            held.enter_context(closing(source))
+            parts.append(_read_part(source, part, announced))
+        yield PulledVersion(
+            ref=StepRef(ready.epoch, ready.step),
+            digest=ready.version_digest,
+            bytes=sum(manifest.nbytes for manifest, _ in parts),
+            parts=tuple(parts),
+        )
 
 
-def _pull_part(
-    store: ChunkStore, part: PartRef, announced: PublishedPart
+def _read_part(
+    source: PartSource, part: PartRef, announced: PublishedPart
 ) -> tuple[WeightManifest, torch.Tensor]:
-    manifest = _read_manifest(store, part, announced)
-    # Sized by a manifest whose digest the log vouches for, and whose sums were checked.
-    buffer = torch.empty(manifest.nbytes, dtype=torch.uint8)
-    view = buffer.numpy().data if manifest.nbytes else memoryview(bytearray())
-    offset = 0
-    chunks = store.get_chunks(part, len(manifest.chunks))
-    for index, (chunk, data) in enumerate(zip(manifest.chunks, chunks, strict=True)):
+    manifest = _read_manifest(source.manifest, part, announced)
+
+    def check(index: int, data: memoryview | None) -> None:
         if data is None:
             raise VersionUnavailable(f"chunk {index} of the {part} is no longer there")
-        with memoryview(data) as received:
-            if len(received) != chunk.nbytes or digest(received) != chunk.digest:
-                raise CorruptVersion(
-                    f"chunk {index} of the {part} is not what was published: "
-                    "the version is not used"
-                )
-            view[offset : offset + chunk.nbytes] = received
-        offset += chunk.nbytes
-    return manifest, buffer
+        chunk = manifest.chunks[index]
+        if len(data) != chunk.nbytes or digest(data) != chunk.digest:
+            raise CorruptVersion(
+                f"chunk {index} of the {part} is not what was published: the version is not used"
+            )
+
+    # Sized by a manifest whose digest the log vouches for, and whose sums were checked.
+    data = source.read([chunk.nbytes for chunk in manifest.chunks], check)
+    return manifest, as_buffer(data)
 
 
-def _read_manifest(store: ChunkStore, part: PartRef, announced: PublishedPart) -> WeightManifest:
-    raw = store.get_manifest(part)
-    if raw is None:
-        raise VersionUnavailable(
-            f"the {part} are not there: retired, expired, or on another server"
-        )
+def _read_manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
     if manifest_digest(raw) != announced.manifest_digest:
         raise CorruptVersion(f"the manifest of the {part} is not the one that was announced")
     try:
@@ -95,6 +96,11 @@ def _read_manifest(store: ChunkStore, part: PartRef, announced: PublishedPart) -
     except ContractError as error:
         raise CorruptVersion(f"the manifest of the {part} contradicts itself: {error}") from None
     named = PartRef(manifest.run_id, manifest.epoch, manifest.step, manifest.rank)
-    if named != part or manifest.nbytes != announced.bytes:
+    if named != part:
         raise CorruptVersion(f"the manifest of the {part} is of the {named}")
+    if manifest.nbytes != announced.bytes:
+        raise CorruptVersion(
+            f"the manifest of the {part} is of {manifest.nbytes} bytes, "
+            f"{announced.bytes} were announced"
+        )
     return manifest

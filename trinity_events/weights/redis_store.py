@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import redis
-from typing_extensions import Buffer
 
-from trinity_schemas import chunk_key, manifest_key
+from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
-from .base import PartRef
+from .base import Check, PartRef
 
 ORPHANED_AFTER = 6 * 3600
 """Seconds after which chunks that nobody freed expire."""
+CHUNK_BYTES = 4 << 20
 _IN_FLIGHT = 4
 
 
@@ -26,32 +27,90 @@ class RedisChunkStore:
         self._redis: Any = client
         self._expire = expire
 
-    def put_chunk(self, part: PartRef, index: int, data: Buffer) -> None:
-        """Keep one chunk."""
-        self._redis.set(chunk_key(*part, index), memoryview(data), ex=self._expire)
+    def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
+        """Begin a part. It holds one chunk in memory, whatever the size of the model."""
+        return RedisSink(self._redis, part, chunk_bytes or CHUNK_BYTES, self._expire)
 
-    def put_manifest(self, part: PartRef, manifest: bytes) -> None:
-        """Keep the manifest: from now on the part can be read."""
-        self._redis.set(manifest_key(*part), manifest, ex=self._expire)
+    def open(self, part: PartRef) -> RedisSource | None:
+        """The part, or None when it is not there."""
+        manifest: bytes | None = self._redis.get(manifest_key(*part))
+        return None if manifest is None else RedisSource(self._redis, part, manifest)
 
-    def get_manifest(self, part: PartRef) -> bytes | None:
-        """The manifest, or None when the part is not there."""
-        found: bytes | None = self._redis.get(manifest_key(*part))
-        return found
+    def delete(self, part: PartRef) -> None:
+        """Forget the part."""
+        manifest: bytes | None = self._redis.get(manifest_key(*part))
+        if manifest is None:
+            return
+        try:
+            chunks = len(decode_manifest(manifest).chunks)
+        except ContractError:
+            chunks = 0  # not ours; its chunks expire
+        _unlink(self._redis, part, chunks)
 
-    def get_chunks(self, part: PartRef, count: int) -> Iterator[Buffer | None]:
-        """Chunks 0 to ``count`` - 1 in order; None for one that is not there."""
-        for first in range(0, count, _IN_FLIGHT):
-            window = range(first, min(first + _IN_FLIGHT, count))
-            # All keys of a part have one hash tag, so this works on a cluster too.
-            yield from self._redis.mget([chunk_key(*part, index) for index in window])
-
-    def delete(self, part: PartRef, chunks: int) -> None:
-        """Forget the part, its manifest first."""
-        self._redis.unlink(
-            manifest_key(*part), *(chunk_key(*part, index) for index in range(chunks))
-        )
+    def missing(self, part: PartRef) -> str:
+        """Why the part may not be there, in words."""
+        return "retired, expired, or on another server"
 
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
+
+
+class RedisSink:
+    """Implements :class:`~trinity_events.weights.base.PartSink`."""
+
+    def __init__(self, client: Any, part: PartRef, chunk_bytes: int, expire: int) -> None:
+        self._redis = client
+        self._part = part
+        self._expire = expire
+        self._buffer = memoryview(bytearray(chunk_bytes))
+        self._chunks = 0
+
+    def room(self) -> memoryview:
+        """The same memory for every chunk."""
+        return self._buffer
+
+    def put(self, nbytes: int) -> None:
+        """Send the chunk."""
+        key = chunk_key(*self._part, self._chunks)
+        # Counted before: what is sent in vain is taken back like what arrived.
+        self._chunks += 1
+        self._redis.set(key, self._buffer[:nbytes], ex=self._expire)
+
+    def seal(self, manifest: bytes) -> None:
+        """Send the manifest."""
+        self._redis.set(manifest_key(*self._part), manifest, ex=self._expire)
+
+    def discard(self) -> None:
+        """Forget what was sent, the manifest first."""
+        _unlink(self._redis, self._part, self._chunks)
+
+
+class RedisSource:
+    """Implements :class:`~trinity_events.weights.base.PartSource`. The server holds no lease."""
+
+    def __init__(self, client: Any, part: PartRef, manifest: bytes) -> None:
+        self.manifest = manifest
+        self._redis = client
+        self._part = part
+
+    def read(self, sizes: Sequence[int], check: Check) -> memoryview:
+        """The bytes, in memory of their own."""
+        memory = np.empty(sum(sizes), np.uint8).data
+        offset = 0
+        for first in range(0, len(sizes), _IN_FLIGHT):
+            window = range(first, min(first + _IN_FLIGHT, len(sizes)))
+            # All keys of a part have one hash tag, so this works on a cluster too.
+            found = self._redis.mget([chunk_key(*self._part, index) for index in window])
+            for index, data in zip(window, found, strict=True):
+                check(index, None if data is None else memoryview(data))
+                memory[offset : offset + sizes[index]] = data
+                offset += sizes[index]
+        return memory
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _unlink(client: Any, part: PartRef, chunks: int) -> None:
+    client.unlink(manifest_key(*part), *(chunk_key(*part, index) for index in range(chunks)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,18 +25,21 @@ from trinity_schemas import (
     VersionRetired,
     WeightsApplied,
     decode_envelope,
-    decode_manifest,
 )
 
+from ..errors import VersionUnavailable
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
 from ..server import open_client
 from .base import ChunkStore, PartRef
 from .install import check_fit, install
-from .publish import CHUNK_BYTES, PartWriter, PublishedPartReport
+from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
 from .redis_store import RedisChunkStore
+from .shared_memory import SharedMemoryStore
 
 logger = logging.getLogger(__name__)
+
+TransportName = Literal["redis", "shm"]
 
 FLUSH_DEADLINE = 10.0
 """Seconds that the log is given to take what was said."""
@@ -54,7 +58,9 @@ class Synchronizer:
         weights_url: The server of the chunks; the log's when left out.
         role: The process's role, in its events.
         rank: The process's rank in that role.
-        chunk_bytes: Largest size of a chunk.
+        transport: How its versions travel: over the chunks' server, or through this host's
+            shared memory. Those who pull follow what the log says of each version.
+        chunk_bytes: Largest size of a chunk; by default what is best for the transport.
     """
 
     def __init__(
@@ -66,7 +72,8 @@ class Synchronizer:
         weights_url: str | None = None,
         role: str = "trainer",
         rank: int = 0,
-        chunk_bytes: int = CHUNK_BYTES,
+        transport: TransportName = "redis",
+        chunk_bytes: int | None = None,
     ) -> None:
         self.run_id = run_id
         self.epoch = epoch
@@ -74,17 +81,18 @@ class Synchronizer:
         self._weights_url = weights_url or redis_url
         self._role = role
         self._rank = rank
+        self._transport = transport
         self._chunk_bytes = chunk_bytes
         self._disconnect()
 
     def _disconnect(self) -> None:
         self._publisher_made: Publisher | None = None
-        self._store_made: ChunkStore | None = None
+        self._stores: dict[str, ChunkStore] = {}
         self._read_through = ORIGIN
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_publisher_made", "_store_made", "_read_through"):
+        for name in ("_publisher_made", "_stores", "_read_through"):
             del state[name]
         return state
 
@@ -101,6 +109,7 @@ class Synchronizer:
             weights_url=self._weights_url,
             role=role,
             rank=rank,
+            transport=self._transport,
             chunk_bytes=self._chunk_bytes,
         )
 
@@ -119,9 +128,11 @@ class Synchronizer:
     def close(self) -> None:
         """Close the connections; a later call opens them again.
 
+        What it published through shared memory is gone then.
+
         Raises PublishError when the log did not take all that was said.
         """
-        publisher, store = self._publisher_made, self._store_made
+        publisher, stores = self._publisher_made, self._stores
         self._disconnect()
         try:
             if publisher is not None:
@@ -129,7 +140,7 @@ class Synchronizer:
         finally:
             if publisher is not None:
                 publisher.log.close()
-            if store is not None:
+            for store in stores.values():
                 store.close()
 
     def tell(self, event: ExplorerStatusChanged) -> None:
@@ -141,7 +152,7 @@ class Synchronizer:
     def open_version(self, global_step: int, ranks: Iterable[int] = (0,)) -> None:
         """Say that these ranks will publish a version; one process of the trainer does."""
         self._publisher.publish(
-            VersionOpened(step=global_step, ranks=tuple(ranks), transport=RedisChunkStore.name)
+            VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._transport)
         )
 
     def part_writer(self, global_step: int, rank: int) -> PartWriter:
@@ -216,14 +227,19 @@ class Synchronizer:
 
     # --- pulling ---------------------------------------------------------------------------
 
-    def pull(self, ready: StepReady) -> PulledVersion:
-        """Fetch and verify the version that an announcement names: that one, whole, or an error.
+    @contextmanager
+    def pull(self, ready: StepReady) -> Iterator[PulledVersion]:
+        """Hold the version that an announcement names: that one, whole, verified, or an error.
+
+        Its tensors are for reading, and until the block ends.
 
         Raises:
             VersionUnavailable: when it is no longer there; a newer one is, or will be.
             CorruptVersion: when what is there is not what was announced.
         """
-        return pull_version(self._store, self.run_id, ready)
+        store = self._store_of(ready.transport or RedisChunkStore.name)
+        with pull_version(store, self.run_id, ready) as version:
+            yield version
 
     def apply(self, module: torch.nn.Module, ready: StepReady) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
@@ -232,11 +248,11 @@ class Synchronizer:
         fit. Raises as :meth:`pull`, and IncompatibleWeights.
         """
         began = time.monotonic()
-        version = self.pull(ready)
-        verified_at = time.time()
-        pairs = check_fit(module, version)
-        fetched = time.monotonic()
-        install(pairs)
+        with self.pull(ready) as version:
+            verified_at = time.time()
+            pairs = check_fit(module, version)
+            fetched = time.monotonic()
+            install(pairs)
         phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
         self._publisher.publish(
             WeightsApplied(
@@ -261,9 +277,23 @@ class Synchronizer:
 
     @property
     def _store(self) -> ChunkStore:
-        if self._store_made is None:
-            self._store_made = RedisChunkStore(open_client(self._weights_url))
-        return self._store_made
+        """Where this process publishes."""
+        return self._store_of(self._transport)
+
+    def _store_of(self, transport: str) -> ChunkStore:
+        if transport not in self._stores:
+            self._stores[transport] = self._opened(transport)
+        return self._stores[transport]
+
+    def _opened(self, transport: str) -> ChunkStore:
+        if transport == RedisChunkStore.name:
+            return RedisChunkStore(open_client(self._weights_url))
+        if transport == SharedMemoryStore.name:
+            return SharedMemoryStore()
+        raise VersionUnavailable(
+            f"the version travels by {transport}, of which this version of trinity-events "
+            f"knows nothing: it knows {', '.join(get_args(TransportName))}"
+        )
 
     def _part(self, step: int, rank: int, epoch: int | None = None) -> PartRef:
         return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
@@ -275,18 +305,8 @@ class Synchronizer:
             for entry in found:
                 event = _event(entry.payload)
                 if isinstance(event, VersionRetired):
-                    self._free(self._part(event.step, rank, event.epoch))
+                    self._store.delete(self._part(event.step, rank, event.epoch))
                 self._read_through = entry.id
-
-    def _free(self, part: PartRef) -> None:
-        raw = self._store.get_manifest(part)
-        if raw is None:
-            return
-        try:
-            chunks = len(decode_manifest(raw).chunks)
-        except ContractError:
-            chunks = 0  # not ours; its chunks expire
-        self._store.delete(part, chunks)
 
 
 def _event(payload: bytes) -> object:

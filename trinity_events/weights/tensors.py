@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import torch
 import xxhash
 from typing_extensions import Buffer
@@ -40,6 +43,19 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # view() refuses tensors of no elements.
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def as_buffer(memory: memoryview) -> torch.Tensor:
+    """Memory as a tensor, uint8 [bytes], which keeps it; nothing is copied."""
+    if not len(memory):
+        return torch.empty(0, dtype=torch.uint8)
+    array = np.frombuffer(memory, np.uint8)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    # Torch knows no tensors that are for reading alone, and warns of such memory.
+    borrowed = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+    borrowed.owner = array  # type: ignore[attr-defined]
+    return torch.frombuffer(borrowed, dtype=torch.uint8)
 
 
 def as_tensor(buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -61,6 +61,14 @@ PipelineParallel = Annotated[
 ]
 
 
+class Weights(StrEnum):
+    """How weights may travel, as options."""
+
+    AUTO = "auto"
+    SHM = "shm"
+    REDIS = "redis"
+
+
 class Strategy(StrEnum):
     """The save strategies of the contract, as options."""
 
@@ -80,6 +88,14 @@ SaveInterval = Annotated[
 ]
 SaveStrategyOption = Annotated[
     Strategy, typer.Option("--save-strategy", help="Which saves may run at once.")
+]
+WeightsOption = Annotated[
+    Weights,
+    typer.Option(
+        "--weights",
+        help="How weights travel: shared memory (every explorer on the trainer's host) or Redis; "
+        "auto takes shared memory where it is sure to do.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
@@ -102,6 +118,7 @@ def demo(
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
+    weights: WeightsOption = Weights.AUTO,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -142,6 +159,7 @@ def demo(
         settings=settings,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
+        transport=weights.value,
         checkpoint_root=folder,
     )
     _summarized(run_demo, options, as_json=as_json)
@@ -156,6 +174,7 @@ def trainer(
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
+    weights: WeightsOption = Weights.AUTO,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -195,6 +214,7 @@ def trainer(
         settings=settings,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
+        transport=weights.value,
         checkpoint_root=folder,
     )
     _summarized(run_trainer, options, as_json=as_json)

@@ -11,6 +11,8 @@ from msgspec import Meta, Struct
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
+TransportName = Literal["redis", "shm"]
+
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -93,6 +95,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         epoch: int,
         redis_url: str,
         weights_url: str,
+        transport: TransportName = "redis",
         checkpoint_folder: Path,
     ) -> RunConfig:
         """The run as the processes of one place are told it."""
@@ -101,6 +104,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
             epoch=epoch,
             redis_url=redis_url,
             weights_url=weights_url,
+            transport=transport,
             checkpoint_folder=checkpoint_folder,
             model_folder=checkpoint_folder / "model",
             **{name: getattr(self, name) for name in RunSettings.__struct_fields__},
@@ -115,7 +119,9 @@ class RunConfig(RunSettings, frozen=True, kw_only=True):
     """Taken when the run was opened; processes are given it, they never read it."""
     redis_url: str
     weights_url: str
-    """The server of the weight chunks."""
+    """The server of the weight chunks, where they travel by one."""
+    transport: TransportName = "redis"
+    """How the trainer publishes weights."""
     checkpoint_folder: Path
     """The run's own directory, below the reducer's checkpoint root."""
     model_folder: Path

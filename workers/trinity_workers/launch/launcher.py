@@ -20,6 +20,7 @@ from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
 from trinity_events.server import connect, serving, serving_weights
 from trinity_events.server.connect import redacted
+from trinity_events.weights.segments import sweep
 from trinity_schemas import ContractError, StepRef, decode_envelope
 
 from ..config import RunConfig, RunSettings
@@ -30,6 +31,7 @@ from .model import make_model
 from .processes import ReducerProcess, local_ray
 from .progress import ProgressView
 from .summary import DemoSummary, summarize
+from .transport import TransportChoice, chosen_transport
 
 EXPLORERS_DEADLINE = 60.0
 """Seconds that explorers elsewhere are given to take the last weights."""
@@ -42,6 +44,7 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     settings: RunSettings
     redis_url: str | None
     weights_redis_url: str | None
+    transport: TransportChoice = "auto"
     checkpoint_root: Path
 
 
@@ -72,6 +75,7 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
     """Run what is to run here: every part when this process is alone, else the trainer."""
     began = time.monotonic()
     settings = options.settings
+    transport = chosen_transport(options.transport, explorers_here=alone)
     view = ProgressView(options.run_id, settings.steps)
     async with AsyncExitStack() as exits:
         redis_url = exits.enter_context(serving(options.redis_url))
@@ -93,12 +97,14 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
             ),
             redis_url=redis_url,
             weights_url=weights_url,
+            transport=transport,
             checkpoint_folder=options.checkpoint_root / options.run_id,
         )
         log = RedisEventLog(client, config.run_id)
         async with closing(client, config):
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")
             here = config.explorers if alone else 0
+            exits.callback(sweep)  # Ray may end its actors before they clear up
             ray = await exits.enter_async_context(local_ray(config.trainers + here + 1))
             async with _shown(view, log):
                 warm_up_steps, training, exploration = await _work(ray, config, here)
@@ -111,6 +117,7 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
             seconds=time.monotonic() - began,
             warm_up_steps=warm_up_steps,
             reducer_restarts=reducer.restarts if reducer else 0,
+            transport=transport,
             redis_url=redacted(redis_url),
             checkpoint_folder=str(config.checkpoint_folder),
             replay_command=_replay_command(options),

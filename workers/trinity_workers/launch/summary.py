@@ -12,6 +12,8 @@ from trinity_events.core import RunSummary
 from ..explorer import ExplorationResult
 from ..trainer import TrainingResult
 
+TRANSPORTS = {"redis": "a Redis server", "shm": "shared memory"}
+
 
 class DemoSummary(Struct, frozen=True, kw_only=True):
     """The run's figures. Rewards are shares of exactly right answers; times are seconds."""
@@ -28,6 +30,7 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
     staleness_mean: float
     training_seconds: float
     reducer_restarts: int
+    transport: str
     log: RunSummary
     redis_url: str
     checkpoint_folder: str
@@ -49,6 +52,7 @@ def summarize(
     seconds: float,
     warm_up_steps: int,
     reducer_restarts: int,
+    transport: str,
     redis_url: str,
     checkpoint_folder: str,
     replay_command: str,
@@ -70,6 +74,7 @@ def summarize(
         staleness_mean=sum(training.staleness) / max(1, len(training.staleness)),
         training_seconds=training.seconds,
         reducer_restarts=reducer_restarts,
+        transport=transport,
         log=log,
         redis_url=redis_url,
         checkpoint_folder=checkpoint_folder,
@@ -108,7 +113,8 @@ def summary_table(summary: DemoSummary) -> Table:
     rows += [
         (
             "weight versions",
-            f"{log.versions_published} published, {log.versions_applied} applied, "
+            f"{log.versions_published} published over {TRANSPORTS[summary.transport]}, "
+            f"{log.versions_applied} applied, "
             f"{log.versions_superseded_unpulled} superseded before they were "
             f"pulled, {log.versions_unaccounted} unaccounted for",
         ),

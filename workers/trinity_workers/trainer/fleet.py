@@ -38,7 +38,11 @@ class RayTrainerFleet(TrainEngineWrapper):
             self._publisher, config.checkpoint_folder, strategy=config.save_strategy
         )
         self._synchronizer = Synchronizer(
-            config.run_id, config.epoch, redis_url=config.redis_url, weights_url=config.weights_url
+            config.run_id,
+            config.epoch,
+            redis_url=config.redis_url,
+            weights_url=config.weights_url,
+            transport=config.transport,
         )
 
     async def prepare(self) -> None:

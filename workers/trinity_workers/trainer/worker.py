@@ -82,6 +82,7 @@ class TrainWorker:
             config.epoch,
             redis_url=config.redis_url,
             weights_url=config.weights_url,
+            transport=config.transport,
             role=ROLE,
             rank=self._rank,
         )

@@ -1,0 +1,171 @@
+"""The other end of the weight benchmarks: a process that takes versions into a model of its own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from trinity_events.server import open_client
+from trinity_events.weights import (
+    ChunkStore,
+    RedisChunkStore,
+    SharedMemoryStore,
+    check_fit,
+    install,
+    pull_version,
+)
+from trinity_schemas import StepReady
+
+from .original import LAST
+
+RUN = "bench-weights"
+BLOCK = 16 << 20
+"""Of the bare pipeline."""
+DEADLINE = 300.0
+_NO_DIGEST = "xxh3:" + "0" * 32
+
+
+class Model(NamedTuple):
+    """Tensors that look like a model's: so many, of so many elements each, bf16."""
+
+    tensors: int
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.tensors * self.elements * 2
+
+    def parameters(self, fill: float = 0.0) -> dict[str, torch.Tensor]:
+        """The tensors by name."""
+        one = {"dtype": torch.bfloat16}
+        return {
+            f"layer{number}": torch.full((self.elements,), fill, **one)  # type: ignore[call-overload]
+            for number in reversed(range(self.tensors))
+        }
+
+
+def store_of(name: str, url: str) -> ChunkStore:
+    """The end of a transport."""
+    return SharedMemoryStore() if name == "shm" else RedisChunkStore(open_client(url))
+
+
+@contextmanager
+def undigested(*modules: str) -> Iterator[None]:
+    """Within it nothing is digested in these modules."""
+    patches = [mock.patch(f"trinity_events.weights.{one}.digest", unsealed) for one in modules]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def unsealed(_: Any) -> str:
+    """In a digest's place."""
+    return _NO_DIGEST
+
+
+class Peer:
+    """The process, as the benchmark sees it: it answers each request when it is done."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def say(self, *request: Any) -> None:
+        """Ask for something, and do not wait."""
+        self._connection.send(request)
+
+    def tell(self, message: bytes) -> None:
+        """Say something while it is at it."""
+        self._connection.send_bytes(message)
+
+    def wait(self) -> Any:
+        """The answer."""
+        if not self._connection.poll(DEADLINE):
+            raise TimeoutError(f"the other process did not answer within {DEADLINE:g} s")
+        return self._connection.recv()
+
+    def ask(self, *request: Any) -> Any:
+        """Both."""
+        self.say(*request)
+        return self.wait()
+
+
+@contextmanager
+def peer(model: Model, url: str, bare: Path) -> Iterator[Peer]:
+    """A process with a model of zeros."""
+    processes = get_context("spawn")
+    ours, theirs = processes.Pipe()
+    started = processes.Process(target=serve, args=(theirs, model, url, bare), daemon=True)
+    started.start()
+    theirs.close()
+    try:
+        yield Peer(ours)
+    finally:
+        ours.close()
+        started.join(10)
+        started.kill()
+        started.join()
+
+
+def serve(requests: Connection, model: Model, url: str, bare: Path) -> None:
+    """Answer until nobody asks any more."""
+    # As explorers do, of which each has its share of the cores.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+    module = torch.nn.ParameterDict(model.parameters())
+    flat = memoryview(bytearray(model.nbytes))
+    stores = {name: store_of(name, url) for name in ("shm", "redis")}
+    mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ))
+    try:
+        while True:
+            what, *arguments = requests.recv()
+            if what == "apply":
+                transport, digests, ready = arguments
+                requests.send(apply(stores[transport], module, ready, digests=digests))
+            else:
+                copy_blocks(requests, mapped, flat)
+                requests.send(None)
+    except EOFError:
+        for store in stores.values():
+            store.close()
+
+
+def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, digests: bool) -> float:
+    """As an explorer does; returns a number of the model's last tensor, to see that it is there."""
+    if not digests:
+        with undigested("pull"):
+            return apply(store, module, ready, digests=True)
+    with pull_version(store, RUN, ready) as version:
+        install(check_fit(module, version))
+    return float(module.get_parameter(LAST).detach()[-1])
+
+
+def copy_blocks(requests: Connection, source: memoryview, target: memoryview) -> None:
+    """Copy each block as soon as it is said to be there."""
+    for begin in range(0, len(target), BLOCK):
+        requests.recv_bytes()
+        target[begin : begin + BLOCK] = source[begin : begin + BLOCK][: len(target) - begin]
+
+
+def mapped_file(path: Path, nbytes: int, protection: int) -> mmap.mmap:
+    """A file in shared memory, its pages in place."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return mmap.mmap(
+            descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection
+        )
+    finally:
+        os.close(descriptor)

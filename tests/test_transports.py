@@ -1,0 +1,483 @@
+"""What every transport of weights promises, held against each of them."""
+
+import errno
+import os
+import time
+import warnings
+
+import anyio
+import msgspec
+import pytest
+import torch
+
+from tests.pipeline import announced, reducer_task
+from tests.test_weights import awkward, bits, publish, ready
+from tests.transport_actors import CHUNK, SOME, STAGES, Where, actor, kill, publishes_until, reads
+from trinity_events import Synchronizer
+from trinity_events.errors import CorruptVersion, SharedMemoryUnusable, VersionUnavailable
+from trinity_events.server import open_client
+from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, pull_version
+from trinity_events.weights.publish import manifest_digest
+from trinity_events.weights.segments import Owner, available, sweep, users_folder
+from trinity_schemas import (
+    PublishedPart,
+    StepReady,
+    VersionOpened,
+    VersionRetired,
+    chunk_key,
+    decode_envelope,
+    version_digest,
+)
+from trinity_workers.launch.transport import chosen_transport
+
+pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
+
+
+@pytest.fixture(params=["redis", "shm"])
+def where(request, weights_url):
+    return Where(request.param, weights_url)
+
+
+@pytest.fixture
+def shm(weights_url):
+    return Where("shm", weights_url)
+
+
+@pytest.fixture
+def opened():
+    """Opens stores, and closes them at the end."""
+    stores = []
+
+    def open_store(where):
+        stores.append(where.store())
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def ours(opened, where):
+    """The publisher's end."""
+    return opened(where)
+
+
+@pytest.fixture
+def theirs(opened, where):
+    """The reader's end."""
+    return opened(where)
+
+
+@pytest.fixture
+def part(run_id):
+    return PartRef(run_id, 1, 1, 0)
+
+
+def put(store, part, tensors=SOME, chunk_bytes=CHUNK):
+    writer = PartWriter(store, part, chunk_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    return announcement(part, writer.seal())
+
+
+def announcement(part, *reports) -> StepReady:
+    """As the reducer announces a version of ranks 0, 1 and so on."""
+    parts = tuple(
+        PublishedPart(rank=rank, manifest_digest=report.manifest_digest, bytes=report.bytes)
+        for rank, report in enumerate(reports)
+    )
+    return StepReady(
+        epoch=part.epoch,
+        step=part.step,
+        kind="weights",
+        caused_by="1-0",
+        parts=parts,
+        version_digest=version_digest((one.rank, one.manifest_digest) for one in parts),
+    )
+
+
+def read(store, run_id, ready) -> dict[str, torch.Tensor]:
+    with pull_version(store, run_id, ready) as version:
+        return {name: tensor.clone() for name, tensor in version.tensors()}
+
+
+def assert_same(found, sent):
+    assert list(found) == [name for name, _ in sent]
+    for name, tensor in sent:
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
+def left(where, run_id, pid=None) -> list:
+    """What the transport has of a run, or of a publisher that died."""
+    if where.name == "redis":
+        with open_client(where.weights_url) as client:
+            return client.keys(f"trinity-weights:{{{run_id}.*")
+    found = users_folder()
+    return [*found.glob(f"*/{run_id}~*"), *(found.glob(f"*{pid}-*/*") if pid else ())]
+
+
+def segment(part):
+    [path] = users_folder().glob(f"*/{'~'.join(map(str, part))}")
+    return path
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 4096, None])
+def test_every_kind_of_tensor_travels_bit_for_bit(ours, theirs, part, chunk_bytes):
+    sent = list(awkward().items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(read(theirs, part.run_id, put(ours, part, sent, chunk_bytes)), sent)
+
+
+def test_a_part_of_no_bytes_travels(ours, theirs, part):
+    sent = [("nothing", torch.empty(0, 3))]
+    assert_same(read(theirs, part.run_id, put(ours, part, sent)), sent)
+    assert_same(read(theirs, part.run_id, put(ours, part._replace(step=2), [])), [])
+
+
+def test_the_parts_of_all_ranks_make_one_version(ours, opened, where, theirs, part):
+    second = opened(where)  # another process, as it were
+    writers = [PartWriter(one, part._replace(rank=rank)) for rank, one in enumerate((ours, second))]
+    for (name, tensor), writer in zip(SOME, writers * 3, strict=True):
+        writer.add(name, tensor)
+    event = announcement(part, *(writer.seal() for writer in writers))
+    assert sorted(read(theirs, part.run_id, event)) == [name for name, _ in SOME]
+
+
+def test_a_part_that_is_not_sealed_is_not_there(ours, theirs, part):
+    writer = PartWriter(ours, part, CHUNK)
+    for name, tensor in SOME:
+        writer.add(name, tensor)
+        assert theirs.open(part) is None
+    event = announcement(part, writer.seal())
+    assert_same(read(theirs, part.run_id, event), SOME)
+
+
+def test_a_version_that_is_not_there_is_an_error_that_says_so(ours, theirs, part):
+    event = put(ours, part)
+    ours.delete(part)
+    with pytest.raises(VersionUnavailable, match=r"weights of step 1 .* are not there: "):
+        read(theirs, part.run_id, event)
+
+
+def test_what_another_attempt_published_is_not_taken_for_what_was_announced(ours, theirs, part):
+    event = put(ours, part)
+    again = put(ours, part, [("other", torch.ones(3))])
+    with pytest.raises(CorruptVersion, match="not the one that was announced"):
+        read(theirs, part.run_id, event)
+    assert_same(read(theirs, part.run_id, again), [("other", torch.ones(3))])
+
+
+def test_a_manifest_that_asks_for_too_much_allocates_nothing(ours, theirs, part):
+    lie = msgspec.msgpack.encode(
+        {
+            **dict(zip(("run_id", "epoch", "step", "rank"), part, strict=True)),
+            "tensors": [{"name": "a", "dtype": "int8", "shape": [2**48], "offset": 0}],
+            "chunks": [[2**48, "xxh3:" + "0" * 32]],
+        }
+    )
+    ours.begin(part).seal(lie)
+    told = PublishedPart(rank=0, manifest_digest=manifest_digest(lie), bytes=26)
+    event = msgspec.structs.replace(announcement(part), parts=(told,))
+    with pytest.raises(CorruptVersion, match="281474976710656 bytes, 26 were announced"):
+        read(theirs, part.run_id, event)
+
+
+def test_bytes_that_were_changed_are_found(ours, theirs, part, where):
+    event = put(ours, part)
+    if where.name == "redis":
+        with open_client(where.weights_url) as client:
+            client.setrange(chunk_key(*part, 2), 5, b"\x55")
+    else:
+        with segment(part).open("r+b") as file:
+            file.seek(4096 + 2 * CHUNK + 5)
+            file.write(b"\x55")
+    with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 1"):
+        read(theirs, part.run_id, event)
+
+
+def test_bytes_that_are_missing_are_found(ours, theirs, part, where):
+    event = put(ours, part)
+    if where.name == "redis":
+        with open_client(where.weights_url) as client:
+            client.set(chunk_key(*part, 2), b"short")
+    else:
+        os.truncate(segment(part), 4096 + 2 * CHUNK)
+    with pytest.raises(CorruptVersion, match="weights of step 1"):
+        read(theirs, part.run_id, event)
+
+
+def test_a_part_that_is_given_up_leaves_nothing_and_its_next_attempt_works(
+    ours, theirs, part, where
+):
+    writer = PartWriter(ours, part, CHUNK)
+    for name, tensor in SOME[:4]:
+        writer.add(name, tensor)
+    writer.discard()
+    assert left(where, part.run_id) == []
+    assert_same(read(theirs, part.run_id, put(ours, part)), SOME)
+
+
+def test_a_part_that_is_discarded_after_all_is_gone(ours, theirs, part, where):
+    writer = PartWriter(ours, part)
+    writer.add("a", torch.ones(3))
+    writer.seal()
+    writer.discard()
+    assert theirs.open(part) is None
+    assert left(where, part.run_id) == []
+
+
+def test_retired_versions_are_freed_and_their_memory_is_used_again(ours, theirs, part, where):
+    used = set()
+    for step in range(20):
+        event = put(ours, part._replace(step=step), [("a", torch.full((3000,), float(step)))])
+        ours.delete(part._replace(step=step - 2))
+        assert read(theirs, part.run_id, event)["a"][0] == step
+        used |= set(left(where, part.run_id)) if where.name == "redis" else inodes(part)
+    steps = {18, 19}
+    assert all(theirs.open(part._replace(step=step)) is None for step in set(range(20)) - steps)
+    if where.name == "shm":
+        assert len(used) <= 3
+
+
+def inodes(part):
+    return {path.stat().st_ino for path in users_folder().glob(f"*/{part.run_id}~*")}
+
+
+def test_a_version_stays_as_it_is_while_it_is_held(ours, theirs, part):
+    event = put(ours, part)
+    with pull_version(theirs, part.run_id, event) as version:
+        ours.delete(part)
+        for step in range(2, 20):
+            put(ours, part._replace(step=step), [("other", torch.rand(6000))])
+            ours.delete(part._replace(step=step))
+        assert_same(dict(version.tensors()), SOME)
+
+
+def test_a_reader_that_never_ends_holds_up_nobody_else(ours, theirs, opened, where, part):
+    event = put(ours, part)
+    with pull_version(theirs, part.run_id, event):
+        for step in range(2, 20):
+            newer = put(ours, part._replace(step=step))
+            assert_same(read(opened(where), part.run_id, newer), SOME)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory(
+    where, theirs, opened, part, stage
+):
+    assert theirs.open(part) is None  # the reader has cleared up already
+    with actor(publishes_until, where, part, stage) as (process, told):
+        kill(process)
+        source = theirs.open(part)
+        assert (source is not None) == (stage == "sealed")
+        if source is not None:
+            source.close()
+            assert_same(read(theirs, part.run_id, announcement(part, told)), SOME)
+    # Whoever uses the host next clears up.
+    assert opened(where).open(part._replace(step=9)) is None
+    if where.name == "shm":
+        assert left(where, part.run_id, process.pid) == []
+    else:
+        with open_client(where.weights_url) as client:
+            assert all(client.ttl(key) > 0 for key in left(where, part.run_id)), "they expire"
+    assert_same(read(theirs, part.run_id, put(opened(where), part)), SOME)
+
+
+def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, theirs, part, where):
+    event = put(ours, part)
+    with actor(reads, where, part) as (process, got_it):
+        assert got_it
+        ours.delete(part)
+        kill(process)
+    for step in range(2, 6):
+        event = put(ours, part._replace(step=step))
+        assert_same(read(theirs, part.run_id, event), SOME)
+        ours.delete(part._replace(step=step))
+    if where.name == "shm":
+        assert len(ours._idle) == 1, "the one that it read is used again"
+
+
+# --- shared memory alone ----------------------------------------------------------------------
+
+
+def test_an_older_version_makes_room_when_nobody_retires_any(opened, shm, part):
+    ours, theirs = opened(shm), opened(shm)
+    events = [put(ours, part._replace(step=step)) for step in range(12)]
+    assert len(left(shm, part.run_id)) == 8
+    with pytest.raises(VersionUnavailable, match="retired from this host's shared memory"):
+        read(theirs, part.run_id, events[3])
+    assert_same(read(theirs, part.run_id, events[4]), SOME)
+
+
+def test_the_segments_of_a_publisher_are_bounded(part):
+    ours, theirs = SharedMemoryStore(most=3), SharedMemoryStore()
+    held = []
+    for step in range(3):
+        put(ours, part._replace(step=step))
+        held.append(theirs.open(part._replace(step=step)))
+    with pytest.raises(SharedMemoryUnusable, match=r"all 3 segments .* explorers of the run"):
+        put(ours, part._replace(step=3))
+    held[1].close()
+    assert_same(read(theirs, part.run_id, put(ours, part._replace(step=3))), SOME)
+    for one in held:
+        one.close()
+    theirs.close()
+    ours.close()
+    assert not list(users_folder().glob(f"*/{part.run_id}~*"))
+
+
+def test_a_part_that_was_left_open_is_given_up_by_the_next(opened, shm, part):
+    ours, theirs = opened(shm), opened(shm)
+    abandoned = PartWriter(ours, part, CHUNK)
+    abandoned.add(*SOME[0])
+    assert_same(read(theirs, part.run_id, put(ours, part._replace(step=2))), SOME)
+    with pytest.raises(ValueError, match=r"step 1 .* sealed or given up"):
+        abandoned.seal()
+
+
+def test_a_segment_grows_with_the_model_and_shrinks_with_it(opened, shm, part):
+    ours, theirs = opened(shm), opened(shm)
+    for step, count in enumerate((1000, 3_000_000, 10, 2_000_000)):
+        sent = [("a", torch.arange(count))]
+        here = part._replace(step=step)
+        assert_same(read(theirs, part.run_id, put(ours, here, sent, None)), sent)
+        assert segment(here).stat().st_size < 8 * count + 20_000
+        ours.delete(here)
+
+
+def test_full_shared_memory_is_an_error_that_says_what_to_do(opened, shm, part, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    store = opened(shm)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            SharedMemoryUnusable, match=r"shared memory is full: .* --weights redis"
+        ):
+            put(store, part)
+    assert_same(read(opened(shm), part.run_id, put(store, part)), SOME)
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, part):
+    users_folder(tmp_path).mkdir()
+    users_folder(tmp_path).chmod(0o777)
+    with pytest.raises(SharedMemoryUnusable, match="not this user's alone"):
+        put(SharedMemoryStore(tmp_path), part)
+    fake = users_folder(tmp_path) / "1-fake"
+    fake.mkdir()
+    os.mkfifo(fake / "~".join(map(str, part)))  # who opened it would wait for ever
+    assert SharedMemoryStore(tmp_path).open(part) is None
+    assert fake.exists()
+
+
+def test_a_header_that_lies_is_not_believed(opened, shm, part):
+    ours, theirs = opened(shm), opened(shm)
+    event = put(ours, part)
+    with segment(part).open("r+b") as file:
+        file.seek(8)
+        file.write((2**60).to_bytes(8, "little"))
+    with pytest.raises(CorruptVersion, match="shorter than its header says"):
+        read(theirs, part.run_id, event)
+    ours.delete(part)
+    assert ours._idle[0].take(), "who refused it does not hold it"
+
+
+def test_readers_cannot_write_to_what_they_read(opened, shm, part):
+    ours, theirs = opened(shm), opened(shm)
+    put(ours, part)
+    source = theirs.open(part)
+    assert source.read([24_000], lambda *_: None).readonly
+    source.close()
+
+
+def test_a_sweep_leaves_the_living_alone(tmp_path):
+    owner = Owner(tmp_path)
+    made = users_folder(tmp_path) / ".half-made"
+    made.mkdir()
+    assert sweep(tmp_path) == []
+    os.utime(made, (time.time() - 3600,) * 2)
+    assert sweep(tmp_path) == [made]
+    os.close(owner._lock)  # as when its process ends
+    assert sweep(tmp_path) == [owner.folder]
+    assert list(users_folder(tmp_path).iterdir()) == []
+
+
+def test_a_reader_on_another_host_is_told_where_the_weights_are(opened, shm, part, tmp_path):
+    event = put(opened(shm), part)
+    elsewhere = SharedMemoryStore(tmp_path)
+    with pytest.raises(VersionUnavailable, match=r"on another host, .* start it with --weights r"):
+        read(elsewhere, part.run_id, event)
+
+
+# --- which is taken ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def trainer(publisher, redis_url, weights_url, run_id):
+    urls = {"redis_url": redis_url, "weights_url": weights_url}
+    made = Synchronizer(run_id, publisher.epoch, transport="shm", **urls)
+    async with reducer_task(redis_url, run_id):
+        yield made
+    made.close()
+
+
+@pytest.fixture
+def explorer(redis_url, run_id):
+    made = Synchronizer(run_id, 0, redis_url=redis_url, weights_url="unix:///nowhere")
+    yield made
+    made.close()
+
+
+async def test_the_log_says_how_a_version_travels_and_explorers_follow_it(trainer, explorer, log):
+    model, source = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    publish(trainer, dict(source.named_parameters()), 1)
+    event = await ready(log, 1)
+    assert event.transport == "shm"
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [one.transport for one in told if isinstance(one, VersionOpened)] == ["shm"]
+    explorer.apply(model, event)
+    assert torch.equal(model.weight, source.weight)
+
+
+async def test_versions_in_shared_memory_are_freed_once_retired(trainer, explorer, log, run_id):
+    for step in range(6):
+        publish(trainer, {"a": torch.full((100,), float(step))}, step)
+        with explorer.pull(await ready(log, step)) as version:
+            assert dict(version.tensors())["a"][0] == step
+    with anyio.fail_after(10):
+        while not any(
+            isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
+        ):
+            await anyio.sleep(0.01)
+    trainer.part_writer(6, 0)  # whoever publishes next frees first
+    steps = {path.name.split("~")[2] for path in users_folder().glob(f"*/{run_id}~*")}
+    assert steps == {"4", "5"}
+    trainer.close()
+    assert not list(users_folder().glob(f"*/{run_id}~*"))
+
+
+async def test_a_transport_that_is_not_known_is_an_error_that_names_it(explorer, trainer, log):
+    publish(trainer, {"a": torch.ones(3)}, 1)
+    event = msgspec.structs.replace(await ready(log, 1), transport="pigeon")
+    refused = pytest.raises(VersionUnavailable, match=r"by pigeon, .* it knows redis, shm")
+    with refused, explorer.pull(event):
+        pass
+
+
+def test_shared_memory_is_taken_when_every_explorer_is_here_and_there_is_enough(monkeypatch):
+    where = "trinity_workers.launch.transport"
+    monkeypatch.setattr(f"{where}.free_bytes", lambda: 64 << 30)
+    assert chosen_transport("auto", explorers_here=True) == "shm"
+    assert chosen_transport("auto", explorers_here=False) == "redis"
+    assert chosen_transport("shm", explorers_here=False) == "shm"
+    assert chosen_transport("redis", explorers_here=True) == "redis"
+    monkeypatch.setattr(f"{where}.free_bytes", lambda: 64 << 20)
+    assert chosen_transport("auto", explorers_here=True) == "redis"
+    monkeypatch.setattr(f"{where}.available", lambda: False)
+    with pytest.raises(SharedMemoryUnusable, match="leave --weights shm out"):
+        chosen_transport("shm", explorers_here=True)

@@ -1,0 +1,90 @@
+"""Publishers and readers of weight parts in processes of their own, which are killed."""
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from trinity_events.server import open_client
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, SharedMemoryStore
+
+STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
+SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]
+CHUNK = 4096
+
+
+class Where(NamedTuple):
+    """A transport, as any process can open it."""
+
+    name: str
+    weights_url: str
+
+    def store(self):
+        if self.name == "shm":
+            return SharedMemoryStore()
+        return RedisChunkStore(open_client(self.weights_url))
+
+
+@contextmanager
+def actor(target, *arguments):
+    """The process, once it is where it says; killed at the end, if not before."""
+    ours, theirs = processes.Pipe()
+    started = processes.Process(target=target, args=(theirs, *arguments), daemon=True)
+    started.start()
+    theirs.close()
+    try:
+        assert ours.poll(60), "the process did not get there"
+        yield started, ours.recv()
+    finally:
+        kill(started)
+        ours.close()
+
+
+def kill(process):
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+    process.join(20)
+
+
+def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
+    """Publish, and stop for ever at a stage."""
+
+    def stop(*_, **__):
+        told.send(stage)
+        time.sleep(600)
+
+    writer = PartWriter(where.store(), part, CHUNK)
+    if stage == "begun":
+        stop()
+    for index, (name, tensor) in enumerate(SOME):
+        writer.add(name, tensor)
+        if stage == "midway" and index == 3:
+            stop()
+    if stage == "unsealed":
+        stop()
+    if stage == "sealing" and where.name == "shm":
+        # All is written; what is left is the name.
+        with mock.patch("pathlib.Path.rename", stop):
+            writer.seal()
+    elif stage == "sealing":
+        with mock.patch("redis.Redis.set", stop):
+            writer.seal()
+    told.send(writer.seal())
+    time.sleep(600)
+
+
+def reads(told, where: Where, part: PartRef) -> None:
+    """Open a part, and read it for ever."""
+    source = where.store().open(part)
+    told.send(source is not None)
+    time.sleep(600)
+
+
+# One process that has torch, forked for each actor: it has no threads and nothing open.
+processes = get_context("forkserver")
+processes.set_forkserver_preload([__name__])
