@@ -153,12 +153,12 @@ async def test_a_file_that_cannot_be_written_is_one_sentence(cli, finished_run, 
 
 
 async def test_a_place_that_the_log_does_not_have_is_one_sentence(cli, finished_run):
-    for until, said in (
+    for place, said in (
         ("99", "step 99 was not reached"),
         ("x-y", "--until takes a step"),
         ("²", "--until takes a step"),
     ):
-        shown = cli("replay", finished_run, "--until", until, "--no-timeline")
+        shown = cli("replay", finished_run, "--until", place, "--no-timeline")
         assert shown.returncode == 1
         assert said in shown.stderr
         assert "Traceback" not in shown.stderr
