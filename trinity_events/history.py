@@ -51,8 +51,12 @@ def envelope_of(run_id: str, payload: bytes) -> Envelope:
     """The envelope of an entry of the run. Raises ContractError, also when it is another run's."""
     envelope = decode_envelope(payload)
     if envelope.run_id != run_id:
-        raise ContractError(f"an event of run {envelope.run_id!r}, not of {run_id!r}")
+        raise _of_another(envelope.run_id, run_id)
     return envelope
+
+
+def _of_another(found: str, run_id: str) -> ContractError:
+    return ContractError(f"an event of run {found!r}, not of {run_id!r}")
 
 
 def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLetter:
@@ -66,10 +70,12 @@ def fold(monitor: Monitor, found: list[Entry]) -> tuple[list[Envelope], list[Dea
     announcements: list[Envelope] = []
     dead: list[DeadLetter] = []
     # Bound once: this loop is what a reducer's speed is made of.
-    apply, run_id = monitor.apply, monitor.state.run_id
+    apply, decode, run_id = monitor.apply, decode_envelope, monitor.state.run_id
     for entry_id, payload in found:
         try:
-            envelope = envelope_of(run_id, payload)
+            envelope = decode(payload)
+            if envelope.run_id != run_id:
+                raise _of_another(envelope.run_id, run_id)
         except ContractError as error:
             dead.append(set_aside(monitor, Entry(entry_id, payload), error))
             continue

@@ -87,5 +87,5 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
 
 def version_digest(parts: Iterable[tuple[int, str]]) -> str:
     """One digest of a whole version, from ``(rank, manifest digest)`` of its parts."""
-    text = "\n".join(f"{rank} {digest}" for rank, digest in sorted(parts))
+    text = "\n".join([f"{rank} {digest}" for rank, digest in sorted(parts)])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

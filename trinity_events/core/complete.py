@@ -21,7 +21,7 @@ def is_complete(step: StepState, kind: Kind) -> bool:
             state.committed_at is not None
             and version is not None
             and 0 < len(version.ranks) <= len(version.parts)
-            and all(rank in version.parts for rank in version.ranks)
+            and version.parts.keys() >= set(version.ranks)
         )
     if kind == "state_dict":
         # A checkpoint makes it ready too, but not before itself: they may share a folder.

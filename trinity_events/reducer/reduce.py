@@ -33,7 +33,7 @@ SLICE = 250
 """Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
-_CATCHING_UP = 0.25
+_CATCHING_UP = 0.5
 """Seconds between two looks at the files while there is a backlog to fold."""
 _SHORTEST_WAIT = 0.01
 _UNKEPT = 40

@@ -22,6 +22,8 @@ GRACE = 600.0
 LOOK = 60.0
 """Seconds between two looks although no newer checkpoint is ready: readers let go meanwhile."""
 _SOON = 1.0
+_BETWEEN = 0.5
+"""Seconds between two looks at least: while a backlog is folded every moment makes one newer."""
 
 
 class Removal:
@@ -61,7 +63,8 @@ class Removal:
                 if not self._failing:
                     self._failing = True
                     logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, error)
-            with anyio.move_on_after(pause):
+            await anyio.sleep(_BETWEEN)
+            with anyio.move_on_after(pause - _BETWEEN):
                 await live.until(lambda state, newest=newest: _newest(state) != newest)  # type: ignore[misc]
 
     async def look(self, state: MonitorState) -> bool:
