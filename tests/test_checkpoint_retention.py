@@ -182,11 +182,12 @@ async def test_marks_that_a_dead_leader_left_keep_no_reader_out(tmp_path):
     assert await run.log.doom(dead, [1, 3]) == {1, 3}
     trash = Trash(run.files, dead)
     assert trash.put(1, trash.made()[1]) is not None
+    assert await run.log.doom(dead, [9]) == {9}, "whose folder is all gone"
     await run.log.renew(dead, 0)
     removal = await run.removal()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(removal.run, Live(run.state))
-        for step in (1, 3):
+        for step in (1, 3, 9):
             await until(lambda step=step: run.log.hold(step, "reader", 60))
         tasks.cancel_scope.cancel()
 
@@ -347,3 +348,16 @@ async def test_a_reader_that_was_too_slow_to_hold_on_is_told(
 
     with pytest.raises(CheckpointHeld, match="was removed while it was read"):
         await read_for_long()
+
+
+async def test_a_reader_is_told_that_its_checkpoint_was_replaced(redis_url, run_id, tmp_path):
+    folder = tmp_path / run_id / "global_step_1"
+    folder.mkdir(parents=True)
+
+    async def read_while_it_is_saved_again():
+        async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=tmp_path):
+            folder.rename(tmp_path / "aside")
+            folder.mkdir()
+
+    with pytest.raises(CheckpointHeld, match="was replaced while it was read"):
+        await read_while_it_is_saved_again()

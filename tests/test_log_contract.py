@@ -346,6 +346,10 @@ async def test_a_checkpoint_that_is_held_is_not_doomed_and_one_that_is_doomed_no
     assert await log.undoom(token, [1, 3])
     assert await log.hold(3, "a reader", 60)
     assert not await log.hold(2, "a reader", 60)
+    assert not await log.undoom(token - 1)
+    assert not await log.hold(2, "a reader", 60)
+    assert await log.undoom(token)
+    assert await log.hold(2, "a reader", 60)
 
 
 async def test_dead_letters_are_bounded_and_the_newest_stay(log, monkeypatch):
@@ -546,6 +550,15 @@ async def test_a_group_that_was_never_created_is_an_error(log):
 
 
 # Trimming
+
+
+async def test_a_former_leader_trims_nothing(log):
+    ids = [await log.append(bytes([number])) for number in range(3)]
+    former, _ = await log.lead(5)
+    await log.renew(former, 0)
+    token, _ = await log.lead(5)
+    assert await log.trim(EVENTS, ids[2], token=former) == 0
+    assert await log.trim(EVENTS, ids[2], token=token) == 2
 
 
 async def test_nothing_is_trimmed_that_a_group_still_needs(log):

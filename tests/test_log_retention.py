@@ -136,7 +136,8 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
         archive.add(Stream.EVENTS, segment, after)
         after = segment[-1].id
     folded = entries[5].id
-    await Retention(log, archive)(folded)
+    token, _ = await log.lead(60)
+    await Retention(log, archive, token)(folded)
     assert (await log.read(limit=1))[0].id == folded
 
 

@@ -210,6 +210,8 @@ def test_a_policy_of_nonsense_is_one_sentence(seconds):
         Policy(group_idle=seconds)
     with pytest.raises(InvalidPolicy, match="0 keeps all"):
         Policy(keep_checkpoints=-1)
+    with pytest.raises(InvalidPolicy, match="knows of the newest 1024 alone"):
+        Policy(keep_checkpoints=1025)
 
 
 def test_commands_refuse_a_policy_of_nonsense(cli, tmp_path):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from stat import S_ISDIR
 
 import anyio
 import redis.asyncio
@@ -43,7 +44,7 @@ async def hold_checkpoint(
 
     Raises:
         CheckpointHeld: when it is being removed or is not there; from within the block too, when
-            it could not be held any longer.
+            it could not be held any longer; and at its end when the folder was replaced meanwhile.
     """
     try:
         check_run_id(run)
@@ -66,7 +67,8 @@ async def _held(
         )
     lost, failure = False, None
     try:
-        if not await anyio.Path(folder).is_dir():
+        found = await _identity(folder)
+        if found is None:
             raise CheckpointHeld(
                 f"there is no checkpoint {folder}: it was removed or is not ready yet; name "
                 "another step, or the folder of all runs with checkpoint_root"
@@ -95,6 +97,20 @@ async def _held(
             f"the checkpoint of step {step} of run {run} was removed while it was read: this "
             f"process did not reach the server for {HOLD:g} s; read a newer one"
         )
+    if await _identity(folder) != found:
+        raise CheckpointHeld(
+            f"the checkpoint of step {step} of run {run} was replaced while it was read: its "
+            "trainer saved that step again; read it once more"
+        )
+
+
+async def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder it is; None when there is none."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        stat = await anyio.Path(folder).stat()
+        if S_ISDIR(stat.st_mode):
+            return stat.st_dev, stat.st_ino
+    return None
 
 
 async def _lost(log: RedisEventLog, step: int, who: str) -> bool:

@@ -7,6 +7,7 @@ event for people and for ``jq``.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -80,7 +81,7 @@ def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, not a file")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     count, encode = 0, msgspec.json.Encoder().encode
     try:
         with temporary.open("wb") as file:

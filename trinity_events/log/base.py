@@ -170,8 +170,8 @@ class EventLog(Protocol):
         """
         ...
 
-    async def undoom(self, token: int, steps: Collection[int]) -> bool:
-        """Forget the marks: they are removed, or will not be. False when another leads."""
+    async def undoom(self, token: int, steps: Collection[int] | None = None) -> bool:
+        """Forget the marks, or all: they are removed, or will not be. False when another leads."""
         ...
 
 

@@ -199,10 +199,15 @@ class MemoryEventLog:
             self._snapshot = commit.snapshot or self._snapshot
             return True
 
-    async def trim(self, stream: Stream, limit: str) -> int:
-        """Drop entries below ``limit`` that no group still needs; returns how many."""
+    async def trim(self, stream: Stream, limit: str, *, token: int | None = None) -> int:
+        """Drop entries below ``limit`` that no group still needs; returns how many.
+
+        Given a ``token`` that is not the newest leader's, none.
+        """
         await anyio.lowlevel.checkpoint()
         with self._lock:
+            if token is not None and not self._leads(token):
+                return 0
             return self._streams[stream].trim(position(limit))
 
     async def first_left(self, stream: Stream) -> str | None:
@@ -306,13 +311,13 @@ class MemoryEventLog:
             self._doomed |= doomed
             return doomed
 
-    async def undoom(self, token: int, steps: Collection[int]) -> bool:
-        """Forget the marks: they are removed, or will not be. False when another leads."""
+    async def undoom(self, token: int, steps: Collection[int] | None = None) -> bool:
+        """Forget the marks, or all: they are removed, or will not be. False when another leads."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             if not self._leads(token):
                 return False
-            self._doomed -= set(steps)
+            self._doomed = set() if steps is None else self._doomed - set(steps)
             return True
 
     async def create_group(self, stream: Stream, group: str, after: str) -> None:

@@ -149,17 +149,20 @@ class RedisEventLog(RedisGroups):
         keys = [self.keys.holds, self.keys.doomed, self.keys.fence]
         return {int(step) for step in await self._run("doom", keys=keys, args=[token, *steps])}
 
-    async def undoom(self, token: int, steps: Collection[int]) -> bool:
-        """Forget the marks: they are removed, or will not be. False when another leads."""
+    async def undoom(self, token: int, steps: Collection[int] | None = None) -> bool:
+        """Forget the marks, or all: they are removed, or will not be. False when another leads."""
         keys = [self.keys.doomed, self.keys.fence]
-        return bool(await self._run("undoom", keys=keys, args=[token, *steps]))
+        args = [token, "all"] if steps is None else [token, *steps]
+        return bool(await self._run("undoom", keys=keys, args=args))
 
-    async def trim(self, stream: Stream, limit: str) -> int:
-        """Drop entries below ``limit`` that no group still needs; returns how many."""
-        key = self._key(stream)
-        if not await self._redis.exists(key):
-            return 0
-        return int(await self._run("trim", keys=[key], args=[limit]))
+    async def trim(self, stream: Stream, limit: str, *, token: int | None = None) -> int:
+        """Drop entries below ``limit`` that no group still needs; returns how many.
+
+        Given a ``token`` that is not the newest leader's, none.
+        """
+        keys = [self._key(stream), self.keys.fence]
+        args = [limit, "" if token is None else token]
+        return int(await self._run("trim", keys=keys, args=args))
 
     async def first_left(self, stream: Stream) -> str | None:
         """The oldest entry of a stream that has lost older ones; None when it is whole."""

@@ -1,5 +1,8 @@
 -- Trims a stream below a limit, but never what a group has not acknowledged or not been given.
--- KEYS: stream   ARGV: limit, an id; entries below it may go
+-- Only for the newest leader where a token is given: a former one knows of no newer group.
+-- KEYS: stream, fence   ARGV: limit, an id; entries below it may go; token or ''
+if ARGV[2] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 local function number(id)
   local ms, n = id:match('^(%d+)-(%d+)$')
   return tonumber(ms), tonumber(n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -100,7 +101,7 @@ class CheckpointFiles:
         except (FileNotFoundError, UnicodeDecodeError):
             pass
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{iteration.name}.{os.getpid()}"
+        temporary = self.folder / f".{iteration.name}.{socket.gethostname()}-{os.getpid()}"
         with temporary.open("w") as file:
             file.write(text)
             file.flush()

@@ -6,6 +6,7 @@ import math
 
 from msgspec import Struct
 
+from ..core.fold import KEPT_WHOLE
 from ..errors import TrinityError
 
 STEP_DEADLINE = 600.0
@@ -44,4 +45,9 @@ class Policy(Struct, frozen=True, kw_only=True):
             raise InvalidPolicy(
                 f"--keep-checkpoints is {self.keep_checkpoints}, but takes how many of the newest "
                 "checkpoints to keep: 2 or more keep that many, 0 keeps all"
+            )
+        if self.keep_checkpoints > KEPT_WHOLE:
+            raise InvalidPolicy(
+                f"--keep-checkpoints is {self.keep_checkpoints}, but the state knows of the newest "
+                f"{KEPT_WHOLE} alone: take as many or fewer, or 0 to keep all"
             )

@@ -158,7 +158,7 @@ class _Lead:
             log,
             self._files,
             token,
-            Retention(log, archive) if archive is not None else None,
+            Retention(log, archive, token) if archive is not None else None,
             archived=partial(archive.read, Stream.EVENTS) if archive is not None else None,
             beside=beside,
             reached=self._reached,

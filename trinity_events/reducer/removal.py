@@ -52,7 +52,8 @@ class Removal:
     async def run(self, live: Live) -> None:
         """Look when a newer step is ready, and now and then."""
         state = live.state
-        await self._recover(state)
+        # What a leader before us died with: what may go is decided anew.
+        await self._log.undoom(self._token)
         while True:
             newest, pause = _newest(state), LOOK
             try:
@@ -98,17 +99,6 @@ class Removal:
             elif moved is not None:
                 logger.info("the checkpoint of step %d of %s is removed", step, self._log.run_id)
         await anyio.to_thread.run_sync(self._trash.empty)
-
-    async def _recover(self, state: MonitorState) -> None:
-        """Forget the marks that a leader before us died with: what may go is decided anew."""
-        try:
-            made = await anyio.to_thread.run_sync(self._trash.made)
-            moved = await anyio.to_thread.run_sync(self._trash.moved)
-        except OSError as error:
-            logger.error("the checkpoints of %s cannot be listed: %s", state.run_id, error)
-            return
-        if marked := made.keys() | moved:
-            await self._log.undoom(self._token, marked)
 
 
 def left_behind(

@@ -17,11 +17,18 @@ SEGMENT_ENTRIES = 5_000
 
 
 class Retention:
-    """Archives a run's entries after each snapshot, then trims what the archive holds."""
+    """Archives a run's entries after each snapshot, then trims what the archive holds.
 
-    def __init__(self, log: RedisEventLog, archive: Archive) -> None:
+    Args:
+        log: The run's log.
+        archive: The run's files.
+        token: The fencing token of our lead.
+    """
+
+    def __init__(self, log: RedisEventLog, archive: Archive, token: int) -> None:
         self._log = log
         self._archive = archive
+        self._token = token
         self._failing = False
 
     async def __call__(self, position: str) -> None:
@@ -53,7 +60,7 @@ class Retention:
         if stream is Stream.EVENTS:
             # An archive may be ahead of a server that lost its end: what is yet to fold stays.
             limit = min(limit, position, key=number)
-        await self._log.trim(stream, limit)
+        await self._log.trim(stream, limit, token=self._token)
 
     async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
         """The next entries to keep; page by page, so that the folding has its turns."""

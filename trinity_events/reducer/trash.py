@@ -57,11 +57,6 @@ class Trash:
                 found[int(match[1])] = path.stat().st_ino
         return found
 
-    def moved(self) -> set[int]:
-        """The steps whose folder was moved away and is still to be removed."""
-        matches = (_FINAL.match(path.name) for path in _listed(self._folder / TRASH))
-        return {int(match[1]) for match in matches if match}
-
     def has(self, names: Iterable[str]) -> bool:
         """Whether all these folders are there."""
         return all((self._folder / name).is_dir() for name in names)
