@@ -13,7 +13,8 @@ from ..log import position as number
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_ENTRIES = 5_000
+SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 2_000}
+"""The most of a segment; an announcement lists what it rests on, and is larger than an event."""
 
 
 class Retention:
@@ -65,7 +66,7 @@ class Retention:
     async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
         """The next entries to keep; page by page, so that the folding has its turns."""
         segment: list[Entry] = []
-        while len(segment) < SEGMENT_ENTRIES:
+        while len(segment) < SEGMENT_ENTRIES[stream]:
             found = await self._log.read(after, stream=stream, through=through, limit=PAGE)
             segment += found
             if len(found) < PAGE:
