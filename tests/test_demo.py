@@ -42,7 +42,7 @@ def children(text: str) -> list[int]:
     return found
 
 
-def wait_for(condition, seconds: float = 90):
+def wait_for(condition, seconds: float = 150):
     give_up = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < give_up, "waited in vain"
@@ -64,7 +64,7 @@ def finished(home, redis_url, weights_url):
         # A demo is short: hold the reducer up first, so that it is killed with work to do.
         [reducer] = children(f"reducer\0--lifeline\0--verbose\0--run\0{run_id}\0")
         os.kill(reducer, signal.SIGKILL)
-    out, error = process.communicate(timeout=150)
+    out, error = process.communicate(timeout=240)
     assert process.returncode == 0, error
     return run_id, json.loads(out)
 
