@@ -20,7 +20,8 @@ from trinity_events.log.raw import FIELD
 from trinity_events.server import connect
 from trinity_schemas import RunKeys, decode_envelope
 
-PAGE = 1000
+PAGE = 2000
+"""As many as the reducer reads at once."""
 
 
 async def read_and_decode(url: str, run_id: str, how: str) -> dict[str, float]:

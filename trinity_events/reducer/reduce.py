@@ -28,13 +28,11 @@ logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 5_000
 """Entries between two snapshots."""
-BATCH = 1000
+BATCH = 2000
 SLICE = 250
 """Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
-_CATCHING_UP = 0.5
-"""Seconds between two looks at the files while there is a backlog to fold."""
 _SHORTEST_WAIT = 0.01
 _UNKEPT = 40
 """Snapshots after which the log is archived although there is a backlog to fold; a backlog that
@@ -214,7 +212,7 @@ class Reducer:
         if last:
             return await commit()
         self._commit = UnderWay(self._tasks, commit)
-        self._look_at_files(state, _CATCHING_UP)
+        self._look_at_files(state, RECONCILE_EVERY)
         return True
 
     def _commit_of(self, step: _Step, state: MonitorState, entries: int) -> Commit:

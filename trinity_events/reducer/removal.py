@@ -21,8 +21,7 @@ GRACE = 600.0
 """Seconds for which a staged folder must lie still before it counts as left behind."""
 LOOK = 60.0
 """Seconds between two looks although no newer checkpoint is ready: readers let go meanwhile."""
-_SOON = 1.0
-_BETWEEN = 0.5
+_BETWEEN = 1.0
 """Seconds between two looks at least: while a backlog is folded every moment makes one newer."""
 
 
@@ -55,17 +54,16 @@ class Removal:
         # What a leader before us died with: what may go is decided anew.
         await self._log.undoom(self._token)
         while True:
-            newest, pause = _newest(state), LOOK
+            newest, looked = _newest(state), True
             try:
-                if not await self.look(state):
-                    pause = _SOON
+                looked = await self.look(state)
                 self._failing = False
             except OSError as error:
                 if not self._failing:
                     self._failing = True
                     logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, error)
             await anyio.sleep(_BETWEEN)
-            with anyio.move_on_after(pause - _BETWEEN):
+            with anyio.move_on_after(LOOK if looked else 0):
                 await live.until(lambda state, newest=newest: _newest(state) != newest)  # type: ignore[misc]
 
     async def look(self, state: MonitorState) -> bool:
