@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from tests import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
@@ -83,6 +84,50 @@ def test_what_was_converted_loads_at_any_layout(
     at.assert_same(ranks(at.full_weights)[1], at.in_folder(megatron_folder("llama")))
 
 
+def peaks(rank, folders):
+    """By how much each conversion raised this process's resident memory at most, in bytes."""
+    from trinity_workers.convert import convert
+
+    def resident(field):
+        [line] = [
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(field)
+        ]
+        return int(line.split()[1]) * 1024
+
+    found = []
+    for source, target in folders:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident("VmRSS")
+        convert(source, target)
+        found.append(resident("VmHWM") - before)
+    return found
+
+
+def deep_folder(folder, layers):
+    """A model of so many layers of 9 MiB, and what its weights take."""
+    sizes = at.SIZES | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}
+    config = Qwen3Config(**sizes, head_dim=64, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu").save_pretrained(folder)
+    return (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_memory_does_not_grow_with_the_layers(converting, rank_processes, tmp_path, way):
+    grown = deep_folder(tmp_path / "16", 16) - deep_folder(tmp_path / "4", 4)
+    folders = [(tmp_path / one, tmp_path / f"megatron-{one}") for one in ("4", "16")]
+    if way == "back":
+        for pair in folders:
+            converting(*pair)
+        folders = [(one, tmp_path / f"back-{one.name}") for _, one in folders]
+    warm = (folders[0][0], tmp_path / "warm")
+    _, few, many = rank_processes.ask(0, peaks, [warm, *folders])()
+    assert many - few < grown / 2
+
+
 def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tmp_path):
     from trinity_events.errors import TrinityError
 
@@ -98,3 +143,82 @@ def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tm
     with pytest.raises(TrinityError, match="has no tensor"):
         converting(broken, tmp_path / "target")
     assert {one.name for one in tmp_path.iterdir()} == {"empty", "broken"}
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_converts_there_and_back(cli, megatron_folder, tmp_path):
+    source, there, back = megatron_folder("qwen3"), tmp_path / "megatron", tmp_path / "back"
+    shown = cli("convert", str(source), str(there))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    weights = at.in_folder(source)
+    size = sum(one.nbytes for one in weights.values())
+    assert shown.stdout == (
+        f"{source} converted to megatron in {there}: {len(weights)} tensors, {size} bytes\n"
+    )
+    done = json.loads(cli("convert", str(there), str(back), "--json").stdout)
+    assert done == {
+        "source": str(there),
+        "target": str(back),
+        "to": "huggingface",
+        "tensors": len(weights),
+        "bytes": size,
+    }
+    at.assert_same(at.in_folder(back), weights)
+
+
+def no_folder(folder):
+    return "is no folder: give the one that the model is in"
+
+
+def no_checkpoint(folder):
+    folder.mkdir()
+    return "is neither a Hugging Face folder (config.json) nor a Megatron checkpoint"
+
+
+def unfinished(folder):
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "huggingface" / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "model").mkdir()
+    return "is neither a Hugging Face folder (config.json) nor a Megatron checkpoint"
+
+
+def unknown_architecture(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "thinker9"}')
+    return "config.json says nothing of a model that can be converted"
+
+
+def architecture_without_mapping(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
+    return "a Megatron model cannot be made of 'gpt2': choose llama, qwen2"
+
+
+def no_weights(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return "has no *.safetensors files to load weights from"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        no_folder,
+        no_checkpoint,
+        unfinished,
+        unknown_architecture,
+        architecture_without_mapping,
+        no_weights,
+    ],
+)
+def test_what_the_command_cannot_convert_is_one_sentence(cli, tmp_path, make):
+    expected = make(tmp_path / "source")
+    shown = cli("convert", str(tmp_path / "source"), str(tmp_path / "target"))
+    assert (shown.returncode, shown.stdout) == (1, "")
+    [line] = shown.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+    assert not (tmp_path / "target").exists()

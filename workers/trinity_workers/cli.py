@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from enum import StrEnum
@@ -277,6 +278,8 @@ def convert(
     """
     _require("torch", "transformers", "safetensors", *_MODULES["megatron"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion is copying: no GPU is needed for it
+    # That Apex and Transformer Engine are not there, which copying does not need.
+    warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
     from .convert import convert as run
 
     done = run(source, target)

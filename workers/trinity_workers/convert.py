@@ -1,10 +1,7 @@
 """Between Hugging Face folders and Megatron's distributed checkpoints, both ways, streaming.
 
-One process and no GPU. A checkpoint is of every layout at once, so one rank writes and reads it.
-The parameters lie in files that are mapped into memory, so that the system may write out what is
-done with. What stays in memory is one tensor, one safetensors file that is written, and what
-megatron-core's checkpoints join or cut themselves: the feed-forward layers' first weights, which
-are the greater part of them. So memory grows with the model still, at about half of its size.
+One process and no GPU. A checkpoint is of every layout at once, so one rank writes and reads it,
+parameter by parameter: what is in memory is a few of the largest, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,18 +17,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec import Struct
-from safetensors.torch import save_file
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.overrides import TorchFunctionMode
 
-from trinity_events.errors import TrinityError
+from trinity_events.errors import IncompatibleWeights, TrinityError
 
 from .engines.base import NamedTensors
 from .engines.files import make_folder, sync, sync_tree
-from .engines.megatron import MegatronEngine, ModelOptions, ParallelLayout, leave
+from .engines.megatron import leave
+from .engines.megatron.description import read_description, write_description
+from .engines.megatron.outline import Outline
+from .engines.megatron.stream import FolderReader
 
 SHARD_BYTES = 512 << 20
-_LARGE = 1 << 16
+_READ_BYTES = 16 << 20  # after so many, files that are mapped into memory are closed
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 
 
 class ConversionRefused(TrinityError):
@@ -68,25 +72,18 @@ def convert(
 
     Raises:
         ConversionRefused: when there is no model to convert, or the target is there.
+        UnsupportedModel: when megatron-core has no model of its configuration.
+        IncompatibleWeights: when the weights are not those of the configuration.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionRefused(
-            f"{target} is there already: give a folder that is not, or remove it"
-        )
-    to_megatron = (source / "config.json").is_file()
-    if not to_megatron and not (source / "model" / "metadata.json").is_file():
-        raise ConversionRefused(
-            f"{source} is neither a Hugging Face folder (config.json) nor a Megatron checkpoint "
-            "(model/metadata.json)"
-        )
+    to_megatron = _check(source, target)
     make_folder(target.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         with _alone():
             if to_megatron:
-                count, size = _to_megatron(source, staging / "result", dtype)
+                sizes = _to_megatron(source, staging / "result", dtype)
             else:
-                count, size = _to_huggingface(source, staging / "result", dtype, shard_bytes)
+                sizes = _to_huggingface(source, staging / "result", dtype, shard_bytes)
         if target.is_dir():
             target.rmdir()
         (staging / "result").rename(target)
@@ -97,100 +94,180 @@ def convert(
         source=str(source),
         target=str(target),
         to="megatron" if to_megatron else "huggingface",
-        tensors=count,
-        bytes=size,
+        tensors=len(sizes),
+        bytes=sum(sizes),
     )
 
 
-def _to_megatron(source: Path, target: Path, dtype: torch.dtype | None) -> tuple[int, int]:
-    from .engines.megatron.stream import FolderReader
+def _check(source: Path, target: Path) -> bool:
+    """Whether the source is to become a Megatron checkpoint; raises when it can become nothing."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConversionRefused(
+            f"{target} is there already: give a folder that is not, or remove it"
+        )
+    if not source.is_dir():
+        raise ConversionRefused(f"{source} is no folder: give the one that the model is in")
+    if (source / "config.json").is_file():
+        return True
+    if not (source / "model" / "metadata.json").is_file():
+        raise ConversionRefused(
+            f"{source} is neither a Hugging Face folder (config.json) nor a Megatron checkpoint "
+            "(model/metadata.json)"
+        )
+    if not (source / "huggingface" / "config.json").is_file():
+        raise ConversionRefused(
+            f"{source} lacks huggingface/config.json, which says what its weights are of: "
+            "copy the model's there"
+        )
+    return False
 
-    reader = FolderReader(source)
-    engine = _engine(source, dtype or reader.tensor(reader.names()[0]).dtype, load=True)
-    engine.checkpoint_manager.checkpoint_save_contents = ["model"]
-    engine.save_checkpoint(str(target))
-    sizes = [one.tensor.nbytes for one in engine.local_shards()]
-    return len(sizes), sum(sizes)
+
+def _to_megatron(source: Path, target: Path, dtype: torch.dtype | None) -> list[int]:
+    config, tokenizer = _description(source)
+    reader = _reader(source)
+    outline = Outline(config, _checked(dtype or reader.tensor(reader.names()[0]).dtype, source))
+    read = 0
+
+    def value(name: str) -> torch.Tensor:
+        nonlocal read
+        found = []
+        for expected, empty in outline.tensors(name):
+            tensor = reader.tensor(expected)
+            if tensor.shape != empty.shape:
+                raise IncompatibleWeights(
+                    f"{source}: {expected} is {tuple(tensor.shape)}, the model's is "
+                    f"{tuple(empty.shape)}: is its config.json the one of these weights?"
+                )
+            read += tensor.nbytes
+            found.append(tensor)
+        if read >= _READ_BYTES:
+            reader.forget()
+            read = 0
+        return outline.mapping.to_megatron(name, found)
+
+    outline.save(target / "model", value)
+    write_description(target / "huggingface", config, tokenizer)
+    return [tensor.nbytes for _, tensor in _planned(outline)]
 
 
 def _to_huggingface(
     source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int
-) -> tuple[int, int]:
+) -> list[int]:
     from megatron.core import dist_checkpointing
 
+    config, _ = _description(source / "huggingface")
     if dtype is None:
         # Not the configuration's: a model may have been trained in another one.
         entries = dist_checkpointing.load_tensors_metadata(str(source / "model"))
         dtype = next(iter(entries.values())).dtype
-    engine = _engine(source / "huggingface", dtype, load=False)
-    engine.load_checkpoint(str(source))
+    outline = Outline(config, _checked(dtype, source))
+    tensors = (
+        one
+        for name, whole in outline.load(source / "model")
+        for one in outline.mapping.to_huggingface(name, whole)
+    )
     shutil.copytree(source / "huggingface", target)
-    found = write_safetensors(engine.get_per_tensor_param(), target, shard_bytes)
+    planned = list(_planned(outline))
+    write_safetensors(planned, tensors, target, shard_bytes)
     sync_tree(target)
-    return found
+    return [tensor.nbytes for _, tensor in planned]
 
 
-def write_safetensors(tensors: NamedTensors, folder: Path, shard_bytes: int) -> tuple[int, int]:
+def write_safetensors(
+    planned: Sequence[tuple[str, torch.Tensor]],
+    tensors: NamedTensors,
+    folder: Path,
+    shard_bytes: int,
+) -> None:
     """Write tensors as Hugging Face does, in files of at most so many bytes, and their index.
 
-    Returns:
-        How many tensors, and their bytes.
+    Args:
+        planned: What will come, in order, without values: a file says first what is in it.
+        tensors: The tensors; none is kept.
+        folder: Where to.
+        shard_bytes: Largest size of a file's tensors, unless one is larger.
     """
-    files: list[list[str]] = []
-    held: dict[str, torch.Tensor] = {}
-    count = total = held_bytes = 0
-
-    def flush() -> None:
-        nonlocal held_bytes
-        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
-        files.append(list(held))
-        held.clear()
-        held_bytes = 0
-
-    for name, tensor in tensors:
-        if held and held_bytes + tensor.nbytes > shard_bytes:
-            flush()
-        held[name] = tensor.clone(memory_format=torch.contiguous_format)
-        held_bytes += tensor.nbytes
-        total += tensor.nbytes
-        count += 1
-    flush()
+    files = list(_dealt_out(planned, shard_bytes))
+    coming = iter(tensors)
     where: dict[str, str] = {}
-    for index, names in enumerate(files):
+    for index, held in enumerate(files):
         file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
         if len(files) == 1:
             file = "model.safetensors"
-        (folder / f"part-{index}").rename(folder / file)
-        where |= dict.fromkeys(names, file)
+        with (folder / file).open("wb") as out:
+            out.write(_header(held))
+            for name, _ in held:
+                found, tensor = next(coming)
+                assert found == name, "they come as planned"
+                flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+                out.write(flat.numpy())
+                del tensor, flat
+                where[name] = file
     if len(files) > 1:
+        total = sum(tensor.nbytes for _, tensor in planned)
         index_of = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=2))
-    return count, total
 
 
-def _engine(folder: Path, dtype: torch.dtype, *, load: bool) -> MegatronEngine:
-    with _InFiles():
-        return MegatronEngine(
-            folder,
-            device=torch.device("cpu"),
-            layout=ParallelLayout(),
-            model=ModelOptions(dtype=dtype),
-            load_weights=load,
+def _dealt_out(
+    planned: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    held: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in planned:
+        if held and size + tensor.nbytes > shard_bytes:
+            yield held
+            held, size = [], 0
+        held.append((name, tensor))
+        size += tensor.nbytes
+    yield held
+
+
+def _header(held: Iterable[tuple[str, torch.Tensor]]) -> bytes:
+    """What a safetensors file begins with: its length, and where each tensor is after it."""
+    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in held:
+        begin, end = end, end + tensor.nbytes
+        said[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(said).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # so that tensors lie at multiples of eight bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _planned(outline: Outline) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every Hugging Face tensor of the model, in order, without values."""
+    for name in outline.parameters:
+        yield from outline.tensors(name)
+
+
+def _description(folder: Path) -> tuple[Any, Any]:
+    try:
+        return read_description(folder)
+    except (ValueError, OSError) as error:
+        said = " ".join(str(error).split())
+        raise ConversionRefused(
+            f"{folder}/config.json says nothing of a model that can be converted: {said}"
+        ) from None
+
+
+def _checked(dtype: torch.dtype, source: Path) -> torch.dtype:
+    if dtype not in _NAMES:
+        raise ConversionRefused(
+            f"the weights in {source} are {dtype}: give the floating-point type that they are to be"
         )
+    return dtype
 
 
-class _InFiles(TorchFunctionMode):
-    """Lets large new tensors lie in files without names, which the system may write out."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is not torch.empty or made.nbytes < _LARGE:
-            return made
-        with tempfile.NamedTemporaryFile(prefix="trinity-convert-") as file:
-            flat = torch.from_file(file.name, shared=True, size=made.numel(), dtype=made.dtype)
-        return flat.view(made.shape)
+def _reader(folder: Path) -> FolderReader:
+    try:
+        return FolderReader(folder)
+    except FileNotFoundError as error:
+        raise ConversionRefused(str(error)) from None
 
 
 @contextmanager

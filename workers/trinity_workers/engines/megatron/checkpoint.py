@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
@@ -61,13 +62,20 @@ def save(state: dict[str, Any], folder: Path) -> None:
     begin_save(state, folder, None).wait()
 
 
-def begin_save(state: dict[str, Any], folder: Path, background: Background | None) -> PendingSave:
+def begin_save(
+    state: dict[str, Any],
+    folder: Path,
+    background: Background | None,
+    *,
+    value: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> PendingSave:
     """Begin to write a sharded state dict into a new folder. Collective.
 
     Args:
         state: From ``sharded_state_dict()``.
         folder: Where to; what is there is replaced.
         background: Writes copies while this thread goes on; None writes before it returns.
+        value: What is written of a tensor on the meta device, asked for when it is.
     """
     from megatron.core import dist_checkpointing
 
@@ -75,7 +83,7 @@ def begin_save(state: dict[str, Any], folder: Path, background: Background | Non
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
             make_folder(folder)
-    strategy = _strategy(background)
+    strategy = _strategy(background, value)
     with adapted():
         # Rank 0 writes the plain values here.
         request = dist_checkpointing.save(
@@ -110,12 +118,19 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def _strategy(background: Background | None) -> Any:
+def _strategy(
+    background: Background | None, value: Callable[[torch.Tensor], torch.Tensor] | None
+) -> Any:
     """How sharded tensors are written. A class of megatron-core's, so made when it is needed."""
     from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
     torch_dcp: Any = dcp  # its names are not exported to type checkers
+
+    class Planner(megatron_torch.MCoreSavePlanner):  # type: ignore[misc]
+        def lookup_object(self, index: Any) -> Any:
+            found = super().lookup_object(index)
+            return found if value is None or not isinstance(found, torch.Tensor) else value(found)
 
     class InThreads(megatron_torch.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -129,9 +144,7 @@ def _strategy(background: Background | None) -> Any:
                 sharded_state_dict, self.keep_only_main_replica
             )
             tensors = megatron_torch.mcore_to_pyt_state_dict(renamed, False)
-            planner = megatron_torch.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            )
+            planner = Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
             writer = torch_dcp.FileSystemWriter(checkpoint_dir, sync_files=True)
 
             def write(group: dist.ProcessGroup | None = None) -> None:

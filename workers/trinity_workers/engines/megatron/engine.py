@@ -15,9 +15,9 @@ from trinity_events.errors import TrinityError
 
 from ...collectives import together
 from ...learning.grpo import Batch
-from ..files import make_folder, sync_tree
 from . import checkpoint
 from .cpu import adapted
+from .description import read_description, write_description
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .shards import LocalShard, local_shards
@@ -92,20 +92,13 @@ class MegatronEngine:
         seed: int = 0,
         load_weights: bool = True,
     ) -> None:
-        from transformers import AutoConfig, AutoTokenizer
-
         if device.type == "cpu" and torch.cuda.is_available():
             raise DeviceRefused(
                 "megatron-core computes on the GPU where there is one: give each rank its own, "
                 "or hide them all (CUDA_VISIBLE_DEVICES=)"
             )
         with together():
-            self.config: Any = AutoConfig.from_pretrained(model_folder, local_files_only=True)
-            self.tokenizer: Any = (
-                AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
-                if (model_folder / "tokenizer_config.json").is_file()
-                else None
-            )
+            self.config, self.tokenizer = read_description(model_folder)
         self.device = device
         self.layout = layout
         self.checkpoint_manager = CheckpointManager()
@@ -232,7 +225,7 @@ class MegatronEngine:
         if "model" in contents:
             with together():
                 if dist.get_rank() == 0:
-                    self._save_huggingface(folder / "huggingface")
+                    write_description(folder / "huggingface", self.config, self.tokenizer)
             pending.append(checkpoint.begin_save(self._model_state(), folder / "model", by))
         if contents & {"optimizer", "extra"}:
             state = self._training_state(contents, is_loading=False)
@@ -346,10 +339,3 @@ class MegatronEngine:
         with adapted():
             self.optimizer.load_state_dict(loaded["optimizer"])
         self.steps = loaded["steps"]
-
-    def _save_huggingface(self, folder: Path) -> None:
-        make_folder(folder)
-        self.config.save_pretrained(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
-        sync_tree(folder)
