@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -43,6 +45,61 @@ def same(one, other):
     assert sorted(one) == sorted(other)
     for key, value in one.items():
         assert torch.equal(value, other[key]), key
+
+
+def optimizer_state(rank):
+    """The ordinary optimizer's state by kind and tensor, gathered from all ranks, and its steps."""
+    engine = rank.held.engine
+    states = {}
+    for one in engine.optimizer.chained_optimizers:
+        states |= one.optimizer.state
+    stream = copy.copy(engine._stream)
+    stream.entries = [msgspec.structs.replace(one, dtype="float32") for one in stream.entries]
+    own = [dict(chunk.named_parameters()) for chunk in engine._chunks]
+    found = {}
+    for kind in ("exp_avg", "exp_avg_sq", "master"):
+        stream._parameters = [
+            {name: state_of(states, parameter, kind) for name, parameter in chunk.items()}
+            for chunk in own
+        ]
+        found |= {f"{kind} of {name}": value.clone() for name, value in stream}
+    return found, {float(one["step"]) for one in states.values()}
+
+
+def state_of(states, parameter, kind):
+    main = getattr(parameter, "main_param", None)  # where the parameter is none in float32
+    main = parameter if main is None else main
+    return main if kind == "master" else states[main][kind]
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at", "options"),
+    [
+        ((2, TENSOR), (1, ONE), {}),
+        ((2, PIPELINE), (2, TENSOR), {}),
+        ((2, TENSOR), (2, PIPELINE), {"dtype": torch.bfloat16}),
+        ((4, BOTH), (2, TENSOR), {"dtype": torch.bfloat16}),
+    ],
+)
+def test_the_optimizers_state_is_the_same_tensor_by_tensor_at_another_layout(
+    engine_ranks, tmp_path, saved_at, loaded_at, options
+):
+    ranks = engine_ranks("qwen3", *saved_at, TRAINED, options)
+    ranks(at.train, batches(3))
+    ranks(save, tmp_path / "checkpoint")
+    expected, steps = ranks(optimizer_state)[0]
+    assert steps == {3.0}
+    assert any(one.abs().max() > 1e-4 for name, one in expected.items() if "exp_avg of" in name)
+
+    ranks = engine_ranks("qwen3", *loaded_at, TRAINED, options, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    for found, steps in ranks(optimizer_state):
+        assert steps == {3.0}
+        assert sorted(found) == sorted(expected)
+        for name, value in found.items():
+            assert value.dtype is torch.float32, name
+            # Of the value: squares of gradients are far below 1e-5 themselves.
+            torch.testing.assert_close(value, expected[name], atol=0, rtol=1e-5)
 
 
 def goes_on(ranks, count: int) -> list[float]:
