@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 
+import anyio
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tests.test_fsdp import make_groups  # noqa: E402
+from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
+from trinity_workers.launch.lifecycle import closing  # noqa: E402
 from trinity_workers.learning.policy import create_policy  # noqa: E402
+from trinity_workers.trainer.fleet import RayTrainerFleet, WorkerDied  # noqa: E402
 from trinity_workers.trainer.megatron import (  # noqa: E402
     DistGlobalInfo,
     DistRankInfo,
@@ -106,3 +113,50 @@ def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settin
         for name, value in weights.items():
             # Megatron lets no weight decay pull at biases and norms.
             torch.testing.assert_close(value, expected_weights[name], atol=1e-4, rtol=0)
+
+
+def dies_in_its_next_gradient(worker):
+    """Let a rank die in the middle of a training step, when all have begun on it."""
+
+    def learn(batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    worker._learn = learn
+
+
+async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
+    publisher, client, log, redis_url, weights_url, run_id, policy, tmp_path
+):
+    import ray
+
+    config = RunConfig(
+        run_id=run_id,
+        epoch=publisher.epoch,
+        redis_url=redis_url,
+        weights_url=weights_url,
+        checkpoint_folder=tmp_path,
+        model_folder=policy,
+        engine="megatron",
+        trainers=2,
+        sync_timeout=30.0,
+    )
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        fleet = RayTrainerFleet(config)
+        await fleet.prepare()
+        with anyio.fail_after(60):
+            await fleet.train_step(make_groups(run_id, 1))
+            await fleet._workers[1].__ray_call__.remote(dies_in_its_next_gradient)
+            with pytest.raises(WorkerDied):
+                async with closing(client, config):
+                    await fleet.train_step(make_groups(run_id, 2))
+    finally:
+        with contextlib.suppress(Exception):
+            await fleet.shutdown()
+        ray.shutdown()
+    said = [decode_envelope(entry.payload).event for entry in await log.read(limit=1000)]
+    [closed] = [one for one in said if isinstance(one, RunClosed)]
+    assert closed.reason == "failed"
+    assert closed.error == (
+        f"WorkerDied: trainer worker 1 of run {run_id} died in train_step at step 2"
+    )

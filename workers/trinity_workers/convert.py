@@ -200,7 +200,7 @@ def write_safetensors(
                 found, tensor = next(coming)
                 assert found == name, "they come as planned"
                 flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-                out.write(flat.numpy())
+                out.write(flat.numpy().data)
                 del tensor, flat
                 where[name] = file
     if len(files) > 1:

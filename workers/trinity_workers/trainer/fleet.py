@@ -66,11 +66,16 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
         """Take one step on these groups, dealt out over the ranks; returns its metrics."""
         shares = [list(batch_exps[index::count]) for index, count in self._shares]
-        metrics = await asyncio.gather(
-            *(self._ask(rank, "train_step", share) for rank, share in enumerate(shares))
+        answers = await asyncio.gather(
+            *(self._ask(rank, "train_step", share) for rank, share in enumerate(shares)),
+            return_exceptions=True,
         )
+        failed = [one for one in answers if isinstance(one, BaseException)]
+        if failed:
+            # A rank that dies fails the others, sooner than it is known to be dead.
+            raise min(failed, key=lambda one: not isinstance(one, WorkerDied))
         self._step += 1
-        first: dict[str, float] = metrics[0]
+        first: dict[str, float] = answers[0]
         return first
 
     async def save_checkpoint(
@@ -134,9 +139,10 @@ class RayTrainerFleet(TrainEngineWrapper):
         try:
             return await getattr(self._workers[rank], method).remote(*args)
         except ray.exceptions.RayActorError:
+            step = self._step + (method == "train_step")  # which is not taken yet
             raise WorkerDied(
                 f"trainer worker {rank} of run {self._config.run_id} died in {method} "
-                f"at step {self._step}"
+                f"at step {step}"
             ) from None
 
 

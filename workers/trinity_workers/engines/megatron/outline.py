@@ -156,7 +156,7 @@ def _fits(part: Any, saved: tuple[int, ...]) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _same_part(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
