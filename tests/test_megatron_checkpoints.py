@@ -26,6 +26,7 @@ PIPELINE = ParallelLayout(pipeline=2)
 BOTH = ParallelLayout(tensor=2, pipeline=2)
 
 TRAINED = OptimizerOptions(learning_rate=3e-3)
+RAMPED = OptimizerOptions(learning_rate=3e-3, ramp_steps=8)
 DISTRIBUTED = OptimizerOptions(learning_rate=3e-3, distributed=True)
 
 
@@ -39,12 +40,6 @@ def save(rank, folder):
 
 def load(rank, folder):
     rank.held.engine.load_checkpoint(str(folder))
-
-
-def same(one, other):
-    assert sorted(one) == sorted(other)
-    for key, value in one.items():
-        assert torch.equal(value, other[key]), key
 
 
 def optimizer_state(rank):
@@ -129,7 +124,7 @@ def test_a_checkpoint_of_one_layout_goes_on_at_another_as_if_nothing_had_been(
     ranks = engine_ranks("qwen3", *loaded_at, TRAINED, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
     for found in ranks(at.full_weights):
-        same(found, weights)
+        at.assert_same(found, weights)
     # The losses tell of the optimizer's state: without it they are others from the second step.
     assert goes_on(ranks, 3) == pytest.approx(expected, abs=1e-5)
 
@@ -149,24 +144,26 @@ def load_model_alone(rank, folder):
     rank.held.engine.optimizer = optimizer
 
 
-def save_in_background(rank, folder):
-    """Begin a save, change every weight, and wait for it; the weights as they were."""
-    pending = rank.held.engine.begin_checkpoint(str(folder))
-    weights = at.full_weights(rank)
-    for chunk in rank.held.engine.module:
-        for parameter in chunk.parameters():
-            parameter.data.fill_(7.0)
-    for one in pending:
-        one.wait()
-    return weights
+def save_after_more_steps(rank, folder, more):
+    """Prepare a checkpoint, take further steps and write it then; their losses."""
+    writes = rank.held.engine.prepare_checkpoint(str(folder))
+    assert not folder.exists()
+    losses = at.train(rank, more)
+    for write in writes.values():
+        write()
+    return losses
 
 
-def test_a_save_in_the_background_holds_what_was_there_when_it_began(engine_ranks, tmp_path):
-    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
+def test_a_checkpoint_holds_what_was_there_when_it_was_prepared(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR, RAMPED)
     ranks(at.train, batches(2))
-    weights = ranks(save_in_background, tmp_path / "checkpoint")[0]
+    weights = ranks(at.full_weights)[0]
+    losses = ranks(save_after_more_steps, tmp_path / "checkpoint", batches(3))
+    ranks = engine_ranks("qwen3", 2, TENSOR, RAMPED, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
-    same(ranks(at.full_weights)[0], weights)
+    at.assert_same(ranks(at.full_weights)[0], weights)
+    for found, expected in zip(ranks(at.train, batches(3)), losses, strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_checkpoint_that_was_not_finished_is_refused_on_every_rank(engine_ranks, tmp_path):
@@ -184,7 +181,7 @@ def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):
     weights = ranks(at.full_weights)[0]
     ranks = engine_ranks("qwen2-moe", 1, ONE, load_weights=False)
     ranks(load, tmp_path / "checkpoint")
-    same(ranks(at.full_weights)[0], weights)
+    at.assert_same(ranks(at.full_weights)[0], weights)
 
 
 def test_a_distributed_optimizers_state_is_refused_and_its_model_loads(engine_ranks, tmp_path):
@@ -199,4 +196,4 @@ def test_a_distributed_optimizers_state_is_refused_and_its_model_loads(engine_ra
         assert "use the ordinary optimizer" in str(error)
     shutil.rmtree(tmp_path / "checkpoint" / "training")
     ranks(load, tmp_path / "checkpoint")
-    same(ranks(at.full_weights)[0], weights)
+    at.assert_same(ranks(at.full_weights)[0], weights)

@@ -6,7 +6,7 @@ MegatronEngine, or veRL's as it is. Every function is collective: all ranks call
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import Logger
 from pathlib import Path
@@ -55,21 +55,20 @@ def megatron_save_state_dict(
         PeerFailed: on the ranks that did not fail themselves.
         NoCheckpointManager: when the engine was made for the forward pass alone.
     """
-    save_contents(
-        engine,
-        ["model"],
-        Path(local_path),
-        global_step,
-        coordinator,
-        logger,
-        name=SAVE_NAME,
-        is_state_dict=True,
-    )
+    folder = Path(local_path)
+
+    def write() -> None:
+        with _only(engine, ["model"]):
+            engine.save_checkpoint(local_path, global_step=global_step)
+        with together():
+            if dist.get_rank() == 0:
+                sync_tree(folder)  # another engine's files may not be on disk yet
+
+    save_as_one(write, folder, global_step, coordinator, logger, name=SAVE_NAME, is_state_dict=True)
 
 
-def save_contents(
-    engine: Any,
-    contents: Sequence[str],
+def save_as_one(
+    write: Callable[[], None],
     folder: Path,
     global_step: int,
     coordinator: CheckpointCoordinator,
@@ -77,36 +76,45 @@ def save_contents(
     *,
     name: str,
     is_state_dict: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save these contents of the engine's checkpoint, as one save. Collective; raises on all."""
-    saving = saved = False
+    """Let all ranks write one folder, as one save of rank 0's. Collective; raises on all.
+
+    Args:
+        write: Writes this rank's part. Collective; on disk on return, and raises on all ranks.
+        folder: What is written.
+        global_step: The training step.
+        coordinator: Tells the log of the save.
+        logger: Says where it saves to.
+        name: Of the save within the worker.
+        is_state_dict: Whether it is a state dict for weight sync, not part of a checkpoint.
+        group: The ranks' group that this and the writing talk over; the default one when left out.
+            In another thread than training it must be one of its own.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        CollectiveBroken: when a rank died, or was too slow.
+    """
+    writing = written = False
 
     def save() -> None:
-        nonlocal saving, saved
-        raise_together(None)  # whether rank 0 could tell the log that it begins
-        saving = True
+        nonlocal writing, written
+        raise_together(None, group)  # whether rank 0 could tell the log that it begins
+        writing = True
         try:
-            with _only(engine, contents):
-                engine.save_checkpoint(str(folder), global_step=global_step)
+            write()
         except RuntimeError as caught:  # the process group's: the engine's own are none
             raise CollectiveBroken(
                 f"step {global_step} could not be saved, because a rank died or was too slow: "
                 f"{caught}"
             ) from caught
-        with together():
-            if dist.get_rank() == 0:
-                sync_tree(folder)
-        saved = True
-
-    def through_the_log() -> None:
-        coordinator.save_sync(save, global_step, is_state_dict, name=name, path=folder)
+        written = True
 
     error: Exception | None = None
-    if dist.get_rank() == 0:
-        logger.info("step %d: saves %s to %s", global_step, ", ".join(contents), folder)
     try:
         if dist.get_rank() == 0:
-            through_the_log()
+            logger.info("step %d: saves %s to %s", global_step, name, folder)
+            coordinator.save_sync(save, global_step, is_state_dict, name=name, path=folder)
         else:
             save()
     except PeerFailed:
@@ -116,10 +124,10 @@ def save_contents(
             _tell(broken, global_step, coordinator, name, is_state_dict, logger)
         raise
     except Exception as caught:
-        if saving and not saved:  # the ranks have agreed on it
+        if writing and not written:  # the ranks have agreed on it
             raise
         error = caught
-    raise_together(error)
+    raise_together(error, group)
 
 
 def megatron_upload_state_dict(

@@ -66,7 +66,7 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
         """Take one step on these groups, dealt out over the ranks; returns its metrics."""
         shares = [list(batch_exps[index::count]) for index, count in self._shares]
-        answers = await asyncio.gather(
+        answers: list[Any] = await asyncio.gather(
             *(self._ask(rank, "train_step", share) for rank, share in enumerate(shares)),
             return_exceptions=True,
         )

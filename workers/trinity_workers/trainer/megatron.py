@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,22 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
+from ..collectives import together
 from ..engines.megatron import MegatronEngine, OptimizerOptions, ParallelLayout, leave
 from ..helpers.megatron import (
+    SAVE_NAME,
     megatron_save_state_dict,
     megatron_upload_state_dict,
-    save_contents,
+    save_as_one,
 )
 from ..learning.grpo import Batch, grpo_loss
+from .background import BackgroundSaves
 from .worker import TrainWorker
 
 logger = logging.getLogger(__name__)
+
+# What a checkpoint consists of: each part's save, and whether it is a state dict.
+_SAVES = {"model": (SAVE_NAME, True), "training": ("training_state", False)}
 
 
 class DistRankInfo(Struct, frozen=True):
@@ -77,34 +85,58 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         """The share of the replica that this rank is of: its ranks all get the same groups."""
         return self.get_megatron_rank_info().dp_rank, self.get_megatron_global_info().dp_size
 
+    def setup(self, host: str, port: int) -> None:
+        """As FSDP's, and be ready to save in the background."""
+        super().setup(host, port)
+        self._saves = BackgroundSaves(self._timeout)
+
     def save_state_dict(self, local_path: str, global_step: int) -> None:
-        """Save the model, before it returns."""
+        """Save the model, before it returns; a checkpoint under way is waited for."""
+        self._settle()
         megatron_save_state_dict(self._engine, local_path, global_step, self._coordinator, logger)
 
     def save_checkpoint(self, local_path: str, global_step: int) -> None:
-        """Save the model and the training state, before it returns."""
-        self.save_state_dict(local_path, global_step)
-        save_contents(
-            self._engine,
-            ["optimizer", "extra"],
-            Path(local_path),
-            global_step,
-            self._coordinator,
-            logger,
-            name="training_state",
-            is_state_dict=False,
-        )
+        """Copy the model and the training state, and save them in the background.
+
+        One checkpoint's copies are held at a time: one under way is waited for.
+        """
+        self._settle()
+        group = self._saves.group
+        for part, write in self._engine.prepare_checkpoint(local_path, group=group).items():
+            name, is_state_dict = _SAVES[part]
+            save = partial(
+                save_as_one,
+                write,
+                Path(local_path) / part,
+                global_step,
+                self._coordinator,
+                logger,
+                name=name,
+                is_state_dict=is_state_dict,
+                group=group,
+            )
+            self._saves.begin(f"{name} of step {global_step}", save)
+
+    def wait_on_save_thread(self) -> None:
+        """Wait for background saves; raises what failed in them."""
+        self._saves.wait()
+        super().wait_on_save_thread()
+
+    def _settle(self) -> None:
+        with together():
+            self._saves.settle()
 
     def upload_state_dict(self, global_step: int) -> None:
         """Publish the weights."""
         megatron_upload_state_dict(self._engine, self._synchronizer, global_step, logger)
 
     def shutdown(self) -> None:
-        """As FSDP's, and forget the layout."""
-        try:
-            super().shutdown()
-        finally:
-            leave()
+        """Wait for background saves, as FSDP's does, and forget the layout."""
+        with ExitStack() as exits:
+            exits.callback(leave)
+            exits.callback(super().shutdown)
+            exits.callback(self._saves.close)
+            self._saves.wait()
 
     def _make_engine(self) -> Any:
         config = self._config

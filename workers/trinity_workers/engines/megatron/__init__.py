@@ -1,6 +1,6 @@
 """A megatron-core engine around a Hugging Face causal language model."""
 
-from .checkpoint import CheckpointFailed, CheckpointRefused, PendingSave
+from .checkpoint import CheckpointFailed, CheckpointRefused
 from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
 from .layout import LayoutRefused, ParallelLayout, leave
 from .model import MODEL_TYPES, ModelOptions, UnsupportedModel
@@ -17,7 +17,6 @@ __all__ = [
     "ModelOptions",
     "OptimizerOptions",
     "ParallelLayout",
-    "PendingSave",
     "UnsupportedModel",
     "leave",
 ]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,13 @@ import torch.distributed.checkpoint as dcp
 from trinity_events.errors import TrinityError
 
 from ...collectives import together
-from ..files import make_folder, sync_tree
+from ..files import copied, make_folder, sync_tree
 from .cpu import adapted
+
+_torch_dcp: Any = dcp  # its names are not exported to type checkers
+
+Write: TypeAlias = Callable[[], None]
+"""Writes a checkpoint that was prepared; on disk on return. Collective, on any one thread."""
 
 
 class CheckpointRefused(TrinityError):
@@ -34,72 +38,56 @@ class CheckpointFailed(TrinityError):
     """A rank could not write its part of a checkpoint."""
 
 
-class Background:
-    """One thread of this rank that writes, and a process group of its own for its collectives.
-
-    Making one is collective. Saves are written in the order in which they were begun.
-    """
-
-    def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo")
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatron-save")
-
-
-class PendingSave:
-    """A checkpoint that is being written in the background."""
-
-    def __init__(self, folder: Path, wait: Callable[[], None]) -> None:
-        self.folder = folder
-        self._wait = wait
-
-    def wait(self) -> None:
-        """Return once everything is on disk. Collective; raises on all ranks what failed on one."""
-        self._wait()
-
-
-def save(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state dict into a new folder; on disk on return. Collective."""
-    begin_save(state, folder, None).wait()
-
-
-def begin_save(
+def prepare(
     state: dict[str, Any],
     folder: Path,
-    background: Background | None,
     *,
+    group: dist.ProcessGroup | None = None,
+    copy: bool = False,
     value: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> PendingSave:
-    """Begin to write a sharded state dict into a new folder. Collective.
+) -> Write:
+    """Make a sharded state dict ready to be written into a new folder. Collective.
 
     Args:
         state: From ``sharded_state_dict()``.
         folder: Where to; what is there is replaced.
-        background: Writes copies while this thread goes on; None writes before it returns.
+        group: The ranks' group that the writing talks over; the default one when left out.
+        copy: Whether to copy everything to the CPU, so that training may change it meanwhile.
         value: What is written of a tensor on the meta device, asked for when it is.
+
+    Returns:
+        What writes it. It raises on all ranks what failed on one.
     """
-    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
 
-    with together():
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            make_folder(folder)
-    strategy = _strategy(background, value)
     with adapted():
-        # Rank 0 writes the plain values here.
-        request = dist_checkpointing.save(
-            state, str(folder), sharded_strategy=strategy, async_sharded_save=True
-        )
+        sharded, plain = save_preprocess(state)
+        # Of replicas, one is kept, and the others take no room when they are copied.
+        mine, _, _ = megatron_torch._replace_state_dict_keys_with_sharded_keys(sharded, True)
+        if copy:
+            _copy_tensors(mine)
+            plain = copied(plain)
+        tensors = megatron_torch.mcore_to_pyt_state_dict(mine, False)
+    planner = _planner(value)
 
-    def wait() -> None:
-        with together():
-            strategy.finish()
-        for finalize in request.finalize_fns:  # metadata.json: without it nothing loads
-            finalize()
-        with together():
+    def write() -> None:
+        with together(group):
             if dist.get_rank() == 0:
-                sync_tree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                make_folder(folder)
+                torch.save(plain, folder / "common.pt")
+        writer = _torch_dcp.FileSystemWriter(folder, sync_files=True)
+        try:
+            _torch_dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        except _torch_dcp.CheckpointException as error:  # no Exception; on all ranks alike
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
+        with together(group):
+            if dist.get_rank() == 0:
+                _make_whole(folder)
 
-    return PendingSave(folder, wait)
+    return write
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -118,55 +106,24 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def _strategy(
-    background: Background | None, value: Callable[[torch.Tensor], torch.Tensor] | None
-) -> Any:
-    """How sharded tensors are written. A class of megatron-core's, so made when it is needed."""
-    from megatron.core.dist_checkpointing.strategies import torch as megatron_torch
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+def _planner(value: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
+    """What says what is written. Of a class of megatron-core's, so made when it is needed."""
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-    torch_dcp: Any = dcp  # its names are not exported to type checkers
-
-    class Planner(megatron_torch.MCoreSavePlanner):  # type: ignore[misc]
+    class Planner(MCoreSavePlanner):  # type: ignore[misc]
         def lookup_object(self, index: Any) -> Any:
             found = super().lookup_object(index)
             return found if value is None or not isinstance(found, torch.Tensor) else value(found)
 
-    class InThreads(megatron_torch.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__("torch_dist", 1)
-            self._pending: Future[None] | None = None
+    return Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
 
-        def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-            if background is not None:
-                _copy_tensors(sharded_state_dict)
-            renamed, _, _ = megatron_torch._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict, self.keep_only_main_replica
-            )
-            tensors = megatron_torch.mcore_to_pyt_state_dict(renamed, False)
-            planner = Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
-            writer = torch_dcp.FileSystemWriter(checkpoint_dir, sync_files=True)
 
-            def write(group: dist.ProcessGroup | None = None) -> None:
-                try:
-                    torch_dcp.save(
-                        tensors, storage_writer=writer, planner=planner, process_group=group
-                    )
-                except torch_dcp.CheckpointException as error:  # no Exception; on all ranks alike
-                    rank, (cause, _) = next(iter(error.failures.items()))
-                    raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
+def _make_whole(folder: Path) -> None:
+    """Write what nothing loads without, and make all of it durable."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-            if background is None:
-                write()
-            else:
-                self._pending = background.thread.submit(write, background.group)
-            return AsyncRequest(None, (), [])
-
-        def finish(self) -> None:
-            if self._pending is not None:
-                self._pending.result()
-
-    return InThreads()
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    sync_tree(folder)
 
 
 def _copy_tensors(state: Any) -> None:

@@ -121,7 +121,6 @@ class MegatronEngine:
         else:
             for chunk in self._chunks:
                 chunk.requires_grad_(requires_grad=False).eval()
-        self._background: checkpoint.Background | None = None
 
     # --- computing -------------------------------------------------------------------------
 
@@ -205,32 +204,44 @@ class MegatronEngine:
         ``huggingface`` the configuration and the tokenizer.
         """
         del hdfs_path, global_step, max_ckpt_to_keep
-        for pending in self.begin_checkpoint(local_path, background=False):
-            pending.wait()
+        for write in self.prepare_checkpoint(local_path, copy=False).values():
+            write()
 
-    def begin_checkpoint(
-        self, local_path: str, *, background: bool = True
-    ) -> list[checkpoint.PendingSave]:
-        """Copy the manager's contents and write them in the background. Collective.
+    def prepare_checkpoint(
+        self, local_path: str, *, group: dist.ProcessGroup | None = None, copy: bool = True
+    ) -> dict[str, checkpoint.Write]:
+        """Make the manager's contents ready to be written. Collective.
+
+        Args:
+            local_path: Folder to save to.
+            group: The ranks' group that the writing talks over; the default one when left out.
+                For writing in another thread than training, one of its own.
+            copy: Whether to copy them to the CPU, so that training may go on meanwhile.
 
         Returns:
-            What is to be waited for, in order, on all ranks.
+            What writes ``model`` and ``training``, as far as they are among the contents. All ranks
+            call them in this order; each returns when its folder is on disk.
         """
         folder = Path(local_path)
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
-        if background and self._background is None:
-            self._background = checkpoint.Background()
-        by = self._background if background else None
-        pending = []
+        writes: dict[str, checkpoint.Write] = {}
         if "model" in contents:
-            with together():
-                if dist.get_rank() == 0:
-                    write_description(folder / "huggingface", self.config, self.tokenizer)
-            pending.append(checkpoint.begin_save(self._model_state(), folder / "model", by))
+            state = self._model_state()
+            write_model = checkpoint.prepare(state, folder / "model", group=group, copy=copy)
+
+            def write() -> None:
+                with together(group):
+                    if dist.get_rank() == 0:
+                        write_description(folder / "huggingface", self.config, self.tokenizer)
+                write_model()
+
+            writes["model"] = write
         if contents & {"optimizer", "extra"}:
             state = self._training_state(contents, is_loading=False)
-            pending.append(checkpoint.begin_save(state, folder / "training", by))
-        return pending
+            writes["training"] = checkpoint.prepare(
+                state, folder / "training", group=group, copy=copy
+            )
+        return writes
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False

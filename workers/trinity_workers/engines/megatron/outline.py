@@ -69,7 +69,7 @@ class Outline:
                 held.append((name, whole.copy_(value(name))))
             return _same_part(held[0][1], view)
 
-        checkpoint.begin_save(self._state(), folder, None, value=part).wait()
+        checkpoint.prepare(self._state(), folder, value=part)()
 
     def load(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         """Read a checkpoint of any layout: names and values, of which none is kept.

@@ -1,0 +1,71 @@
+"""Saves of all ranks that go on while they train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trinity_events.errors import DeadlineExceeded, SaveError
+
+
+class BackgroundSaves:
+    """One thread of this rank, and a process group of its own for what saves have to agree on.
+
+    Saves run one after the other, in the order in which they were begun, which must be the same on
+    all ranks. Making one is collective.
+
+    Args:
+        timeout: How long ranks wait for each other in a save, and this one for all of its own.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self._seconds = timeout.total_seconds()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._begun: list[tuple[str, Future[None]]] = []
+
+    def begin(self, what: str, save: Callable[[], None]) -> None:
+        """Run a save when those before it have ended; what it raises is kept for :meth:`wait`."""
+        self._begun.append((what, self._thread.submit(save)))
+
+    def settle(self) -> None:
+        """Wait until all have ended, in whichever way.
+
+        Raises:
+            DeadlineExceeded: when they have not, in the time that they are given.
+        """
+        began = time.monotonic()
+        _, left = wait([one for _, one in self._begun], self._seconds)
+        if left:
+            late = ", ".join(what for what, one in self._begun if one in left)
+            raise DeadlineExceeded(
+                f"not all saves ended within {time.monotonic() - began:.0f} s: {late}: is the "
+                "storage slow, or sync_timeout too short?"
+            )
+
+    def wait(self) -> None:
+        """Wait until all have ended.
+
+        Raises:
+            DeadlineExceeded: as :meth:`settle`.
+            SaveError: when any failed since the last call, naming the first and holding all.
+        """
+        self.settle()
+        begun, self._begun = self._begun, []
+        failed = [(what, error) for what, one in begun if (error := one.exception()) is not None]
+        if failed:
+            what, first = failed[0]
+            more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
+            raise SaveError(
+                f"background save {what} failed{more}: {type(first).__name__}: {first}: "
+                "mend that, and save the step again; until then it is not ready",
+                tuple(error for _, error in failed),
+            ) from first
+
+    def close(self) -> None:
+        """Take no more of them."""
+        self._thread.shutdown(wait=False)
