@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import signal
+from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ from trinity_schemas import (  # noqa: E402
     SaveStarted,
     StepFailed,
     StepReady,
+    VersionPartPublished,
     decode_envelope,
 )
 from trinity_workers.collectives import CollectiveBroken, PeerFailed  # noqa: E402
@@ -273,13 +275,25 @@ def contents_of(rank):
     return rank.held.engine.checkpoint_manager.checkpoint_save_contents
 
 
+@dataclass
+class VerlConfig:
+    """As veRL's: what it was made with cannot be changed."""
+
+    async_save: bool
+
+    def __setattr__(self, name, value):
+        if name in self.__dict__:
+            raise FrozenInstanceError(name)
+        super().__setattr__(name, value)
+
+
 class VerlEngine:
     """What the helpers rely on in veRL's Megatron engine, by its own spelling."""
 
     def __init__(self) -> None:
         self.checkpoint_mananager = SimpleNamespace(
             checkpoint_save_contents=["model", "optimizer", "extra"],
-            checkpoint_config=SimpleNamespace(async_save=True),
+            checkpoint_config=VerlConfig(async_save=True),
         )
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None):
@@ -290,7 +304,8 @@ class VerlEngine:
         Path(local_path, f"rank_{dist.get_rank()}").write_text(said)
 
     def get_per_tensor_param(self):
-        return iter([("weight", torch.arange(3.0))]), None
+        weight = torch.arange(3.0)  # tied: the last stage has it too
+        return iter([("tied", weight), ("other", weight + 1), ("tied", weight)]), None
 
 
 def save_verl(rank, where, folder):
@@ -301,11 +316,14 @@ def save_verl(rank, where, folder):
     return manager.checkpoint_save_contents, manager.checkpoint_config.async_save
 
 
-def test_verls_engine_is_taken_as_it_is(rank_group, where, tmp_path):
-    for contents, background in rank_group(2)(save_verl, where, tmp_path / "actor"):
+async def test_verls_engine_is_taken_as_it_is(rank_group, where, log, tmp_path):
+    ranks = await anyio.to_thread.run_sync(rank_group, 2)
+    for contents, background in ranks(save_verl, where, tmp_path / "actor"):
         assert contents == ["model", "optimizer", "extra"]
         assert background
     assert (tmp_path / "actor" / "rank_1").read_text() == "['model'] of 7"
+    [published] = [one for one in await events(log) if isinstance(one, VersionPartPublished)]
+    assert (published.tensors, published.bytes) == (2, 24)
 
 
 # --- a rank that dies -------------------------------------------------------------------------

@@ -41,6 +41,17 @@ class TrainEngine(Protocol):
 
 
 def per_tensor_params(engine: TrainEngine) -> NamedTensors:
-    """The engine's tensors, whichever of the two forms it returns."""
+    """The engine's tensors, whichever of the two forms it returns, each once.
+
+    veRL's Megatron engine yields a tied embedding a second time when there is a pipeline.
+    """
     found = engine.get_per_tensor_param()
-    return found[0] if isinstance(found, tuple) else found
+    return _each_once(found[0] if isinstance(found, tuple) else found)
+
+
+def _each_once(tensors: NamedTensors) -> NamedTensors:
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name not in seen:
+            seen.add(name)
+            yield name, tensor

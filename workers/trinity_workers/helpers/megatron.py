@@ -6,6 +6,7 @@ MegatronEngine, or veRL's as it is. Every function is collective: all ranks call
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import Logger
@@ -195,18 +196,17 @@ def _only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
         raise NoCheckpointManager(
             "the engine has no checkpoint manager: it was made for the forward pass alone"
         )
-    before = manager.checkpoint_save_contents
-    config: Any = getattr(manager, "checkpoint_config", None)
-    background = bool(getattr(config, "async_save", False))
+    contents_before = manager.checkpoint_save_contents
+    config = getattr(manager, "checkpoint_config", None)
     try:
         manager.checkpoint_save_contents = list(contents)
-        if background:  # veRL's would return before anything is on disk
-            config.async_save = False
+        if getattr(config, "async_save", False):  # veRL's would return before anything is on disk
+            manager.checkpoint_config = dataclasses.replace(config, async_save=False)
         yield
     finally:
-        manager.checkpoint_save_contents = before
-        if background:
-            config.async_save = True
+        manager.checkpoint_save_contents = contents_before
+        if config is not None:
+            manager.checkpoint_config = config
 
 
 def _tell(
