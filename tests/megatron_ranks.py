@@ -49,6 +49,7 @@ CONFIGS = {
     "qwen2-untied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**{**SIZES, "vocab_size": 97, "num_key_value_heads": 4}),
+    "llama-one-group": lambda: LlamaConfig(**{**SIZES, "num_key_value_heads": 1}),
     "llama-scaled": lambda: LlamaConfig(
         **SIZES,
         rope_parameters={

@@ -43,7 +43,8 @@ def converting(rank_processes):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2", "qwen2-untied", "qwen3", "llama", "qwen3-moe", "qwen2-moe"]
+    "name",
+    ["qwen2", "qwen2-untied", "qwen3", "llama", "llama-one-group", "qwen3-moe", "qwen2-moe"],
 )
 def test_a_model_comes_back_bit_for_bit(converting, megatron_folder, tmp_path, name):
     there = converting(megatron_folder(name), tmp_path / "megatron")

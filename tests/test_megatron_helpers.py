@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from dataclasses import FrozenInstanceError, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,8 @@ TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)
 EXPERTS = ParallelLayout(expert=2)
 TRAINED = OptimizerOptions(learning_rate=3e-3)
+GROUP_TIMEOUT = timedelta(seconds=3)
+"""Of the group with the explorer."""
 
 logger = logging.getLogger(__name__)
 
@@ -185,32 +188,40 @@ async def test_rank_0_failing_in_the_middle_of_a_stream_fails_all_and_the_next_o
 # --- a collective group -----------------------------------------------------------------------
 
 
-def broadcast(rank, place, names):
+def broadcast(rank, place, shapes, dies_after=None):
     """Rank 0 of the trainer in a group with an explorer, which is this world's last rank."""
     group = None
     if rank.number in {0, 2}:
         store = dist.FileStore(str(place), 2)
-        group = dist.ProcessGroupGloo(dist.PrefixStore("update", store), rank.number // 2, 2)
+        prefixed = dist.PrefixStore("update", store)
+        group = dist.ProcessGroupGloo(prefixed, rank.number // 2, 2, GROUP_TIMEOUT)
     if rank.number < 2:
         return megatron_sync_weight_nccl(rank.held.engine, group)
     received = []
-    for _, shape in names:
+    for shape in shapes:
+        if len(received) == dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
         tensor = torch.empty(shape)
         group.broadcast(tensor, 0).wait()
         received.append(tensor)
     return received
 
 
+def broadcasts(ranks, *calls):
+    """What two ranks of a trainer and an explorer answer, each asked for a call of its own."""
+    ranks.processes.start(3)
+    asked = [ranks.processes.ask(rank, *one) for rank, one in enumerate(calls)]
+    return [answer() for answer in asked]
+
+
 def test_a_broadcast_brings_every_tensor_in_the_streams_order(engine_ranks, tmp_path):
     ranks = engine_ranks("qwen3", 2, TENSOR)
     exported = ranks(at.full_weights)[0]
-    names = [(key, value.shape) for key, value in exported.items()]
-    ranks.processes.start(3)
-    asked = [ranks.processes.ask(rank, broadcast, tmp_path / "store", names) for rank in range(3)]
-    first, second, received = [answer() for answer in asked]
+    call = (broadcast, tmp_path / "store", [value.shape for value in exported.values()])
+    first, second, received = broadcasts(ranks, call, call, call)
     assert first is None and second is None
-    for (key, _), tensor in zip(names, received, strict=True):
-        assert torch.equal(tensor, exported[key]), key
+    for (key, value), tensor in zip(exported.items(), received, strict=True):
+        assert torch.equal(tensor, value), key
 
 
 def broadcast_to_nobody(rank):
@@ -381,10 +392,38 @@ async def test_a_rank_killed_in_a_collective_fails_the_others_and_the_log_says_t
         assert "a rank died or was too slow" in failed.reason
 
 
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE])
-def test_a_rank_killed_in_a_training_step_fails_the_others(mortal_ranks, layout):
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_killed_in_a_broadcast_fails_the_other_and_the_explorer(
+    mortal_ranks, tmp_path, dies
+):
+    ranks = mortal_ranks("qwen3", 2, TENSOR)
+    shapes = [value.shape for value in ranks(at.full_weights)[0].values()]
+    call = (broadcast, tmp_path / "store", shapes)
+    deadly = (die_or, dies, 5, *call)
+    answers = broadcasts(ranks, deadly, deadly, call)
+    assert isinstance(answers[dies], ProcessLookupError)
+    assert isinstance(answers[1 - dies], CollectiveBroken)
+    assert isinstance(answers[2], RuntimeError), "within its group's timeout"
+
+
+def test_an_explorer_killed_in_a_broadcast_fails_all_ranks_after_the_gathers(
+    mortal_ranks, tmp_path
+):
+    ranks = mortal_ranks("qwen3", 2, TENSOR)
+    shapes = [value.shape for value in ranks(at.full_weights)[0].values()]
+    call = (broadcast, tmp_path / "store", shapes)
+    own, peers, gone = broadcasts(ranks, call, call, (*call, 2))
+    assert isinstance(gone, ProcessLookupError)
+    assert isinstance(own, CollectiveBroken)
+    assert "a rank that receives them died" in str(own)
+    assert isinstance(peers, PeerFailed)
+    ranks(at.full_weights)  # the trainer's own collectives still match
+
+
+@pytest.mark.parametrize(("layout", "dies"), [(TENSOR, 1), (PIPELINE, 1), (PIPELINE, 0)])
+def test_a_rank_killed_in_a_training_step_fails_the_others(mortal_ranks, layout, dies):
     ranks = mortal_ranks("qwen3", 2, layout, TRAINED)
     batch = [at.padded_batch(1)]
-    answers = ranks.answers(die_or, 1, 3, at.train, batch)
-    assert isinstance(answers[1], ProcessLookupError)
-    assert isinstance(answers[0], RuntimeError)
+    answers = ranks.answers(die_or, dies, 3, at.train, batch)
+    assert isinstance(answers[dies], ProcessLookupError)
+    assert isinstance(answers[1 - dies], RuntimeError)

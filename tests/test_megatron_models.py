@@ -30,6 +30,7 @@ CASES = [
     ("qwen3", 2, PIPELINE),
     ("qwen3-deep", 2, VIRTUAL),
     ("llama", 2, TENSOR),
+    ("llama-one-group", 2, PIPELINE),
     ("llama-scaled", 2, TENSOR),
     ("qwen3-moe", 1, ONE),
     ("qwen3-moe", 2, EXPERTS),

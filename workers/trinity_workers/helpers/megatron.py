@@ -166,7 +166,7 @@ def megatron_sync_weight_nccl(
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        CollectiveBroken: when a rank of the trainer died, or was too slow.
+        CollectiveBroken: when a rank of the trainer or of the group died, or was too slow.
     """
     error: Exception | None = None
     if dist.get_rank() == 0 and model_update_group is None:
@@ -177,7 +177,10 @@ def megatron_sync_weight_nccl(
                 try:
                     model_update_group.broadcast(tensor.detach().contiguous(), 0).wait()
                 except Exception as caught:
-                    error = caught  # the others are inside the gathers: go on with them
+                    error = CollectiveBroken(
+                        f"the weights could not be broadcast, because a rank that receives them "
+                        f"died or was too slow: {caught}"
+                    )  # the trainer's others are inside the gathers: go on with them
     except Exception as caught:
         raise CollectiveBroken(
             f"the weights could not be gathered, because a rank died or was too slow: {caught}"
