@@ -2,8 +2,7 @@
 
 Usage: python -m benchmarks [NAME ...] [--size tiny|small|full] [--keep]
 
-Without a name it runs them all. With --keep the figures go to docs/speed.md, those of
-the weights to docs/performance.md, and to docs/benchmarks.
+Without a name it runs them all. With --keep the figures go to their page and to docs/benchmarks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import signal
 import time
 from types import ModuleType
 
-from . import control_plane, fold, growth, latency, replay, weights
+from . import control_plane, fold, growth, latency, megatron_stream, replay, weights
 from .measure import Noise, say
 from .report import Report, keep, machine, show
 from .stage import stage
@@ -25,6 +24,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "control_plane": control_plane,
     "growth": growth,
     "weights": weights,
+    "megatron_stream": megatron_stream,
 }
 SIZES = ("tiny", "small", "full")
 

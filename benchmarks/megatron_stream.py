@@ -5,51 +5,169 @@ Three ways to have every full tensor once on rank 0, copied into chunks as a pub
 - stream: one tensor at a time, as ``megatron_upload_state_dict`` does;
 - dictionary: the same gathers, collected into one dictionary first, as Trinity-RFT does;
 - objects: every rank's state dict pickled to rank 0, and merged there.
-
-Usage: python -m benchmarks.megatron_stream [--size small|large ...] [--rounds N] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import multiprocessing
-import statistics
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from transformers import Qwen3Config
+import msgspec
+from msgspec import Struct
 
-SIZES = {
+from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
+from .replay import megabytes
+from .report import MEGATRON
+from .stage import Stage
+
+if TYPE_CHECKING:
+    import torch
+
+TITLE = "a version's weights on rank 0 of a Megatron trainer, by how they get there"
+PLACE = MEGATRON
+
+MODELS = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128},
     "small": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408},
     "large": {"hidden_size": 1024, "num_hidden_layers": 16, "intermediate_size": 2816},
 }
-LAYOUTS = {"tensor 2": {"tensor": 2}, "pipeline 2": {"pipeline": 2}}
+LAYOUTS = {"TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
+VOCABULARY = 16_384
 CHUNK_BYTES = 4 << 20
-MIB = 1 << 20
+PAGE_BYTES = 4096
+DEADLINE = 600.0
+"""Seconds that the ranks may take for one model at one layout."""
 
 
-def config(size: str) -> Qwen3Config:
-    """A Qwen3 of the size."""
-    return Qwen3Config(
-        **SIZES[size],
-        vocab_size=16384,
+class Size(NamedTuple):
+    """Which models at which layouts, how many rounds, and how long it takes."""
+
+    models: tuple[str, ...]
+    layouts: tuple[str, ...]
+    rounds: int
+    takes: str
+
+
+SIZES = {
+    "tiny": Size(("tiny",), ("TP 2",), 2, "10 s"),
+    "small": Size(("small",), ("TP 2", "PP 2"), 3, "1 min"),
+    "full": Size(("small", "large"), ("TP 2", "PP 2"), 5, "4 min"),
+}
+
+
+class Measured(Struct, frozen=True):
+    """One round of one way, on rank 0."""
+
+    seconds: float
+    peak: int
+    """Bytes of resident memory above what there was before."""
+    model: int
+    """Bytes of all tensors."""
+
+
+def run(on: Stage, size: Size, noise: Noise) -> Findings:
+    """Measure every way, on models of so many sizes, at every layout."""
+    del on  # no server has a part in it
+    rows = []
+    for model in size.models:
+        for layout in size.layouts:
+            noise.beat()
+            say(f"  {model} model at {layout}")
+            rows += rows_of(layout, measured(model, layout, size.rounds))
+    return Findings(
+        rows,
+        [
+            "Two ranks over Gloo, float32, a thread each. A Qwen3 whose embedding is tied and has "
+            f"{VOCABULARY:,} rows. Medians of {size.rounds} rounds that take turns.",
+            "Memory is rank 0's largest resident set above what it was before, the largest of all "
+            "rounds.",
+        ],
+    )
+
+
+def rows_of(layout: str, found: dict[str, list[Measured]]) -> list[Row]:
+    """The stream beside each other way."""
+    stream, model = found["stream"], megabytes(found["stream"][0].model)
+    rows = []
+    for way, theirs in found.items():
+        if way == "stream":
+            continue
+        mine_s, theirs_s = ([one.seconds for one in each] for each in (stream, theirs))
+        mine_b, theirs_b = (max(one.peak for one in each) for each in (stream, theirs))
+        rows += [
+            Row(
+                what=f"seconds of a stream, {model} at {layout}",
+                figure=f"{median(mine_s):.3f}",
+                peer=way,
+                peer_figure=f"{median(theirs_s):.3f}",
+                ratio=ratio(mine_s, theirs_s),
+                spread=spread(mine_s),
+            ),
+            Row(
+                what=f"memory of a stream, {model} at {layout}",
+                figure=megabytes(mine_b),
+                peer=way,
+                peer_figure=megabytes(theirs_b),
+                ratio=mine_b / theirs_b,
+                spread=spread([one.peak for one in stream]),
+            ),
+        ]
+    return rows
+
+
+def measured(model: str, layout: str, rounds: int) -> dict[str, list[Measured]]:
+    """What rank 0 measured of every way."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(model, Path(folder))
+        ours, theirs = context.Pipe()
+        place = Path(folder, "meeting-place").as_uri()
+        ranks = [
+            context.Process(target=rank_main, args=(rank, place, folder, layout, rounds, theirs))
+            for rank in range(2)
+        ]
+        try:
+            for one in ranks:
+                one.start()
+            theirs.close()  # so that the end of both ranks is heard
+            if not ours.poll(DEADLINE):
+                raise TimeoutError(f"the ranks said nothing for {DEADLINE:g} s")
+            return msgspec.json.decode(ours.recv_bytes(), type=dict[str, list[Measured]])
+        finally:
+            for one in ranks:
+                one.join(10)
+                one.kill()
+
+
+def write_config(model: str, folder: Path) -> None:
+    """A folder of a Qwen3 of the size, without weights."""
+    from transformers import Qwen3Config
+
+    sizes = MODELS[model]
+    Qwen3Config(
+        **sizes,
+        vocab_size=VOCABULARY,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=SIZES[size]["hidden_size"] // 8,
+        head_dim=sizes["hidden_size"] // 8,
         tie_word_embeddings=True,
-    )
+    ).save_pretrained(folder)
 
 
 def consume(tensors: Iterable[tuple[str, torch.Tensor]], chunk: torch.Tensor) -> int:
     """Copy every tensor into a chunk, as a part's writer does; returns the bytes."""
+    import torch
+
     total = 0
     for _, tensor in tensors:
         flat = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -62,6 +180,8 @@ def consume(tensors: Iterable[tuple[str, torch.Tensor]], chunk: torch.Tensor) ->
 
 def stream(engine: Any, chunk: torch.Tensor) -> int:
     """One tensor at a time."""
+    import torch.distributed as dist
+
     if dist.get_rank() == 0:
         return consume(engine.get_per_tensor_param(), chunk)
     return sum(tensor.nbytes for _, tensor in engine.get_per_tensor_param())
@@ -69,6 +189,8 @@ def stream(engine: Any, chunk: torch.Tensor) -> int:
 
 def dictionary(engine: Any, chunk: torch.Tensor) -> int:
     """All of them on rank 0, then the copies."""
+    import torch.distributed as dist
+
     if dist.get_rank() == 0:
         whole = {name: value.clone() for name, value in engine.get_per_tensor_param()}
         return consume(whole.items(), chunk)
@@ -77,6 +199,9 @@ def dictionary(engine: Any, chunk: torch.Tensor) -> int:
 
 def objects(engine: Any, chunk: torch.Tensor) -> int:
     """Pickled shards, then the merged model, then the copies."""
+    import torch
+    import torch.distributed as dist
+
     mine = [(one.name, one.offsets, one.global_shape, one.tensor) for one in engine.local_shards()]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
@@ -108,21 +233,38 @@ def resident(field: str) -> int:
     raise LookupError(field)
 
 
-def measure(run: Callable[[], int]) -> tuple[float, int, int]:
-    """Seconds, peak resident bytes above those before, and what it returns."""
+def measure(once: Callable[[], int]) -> Measured:
+    """Do it once on all ranks, and say what it took on this one."""
+    import torch.distributed as dist
+
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     dist.barrier()
     began = time.perf_counter()
-    total = run()
+    model = once()
     dist.barrier()
-    return time.perf_counter() - began, max(0, resident("VmHWM") - before), total
+    seconds = time.perf_counter() - began
+    # Less than a page cannot be seen.
+    return Measured(seconds, max(PAGE_BYTES, resident("VmHWM") - before), model)
 
 
 def rank_main(rank: int, place: str, folder: str, layout: str, rounds: int, answer: Any) -> None:
     """Measure on one rank; rank 0 answers."""
+    with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere if rank else sys.stderr):
+        found = measure_all(rank, place, folder, layout, rounds)
+    if rank == 0:
+        answer.send_bytes(msgspec.json.encode(found))
+
+
+def measure_all(
+    rank: int, place: str, folder: str, layout: str, rounds: int
+) -> dict[str, list[Measured]]:
+    """Every way on one rank. Collective."""
+    import torch
+    import torch.distributed as dist
+
     from trinity_workers.engines.megatron import MegatronEngine, ParallelLayout
 
     torch.set_num_threads(1)
@@ -139,63 +281,9 @@ def rank_main(rank: int, place: str, folder: str, layout: str, rounds: int, answ
     buffer = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     for _ in engine.get_per_tensor_param():
         pass  # warm
-    rows = {}
-    for name, way in WAYS.items():
-        found = [measure(lambda way=way: way(engine, buffer)) for _ in range(rounds)]
-        rows[name] = {
-            "seconds": statistics.median(one[0] for one in found),
-            "seconds_spread": [min(one[0] for one in found), max(one[0] for one in found)],
-            "peak_bytes": max(one[1] for one in found),
-            "model_bytes": found[0][2],
-        }
-    if rank == 0:
-        answer.send_bytes(json.dumps(rows).encode())
+    contenders = {
+        name: partial(measure, partial(way, engine, buffer)) for name, way in WAYS.items()
+    }
+    found = taking_turns(contenders, rounds, Noise())
     dist.destroy_process_group()
-
-
-def run(size: str, layout: str, rounds: int) -> dict[str, Any]:
-    """Every way at one size and layout."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        config(size).save_pretrained(folder)
-        ours, theirs = context.Pipe()
-        place = Path(folder, "meeting-place").as_uri()
-        ranks = [
-            context.Process(target=rank_main, args=(rank, place, folder, layout, rounds, theirs))
-            for rank in range(2)
-        ]
-        for one in ranks:
-            one.start()
-        found = json.loads(ours.recv_bytes())
-        for one in ranks:
-            one.join()
-    return {"size": size, "layout": layout, "ways": found}
-
-
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.megatron_stream", description=__doc__
-    )
-    parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    results = [run(size, layout, given.rounds) for size in given.size for layout in LAYOUTS]
-    if given.json:
-        print(json.dumps(results, indent=2))
-        return
-    for one in results:
-        model = one["ways"]["stream"]["model_bytes"] / MIB
-        print(f"{one['size']} ({model:.0f} MiB), {one['layout']}:")
-        for name, row in one["ways"].items():
-            low, high = row["seconds_spread"]
-            peak = row["peak_bytes"] / MIB
-            print(
-                f"  {name:<10} {row['seconds']:6.2f} s ({low:.2f} to {high:.2f}), "
-                f"{peak:6.0f} MiB more on rank 0"
-            )
-
-
-if __name__ == "__main__":
-    main()
+    return found

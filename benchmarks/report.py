@@ -35,6 +35,8 @@ SPEED = Place(ROOT / "docs" / "speed.md", ROOT / "docs" / "benchmarks")
 """Of the event plane."""
 PERFORMANCE = Place(ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmarks" / "weights")
 """Of the weight plane."""
+MEGATRON = Place(ROOT / "docs" / "megatron.md", ROOT / "docs" / "benchmarks" / "megatron")
+"""Of Megatron trainers."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):

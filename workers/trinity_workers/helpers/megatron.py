@@ -200,7 +200,7 @@ def _only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
             "the engine has no checkpoint manager: it was made for the forward pass alone"
         )
     contents_before = manager.checkpoint_save_contents
-    config = getattr(manager, "checkpoint_config", None)
+    config: Any = getattr(manager, "checkpoint_config", None)
     try:
         manager.checkpoint_save_contents = list(contents)
         if getattr(config, "async_save", False):  # veRL's would return before anything is on disk
