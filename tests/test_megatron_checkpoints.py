@@ -170,9 +170,9 @@ def test_a_checkpoint_that_was_not_finished_is_refused_on_every_rank(engine_rank
     ranks = engine_ranks("qwen3", 2, TENSOR)
     ranks(save, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "model" / "metadata.json").unlink()
-    errors = ranks.answers(load, tmp_path / "checkpoint")
-    assert isinstance(errors[0], CheckpointRefused)
-    assert isinstance(errors[1], CheckpointRefused)
+    for error in ranks.answers(load, tmp_path / "checkpoint"):
+        assert isinstance(error, CheckpointRefused)
+        assert "its save was not finished" in str(error)
 
 
 def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):

@@ -100,7 +100,10 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     with together():
         if not (folder / "metadata.json").is_file():
-            raise CheckpointRefused(f"{folder} holds no whole Megatron checkpoint")
+            raise CheckpointRefused(
+                f"{folder} holds no whole Megatron checkpoint (no metadata.json): its save was not "
+                "finished, or it is of another format"
+            )
     with adapted():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded

@@ -42,22 +42,27 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
         if world_size % self.model_ranks:
             raise LayoutRefused(
                 f"{world_size} ranks cannot hold replicas of {self.model_ranks} ranks each "
-                f"(tensor {self.tensor} x pipeline {self.pipeline} x context {self.context})"
+                f"(tensor {self.tensor} x pipeline {self.pipeline} x context {self.context}): "
+                "take a multiple of that, or smaller sizes"
             )
         if self.virtual and self.pipeline < 2:
             raise LayoutRefused("virtual pipeline stages need a pipeline of two ranks or more")
         if (world_size // self.pipeline) % (self.tensor * self.expert):
             raise LayoutRefused(
-                f"experts cannot be dealt out over {self.expert} of {world_size} ranks"
+                f"experts cannot be dealt out over {self.expert} ranks: the "
+                f"{world_size // self.pipeline} of a pipeline stage are no multiple of tensor "
+                f"{self.tensor} x expert {self.expert}"
             )
         if not has_transformer_engine():
             if self.context > 1:
                 raise LayoutRefused(
-                    "context-parallel attention needs Transformer Engine, which is not installed"
+                    "context-parallel attention needs Transformer Engine, which is not installed: "
+                    "install it, or leave context at 1"
                 )
             if self.sequence_parallel:
                 raise LayoutRefused(
-                    "sequence parallelism needs Transformer Engine, which is not installed"
+                    "sequence parallelism needs Transformer Engine, which is not installed: "
+                    "install it, or leave sequence_parallel out"
                 )
         if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
             raise LayoutRefused(
@@ -83,7 +88,9 @@ def join(layout: ParallelLayout, seed: int) -> None:
     if parallel_state.model_parallel_is_initialized():
         if _joined(layout):
             return
-        raise LayoutRefused("this process has a model of another layout: leave that one first")
+        raise LayoutRefused(
+            "this process has a model of another layout: call leave() first, or take its layout"
+        )
     layout.check(dist.get_world_size())
     with adapted():
         parallel_state.initialize_model_parallel(
