@@ -126,7 +126,7 @@ def test_memory_does_not_grow_with_the_layers(converting, rank_processes, tmp_pa
         folders = [(one, tmp_path / f"back-{one.name}") for _, one in folders]
     warm = (folders[0][0], tmp_path / "warm")
     _, few, many = rank_processes.ask(0, peaks, [warm, *folders])()
-    assert many - few < grown / 2
+    assert many - few < grown / 6
 
 
 def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tmp_path):

@@ -6,11 +6,12 @@ parameter by parameter: what is in memory is a few of the largest, whatever the 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .engines.megatron.stream import FolderReader
 
 SHARD_BYTES = 512 << 20
 _READ_BYTES = 16 << 20  # after so many, files that are mapped into memory are closed
+_M_MMAP_THRESHOLD = -3  # glibc's
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -76,6 +78,7 @@ def convert(
         IncompatibleWeights: when the weights are not those of the configuration.
     """
     to_megatron = _check(source, target)
+    _map_large_blocks()
     make_folder(target.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -120,6 +123,15 @@ def _check(source: Path, target: Path) -> bool:
             "copy the model's there"
         )
     return False
+
+
+def _map_large_blocks() -> None:
+    """Have the process map blocks of memory apart: tensors that are freed leave no holes behind.
+
+    Without it the heap grows with the layers, by about a fifth of what they take.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
 def _to_megatron(source: Path, target: Path, dtype: torch.dtype | None) -> list[int]:
