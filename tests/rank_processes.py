@@ -76,7 +76,11 @@ class RankProcesses:
     def ask(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """Start the function on one rank; the answer is what it returned or raised."""
         pipe = self._pipes[rank]
-        pipe.send_bytes(pickle.dumps((function, args)))
+        died = ProcessLookupError(f"rank {rank} died in {function}, or before")
+        try:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        except BrokenPipeError:
+            return lambda: died
 
         def receive(timeout: float = 40) -> Any:
             if not pipe.poll(timeout):
@@ -84,8 +88,8 @@ class RankProcesses:
                 raise TimeoutError(f"rank {rank} did not answer {function}")
             try:
                 return pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                return ProcessLookupError(f"rank {rank} died in {function}")
+            except (EOFError, ConnectionResetError):  # reset, when it had not read all
+                return died
 
         return receive
 

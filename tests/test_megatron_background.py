@@ -134,7 +134,7 @@ def nothing():
 
 
 def wait_for(gate):
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 35
     while not gate.exists():
         assert time.monotonic() < give_up, "nobody opened the gate"
         time.sleep(0.01)
