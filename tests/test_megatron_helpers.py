@@ -139,8 +139,8 @@ async def test_a_model_of_what_was_uploaded_equals_the_exported_weights_bit_for_
         )
         trainer = Synchronizer(where.run_id, where.epoch, redis_url=where.redis_url)
         await anyio.to_thread.run_sync(trainer.commit, 1)
-        version = await anyio.to_thread.run_sync(explorer.pull, await said_of(log, StepReady, 1))
-        streamed = {key: value.clone() for key, value in version.tensors()}
+        with explorer.pull(await said_of(log, StepReady, 1)) as version:
+            streamed = {key: value.clone() for key, value in version.tensors()}
         explorer.close()
         trainer.close()
     at.assert_same(streamed, exported)

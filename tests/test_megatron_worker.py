@@ -140,7 +140,7 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
         trainers=2,
         sync_timeout=30.0,
     )
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         fleet = RayTrainerFleet(config)
         await fleet.prepare()
