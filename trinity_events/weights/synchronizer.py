@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from trinity_schemas import (
 from ..errors import VersionUnavailable
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
 from ..server import open_client
-from .base import ChunkStore, PartRef
+from .base import ChunkStore, Ended, PartRef, ReadsAlong
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
@@ -226,6 +227,29 @@ class Synchronizer:
         )
 
     # --- pulling ---------------------------------------------------------------------------
+
+    def read_along(
+        self, epoch: int, opened: VersionOpened, stop: threading.Event, deadline: float
+    ) -> Ended | None:
+        """Verify a version while it is still being published, where its transport allows that.
+
+        What it is good for is that :meth:`pull`, once the version is announced, has less left to
+        do; nothing is promised of a version that is not sealed, and nothing of it is installed.
+
+        Args:
+            epoch: The epoch of the version.
+            opened: Which ranks publish it, and how it travels.
+            stop: Set by another thread, ends it.
+            deadline: Seconds after which it gives up, as when the publisher died.
+
+        Returns:
+            How it ended; None when the transport has nothing that could be read along.
+        """
+        store = self._store_of(opened.transport)
+        if not isinstance(store, ReadsAlong):
+            return None
+        parts = [self._part(opened.step, rank, epoch) for rank in opened.ranks]
+        return store.read_along(parts, stop, deadline)
 
     @contextmanager
     def pull(self, ready: StepReady) -> Iterator[PulledVersion]:
