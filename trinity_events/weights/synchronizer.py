@@ -34,7 +34,7 @@ from ..server import open_client
 from .base import ChunkStore, Ended, PartRef, ReadsAlong
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
-from .pull import PulledVersion, pull_version
+from .pull import PulledVersion, Wanted, pull_version
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
 
@@ -252,27 +252,39 @@ class Synchronizer:
         return store.read_along(parts, stop, deadline)
 
     @contextmanager
-    def pull(self, ready: StepReady) -> Iterator[PulledVersion]:
+    def pull(self, ready: StepReady, wanted: Wanted | None = None) -> Iterator[PulledVersion]:
         """Hold the version that an announcement names: that one, whole, verified, or an error.
 
-        Its tensors are for reading, and until the block ends.
+        Its tensors are for reading, and until the block ends. Of some tensors by name, or of a
+        box of each, only chunks that hold some of that are read: ``wanted`` says which.
 
         Raises:
             VersionUnavailable: when it is no longer there; a newer one is, or will be.
             CorruptVersion: when what is there is not what was announced.
         """
         store = self._store_of(ready.transport or RedisChunkStore.name)
-        with pull_version(store, self.run_id, ready) as version:
+        with pull_version(store, self.run_id, ready, wanted) as version:
             yield version
 
-    def apply(self, module: torch.nn.Module, ready: StepReady) -> AppliedPhases:
+    def apply(
+        self, module: torch.nn.Module, ready: StepReady, wanted: Wanted | None = None
+    ) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
 
-        Nothing of the module changes before all of the version is here, verified and known to
-        fit. Raises as :meth:`pull`, and IncompatibleWeights.
+        Nothing of the module changes before all that is wanted of the version is here, verified
+        and known to fit: shards are put together in the module itself. Of a version that is wanted
+        in part, the other parameters stay as they are.
+
+        Args:
+            module: Where to.
+            ready: The announcement.
+            wanted: Names, and of each the box that the module's parameter holds, or None for all
+                of it; by default the whole version.
+
+        Raises as :meth:`pull`, and IncompatibleWeights.
         """
         began = time.monotonic()
-        with self.pull(ready) as version:
+        with self.pull(ready, wanted) as version:
             verified_at = time.time()
             pairs = check_fit(module, version)
             fetched = time.monotonic()

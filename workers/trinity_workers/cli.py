@@ -69,6 +69,14 @@ class Weights(StrEnum):
     REDIS = "redis"
 
 
+class Publish(StrEnum):
+    """What may be published of the weights, as options."""
+
+    AUTO = "auto"
+    SHARDS = "shards"
+    FULL = "full"
+
+
 class Strategy(StrEnum):
     """The save strategies of the contract, as options."""
 
@@ -97,6 +105,14 @@ WeightsOption = Annotated[
         "auto takes shared memory where it is sure to do.",
     ),
 ]
+PublishOption = Annotated[
+    Publish,
+    typer.Option(
+        "--publish",
+        help="What is published of the weights: shards, each by the rank that holds it, or full "
+        "tensors, by rank 0; auto is shards where there are several ranks.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 WeightsRedisUrl = Annotated[
@@ -119,6 +135,7 @@ def demo(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
+    publish: PublishOption = Publish.AUTO,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -150,6 +167,7 @@ def demo(
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         seed=seed,
+        publish=publish.value,
         engine=engine,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
@@ -175,6 +193,7 @@ def trainer(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
+    publish: PublishOption = Publish.AUTO,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -205,6 +224,7 @@ def trainer(
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         seed=seed,
+        publish=publish.value,
         engine=engine,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,

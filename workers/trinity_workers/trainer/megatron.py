@@ -97,7 +97,13 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
     def upload_state_dict(self, global_step: int) -> None:
         """Publish the weights."""
-        megatron_upload_state_dict(self._engine, self._synchronizer, global_step, logger)
+        megatron_upload_state_dict(
+            self._engine,
+            self._synchronizer,
+            global_step,
+            logger,
+            sharded=self._config.publishes_shards,
+        )
 
     def shutdown(self) -> None:
         """As FSDP's, and forget the layout."""

@@ -152,7 +152,13 @@ class TrainWorker:
 
     def upload_state_dict(self, global_step: int) -> None:
         """Publish the weights."""
-        fsdp_upload_state_dict(self._engine, self._synchronizer, global_step, logger)
+        fsdp_upload_state_dict(
+            self._engine,
+            self._synchronizer,
+            global_step,
+            logger,
+            sharded=self._config.publishes_shards,
+        )
 
     def wait_on_save_thread(self) -> None:
         """Wait for this rank's background saves; raises what failed in them."""
