@@ -55,6 +55,7 @@ from trinity_workers.engines.base import LocalShard  # noqa: E402
 from trinity_workers.engines.files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
 from trinity_workers.helpers.shards import fsdp_shards  # noqa: E402
+from trinity_workers.helpers.snapshot import SnapshotUploads  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
@@ -389,6 +390,61 @@ async def test_a_rank_that_fails_among_its_shards_fails_all_and_the_version_is_n
     # The ranks' collectives still match, and the same step can be tried again.
     await ranks(upload_shards, 1)
     assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
+
+
+class HeldSynchronizer(Synchronizer):
+    """Writes nothing before it is let go."""
+
+    gate: threading.Event
+
+    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+        assert self.gate.wait(20)
+        return super().part_writer(global_step, rank)
+
+
+def upload_snapshot_then_train(rank: Rank, step: int) -> list[tuple[str, torch.Tensor]]:
+    before = _full_weights(rank)
+    synchronizer = rank.synchronizer(HeldSynchronizer)
+    synchronizer.gate = threading.Event()
+    snapshots = SnapshotUploads(synchronizer, 20)
+    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, snapshots=snapshots)
+    _take_step(rank, 1)
+    synchronizer.gate.set()
+    snapshots.close()
+    synchronizer.flush()
+    return before
+
+
+async def test_a_snapshot_is_of_the_moment_although_training_goes_on_before_it_is_sent(
+    ranks, where, log, committer
+):
+    at_the_moment = dict((await ranks(upload_snapshot_then_train, 1))[0])
+    committer.commit(1)
+    assert_equal(await applied(where, log, 1), at_the_moment)
+    later = dict((await ranks(_full_weights))[0])
+    assert not torch.equal(later["model.norm.weight"], at_the_moment["model.norm.weight"])
+
+
+def upload_snapshots_that_fail(rank: Rank, step: int) -> None:
+    synchronizer = rank.synchronizer(FailsOnRank1)
+    snapshots = SnapshotUploads(synchronizer, 20)
+    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, snapshots=snapshots)
+    try:
+        fsdp_upload_state_dict(rank.engine, synchronizer, step + 1, logger, snapshots=snapshots)
+    finally:
+        synchronizer.flush()
+
+
+async def test_a_snapshot_that_cannot_be_sent_is_told_and_fails_the_next_upload_on_all_ranks(
+    ranks, log
+):
+    peers, own = await ranks.answers(upload_snapshots_that_fail, 1)
+    assert isinstance(own, OSError)
+    assert isinstance(peers, PeerFailed)
+    assert str(peers) == "rank 1 failed: OSError: no room for the third tensor"
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    failed = [(one.slot.step, one.slot.rank) for one in told if isinstance(one, SaveFailed)]
+    assert failed == [(1, 1), (2, 1)]
 
 
 LAYOUT = {"uneven": (5, 3), "short": (1, 4), "column": (4, 6)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -13,19 +15,25 @@ from .boxes import Box, contains, whole
 from .pull import Piece, PulledVersion, shape_of, sources
 from .tensors import DTYPES, as_tensor, copy_bytes, is_plain
 
-_SMALL = 64 << 10
-"""Bytes up to which a tensor is copied by its address: torch's call would cost more than that."""
+_LARGE = 64 << 10
+"""Bytes from which on a copy may be another thread's."""
+_PIECE = 2 << 20
+_WORTH = 8 << 20
+"""Bytes of large tensors from which on threads are worth their start."""
+_MOST_THREADS = 4
 
 
 class Fit(NamedTuple):
     """What is to be copied where. It holds as long as the version is held."""
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    """Targets, or views of them, and what goes into each."""
-    small: list[torch.Tensor]
-    """Small targets."""
+    """Targets, or views of them, and what goes into each: where bytes cannot simply be copied."""
+    plain: list[torch.Tensor]
+    """Targets, or views of them, whose bytes lie together, as those of their sources do."""
     sources: list[int]
-    """Addresses of what goes into the small ones."""
+    """Addresses of what goes into those."""
+    held: list[torch.Tensor]
+    """What lies at some of them, where that is not the version's own memory."""
 
 
 def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
@@ -41,7 +49,7 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
     """
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     targets.update(_saved_buffers(module))
-    fit, names = Fit([], [], []), set[str]()
+    fit, names = Fit([], [], [], []), set[str]()
     pieces: dict[str, list[Piece]] = {}
     if version.wanted is None:
         for manifest, buffer in version.parts:
@@ -66,14 +74,47 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
 
 
 def install(fit: Fit) -> None:
-    """Copy everything to where it belongs."""
-    for target, source in zip(fit.small, fit.sources, strict=True):
-        copy_bytes(target.data_ptr(), source, target.nbytes)
-    if fit.small:  # so that autograd knows
-        torch.autograd.graph.increment_version(fit.small)
+    """Copy everything to where it belongs.
+
+    By addresses where that is possible: torch's own copy costs many times a small one, and is
+    slower than the C library's for large ones. An engine is held meanwhile, so all cores may help.
+    """
+    large: list[tuple[int, int, int]] = []
+    for target, source in zip(fit.plain, fit.sources, strict=True):
+        if target.nbytes < _LARGE:
+            copy_bytes(target.data_ptr(), source, target.nbytes)
+        else:
+            large += _pieces(target.data_ptr(), source, target.nbytes)
+    _copy(large)
+    if fit.plain:  # so that autograd knows
+        torch.autograd.graph.increment_version(fit.plain)
     with torch.no_grad():
         for target, tensor in fit.pairs:
             target.copy_(tensor)
+
+
+def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
+    return [
+        (target + begin, source + begin, min(_PIECE, nbytes - begin))
+        for begin in range(0, nbytes, _PIECE)
+    ]
+
+
+def _copy(pieces: list[tuple[int, int, int]]) -> None:
+    """Copy ``(target, source, bytes)``, in several threads where that pays."""
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    if threads == 1 or sum(nbytes for _, _, nbytes in pieces) < _WORTH:
+        _copy_some(pieces)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        shares = [pool.submit(_copy_some, pieces[index::threads]) for index in range(threads)]
+        for share in shares:
+            share.result()
+
+
+def _copy_some(pieces: list[tuple[int, int, int]]) -> None:
+    for piece in pieces:
+        copy_bytes(*piece)
 
 
 def _fit_whole(
@@ -86,8 +127,8 @@ def _fit_whole(
     target = targets.get(entry.name)
     if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
         raise _misfit(entry.name, target, entry.dtype, entry.shape)
-    if target.nbytes <= _SMALL and is_plain(target) and not target.is_inference():
-        fit.small.append(target)
+    if is_plain(target) and not target.is_inference():
+        fit.plain.append(target)
         fit.sources.append(base + entry.offset)
     else:
         fit.pairs.append((target, as_tensor(buffer, entry)))
@@ -107,7 +148,13 @@ def _fit_pieces(
     if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
         raise _misfit(name, target, dtype, box.shape)
     for part, tensor in sources(name, pieces, box):
-        fit.pairs.append((target.detach()[part.inside(box)], tensor))
+        view = target.detach()[part.inside(box)]
+        if is_plain(view) and is_plain(tensor) and not view.is_inference():
+            fit.plain.append(view)
+            fit.sources.append(tensor.data_ptr())
+            fit.held.append(tensor)
+        else:
+            fit.pairs.append((view, tensor))
 
 
 def _misfit(

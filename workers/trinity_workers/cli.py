@@ -74,6 +74,7 @@ class Publish(StrEnum):
 
     AUTO = "auto"
     SHARDS = "shards"
+    SNAPSHOT = "snapshot"
     FULL = "full"
 
 
@@ -109,8 +110,9 @@ PublishOption = Annotated[
     Publish,
     typer.Option(
         "--publish",
-        help="What is published of the weights: shards, each by the rank that holds it, or full "
-        "tensors, by rank 0; auto is shards where there are several ranks.",
+        help="What is published of the weights: shards, each by the rank that holds it, while "
+        "training waits; a snapshot of them, while training goes on; or full tensors, by rank 0. "
+        "Auto is shards where there are several ranks.",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]

@@ -13,7 +13,7 @@ from trinity_schemas import SaveStrategy
 
 TransportName = Literal["redis", "shm"]
 
-PublishName = Literal["auto", "shards", "full"]
+PublishName = Literal["auto", "shards", "snapshot", "full"]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -36,8 +36,9 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     task: str = "spell-backward"
     seed: int = 0
     publish: PublishName = "auto"
-    """What travels: shards, each from the rank that holds it, or full tensors from rank 0; auto is
-    shards where there are several ranks."""
+    """What travels: shards, each from the rank that holds it, while training waits, or from a copy
+    (snapshot) while it goes on; or full tensors from rank 0. Auto is shards where there are several
+    ranks."""
 
     steps: Positive = 300
     sync_interval: Positive = 1
@@ -72,7 +73,9 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     @property
     def publishes_shards(self) -> bool:
         """Whether every rank publishes what it holds."""
-        return self.publish == "shards" or (self.publish == "auto" and self.trainers > 1)
+        return self.publish in {"shards", "snapshot"} or (
+            self.publish == "auto" and self.trainers > 1
+        )
 
     def is_sync_step(self, step: int) -> bool:
         """Whether weights are published after the step; they always are after the last."""

@@ -18,6 +18,7 @@ from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.files import copied, make_folder, sync_tree, write_state
 from ..engines.fsdp import shard_name
 from .shards import fsdp_shards, publish_shards
+from .snapshot import SnapshotUploads
 from .upload import publish_stream
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def fsdp_upload_state_dict(
     logger: Logger,
     *,
     sharded: bool = False,
+    snapshots: SnapshotUploads | None = None,
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
@@ -82,11 +84,15 @@ def fsdp_upload_state_dict(
         global_step: The training step, which names the version.
         logger: Says what was published.
         sharded: Whether every rank publishes what it holds.
+        snapshots: Publishes it from a copy, sharded, and returns as soon as that is made.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
         ShardsRefused: when the module's layout is none that can be published so.
     """
+    if snapshots is not None:
+        snapshots.begin(fsdp_shards(engine.module), global_step, logger)
+        return
     if sharded:
         publish_shards(fsdp_shards(engine.module), synchronizer, global_step, logger)
         return

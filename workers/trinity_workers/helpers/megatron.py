@@ -21,6 +21,7 @@ from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
 from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.files import sync_tree
 from .shards import publish_shards, without_replicas
+from .snapshot import SnapshotUploads
 from .upload import publish_stream
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ def megatron_upload_state_dict(
     logger: Logger,
     *,
     sharded: bool = False,
+    snapshots: SnapshotUploads | None = None,
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
@@ -144,11 +146,15 @@ def megatron_upload_state_dict(
         global_step: The training step, which names the version.
         logger: Says what was published.
         sharded: Whether every rank publishes what it holds.
+        snapshots: Publishes it from a copy, sharded, and returns as soon as that is made.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
         CollectiveBroken: when a rank died, or was too slow.
     """
+    if snapshots is not None:
+        snapshots.begin(without_replicas(engine.local_shards()), global_step, logger)
+        return
     if sharded:
         shards = without_replicas(engine.local_shards())
         publish_shards(shards, synchronizer, global_step, logger)

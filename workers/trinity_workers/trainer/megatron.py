@@ -103,6 +103,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             global_step,
             logger,
             sharded=self._config.publishes_shards,
+            snapshots=self._snapshots,
         )
 
     def shutdown(self) -> None:
