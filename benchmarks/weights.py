@@ -116,8 +116,10 @@ def contenders(
     stores = {name: store_of(name, url) for name in ("shm", "redis")}
     steps = count()
 
-    def publish(transport: str) -> tuple[StepReady, float]:
+    def publish(transport: str, *, along: bool = False) -> tuple[StepReady, float]:
         part, began = PartRef(RUN, 1, next(steps), 0), time.perf_counter()
+        if along:
+            other.say("along", part)
         writer = PartWriter(stores[transport], part)
         for name, tensor in source.items():
             writer.add(name, tensor)
@@ -135,12 +137,12 @@ def contenders(
         )
         return ready, seconds
 
-    def through(transport: str, *, digests: bool = True) -> Timed:
+    def through(transport: str, *, digests: bool = True, along: bool = False) -> Timed:
         number = float(1 + next(steps) % 100)
         source[LAST][-1] = number
         began = time.perf_counter()
         if digests:
-            ready, seconds = publish(transport)
+            ready, seconds = publish(transport, along=along)
         else:
             with undigested("publish"):
                 ready, seconds = publish(transport)
@@ -174,7 +176,8 @@ def contenders(
 
     try:
         yield {
-            "shm": lambda: through("shm"),
+            "shm": lambda: through("shm", along=True),
+            "shm, announced first": lambda: through("shm"),
             "shm, no digests": lambda: through("shm", digests=False),
             "redis": lambda: through("redis"),
             "pipeline": pipeline,
@@ -202,6 +205,7 @@ def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
         for peer_name, theirs, asked in (
             ("bare two-process pipeline", [one.all for one in found["pipeline"]], LIMIT),
             ("one memory copy", [one.all for one in found["copy"]], None),
+            ("begun when announced", [one.all for one in found["shm, announced first"]], None),
             ("the same without digests", [one.all for one in found["shm, no digests"]], None),
             ("Redis", [one.all for one in found["redis"]], None),
         )

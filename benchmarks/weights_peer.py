@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -128,11 +129,21 @@ def serve(requests: Connection, model: Model, url: str, bare: Path) -> None:
     flat = memoryview(bytearray(model.nbytes))
     stores = {name: store_of(name, url) for name in ("shm", "redis")}
     mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ))
+    along: threading.Thread | None = None
     try:
         while True:
             what, *arguments = requests.recv()
-            if what == "apply":
+            if what == "along":
+                [part] = arguments
+                along = threading.Thread(
+                    target=stores["shm"].read_along, args=([part], threading.Event(), DEADLINE)
+                )
+                along.start()
+            elif what == "apply":
                 transport, digests, ready = arguments
+                if along is not None:
+                    along.join()
+                    along = None
                 requests.send(apply(stores[transport], module, ready, digests=digests))
             else:
                 copy_blocks(requests, mapped, flat)

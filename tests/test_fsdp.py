@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,8 @@ pytest.importorskip("transformers")
 
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 
 from tests.pipeline import announced, reducer_task  # noqa: E402
@@ -34,7 +37,7 @@ from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.weights import PartWriter  # noqa: E402
+from trinity_events.weights import PartWriter, Place  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExperienceGroup,
     SaveFailed,
@@ -42,13 +45,17 @@ from trinity_schemas import (  # noqa: E402
     SaveStarted,
     StepReady,
     StepRef,
+    VersionPartPublished,
     decode_envelope,
 )
 from trinity_workers.collectives import PeerFailed  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
 from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines.base import LocalShard  # noqa: E402
 from trinity_workers.engines.files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
+from trinity_workers.helpers.shards import fsdp_shards  # noqa: E402
+from trinity_workers.helpers.snapshot import SnapshotUploads  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
@@ -296,10 +303,10 @@ async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
 
 
 class FailsAtThirdTensor(PartWriter):
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
         if len(self._tensors) == 2:
             raise OSError("no room for the third tensor")
-        super().add(name, tensor)
+        super().add(name, tensor, place)
 
 
 class FailingSynchronizer(Synchronizer):
@@ -332,6 +339,156 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
     assert_equal(await applied(where, log, 1), expected)
     norms = await ranks(_take_step, 1)
     assert norms[0] == norms[1] > 0
+
+
+def upload_shards(rank: Rank, step: int) -> None:
+    fsdp_upload_state_dict(rank.engine, rank.synchronizer(), step, logger, sharded=True)
+
+
+async def test_a_model_that_applies_every_ranks_shards_equals_the_trainers_bit_for_bit(
+    ranks, where, log, committer
+):
+    await ranks(_take_step, 1)
+    await ranks(upload_shards, 1)
+    committer.commit(1)
+    trained, _ = (dict(one) for one in await ranks(_full_weights))
+    event = await ready(log, "weights", 1)
+    assert [one.rank for one in event.parts] == [0, 1]
+    whole = sum(tensor.nbytes for tensor in trained.values())
+    assert sum(one.bytes for one in event.parts) == whole, "nothing travels twice"
+    assert all(one.bytes < 0.6 * whole for one in event.parts), "no rank is the bottleneck"
+    assert_equal(await applied(where, log, 1), trained)
+
+
+class FailsOnRank1(Synchronizer):
+    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+        kind = FailsAtThirdTensor if rank == 1 else PartWriter
+        return kind(self._store, self._part(global_step, rank), chunk_bytes=1024)
+
+
+def upload_shards_that_fail(rank: Rank, step: int) -> None:
+    synchronizer = rank.synchronizer(FailsOnRank1)
+    try:
+        fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, sharded=True)
+    finally:
+        synchronizer.flush()
+
+
+async def test_a_rank_that_fails_among_its_shards_fails_all_and_the_version_is_never_seen(
+    ranks, where, log, committer
+):
+    peers, own = await ranks.answers(upload_shards_that_fail, 1)
+    assert isinstance(own, OSError)
+    assert isinstance(peers, PeerFailed)
+    assert str(peers) == "rank 1 failed: OSError: no room for the third tensor"
+    committer.commit(1)
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [one.slot.rank for one in told if isinstance(one, SaveFailed)] == [1]
+    assert not any(isinstance(one, VersionPartPublished) for one in told)
+    with open_client(where.weights_url) as weights:
+        assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
+    # The ranks' collectives still match, and the same step can be tried again.
+    await ranks(upload_shards, 1)
+    assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
+
+
+class HeldSynchronizer(Synchronizer):
+    """Writes nothing before it is let go."""
+
+    gate: threading.Event
+
+    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+        assert self.gate.wait(20)
+        return super().part_writer(global_step, rank)
+
+
+def upload_snapshot_then_train(rank: Rank, step: int) -> list[tuple[str, torch.Tensor]]:
+    before = _full_weights(rank)
+    synchronizer = rank.synchronizer(HeldSynchronizer)
+    synchronizer.gate = threading.Event()
+    snapshots = SnapshotUploads(synchronizer, 20)
+    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, snapshots=snapshots)
+    _take_step(rank, 1)
+    synchronizer.gate.set()
+    snapshots.close()
+    synchronizer.flush()
+    return before
+
+
+async def test_a_snapshot_is_of_the_moment_although_training_goes_on_before_it_is_sent(
+    ranks, where, log, committer
+):
+    at_the_moment = dict((await ranks(upload_snapshot_then_train, 1))[0])
+    committer.commit(1)
+    assert_equal(await applied(where, log, 1), at_the_moment)
+    later = dict((await ranks(_full_weights))[0])
+    assert not torch.equal(later["model.norm.weight"], at_the_moment["model.norm.weight"])
+
+
+def upload_snapshots_that_fail(rank: Rank, step: int) -> None:
+    synchronizer = rank.synchronizer(FailsOnRank1)
+    snapshots = SnapshotUploads(synchronizer, 20)
+    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, snapshots=snapshots)
+    try:
+        fsdp_upload_state_dict(rank.engine, synchronizer, step + 1, logger, snapshots=snapshots)
+    finally:
+        synchronizer.flush()
+
+
+async def test_a_snapshot_that_cannot_be_sent_is_told_and_fails_the_next_upload_on_all_ranks(
+    ranks, log
+):
+    peers, own = await ranks.answers(upload_snapshots_that_fail, 1)
+    assert isinstance(own, OSError)
+    assert isinstance(peers, PeerFailed)
+    assert str(peers) == "rank 1 failed: OSError: no room for the third tensor"
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    failed = [(one.slot.step, one.slot.rank) for one in told if isinstance(one, SaveFailed)]
+    assert failed == [(1, 1), (2, 1)]
+
+
+LAYOUT = {"uneven": (5, 3), "short": (1, 4), "column": (4, 6)}
+
+
+def shards_of_many_layouts(rank: Rank) -> list[LocalShard]:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    module = torch.nn.Module()
+    placed = {"uneven": Shard(0), "short": Shard(0), "column": Shard(1)}
+    for name, shape in LAYOUT.items():
+        full = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+        module.register_parameter(
+            name, torch.nn.Parameter(distribute_tensor(full, mesh, [placed[name]]))
+        )
+    same = distribute_tensor(torch.full((3,), 7.0), mesh, [Replicate()])
+    module.register_parameter("same", torch.nn.Parameter(same))
+    module.register_parameter("plain", torch.nn.Parameter(torch.full((2,), 9.0)))
+    empty = distribute_tensor(torch.empty(0, 2), mesh, [Shard(0)])
+    module.register_parameter("empty", torch.nn.Parameter(empty))
+    return [
+        LocalShard(one.name, one.tensor.clone(), one.global_shape, one.offsets)
+        for one in fsdp_shards(module)
+    ]
+
+
+async def test_shards_lie_where_they_say_and_every_element_comes_from_one_rank(ranks):
+    both = await ranks(shards_of_many_layouts)
+    made = {name: torch.zeros(shape) for name, shape in LAYOUT.items()}
+    made |= {"same": torch.zeros(3), "plain": torch.zeros(2), "empty": torch.zeros(0, 2)}
+    times = {name: torch.zeros_like(tensor) for name, tensor in made.items()}
+    for one in [*both[0], *both[1]]:
+        assert one.global_shape == made[one.name].shape
+        region = tuple(
+            slice(begin, begin + size)
+            for begin, size in zip(one.offsets, one.tensor.shape, strict=True)
+        )
+        made[one.name][region] = one.tensor
+        times[one.name][region] += 1
+    assert all((count == 1).all() for count in times.values())
+    for name, shape in LAYOUT.items():
+        assert torch.equal(made[name], torch.arange(1.0, 1 + math.prod(shape)).reshape(shape))
+    assert (made["same"] == 7).all() and (made["plain"] == 9).all()
+    assert [one.name for one in [*both[0], *both[1]]].count("empty") == 1
+    assert [one.name for one in both[1]].count("short") == 0, "the second rank has none of it"
 
 
 def upload_without_server(rank: Rank, step: int) -> None:

@@ -113,27 +113,31 @@ async def said_of(log, kind: type, step: int):
 # --- weights in memory ------------------------------------------------------------------------
 
 
-def upload(rank, where, step, kind=Synchronizer):
-    megatron_upload_state_dict(rank.held.engine, synchronizer(rank, where, kind), step, logger)
+def upload(rank, where, step, kind=Synchronizer, sharded=False):
+    made = synchronizer(rank, where, kind)
+    megatron_upload_state_dict(rank.held.engine, made, step, logger, sharded=sharded)
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "layout"),
+    ("name", "world", "layout", "sharded"),
     [
-        ("qwen2", 2, TENSOR),
-        ("llama", 2, PIPELINE),
-        ("qwen3-moe", 2, EXPERTS),
-        ("qwen3", 4, ParallelLayout(tensor=2, pipeline=2)),
+        ("qwen2", 2, TENSOR, False),
+        ("llama", 2, PIPELINE, False),
+        ("qwen3-moe", 2, EXPERTS, False),
+        ("qwen3", 4, ParallelLayout(tensor=2, pipeline=2), False),
+        ("llama", 2, TENSOR, True),
+        ("qwen3-moe", 2, EXPERTS, True),
+        ("qwen3", 4, ParallelLayout(tensor=2, pipeline=2), True),
     ],
 )
 async def test_a_model_of_what_was_uploaded_equals_the_exported_weights_bit_for_bit(
-    engine_ranks, megatron_folder, where, log, tmp_path, name, world, layout
+    engine_ranks, megatron_folder, where, log, tmp_path, name, world, layout, sharded
 ):
     ranks = await anyio.to_thread.run_sync(engine_ranks, name, world, layout, TRAINED)
     ranks(at.train, [at.padded_batch(1)])
     exported = ranks(at.full_weights)[0]
     async with reducer_task(where.redis_url, where.run_id):
-        assert await on(ranks, upload, where, 1) == [None] * world
+        assert await on(ranks, upload, where, 1, Synchronizer, sharded) == [None] * world
         explorer = Synchronizer(
             where.run_id, 0, redis_url=where.redis_url, weights_url=where.weights_url
         )
@@ -141,9 +145,12 @@ async def test_a_model_of_what_was_uploaded_equals_the_exported_weights_bit_for_
         await anyio.to_thread.run_sync(trainer.commit, 1)
         with explorer.pull(await said_of(log, StepReady, 1)) as version:
             streamed = {key: value.clone() for key, value in version.tensors()}
+            parts = [manifest.nbytes for manifest, _ in version.parts]
         explorer.close()
         trainer.close()
     at.assert_same(streamed, exported)
+    assert sum(parts) == sum(value.nbytes for value in exported.values()), "nothing travels twice"
+    assert len(parts) == (world if sharded else 1)
     folder = tmp_path / "streamed"
     folder.mkdir()
     save_file(streamed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -154,10 +161,10 @@ async def test_a_model_of_what_was_uploaded_equals_the_exported_weights_bit_for_
 
 
 class FailsAtThirdTensor(PartWriter):
-    def add(self, name, tensor):
+    def add(self, name, tensor, place=None):
         if len(self._tensors) == 2:
             raise OSError("no room for the third tensor")
-        super().add(name, tensor)
+        super().add(name, tensor, place)
 
 
 class FailingSynchronizer(Synchronizer):

@@ -12,6 +12,7 @@ import torch
 
 from trinity_events.server import open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, SharedMemoryStore
+from trinity_events.weights.under_way import Follower
 
 STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
 SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]
@@ -82,6 +83,14 @@ def reads(told, where: Where, part: PartRef) -> None:
     """Open a part, and read it for ever."""
     source = where.store().open(part)
     told.send(source is not None)
+    time.sleep(600)
+
+
+def reads_along(told, where: Where, part: PartRef) -> None:
+    """Read a part along with its writer, for ever."""
+    store = where.store()
+    follower = Follower(part, store._newest_first, store._mapped)
+    told.send(follower.advance())
     time.sleep(600)
 
 

@@ -30,13 +30,26 @@ DTYPE_BYTES: dict[str, int] = {
 Dimension = Annotated[int, Meta(ge=0, le=2**48)]
 
 
-class TensorEntry(Struct, frozen=True, kw_only=True):
-    """One tensor: ``offset`` is where it begins in the part's bytes, row-major, unpadded."""
+Shape = Annotated[tuple[Dimension, ...], Meta(max_length=32)]
+
+
+class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One tensor, or one rank's shard of it.
+
+    ``offset`` is where it begins in the part's bytes, row-major, unpadded. A shard also says of
+    which tensor it is a part: that one's shape, and where in each dimension the shard begins.
+    """
 
     name: Name
     dtype: Annotated[str, Meta(max_length=32)]
-    shape: Annotated[tuple[Dimension, ...], Meta(max_length=32)]
+    shape: Shape
     offset: Bytes
+    global_shape: Annotated[
+        Shape | None, Meta(description="Of a shard: shape of the whole tensor.")
+    ] = None
+    begins: Annotated[
+        Shape | None, Meta(description="Of a shard: where it begins in each dimension.")
+    ] = None
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +57,7 @@ class TensorEntry(Struct, frozen=True, kw_only=True):
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-class Chunk(Struct, frozen=True, kw_only=True, array_like=True):
+class Chunk(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One piece of a part's bytes, in order."""
 
     nbytes: Bytes
@@ -71,18 +84,51 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
         return sum(chunk.nbytes for chunk in self.chunks)
 
     def __post_init__(self) -> None:
-        end, names = 0, set[str]()
-        for tensor in self.tensors:
-            if tensor.dtype not in DTYPE_BYTES:
+        end, names, sizes, product = 0, set[object](), DTYPE_BYTES, math.prod
+        for tensor in self.tensors:  # there may be very many: no call that can be avoided
+            size = sizes.get(tensor.dtype)
+            if size is None:
                 raise ValueError(f"tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}")
-            if tensor.name in names:
-                raise ValueError(f"tensor {tensor.name!r} appears twice")
             if tensor.offset != end:
                 raise ValueError(f"tensor {tensor.name!r} begins at {tensor.offset}, not at {end}")
-            names.add(tensor.name)
-            end += tensor.nbytes
+            if tensor.begins is None and tensor.global_shape is None:
+                names.add(tensor.name)
+            else:
+                _check_shard(tensor)
+                names.add((tensor.name, tensor.begins))
+            end += product(tensor.shape) * size
+        if len(names) < len(self.tensors):
+            raise ValueError(f"tensor {_first_twice(self.tensors)!r} appears twice")
         if end != self.nbytes:
             raise ValueError(f"tensors take {end} bytes, chunks hold {self.nbytes}")
+
+
+def _check_shard(tensor: TensorEntry) -> None:
+    whole, begins = tensor.global_shape, tensor.begins
+    fits = (
+        whole is not None
+        and begins is not None
+        and len(whole) == len(begins) == len(tensor.shape)
+        and all(
+            begin + size <= most
+            for begin, size, most in zip(begins, tensor.shape, whole, strict=True)
+        )
+    )
+    if not fits:
+        raise ValueError(
+            f"tensor {tensor.name!r} is {list(tensor.shape)} from {begins}, which is no part of "
+            f"a tensor of shape {whole}"
+        )
+
+
+def _first_twice(tensors: tuple[TensorEntry, ...]) -> str:
+    seen = set[object]()
+    for tensor in tensors:
+        key = (tensor.name, tensor.begins)
+        if key in seen:
+            return tensor.name
+        seen.add(key)
+    raise AssertionError("unreachable")
 
 
 def version_digest(parts: Iterable[tuple[int, str]]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+import threading
+from collections.abc import Container, Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 
 class PartRef(NamedTuple):
@@ -21,8 +22,16 @@ class PartRef(NamedTuple):
         )
 
 
-Check = Callable[[int, memoryview | None], None]
-"""Is given each chunk's index and bytes, None when it is gone; raises when it will not do."""
+class Check(Protocol):
+    """Is given each chunk's index and bytes, None when it is gone; raises when it will not do."""
+
+    def __call__(self, index: int, data: memoryview | None, digested: str | None = None) -> None:
+        """``digested`` is the digest of these very bytes, taken while they were written."""
+        ...
+
+
+Ended = Literal["sealed", "stopped", "late"]
+"""How reading along ended: all parts are whole, it was told to stop, its deadline passed."""
 
 
 class PartSink(Protocol):
@@ -50,10 +59,13 @@ class PartSource(Protocol):
 
     manifest: bytes
 
-    def read(self, sizes: Sequence[int], check: Check) -> memoryview:
+    def read(
+        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+    ) -> memoryview:
         """All bytes of the part, in chunks of these sizes, each of which ``check`` has seen.
 
-        They may be the transport's own memory: they are for reading, and until :meth:`close`.
+        Where only some chunks are wanted, by index, the others are not read: their bytes are there,
+        but undefined. It may all be the transport's own memory: for reading, until :meth:`close`.
         """
         ...
 
@@ -86,4 +98,17 @@ class ChunkStore(Protocol):
 
     def close(self) -> None:
         """Let go of connections and memory."""
+        ...
+
+
+@runtime_checkable
+class ReadsAlong(Protocol):
+    """A store whose parts can be verified while they are still being written."""
+
+    def read_along(self, parts: Sequence[PartRef], stop: threading.Event, deadline: float) -> Ended:
+        """Digest what comes of these parts, so that opening them has less left to verify.
+
+        Nothing is promised of what was read so: only a part that is sealed, and whose manifest is
+        the one announced, is ever used. Returns once all are sealed, or after ``deadline`` seconds.
+        """
         ...

@@ -2,51 +2,180 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
 import torch
 
+from trinity_schemas import TensorEntry
+
 from ..errors import IncompatibleWeights
-from .pull import PulledVersion
+from .boxes import Box, contains, whole
+from .pull import Piece, PulledVersion, shape_of, sources
+from .tensors import DTYPES, as_tensor, copy_bytes, is_plain
+
+_LARGE = 64 << 10
+"""Bytes from which on a copy may be another thread's."""
+_PIECE = 2 << 20
+_WORTH = 8 << 20
+"""Bytes of large tensors from which on threads are worth their start."""
+_MOST_THREADS = 4
 
 
-def check_fit(
-    module: torch.nn.Module, version: PulledVersion
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair every parameter with its tensor, before anything is changed.
+class Fit(NamedTuple):
+    """What is to be copied where. It holds as long as the version is held."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Targets, or views of them, and what goes into each: where bytes cannot simply be copied."""
+    plain: list[torch.Tensor]
+    """Targets, or views of them, whose bytes lie together, as those of their sources do."""
+    sources: list[int]
+    """Addresses of what goes into those."""
+    held: list[torch.Tensor]
+    """What lies at some of them, where that is not the version's own memory."""
+
+
+def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
+    """Pair every parameter with what the version has of it, before anything is changed.
 
     A parameter that shares memory with one that the version has (tied embeddings) needs no
-    tensor of its own.
+    tensor of its own. Of a version that was pulled in part, the model needs what was wanted: a
+    parameter then is as large as the wanted box.
 
     Raises:
-        IncompatibleWeights: when names, shapes or dtypes do not fit, naming the first.
+        IncompatibleWeights: when names, shapes or dtypes do not fit, or shards leave a hole in a
+            tensor or overlap, naming the first.
     """
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     targets.update(_saved_buffers(module))
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    covered: set[int] = set()
-    for name, tensor in version.tensors():
-        target = targets.get(name)
-        if target is None:
-            raise IncompatibleWeights(f"the model has no {name!r}, which the version brings")
-        if target.shape != tensor.shape or target.dtype != tensor.dtype:
-            raise IncompatibleWeights(
-                f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
-                f"{tensor.dtype} {list(tensor.shape)} in the version"
-            )
-        covered.add(target.data_ptr())
-        pairs.append((target, tensor))
-    for name, target in targets.items():
-        if target.numel() and target.data_ptr() not in covered:
-            raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
-    return pairs
+    fit, names = Fit([], [], [], []), set[str]()
+    pieces: dict[str, list[Piece]] = {}
+    if version.wanted is None:
+        for manifest, buffer in version.parts:
+            base = buffer.data_ptr()
+            for entry in manifest.tensors:
+                if entry.begins is not None or entry.name in names:
+                    pieces.setdefault(entry.name, []).append(Piece(entry, buffer))
+                else:
+                    names.add(entry.name)
+                    _fit_whole(fit, targets, entry, buffer, base)
+    else:
+        pieces = version.by_name()
+    for name in pieces:
+        if name in names:
+            raise IncompatibleWeights(f"{name!r} comes twice in the version, whole each time")
+        box = None if version.wanted is None else version.wanted[name]
+        _fit_pieces(fit, targets, name, pieces[name], box)
+    names.update(pieces)
+    if version.wanted is None and len(names) < len(targets):
+        _check_covered(targets, names)
+    return fit
 
 
-def install(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy every tensor into its parameter."""
+def install(fit: Fit) -> None:
+    """Copy everything to where it belongs.
+
+    By addresses where that is possible: torch's own copy costs many times a small one, and is
+    slower than the C library's for large ones. An engine is held meanwhile, so all cores may help.
+    """
+    large: list[tuple[int, int, int]] = []
+    for target, source in zip(fit.plain, fit.sources, strict=True):
+        if target.nbytes < _LARGE:
+            copy_bytes(target.data_ptr(), source, target.nbytes)
+        else:
+            large += _pieces(target.data_ptr(), source, target.nbytes)
+    _copy(large)
+    if fit.plain:  # so that autograd knows
+        torch.autograd.graph.increment_version(fit.plain)
     with torch.no_grad():
-        for target, tensor in pairs:
+        for target, tensor in fit.pairs:
             target.copy_(tensor)
 
 
+def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
+    return [
+        (target + begin, source + begin, min(_PIECE, nbytes - begin))
+        for begin in range(0, nbytes, _PIECE)
+    ]
+
+
+def _copy(pieces: list[tuple[int, int, int]]) -> None:
+    """Copy ``(target, source, bytes)``, in several threads where that pays."""
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    if threads == 1 or sum(nbytes for _, _, nbytes in pieces) < _WORTH:
+        _copy_some(pieces)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        shares = [pool.submit(_copy_some, pieces[index::threads]) for index in range(threads)]
+        for share in shares:
+            share.result()
+
+
+def _copy_some(pieces: list[tuple[int, int, int]]) -> None:
+    for piece in pieces:
+        copy_bytes(*piece)
+
+
+def _fit_whole(
+    fit: Fit,
+    targets: dict[str, torch.Tensor],
+    entry: TensorEntry,
+    buffer: torch.Tensor,
+    base: int,
+) -> None:
+    target = targets.get(entry.name)
+    if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
+        raise _misfit(entry.name, target, entry.dtype, entry.shape)
+    if is_plain(target) and not target.is_inference():
+        fit.plain.append(target)
+        fit.sources.append(base + entry.offset)
+    else:
+        fit.pairs.append((target, as_tensor(buffer, entry)))
+
+
+def _fit_pieces(
+    fit: Fit, targets: dict[str, torch.Tensor], name: str, pieces: list[Piece], box: Box | None
+) -> None:
+    all_of_it = whole(shape_of(name, pieces))
+    box = all_of_it if box is None else box
+    if not contains(all_of_it, box):
+        raise IncompatibleWeights(
+            f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
+            f"{list(all_of_it.shape)} in the version"
+        )
+    target, dtype = targets.get(name), pieces[0].entry.dtype
+    if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
+        raise _misfit(name, target, dtype, box.shape)
+    for part, tensor in sources(name, pieces, box):
+        view = target.detach()[part.inside(box)]
+        if is_plain(view) and is_plain(tensor) and not view.is_inference():
+            fit.plain.append(view)
+            fit.sources.append(tensor.data_ptr())
+            fit.held.append(tensor)
+        else:
+            fit.pairs.append((view, tensor))
+
+
+def _misfit(
+    name: str, target: torch.Tensor | None, dtype: str, shape: tuple[int, ...]
+) -> IncompatibleWeights:
+    if target is None:
+        return IncompatibleWeights(f"the model has no {name!r}, which the version brings")
+    return IncompatibleWeights(
+        f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
+        f"{DTYPES[dtype]} {list(shape)} in the version"
+    )
+
+
+def _check_covered(targets: dict[str, torch.Tensor], names: set[str]) -> None:
+    covered = {targets[name].data_ptr() for name in names}
+    for name, target in targets.items():
+        if name not in names and target.numel() and target.data_ptr() not in covered:
+            raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
+
+
 def _saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    saved = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    buffers = dict(module.named_buffers())
+    saved = module.state_dict(keep_vars=True) if buffers else {}
+    return {name: buffer for name, buffer in buffers.items() if name in saved}

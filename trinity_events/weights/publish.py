@@ -11,7 +11,8 @@ from typing_extensions import Buffer
 from trinity_schemas import Chunk, TensorEntry, WeightManifest, encode
 
 from .base import ChunkStore, PartRef
-from .tensors import as_bytes, digest, dtype_name
+from .boxes import Place
+from .tensors import address, as_plain, copy_bytes, digest, dtype_name
 
 
 class PublishedPartReport(Struct, frozen=True, kw_only=True):
@@ -38,31 +39,48 @@ class PartWriter:
         self._part = part
         self._sink = store.begin(part, chunk_bytes)
         self._room: memoryview | None = None
+        self._address = self._size = 0
+        """Of the room."""
         self._filled = 0
         self._offset = 0
         self._tensors: list[TensorEntry] = []
         self._chunks: list[Chunk] = []
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor. Raises TypeError for a dtype that cannot travel."""
-        entry = TensorEntry(
-            name=name,
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            offset=self._offset,
-        )
-        data = as_bytes(tensor)
+    def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
+        """Append a tensor, or a shard of one. Raises TypeError for a dtype that cannot travel.
+
+        Args:
+            name: The tensor's name.
+            tensor: Its elements; of a shard, those that this rank has.
+            place: Of a shard: where it lies, in a tensor of which shape.
+        """
+        dtype = dtype_name(tensor.dtype)
+        tensor = as_plain(tensor)
+        if place is None:
+            entry = TensorEntry(
+                name=name, dtype=dtype, shape=tuple(tensor.shape), offset=self._offset
+            )
+        else:
+            entry = TensorEntry(
+                name=name,
+                dtype=dtype,
+                shape=tuple(tensor.shape),
+                offset=self._offset,
+                global_shape=place.global_shape,
+                begins=place.begins,
+            )
         self._tensors.append(entry)
-        self._offset += len(data)
-        begin = 0
-        while begin < len(data):
+        self._offset += tensor.nbytes
+        source, left = tensor.data_ptr(), tensor.nbytes
+        while left:
             if self._room is None:
-                self._room = self._sink.room()
-            end = min(len(data), begin + len(self._room) - self._filled)
-            filled = self._filled + end - begin
-            self._room[self._filled : filled] = data[begin:end]
-            self._filled, begin = filled, end
-            if filled == len(self._room):
+                self._take_room()
+            nbytes = min(left, self._size - self._filled)
+            copy_bytes(self._address + self._filled, source, nbytes)
+            self._filled += nbytes
+            source += nbytes
+            left -= nbytes
+            if self._filled == self._size:
                 self._put()
 
     def seal(self) -> PublishedPartReport:
@@ -90,6 +108,10 @@ class PartWriter:
     def discard(self) -> None:
         """Take back what was put of a part that will not be sealed."""
         self._sink.discard()
+
+    def _take_room(self) -> None:
+        self._room = self._sink.room()
+        self._address, self._size = address(self._room), len(self._room)
 
     def _put(self) -> None:
         assert self._room is not None

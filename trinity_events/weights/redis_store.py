@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -94,18 +95,20 @@ class RedisSource:
         self._redis = client
         self._part = part
 
-    def read(self, sizes: Sequence[int], check: Check) -> memoryview:
-        """The bytes, in memory of their own."""
+    def read(
+        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+    ) -> memoryview:
+        """The bytes, in memory of their own. Pages of what is not wanted are never touched."""
         memory = np.empty(sum(sizes), np.uint8).data
-        offset = 0
-        for first in range(0, len(sizes), _IN_FLIGHT):
-            window = range(first, min(first + _IN_FLIGHT, len(sizes)))
+        offsets = [0, *accumulate(sizes)]
+        indices = [index for index in range(len(sizes)) if wanted is None or index in wanted]
+        for first in range(0, len(indices), _IN_FLIGHT):
+            window = indices[first : first + _IN_FLIGHT]
             # All keys of a part have one hash tag, so this works on a cluster too.
             found = self._redis.mget([chunk_key(*self._part, index) for index in window])
             for index, data in zip(window, found, strict=True):
                 check(index, None if data is None else memoryview(data))
-                memory[offset : offset + sizes[index]] = data
-                offset += sizes[index]
+                memory[offsets[index] : offsets[index + 1]] = data
         return memory
 
     def close(self) -> None:

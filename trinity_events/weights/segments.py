@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,13 +26,16 @@ _LOCK = "owner"
 _UNFINISHED = 60.0
 """Seconds after which a folder without a locked lock is no longer one that is being made."""
 _LEAST = 1 << 20
+# Of the kernel's locks on a part of an open file, which know nothing of those on the whole file.
+_RANGE = struct.Struct("hhqqi")
 # Linux puts all pages in place at once; elsewhere they come one by one.
 _MAPPED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 def available(root: Path = SHARED_MEMORY) -> bool:
     """Whether this host has shared memory that can be used as files."""
-    return hasattr(os, "posix_fallocate") and root.is_dir() and os.access(root, os.W_OK | os.X_OK)
+    known = hasattr(os, "posix_fallocate") and hasattr(fcntl, "F_OFD_SETLK")
+    return known and root.is_dir() and os.access(root, os.W_OK | os.X_OK)
 
 
 def free_bytes(root: Path = SHARED_MEMORY) -> int:
@@ -88,6 +92,34 @@ def locked(descriptor: int, how: int) -> bool:
     return True
 
 
+def read_beside(descriptor: int) -> None:
+    """Hold a lease on a segment that somebody else is writing.
+
+    It does not hinder the writer, but nobody begins anew in the segment as long as it is held.
+    """
+    _range_lock(descriptor, fcntl.F_RDLCK)
+
+
+def end_beside(descriptor: int) -> None:
+    """End that lease, whether or not it is held."""
+    _range_lock(descriptor, fcntl.F_UNLCK)
+
+
+def _is_read_beside(descriptor: int) -> bool:
+    try:
+        _range_lock(descriptor, fcntl.F_WRLCK)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return True
+    _range_lock(descriptor, fcntl.F_UNLCK)
+    return False
+
+
+def _range_lock(descriptor: int, how: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _RANGE.pack(how, os.SEEK_SET, 0, 1, 0))
+
+
 class Owner:
     """The folder of this process's segments; its name begins with the process's id, for people."""
 
@@ -136,7 +168,12 @@ class Segment:
 
     def take(self) -> bool:
         """Lock it for writing, if nobody reads it."""
-        return locked(self._descriptor, fcntl.LOCK_EX)
+        if not locked(self._descriptor, fcntl.LOCK_EX):
+            return False
+        if _is_read_beside(self._descriptor):
+            self.give()
+            return False
+        return True
 
     def give(self) -> None:
         """Unlock it."""
@@ -145,6 +182,12 @@ class Segment:
     def rename(self, path: Path) -> None:
         """Give the file another name."""
         self.path = self.path.rename(path)
+
+    def room(self, begin: int, nbytes: int) -> memoryview:
+        """Memory from ``begin`` on, at most so much of it; less before the segment has to grow."""
+        if begin >= self._size:
+            self._grow(begin + nbytes)
+        return self._memory[begin : begin + nbytes]
 
     def memory(self, nbytes: int) -> memoryview:
         """Its memory, at least so much of it. Raises when the host has too little."""

@@ -4,32 +4,45 @@ A part is one segment: a page with its header, its bytes, its manifest. The publ
 exclusive lock while it writes one, and gives it the part's name once it is whole. A reader holds a
 shared lock for as long as it reads. A segment is written again only under the exclusive lock, so
 never while anybody reads it; and locks end with their processes.
+
+While a part is written it can be found by another name, and its bytes be digested as they come:
+see :mod:`~trinity_events.weights.under_way`.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
-import struct
+import secrets
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_schemas.codec import MAX_MANIFEST_BYTES
-
-from ..errors import CorruptVersion, SharedMemoryUnusable
-from .base import Check, PartRef
-from .segments import SHARED_MEMORY, Owner, Segment, locked, owned, sweep, users_folder
+from ..errors import SharedMemoryUnusable
+from .base import Ended, PartRef
+from .segments import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
+from .shared_part import (
+    DATA,
+    FILLED,
+    FILLED_AT,
+    HEADER,
+    MAGIC,
+    WRITING,
+    WRITING_AT,
+    Mapping,
+    Seen,
+    SharedMemorySource,
+    file_name,
+    leased,
+    let_go,
+    name_while_written,
+)
+from .under_way import Follower, read_along
 
 CHUNK_BYTES = 256 << 10
 """Small enough to be digested while it is still in the processor's cache."""
 MOST_SEGMENTS = 8
 """Of one publisher. Two versions are kept and one is written; others are there while read."""
-_MAGIC = b"trinity1"
-_HEADER = struct.Struct("<8sQQ")
-_DATA = 4096
-_POPULATED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 class SharedMemoryStore:
@@ -53,7 +66,9 @@ class SharedMemoryStore:
         self._sink: SharedMemorySink | None = None
         self._made = 0
         self._last_size = 0
-        self._mappings: dict[tuple[int, int], _Mapping] = {}
+        self._mappings: dict[tuple[int, int], Mapping] = {}
+        self._seen: dict[PartRef, Seen] = {}
+        self.followers: list[Follower] = []
         self._swept = False
 
     # --- publishing ------------------------------------------------------------------------
@@ -95,13 +110,18 @@ class SharedMemoryStore:
         segment.trim(nbytes)
         self._last_size = nbytes
         self.delete(part)  # what an earlier attempt at the part left
-        segment.rename(segment.path.with_name(_file_name(part)))
+        segment.rename(segment.path.with_name(file_name(part)))
         segment.give()
         self._sealed[part] = segment
         self._sink = None
 
+    def show(self, part: PartRef, segment: Segment) -> None:
+        """Let a segment be found by those who read along."""
+        segment.rename(segment.path.with_name(name_while_written(part)))
+
     def put_back(self, segment: Segment) -> None:
         """Take back a segment that will not be whole."""
+        segment.rename(self._unused_path())
         segment.give()
         self._idle.append(segment)
 
@@ -132,17 +152,32 @@ class SharedMemoryStore:
     def open(self, part: PartRef) -> SharedMemorySource | None:
         """The part under a lease of ours, or None when it is not there."""
         self._sweep()
-        for path in self._newest_first(_file_name(part)):
+        for path in self._newest_first(file_name(part)):
             with suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
-                    if _leased(descriptor, path):
-                        return SharedMemorySource(part, descriptor, self._mapped(descriptor))
+                    if leased(descriptor, path):
+                        memory = self._mapped(descriptor)
+                        return SharedMemorySource(part, descriptor, memory, self._seen.get(part))
                 except BaseException:
-                    _let_go(descriptor)
+                    let_go(descriptor)
                     raise
                 os.close(descriptor)
         return None
+
+    def read_along(self, parts: Sequence[PartRef], stop: threading.Event, deadline: float) -> Ended:
+        """Digest the parts' chunks as they are written; what was seen of others is forgotten."""
+        self._sweep()
+        self._seen = {}
+        self.followers = [Follower(part, self._newest_first, self._mapped) for part in parts]
+        try:
+            return read_along(self.followers, stop, deadline)
+        finally:
+            for follower in self.followers:
+                follower.close()
+                if follower.seen is not None:
+                    self._seen[follower.part] = follower.seen
+            self.followers = []
 
     def missing(self, part: PartRef) -> str:
         """Why the part may not be there, in words."""
@@ -172,7 +207,7 @@ class SharedMemoryStore:
         if mapping is None or len(mapping.memory) != found.st_size:
             if mapping is not None:
                 mapping.close()
-            mapping = _Mapping(descriptor, found.st_size)
+            mapping = Mapping(descriptor, found.st_size)
         self._mappings[key] = mapping
         return mapping.memory
 
@@ -214,19 +249,19 @@ class SharedMemorySink:
 
     def room(self) -> memoryview:
         """The place in the segment where the chunk stays."""
-        begin = _DATA + self._filled
-        return self._writing().memory(begin + self._chunk_bytes)[begin : begin + self._chunk_bytes]
+        return self._writing().room(DATA + self._filled, self._chunk_bytes)
 
     def put(self, nbytes: int) -> None:
-        """The chunk is where it is to be."""
+        """The chunk is where it is to be: those who read along may see it."""
         self._filled += nbytes
+        FILLED.pack_into(self._writing().memory(DATA), FILLED_AT, self._filled)
 
     def seal(self, manifest: bytes) -> None:
         """Add manifest and header, and give the segment the part's name."""
-        end = _DATA + self._filled + len(manifest)
+        end = DATA + self._filled + len(manifest)
         memory = self._writing().memory(end)
         memory[end - len(manifest) : end] = manifest
-        memory[: _HEADER.size] = _HEADER.pack(_MAGIC, self._filled, len(manifest))
+        memory[: HEADER.size] = HEADER.pack(MAGIC, self._filled, len(manifest))
         self._store.keep(self._part, self._writing(), end)
         self._open, self._segment = False, None
 
@@ -243,73 +278,11 @@ class SharedMemorySink:
             raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")
         if self._segment is None:
             self._segment = self._store.take()
+            self._begin(self._segment)
         return self._segment
 
-
-class SharedMemorySource:
-    """Implements :class:`~trinity_events.weights.base.PartSource`: the bytes where they lie.
-
-    While it is open nothing is written to the segment.
-    """
-
-    def __init__(self, part: PartRef, descriptor: int, memory: memoryview) -> None:
-        self._descriptor = descriptor
-        if len(memory) < _DATA:
-            raise CorruptVersion(f"the segment of the {part} is too short to be one")
-        magic, data, manifest = _HEADER.unpack_from(memory)
-        if magic != _MAGIC or manifest > MAX_MANIFEST_BYTES:
-            raise CorruptVersion(f"the segment of the {part} has no header that can be used")
-        if _DATA + data + manifest > len(memory):
-            raise CorruptVersion(f"the segment of the {part} is shorter than its header says")
-        self._data = memory[_DATA : _DATA + data]
-        self.manifest = bytes(memory[_DATA + data : _DATA + data + manifest])
-
-    def read(self, sizes: Sequence[int], check: Check) -> memoryview:
-        """The bytes in the segment itself; nothing is copied."""
-        offset = 0
-        for index, size in enumerate(sizes):
-            check(index, self._data[offset : offset + size])
-            offset += size
-        return self._data[:offset]
-
-    def close(self) -> None:
-        """End the lease."""
-        if self._descriptor >= 0:
-            _let_go(self._descriptor)
-            self._descriptor = -1
-
-
-class _Mapping:
-    """A segment in this process's memory, for reading."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        if size == 0:
-            raise CorruptVersion("a segment of weights is empty")
-        self.memory = memoryview(mmap.mmap(descriptor, size, flags=_POPULATED, prot=mmap.PROT_READ))
-        self._descriptor = os.dup(descriptor)
-
-    def is_gone(self) -> bool:
-        """Whether the segment was removed."""
-        return os.fstat(self._descriptor).st_nlink == 0
-
-    def close(self) -> None:
-        """Let go of it; what still looks at the memory keeps it."""
-        os.close(self._descriptor)
-        self.memory = memoryview(b"")
-
-
-def _leased(descriptor: int, path: Path) -> bool:
-    """Lock a segment for reading, if it still is what its name said when it was opened."""
-    if not locked(descriptor, fcntl.LOCK_SH):
-        return False  # it is being written again
-    return path.stat().st_ino == os.fstat(descriptor).st_ino
-
-
-def _let_go(descriptor: int) -> None:
-    # Unlocked before it is closed, since a mapping has descriptors of the same lock.
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-def _file_name(part: PartRef) -> str:
-    return "~".join(map(str, part))
+    def _begin(self, segment: Segment) -> None:
+        header = segment.memory(DATA)
+        header[:DATA] = bytes(DATA)
+        WRITING.pack_into(header, WRITING_AT, secrets.token_bytes(8), self._chunk_bytes)
+        self._store.show(self._part, segment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,10 +31,10 @@ from trinity_schemas import (
 from ..errors import VersionUnavailable
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
 from ..server import open_client
-from .base import ChunkStore, PartRef
+from .base import ChunkStore, Ended, PartRef, ReadsAlong
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
-from .pull import PulledVersion, pull_version
+from .pull import PulledVersion, Wanted, pull_version
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
 
@@ -227,28 +228,63 @@ class Synchronizer:
 
     # --- pulling ---------------------------------------------------------------------------
 
+    def read_along(
+        self, epoch: int, opened: VersionOpened, stop: threading.Event, deadline: float
+    ) -> Ended | None:
+        """Verify a version while it is still being published, where its transport allows that.
+
+        What it is good for is that :meth:`pull`, once the version is announced, has less left to
+        do; nothing is promised of a version that is not sealed, and nothing of it is installed.
+
+        Args:
+            epoch: The epoch of the version.
+            opened: Which ranks publish it, and how it travels.
+            stop: Set by another thread, ends it.
+            deadline: Seconds after which it gives up, as when the publisher died.
+
+        Returns:
+            How it ended; None when the transport has nothing that could be read along.
+        """
+        store = self._store_of(opened.transport)
+        if not isinstance(store, ReadsAlong):
+            return None
+        parts = [self._part(opened.step, rank, epoch) for rank in opened.ranks]
+        return store.read_along(parts, stop, deadline)
+
     @contextmanager
-    def pull(self, ready: StepReady) -> Iterator[PulledVersion]:
+    def pull(self, ready: StepReady, wanted: Wanted | None = None) -> Iterator[PulledVersion]:
         """Hold the version that an announcement names: that one, whole, verified, or an error.
 
-        Its tensors are for reading, and until the block ends.
+        Its tensors are for reading, and until the block ends. Of some tensors by name, or of a
+        box of each, only chunks that hold some of that are read: ``wanted`` says which.
 
         Raises:
             VersionUnavailable: when it is no longer there; a newer one is, or will be.
             CorruptVersion: when what is there is not what was announced.
         """
         store = self._store_of(ready.transport or RedisChunkStore.name)
-        with pull_version(store, self.run_id, ready) as version:
+        with pull_version(store, self.run_id, ready, wanted) as version:
             yield version
 
-    def apply(self, module: torch.nn.Module, ready: StepReady) -> AppliedPhases:
+    def apply(
+        self, module: torch.nn.Module, ready: StepReady, wanted: Wanted | None = None
+    ) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
 
-        Nothing of the module changes before all of the version is here, verified and known to
-        fit. Raises as :meth:`pull`, and IncompatibleWeights.
+        Nothing of the module changes before all that is wanted of the version is here, verified
+        and known to fit: shards are put together in the module itself. Of a version that is wanted
+        in part, the other parameters stay as they are.
+
+        Args:
+            module: Where to.
+            ready: The announcement.
+            wanted: Names, and of each the box that the module's parameter holds, or None for all
+                of it; by default the whole version.
+
+        Raises as :meth:`pull`, and IncompatibleWeights.
         """
         began = time.monotonic()
-        with self.pull(ready) as version:
+        with self.pull(ready, wanted) as version:
             verified_at = time.time()
             pairs = check_fit(module, version)
             fetched = time.monotonic()

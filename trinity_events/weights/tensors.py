@@ -11,6 +11,7 @@ from typing_extensions import Buffer
 
 from trinity_schemas import TensorEntry
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -30,19 +31,52 @@ DTYPES = {
 }
 
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name in a manifest. Raises TypeError for one that cannot travel."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    name = _NAMES.get(dtype)
+    if name is None:
         raise TypeError(f"tensors of dtype {dtype} cannot be published")
     return name
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements, row-major; a copy only when it is not on the CPU or not contiguous."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # view() refuses tensors of no elements.
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie in this process's memory, row-major, from its address on.
+
+    Subclasses may keep them anywhere.
+    """
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor for :func:`is_plain`; a copy only when it is not on the CPU or not contiguous.
+
+    What every rank holds a part of is gathered: a collective.
+    """
+    if is_plain(tensor):
+        return tensor
+    gather = getattr(tensor, "full_tensor", None)
+    if gather is not None:
+        tensor = gather()
+    return tensor.detach().cpu().resolve_neg().contiguous().as_subclass(torch.Tensor)
+
+
+def address(memory: memoryview) -> int:
+    """Where writable memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+
+
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy between two addresses; other threads may go on meanwhile."""
+    ctypes.memmove(target, source, nbytes)
 
 
 def as_buffer(memory: memoryview) -> torch.Tensor:

@@ -70,6 +70,15 @@ class Weights(StrEnum):
     REDIS = "redis"
 
 
+class Publish(StrEnum):
+    """What may be published of the weights, as options."""
+
+    AUTO = "auto"
+    SHARDS = "shards"
+    SNAPSHOT = "snapshot"
+    FULL = "full"
+
+
 class Strategy(StrEnum):
     """The save strategies of the contract, as options."""
 
@@ -98,6 +107,15 @@ WeightsOption = Annotated[
         "auto takes shared memory where it is sure to do.",
     ),
 ]
+PublishOption = Annotated[
+    Publish,
+    typer.Option(
+        "--publish",
+        help="What is published of the weights: shards, each by the rank that holds it, while "
+        "training waits; a snapshot of them, while training goes on; or full tensors, by rank 0. "
+        "Auto is shards where there are several ranks.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 WeightsRedisUrl = Annotated[
@@ -120,6 +138,7 @@ def demo(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
+    publish: PublishOption = Publish.AUTO,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -151,6 +170,7 @@ def demo(
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         seed=seed,
+        publish=publish.value,
         engine=engine,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
@@ -176,6 +196,7 @@ def trainer(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
+    publish: PublishOption = Publish.AUTO,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -206,6 +227,7 @@ def trainer(
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         seed=seed,
+        publish=publish.value,
         engine=engine,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,

@@ -13,6 +13,8 @@ from trinity_schemas import SaveStrategy
 
 TransportName = Literal["redis", "shm"]
 
+PublishName = Literal["auto", "shards", "snapshot", "full"]
+
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -33,6 +35,10 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     explorers: Positive = 1
     task: str = "spell-backward"
     seed: int = 0
+    publish: PublishName = "auto"
+    """What travels: shards, each from the rank that holds it, while training waits, or from a copy
+    (snapshot) while it goes on; or full tensors from rank 0. Auto is shards where there are several
+    ranks."""
 
     steps: Positive = 300
     sync_interval: Positive = 1
@@ -63,6 +69,13 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         """
         newest_possible = (step - 1) // self.sync_interval
         return max(0, newest_possible - self.sync_offset) * self.sync_interval
+
+    @property
+    def publishes_shards(self) -> bool:
+        """Whether every rank publishes what it holds."""
+        return self.publish in {"shards", "snapshot"} or (
+            self.publish == "auto" and self.trainers > 1
+        )
 
     def is_sync_step(self, step: int) -> bool:
         """Whether weights are published after the step; they always are after the last."""

@@ -6,8 +6,20 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from msgspec import Struct
 
 NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
+
+
+class LocalShard(Struct, frozen=True):
+    """What one rank has of one tensor that has a Hugging Face name."""
+
+    name: str
+    tensor: torch.Tensor
+    """A view of the parameter, or a copy where its rows lie apart."""
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where it begins in each dimension."""
 
 
 class TrainEngine(Protocol):

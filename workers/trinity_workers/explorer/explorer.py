@@ -28,6 +28,7 @@ from ..experiences import ExperienceWriter
 from ..learning.policy import load_policy
 from ..learning.rollout import Rollout, generate, sampled_accuracy
 from ..learning.tasks import Question, make_task
+from .along import ReadingAlong
 from .versions import NewestVersion
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Explorer:
             role=ROLE,
             rank=self.rank,
         )
+        self._along = ReadingAlong(config, self._synchronizer)
 
     async def explore(self) -> ExplorationResult:
         """Explore until the weights of the last step are applied."""
@@ -105,6 +107,7 @@ class Explorer:
         async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
             writer = ExperienceWriter(client, config.run_id, bound=config.prompts_per_step * ahead)
             tasks.start_soon(versions.follow)
+            tasks.start_soon(self._along.follow)
             await self._say("running")
             try:
                 return await self._explore(versions, writer)
@@ -173,7 +176,8 @@ class Explorer:
             if newest == self._serves:
                 return
             try:
-                await anyio.to_thread.run_sync(self._apply, ready)
+                async with self._along.put_aside():
+                    await anyio.to_thread.run_sync(self._apply, ready)
             except (VersionUnavailable, CorruptVersion) as error:
                 logger.warning("explorer %d waits for newer weights: %s", self.rank, error)
                 unusable, reason = newest, error

@@ -17,6 +17,8 @@ from trinity_events.weights import Synchronizer
 from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.files import copied, make_folder, sync_tree, write_state
 from ..engines.fsdp import shard_name
+from .shards import fsdp_shards, publish_shards
+from .snapshot import SnapshotUploads
 from .upload import publish_stream
 
 if TYPE_CHECKING:
@@ -61,22 +63,39 @@ def fsdp_save_state_dict(
 
 
 def fsdp_upload_state_dict(
-    engine: TrainEngine, synchronizer: Synchronizer, global_step: int, logger: Logger
+    engine: TrainEngine,
+    synchronizer: Synchronizer,
+    global_step: int,
+    logger: Logger,
+    *,
+    sharded: bool = False,
+    snapshots: SnapshotUploads | None = None,
 ) -> None:
-    """Publish the full weights as the version of ``global_step``, streamed from rank 0.
+    """Publish the weights as the version of ``global_step``.
 
-    Tensor by tensor: no rank ever holds the whole model. When rank 0 fails, all ranks finish the
-    gathers, then all raise; the version is never seen.
+    Full tensors, streamed from rank 0 one by one: no rank ever holds the whole model. Or, sharded,
+    every rank its own part of each: nothing is gathered, and those who pull put them together.
+    When a rank fails, all finish the gathers, then all raise; the version is never seen.
 
     Args:
-        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks.
-        synchronizer: Where to; on rank 0 it publishes the events too.
+        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks. Sharded, its
+            ``module`` is of FSDP2.
+        synchronizer: Where to; on rank 0 it publishes the events too, sharded on every rank.
         global_step: The training step, which names the version.
         logger: Says what was published.
+        sharded: Whether every rank publishes what it holds.
+        snapshots: Publishes it from a copy, sharded, and returns as soon as that is made.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
+        ShardsRefused: when the module's layout is none that can be published so.
     """
+    if snapshots is not None:
+        snapshots.begin(fsdp_shards(engine.module), global_step, logger)
+        return
+    if sharded:
+        publish_shards(fsdp_shards(engine.module), synchronizer, global_step, logger)
+        return
     publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
 
 

@@ -21,6 +21,8 @@ from trinity_events.weights import Synchronizer
 from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
 from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.files import sync_tree
+from .shards import publish_shards, without_replicas
+from .snapshot import SnapshotUploads
 from .upload import publish_stream
 
 if TYPE_CHECKING:
@@ -132,23 +134,40 @@ def save_as_one(
 
 
 def megatron_upload_state_dict(
-    engine: TrainEngine, synchronizer: Synchronizer, global_step: int, logger: Logger
+    engine: Any,
+    synchronizer: Synchronizer,
+    global_step: int,
+    logger: Logger,
+    *,
+    sharded: bool = False,
+    snapshots: SnapshotUploads | None = None,
 ) -> None:
-    """Publish the full weights as the version of ``global_step``, streamed from rank 0.
+    """Publish the weights as the version of ``global_step``.
 
-    Tensor by tensor: no rank ever holds the whole model. When rank 0 fails, all ranks finish the
-    gathers, then all raise; the version is never seen.
+    Full tensors, streamed from rank 0 one by one: no rank ever holds the whole model. Or, sharded,
+    every rank its own part of each, under its Hugging Face name: nothing is gathered.
+    When a rank fails, all finish the gathers, then all raise; the version is never seen.
 
     Args:
-        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks.
-        synchronizer: Where to; on rank 0 it publishes the events too.
+        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks. Sharded, its
+            ``local_shards()`` says what the rank holds, as this project's engine does.
+        synchronizer: Where to; on rank 0 it publishes the events too, sharded on every rank.
         global_step: The training step, which names the version.
         logger: Says what was published.
+        sharded: Whether every rank publishes what it holds.
+        snapshots: Publishes it from a copy, sharded, and returns as soon as that is made.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
         CollectiveBroken: when a rank died, or was too slow.
     """
+    if snapshots is not None:
+        snapshots.begin(without_replicas(engine.local_shards()), global_step, logger)
+        return
+    if sharded:
+        shards = without_replicas(engine.local_shards())
+        publish_shards(shards, synchronizer, global_step, logger)
+        return
     publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
 
 

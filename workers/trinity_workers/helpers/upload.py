@@ -48,7 +48,7 @@ def publish_stream(
             f"the weights of step {global_step} could not be gathered, because a rank died or was "
             f"too slow: {caught}"
         )
-        _give_up(synchronizer, writer, global_step, broken, logger)
+        give_up(synchronizer, writer, global_step, broken, logger)
         raise broken from caught
     if writer is not None and error is None:
         try:
@@ -64,7 +64,7 @@ def publish_stream(
         raise
     finally:  # the others first: they hold the training loop, and a server may be slow to answer
         if error is not None:
-            _give_up(synchronizer, writer, global_step, error, logger)
+            give_up(synchronizer, writer, global_step, error, logger)
     if report is not None:
         logger.info("step %d: published %d bytes", global_step, report.bytes)
 
@@ -82,14 +82,14 @@ def _drain(
     return error
 
 
-def _give_up(
+def give_up(
     synchronizer: Synchronizer,
     writer: PartWriter | None,
     step: int,
     error: Exception,
     logger: Logger,
 ) -> None:
-    """Say so, and take back what was sent, each as far as its server still answers."""
+    """Say that it failed, and take back what was sent, each as far as its server still answers."""
     try:
         synchronizer.part_failed(step, _rank(), error)
     except Exception:

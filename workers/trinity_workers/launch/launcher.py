@@ -118,6 +118,7 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
             warm_up_steps=warm_up_steps,
             reducer_restarts=reducer.restarts if reducer else 0,
             transport=transport,
+            sharded=settings.publishes_shards,
             redis_url=redacted(redis_url),
             checkpoint_folder=str(config.checkpoint_folder),
             replay_command=_replay_command(options),

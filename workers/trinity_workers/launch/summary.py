@@ -31,6 +31,8 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
     training_seconds: float
     reducer_restarts: int
     transport: str
+    sharded: bool
+    """Whether every rank published what it holds, or rank 0 everything."""
     log: RunSummary
     redis_url: str
     checkpoint_folder: str
@@ -53,6 +55,7 @@ def summarize(
     warm_up_steps: int,
     reducer_restarts: int,
     transport: str,
+    sharded: bool,
     redis_url: str,
     checkpoint_folder: str,
     replay_command: str,
@@ -75,6 +78,7 @@ def summarize(
         training_seconds=training.seconds,
         reducer_restarts=reducer_restarts,
         transport=transport,
+        sharded=sharded,
         log=log,
         redis_url=redis_url,
         checkpoint_folder=checkpoint_folder,
@@ -113,7 +117,8 @@ def summary_table(summary: DemoSummary) -> Table:
     rows += [
         (
             "weight versions",
-            f"{log.versions_published} published over {TRANSPORTS[summary.transport]}, "
+            f"{log.versions_published} published over {TRANSPORTS[summary.transport]} "
+            f"{'by every rank' if summary.sharded else 'by rank 0'}, "
             f"{log.versions_applied} applied, "
             f"{log.versions_superseded_unpulled} superseded before they were "
             f"pulled, {log.versions_unaccounted} unaccounted for",

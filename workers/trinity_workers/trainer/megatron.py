@@ -128,7 +128,14 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
     def upload_state_dict(self, global_step: int) -> None:
         """Publish the weights."""
-        megatron_upload_state_dict(self._engine, self._synchronizer, global_step, logger)
+        megatron_upload_state_dict(
+            self._engine,
+            self._synchronizer,
+            global_step,
+            logger,
+            sharded=self._config.publishes_shards,
+            snapshots=self._snapshots,
+        )
 
     def shutdown(self) -> None:
         """Wait for background saves, as FSDP's does, and forget the layout."""

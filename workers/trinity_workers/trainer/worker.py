@@ -26,6 +26,7 @@ from ..engines import FSDPEngine
 from ..engines.files import write_state
 from ..engines.fsdp import shard_name
 from ..helpers import fsdp_save_state_dict, fsdp_upload_state_dict
+from ..helpers.snapshot import SnapshotUploads
 from ..learning.grpo import Batch, collate, grpo_loss, response_logprobs
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,11 @@ class TrainWorker:
             transport=config.transport,
             role=ROLE,
             rank=self._rank,
+        )
+        self._snapshots = (
+            SnapshotUploads(self._synchronizer, config.sync_timeout)
+            if config.publish == "snapshot"
+            else None
         )
 
     def _make_engine(self) -> Any:
@@ -152,7 +158,14 @@ class TrainWorker:
 
     def upload_state_dict(self, global_step: int) -> None:
         """Publish the weights."""
-        fsdp_upload_state_dict(self._engine, self._synchronizer, global_step, logger)
+        fsdp_upload_state_dict(
+            self._engine,
+            self._synchronizer,
+            global_step,
+            logger,
+            sharded=self._config.publishes_shards,
+            snapshots=self._snapshots,
+        )
 
     def wait_on_save_thread(self) -> None:
         """Wait for this rank's background saves; raises what failed in them."""
@@ -165,6 +178,8 @@ class TrainWorker:
             exits.callback(self._log.close)
             exits.callback(self._publisher.close)
             exits.callback(self._synchronizer.close)
+            if self._snapshots is not None:
+                exits.callback(self._snapshots.close)
             self._coordinator.wait_all(self._config.sync_timeout)
 
 

@@ -1,10 +1,10 @@
 """A megatron-core engine around a Hugging Face causal language model."""
 
+from ..base import LocalShard
 from .checkpoint import CheckpointFailed, CheckpointRefused
 from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
 from .layout import LayoutRefused, ParallelLayout, leave
 from .model import MODEL_TYPES, ModelOptions, UnsupportedModel
-from .shards import LocalShard
 
 __all__ = [
     "MODEL_TYPES",

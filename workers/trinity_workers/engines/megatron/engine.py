@@ -15,12 +15,13 @@ from trinity_events.errors import TrinityError
 
 from ...collectives import together
 from ...learning.grpo import Batch
+from ..base import LocalShard
 from . import checkpoint
 from .cpu import adapted
 from .description import read_description, write_description
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
-from .shards import LocalShard, local_shards
+from .shards import local_shards
 from .stream import WeightStream, load_folder
 from .training import (
     LossFunction,

@@ -5,22 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from msgspec import Struct
-
+from ..base import LocalShard
 from .stream import global_name, partition_dim, shard_group
 from .weights import local_mapping
-
-
-class LocalShard(Struct, frozen=True):
-    """A slice of one tensor that has a Hugging Face name."""
-
-    name: str
-    tensor: torch.Tensor
-    """A view of the parameter, or a copy where its rows lie apart."""
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    """Where the slice begins in each dimension."""
 
 
 def local_shards(

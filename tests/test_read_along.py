@@ -1,0 +1,231 @@
+"""Parts in shared memory that are verified while they are still being written."""
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import anyio
+import pytest
+
+from tests.pipeline import reducer_task
+from tests.test_transports import announcement, assert_same, left, read
+from tests.test_weights import ready
+from tests.transport_actors import CHUNK, SOME, Where, actor, kill, publishes_until, reads_along
+from trinity_events import Synchronizer
+from trinity_events.errors import CorruptVersion
+from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, pull
+from trinity_events.weights.segments import available, users_folder
+from trinity_events.weights.under_way import Follower
+from trinity_workers.explorer.along import ReadingAlong
+
+pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
+
+CHUNKS = 6000 * 4 // CHUNK
+"""Whole chunks of SOME; a short one follows."""
+
+
+@pytest.fixture
+def stores():
+    made = [SharedMemoryStore() for _ in range(2)]
+    yield made
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def part(run_id):
+    return PartRef(run_id, 1, 1, 0)
+
+
+@pytest.fixture
+def digested(monkeypatch):
+    """How many chunks a pull digested itself."""
+    sizes = []
+
+    def counting(data):
+        sizes.append(len(data))
+        return digest(data)
+
+    digest = pull.digest
+    monkeypatch.setattr(pull, "digest", counting)
+    return sizes
+
+
+@contextmanager
+def reading(store, parts, deadline=30.0):
+    """Reads along in the block; how it ended is known behind it."""
+    told = SimpleNamespace(ended=None, stop=threading.Event())
+
+    def run():
+        told.ended = store.read_along(parts, told.stop, deadline)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield told
+        thread.join(30)
+    finally:
+        told.stop.set()
+        thread.join(30)
+
+
+def until(condition):
+    """Wait for what another thread does."""
+    for _ in range(10_000):
+        if condition():
+            return
+        threading.Event().wait(0.002)
+    raise AssertionError("it did not happen")
+
+
+def write(writer, tensors=SOME):
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    return writer
+
+
+def test_what_was_digested_before_it_was_sealed_is_not_digested_again(stores, part, digested):
+    ours, theirs = stores
+    with reading(theirs, [part]) as told:
+        writer = write(PartWriter(ours, part, CHUNK))
+        [path] = users_folder().glob(f"*/{'~'.join(map(str, part))}~writing")
+        assert path.exists()
+        until(lambda: follower_of(theirs) == CHUNKS)
+        assert told.ended is None
+        report = writer.seal()
+    assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
+    assert digested == [24_000 - CHUNKS * CHUNK], "the last alone, which is short"
+
+
+def follower_of(store):
+    """Chunks that the reader has digested so far."""
+    seen = [one.seen for one in store.followers if one.seen is not None]
+    return len(seen[0].digests) if seen else 0
+
+
+def test_all_ranks_are_read_along_at_once(stores, part, digested):
+    ours, theirs = stores
+    second = SharedMemoryStore()
+    parts = [part, part._replace(rank=1)]
+    with reading(theirs, parts) as told:
+        reports = [write(PartWriter(ours, parts[0], CHUNK)).seal()]
+        other = [(f"other.{name}", tensor) for name, tensor in SOME]
+        reports.append(write(PartWriter(second, parts[1], CHUNK), other).seal())
+    assert told.ended == "sealed"
+    found = read(theirs, part.run_id, announcement(part, *reports))
+    assert len(found) == 2 * len(SOME)
+    second.close()
+
+
+def test_a_writer_that_is_killed_is_given_up_within_the_deadline_and_leaves_nothing(part, stores):
+    ours, theirs = stores
+    with (
+        actor(publishes_until, Where("shm", ""), part, "midway") as (process, _),
+        reading(theirs, [part], deadline=1.0) as told,
+    ):
+        kill(process)
+    assert told.ended == "late"
+    assert part not in theirs._seen
+    assert theirs.open(part) is None
+    ours.open(part)  # whoever uses the host next clears up
+    assert left(Where("shm", ""), part.run_id, process.pid) == []
+
+
+def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(stores, part):
+    ours, theirs = stores
+    other = [(name, tensor + 1) for name, tensor in SOME]
+    with reading(theirs, [part]) as told:
+        first = write(PartWriter(ours, part, CHUNK), other)
+        until(lambda: follower_of(theirs) == CHUNKS)
+        first.discard()
+        report = write(PartWriter(ours, part, CHUNK)).seal()
+    assert told.ended == "sealed"
+    assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
+
+
+def test_a_segment_that_is_read_along_is_not_begun_anew(stores, part):
+    ours, theirs = stores
+    first = write(PartWriter(ours, part, CHUNK))
+    follower = Follower(part, theirs._newest_first, theirs._mapped)
+    assert follower.advance()
+    first.discard()
+    [held] = ours._idle
+    assert not held.take()
+    follower.close()
+    assert held.take()
+
+
+def test_a_reader_that_is_killed_while_it_reads_along_holds_nothing(stores, part):
+    ours, _ = stores
+    writer = write(PartWriter(ours, part, CHUNK))
+    with actor(reads_along, Where("shm", ""), part) as (process, _):
+        writer.discard()
+        assert not ours._idle[0].take()
+        kill(process)
+    assert ours._idle[0].take()
+
+
+def test_a_reader_that_was_stopped_verifies_the_rest_when_it_pulls(stores, part, digested):
+    ours, theirs = stores
+    writer = write(PartWriter(ours, part, CHUNK), SOME[:3])
+    with reading(theirs, [part]) as told:
+        until(lambda: follower_of(theirs) == 12_000 // CHUNK)
+        told.stop.set()
+    assert told.ended == "stopped"
+    report = write(writer, SOME[3:]).seal()
+    assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
+    assert len(digested) == CHUNKS + 1 - 12_000 // CHUNK
+
+
+def test_what_was_digested_too_early_is_digested_again_and_what_is_broken_is_found(stores, part):
+    ours, theirs = stores
+    writer = write(PartWriter(ours, part, CHUNK))
+    with reading(theirs, [part]):
+        until(lambda: follower_of(theirs) == CHUNKS)
+        report = writer.seal()
+    theirs._seen[part].digests[2] = "xxh3:" + "0" * 32
+    event = announcement(part, report)
+    assert_same(read(theirs, part.run_id, event), SOME)
+    [path] = users_folder().glob(f"*/{'~'.join(map(str, part))}")
+    with path.open("r+b") as file:
+        file.seek(4096 + 2 * CHUNK + 5)
+        file.write(b"\x55")
+    with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 1"):
+        read(theirs, part.run_id, event)
+
+
+async def test_an_explorer_reads_along_what_the_log_says_is_begun(
+    publisher, redis_url, weights_url, run_id, log, digested
+):
+    trainer = Synchronizer(
+        run_id,
+        publisher.epoch,
+        redis_url=redis_url,
+        weights_url=weights_url,
+        transport="shm",
+        chunk_bytes=CHUNK,
+    )
+    explorer = Synchronizer(run_id, 0, redis_url=redis_url, weights_url=weights_url)
+    config = SimpleNamespace(
+        run_id=run_id, epoch=publisher.epoch, redis_url=redis_url, sync_timeout=30.0
+    )
+    along = ReadingAlong(config, explorer)
+    async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
+        tasks.start_soon(along.follow)
+        with anyio.fail_after(20):
+            while not explorer._stores:  # until it listens, what is begun is not heard of
+                trainer.open_version(1)
+                await anyio.sleep(0.1)
+            writer = write(trainer.part_writer(1, 0))
+            while follower_of(explorer._stores["shm"]) < CHUNKS:
+                await anyio.sleep(0.01)
+            trainer.part_published(1, 0, writer.seal(), 0.0)
+            trainer.commit(1)
+            event = await ready(log, 1)
+            async with along.put_aside():
+                with explorer.pull(event) as version:
+                    assert_same(dict(version.tensors()), SOME)
+        assert len(digested) == 1
+        tasks.cancel_scope.cancel()
+    trainer.close()
+    explorer.close()

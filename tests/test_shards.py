@@ -1,0 +1,214 @@
+"""Versions in shards: put together again whole, in part, or as a slice; else refused by name."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.test_transports import announcement, bits
+from tests.transport_actors import Where
+from trinity_events.errors import IncompatibleWeights
+from trinity_events.weights import (
+    PartRef,
+    PartWriter,
+    PulledVersion,
+    check_fit,
+    install,
+    pull,
+    pull_version,
+)
+from trinity_events.weights.boxes import Box, Place
+from trinity_events.weights.segments import available
+from trinity_events.weights.tensors import DTYPES
+from trinity_workers.helpers.shards import owners
+
+CHUNK = 64
+
+
+@pytest.fixture(
+    params=["redis", pytest.param("shm", marks=pytest.mark.skipif(not available(), reason="none"))]
+)
+def stores(request, weights_url):
+    """Those of two publishing ranks, and a reader's."""
+    made = [Where(request.param, weights_url).store() for _ in range(3)]
+    yield made
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def part(run_id):
+    return PartRef(run_id, 1, 1, 0)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Which bytes a pull verified."""
+    sizes = []
+    digest = pull.digest
+    monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
+    return sizes
+
+
+def publish(stores, part, *ranks):
+    """One part a rank, each of ``(name, elements, begins, global shape)``."""
+    reports = []
+    for rank, (store, shards) in enumerate(zip(stores, ranks, strict=False)):
+        writer = PartWriter(store, part._replace(rank=rank), CHUNK)
+        for name, tensor, *place in shards:
+            writer.add(name, tensor, Place(*place) if place else None)
+        reports.append(writer.seal())
+    return announcement(part, *reports)
+
+
+def rows(tensor, *cuts):
+    """A tensor cut along its first dimension, as FSDP does."""
+    return [
+        (tensor[begin:end], (begin, *(0,) * (tensor.dim() - 1)), tuple(tensor.shape))
+        for begin, end in zip((0, *cuts), (*cuts, len(tensor)), strict=True)
+    ]
+
+
+def named(name, shards):
+    return [[(name, *shard)] for shard in shards]
+
+
+@contextmanager
+def pulled(stores, part, event, wanted=None):
+    with pull_version(stores[-1], part.run_id, event, wanted) as version:
+        yield version
+
+
+def module_of(**shapes):
+    return torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_shards_of_every_dtype_make_up_the_tensor_bit_for_bit(stores, part, dtype):
+    raw = (
+        torch.randint(0, 2, (7, 24), dtype=torch.uint8)
+        if dtype is torch.bool
+        else (torch.randint(0, 256, (7, 24), dtype=torch.uint8))
+    )
+    tensor = raw.view(dtype)
+    event = publish(stores, part, *named("a", rows(tensor, 4)))
+    with pulled(stores, part, event) as version:
+        [(name, found)] = version.tensors()
+    assert (name, found.dtype, found.shape) == ("a", dtype, tensor.shape)
+    assert torch.equal(bits(found), bits(tensor))
+
+
+def test_uneven_empty_and_whole_shards_are_installed_where_they_belong(stores, part):
+    weight, bias, alone = torch.rand(5, 3), torch.rand(4), torch.rand(())
+    first, second = rows(weight, 5)  # the second rank has none of it
+    low, high = rows(bias, 3)
+    event = publish(
+        stores,
+        part,
+        [("weight", *first), ("bias", *low)],
+        [("weight", *second), ("bias", *high), ("alone", alone, (), ()), ("whole", bias)],
+    )
+    module = module_of(weight=(5, 3), bias=4, alone=(), whole=4)
+    with pulled(stores, part, event) as version:
+        install(check_fit(module, version))
+    assert torch.equal(module["weight"], weight)
+    assert torch.equal(module["bias"], bias)
+    assert torch.equal(module["whole"], bias)
+    assert module["alone"] == alone
+
+
+def test_a_slice_across_columns_and_ranks_is_read_straight_into_the_model(stores, part, checked):
+    weight = torch.rand(64, 32)
+    event = publish(stores, part, *named("weight", rows(weight, 24)))
+    module = module_of(weight=(10, 8))
+    wanted = {"weight": Box((20, 16), (10, 8))}
+    with pulled(stores, part, event, wanted) as version:
+        install(check_fit(module, version))
+        [(_, assembled)] = version.tensors()
+    assert torch.equal(module["weight"], weight[20:30, 16:24])
+    assert torch.equal(assembled, weight[20:30, 16:24])
+    # A row has two chunks of 64 bytes, of which the slice needs the second, half of it.
+    assert sum(checked) == 10 * CHUNK
+
+
+def test_a_subset_by_name_reads_no_more_than_that(stores, part, checked):
+    tensors = [(f"layer{number}", torch.full((64,), float(number))) for number in range(8)]
+    event = publish(stores, part, tensors)
+    module = module_of(layer3=64, other=2)
+    with pulled(stores, part, event, {"layer3": None}) as version:
+        install(check_fit(module, version))
+        assert [name for name, _ in version.tensors()] == ["layer3"]
+    assert (module["layer3"] == 3).all()
+    assert (module["other"] == 0).all(), "what was not asked for is left alone"
+    assert sum(checked) == 64 * 4
+
+
+def test_what_is_wanted_and_not_there_is_refused_by_name(stores, part):
+    event = publish(stores, part, [("a", torch.ones(4))])
+    refused = pytest.raises(IncompatibleWeights, match="no 'b', which is wanted")
+    with pulled(stores, part, event, {"b": None}) as version, refused:
+        check_fit(module_of(b=4), version)
+    refused = pytest.raises(IncompatibleWeights, match=r"of 'a' \[4\] from \[2\] is wanted")
+    with pulled(stores, part, event, {"a": Box((2,), (4,))}) as version, refused:
+        check_fit(module_of(a=4), version)
+
+
+@pytest.mark.parametrize(
+    ("cut", "again", "said"),
+    [
+        ((3, 4), slice(3, None), r"shards of 'a' .* 2 of 12 elements are missing"),
+        ((3, 2), slice(3, None), r"shards of 'a' .* it comes twice at \[2, 0\]"),
+    ],
+)
+def test_a_hole_or_an_overlap_changes_nothing_and_names_the_tensor(stores, part, cut, again, said):
+    tensor = torch.rand(6, 2)
+    upto, since = cut
+    event = publish(
+        stores,
+        part,
+        [("a", tensor[:upto], (0, 0), (6, 2))],
+        [("a", tensor[since:], (since, 0), (6, 2))],
+    )
+    module = module_of(a=(6, 2))
+    with pulled(stores, part, event) as version:
+        with pytest.raises(IncompatibleWeights, match=said):
+            check_fit(module, version)
+        with pytest.raises(IncompatibleWeights, match=said):
+            dict(version.tensors())
+    assert (module["a"] == 0).all()
+
+
+def test_a_tensor_that_two_ranks_bring_whole_is_refused(stores, part):
+    event = publish(stores, part, [("a", torch.ones(3))], [("a", torch.ones(3))])
+    refused = pytest.raises(IncompatibleWeights, match="'a' comes twice")
+    with pulled(stores, part, event) as version, refused:
+        check_fit(module_of(a=3), version)
+
+
+def test_shards_that_disagree_on_what_they_are_of_are_refused(stores, part):
+    event = publish(
+        stores,
+        part,
+        [("a", torch.ones(3), (0,), (6,))],
+        [("a", torch.ones(3), (3,), (7,))],
+    )
+    refused = pytest.raises(IncompatibleWeights, match="'a' is several things")
+    with pulled(stores, part, event) as version, refused:
+        check_fit(module_of(a=6), version)
+
+
+def test_each_shard_is_published_by_one_of_the_ranks_that_hold_it():
+    keys = [bytes([number] * 8) for number in range(40)]
+    everyone = [b"".join(keys[:30]), b"".join(keys[10:]), b"".join(keys[10:30])]
+    found = owners(everyone)
+    assert set(found) == set(keys)
+    assert all(key in everyone[rank] for key, rank in found.items())
+    assert {found[key] for key in keys[10:30]} == {0, 1, 2}, "they are dealt out"
+
+
+def test_a_version_names_every_tensor_once(stores, part):
+    event = publish(stores, part, *named("a", rows(torch.rand(4, 2), 1)))
+    with pulled(stores, part, event) as version:
+        assert isinstance(version, PulledVersion)
+        assert list(version.by_name()) == ["a"]
+        assert version.bytes == 32

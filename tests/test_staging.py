@@ -1,0 +1,28 @@
+"""Copies that stay as they are while what they are of changes."""
+
+import torch
+
+from tests.test_weights import awkward, bits
+from trinity_events.weights.staging import Staging
+
+
+def test_copies_are_bit_for_bit_and_of_their_own():
+    tensors = awkward()
+    expected = {name: bits(tensor).clone() for name, tensor in tensors.items()}
+    copies = Staging().copied(list(tensors.values()))
+    for tensor in tensors.values():
+        tensor.zero_()
+    for (name, raw), copy in zip(expected.items(), copies, strict=True):
+        assert (copy.dtype, copy.shape) == (tensors[name].dtype, tensors[name].shape)
+        assert copy.is_contiguous()
+        assert torch.equal(bits(copy), raw), name
+
+
+def test_memory_is_used_again_and_grows_with_what_is_asked_for():
+    staging = Staging()
+    [first] = staging.copied([torch.ones(1000)])
+    [again] = staging.copied([torch.zeros(900)])
+    assert again.data_ptr() == first.data_ptr()
+    [grown] = staging.copied([torch.full((5000,), 3.0)])
+    assert (grown == 3).all()
+    assert staging.copied([]) == []

@@ -1,0 +1,115 @@
+"""Boxes of tensors: who holds which part of one, what two have in common, which bytes that is.
+
+Pure arithmetic on whole numbers; dimensions are counted in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins in each dimension, and how far it goes."""
+
+    offsets: Shape
+    shape: Shape
+
+    @property
+    def volume(self) -> int:
+        """Elements in it."""
+        return math.prod(self.shape)
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """Where it is in a tensor that holds ``outer``."""
+        begins = [mine - its for mine, its in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(
+            slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True)
+        )
+
+
+class Place(NamedTuple):
+    """Where a shard lies: where it begins in each dimension of a tensor of this shape."""
+
+    begins: Shape
+    global_shape: Shape
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor of this shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def contains(outer: Box, box: Box) -> bool:
+    """Whether all of the box lies in another."""
+    return len(outer.shape) == len(box.shape) and all(
+        begin <= mine and mine + size <= begin + most
+        for begin, most, mine, size in zip(*outer, *box, strict=True)
+    )
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """What two boxes of one tensor have in common; None when that is nothing."""
+    offsets, shape = [], []
+    for begin, size, its_begin, its_size in zip(*one, *other, strict=True):
+        low, high = max(begin, its_begin), min(begin + size, its_begin + its_size)
+        if low >= high:
+            return None
+        offsets.append(low)
+        shape.append(high - low)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def fault_in_cover(wanted: Box, boxes: Sequence[Box]) -> str | None:
+    """Why these boxes do not make up the wanted one, each element once; None when they do."""
+    parts = sorted(part for part in (common(wanted, box) for box in boxes) if part is not None)
+    # Sorted by their first dimension: only those that begin before one ends there can meet it.
+    for index, one in enumerate(parts):
+        end = one.offsets[0] + one.shape[0] if one.shape else 1
+        for other in parts[index + 1 :]:
+            if other.offsets and other.offsets[0] >= end:
+                break
+            if common(one, other) is not None:
+                return f"it comes twice at {list(max(one.offsets, other.offsets))}"
+    missing = wanted.volume - sum(part.volume for part in parts)
+    return f"{missing} of {wanted.volume} elements are missing" if missing else None
+
+
+def chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where one of ``parts`` even chunks of a dimension begins, and its size, as torch cuts them.
+
+    The last ones may be shorter, or empty.
+    """
+    most = -(-size // parts)
+    begin = min(size, most * index)
+    return begin, min(size, begin + most) - begin
+
+
+def byte_spans(held: Box, inner: Box, itemsize: int, gap: int) -> Iterator[tuple[int, int]]:
+    """Where the bytes of ``inner`` are in those of a row-major tensor that holds ``held``.
+
+    Spans ``(begin, end)`` in ascending order. What lies less than ``gap`` bytes apart is one span:
+    nobody reads less than that.
+    """
+    strides = [itemsize * math.prod(held.shape[index + 1 :]) for index in range(len(held.shape))]
+    starts = [mine - its for mine, its in zip(inner.offsets, held.offsets, strict=True)]
+
+    def span(dimension: int, base: int) -> Iterator[tuple[int, int]]:
+        rest = range(dimension, len(strides))
+        first = base + sum(starts[index] * strides[index] for index in rest)
+        reach = sum((inner.shape[index] - 1) * strides[index] for index in rest)
+        # Within one step of this dimension nothing is further apart than the step is long.
+        if dimension == len(strides) or strides[dimension] <= gap or _dense(dimension):
+            yield first, first + reach + itemsize
+            return
+        for step in range(inner.shape[dimension]):
+            yield from span(dimension + 1, base + (starts[dimension] + step) * strides[dimension])
+
+    def _dense(dimension: int) -> bool:
+        return inner.shape[dimension + 1 :] == held.shape[dimension + 1 :]
+
+    if inner.volume:
+        yield from span(0, 0)

@@ -1,0 +1,130 @@
+"""Verifying a part while it is still being written.
+
+The writer counts in the segment's header how many bytes will not change any more. Whoever reads
+along digests them, under a lease of its own that keeps the segment from being begun anew, and
+compares nothing yet: the manifest, which the log vouches for, is there only at the end. So what
+was digested of a part that is given up is simply forgotten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from .base import Ended, PartRef
+from .segments import locked, read_beside
+from .shared_part import (
+    DATA,
+    FILLED,
+    FILLED_AT,
+    WRITING,
+    WRITING_AT,
+    Seen,
+    file_name,
+    let_go,
+    name_while_written,
+)
+from .tensors import digest
+
+_AT_ONCE = 16
+"""Chunks that one part may take before the next has its turn."""
+_SHORTEST, _LONGEST = 50e-6, 2e-3
+"""Seconds between two looks at the counters, which nothing announces; the longer nothing came."""
+
+
+class Follower:
+    """Reads one part along with its writer.
+
+    Args:
+        part: The part.
+        find: Paths of segments of a name, the newest first.
+        mapped: The memory of a segment that is open.
+    """
+
+    def __init__(
+        self,
+        part: PartRef,
+        find: Callable[[str], list[Path]],
+        mapped: Callable[[int], memoryview],
+    ) -> None:
+        self.part = part
+        self.sealed = False
+        self.seen: Seen | None = None
+        self._find = find
+        self._mapped = mapped
+        self._descriptor = -1
+
+    def advance(self) -> bool:
+        """Digest some of what came; returns whether anything did."""
+        if self.sealed or (self._descriptor < 0 and not self._open()):
+            return False
+        if self._digest():
+            return True
+        # The writer holds its lock until the part is sealed or given up, or its process ends.
+        if locked(self._descriptor, fcntl.LOCK_SH):
+            self.close()
+            self.sealed = bool(self._find(file_name(self.part)))
+            if not self.sealed:
+                self.seen = None
+        return False
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        if self._descriptor >= 0:
+            let_go(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self) -> bool:
+        """Whether the part is being written; notes when it is sealed already."""
+        for path in self._find(name_while_written(self.part)):
+            with suppress(FileNotFoundError):
+                self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    read_beside(self._descriptor)
+                    # With the lease held it is not begun anew: is it still what we looked for?
+                    if path.stat().st_ino == os.fstat(self._descriptor).st_ino:
+                        memory = self._mapped(self._descriptor)
+                        generation, size = WRITING.unpack_from(memory, WRITING_AT)
+                        self.seen = Seen(generation, size, [])
+                        return True
+                except BaseException:
+                    self.close()
+                    raise
+                self.close()
+        self.sealed = bool(self._find(file_name(self.part)))
+        return False
+
+    def _digest(self) -> bool:
+        assert self.seen is not None
+        _, size, digests = self.seen
+        memory = self._mapped(self._descriptor)
+        (filled,) = FILLED.unpack_from(memory, FILLED_AT)
+        end = min(filled // size, len(digests) + _AT_ONCE) if size else 0
+        if end == len(digests) or DATA + end * size > len(memory):
+            return False
+        for begin in range(DATA + len(digests) * size, DATA + end * size, size):
+            digests.append(digest(memory[begin : begin + size]))
+        return True
+
+
+def read_along(followers: Sequence[Follower], stop: threading.Event, deadline: float) -> Ended:
+    """Advance all of them in turns, until each is sealed, or for ``deadline`` seconds."""
+    late = time.monotonic() + deadline
+    pause = _SHORTEST
+    while not all(follower.sealed for follower in followers):
+        if stop.is_set():
+            return "stopped"
+        if time.monotonic() > late:
+            return "late"
+        came = [follower.advance() for follower in followers]
+        if any(came):
+            pause = _SHORTEST
+        elif not all(follower.sealed for follower in followers):
+            stop.wait(pause)
+            pause = min(2 * pause, _LONGEST)
+    return "sealed"

@@ -1,0 +1,161 @@
+"""Publishing what each rank holds: nothing is gathered, and rank 0 sends no more than others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from logging import Logger
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+from torch.distributed.tensor import DTensor, Shard
+
+from trinity_events.errors import TrinityError
+from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
+from trinity_events.weights.boxes import Place, chunk_of
+
+from ..collectives import PeerFailed, gather_bytes, raise_together, together
+from ..engines.base import LocalShard
+from .upload import give_up
+
+_KEY_BYTES = 8
+
+
+class ShardsRefused(TrinityError):
+    """What the ranks hold of the model cannot be published as it lies."""
+
+
+def publish_shards(
+    shards: Iterable[LocalShard], synchronizer: Synchronizer, global_step: int, logger: Logger
+) -> None:
+    """Publish every rank's shards as the version of ``global_step``. Collective.
+
+    The version is ready once all ranks' parts are. When one rank fails, all take back what they
+    wrote, then all raise; the version is never seen.
+
+    Args:
+        shards: What this rank is to publish; together the ranks' are the whole model, once.
+        synchronizer: Where to; on every rank it publishes events too.
+        global_step: The training step, which names the version.
+        logger: Says what was published.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        CollectiveBroken: when a rank died, or was too slow.
+    """
+    began = time.monotonic()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    writer: PartWriter | None = None
+    report: PublishedPartReport | None = None
+    error: Exception | None = None
+    try:
+        if rank == 0:
+            synchronizer.open_version(global_step, ranks=range(ranks))
+        writer = synchronizer.part_writer(global_step, rank)
+        for one in shards:
+            writer.add(one.name, one.tensor, Place(one.offsets, one.global_shape))
+        report = writer.seal()
+    except Exception as caught:
+        error = caught
+    try:
+        raise_together(error)
+    except PeerFailed:
+        if writer is not None:
+            _take_back(writer, global_step, logger)
+        raise
+    except Exception as caught:
+        give_up(synchronizer, writer, global_step, caught, logger)
+        raise
+    assert report is not None
+    # Only now: a part that is told of is whole, and so is every other.
+    synchronizer.part_published(global_step, rank, report, time.monotonic() - began)
+    logger.info("step %d: rank %d published %d bytes", global_step, rank, report.bytes)
+
+
+def fsdp_shards(module: Any) -> Iterator[LocalShard]:
+    """What this rank is to publish of a model that FSDP2 shards. Every rank yields what it holds.
+
+    What several ranks hold alike is left to one of them: in a mesh the first along each replicated
+    dimension; of what is not in a mesh at all, the ranks take turns.
+
+    Raises:
+        ShardsRefused: for FSDP1, whose flat parameters are no shards of tensors, and for layouts
+            other than even chunks and replicas.
+    """
+    if any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules()):
+        raise ShardsRefused(
+            "FSDP1 keeps flat parameters, which are no shards of tensors: upload with sharded=False"
+        )
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for index, (name, parameter) in enumerate(module.named_parameters()):
+        value = parameter.detach()
+        if isinstance(value, DTensor):
+            place = _place(name, value)
+            local = value.to_local()
+        else:
+            place = Place((0,) * value.dim(), tuple(value.shape)) if index % ranks == rank else None
+            local = value
+        if place is not None:
+            yield LocalShard(name, local, place.global_shape, place.begins)
+
+
+def _place(name: str, value: DTensor) -> Place | None:
+    """Where the rank's shard of a tensor lies; None when it is another's to publish, or empty."""
+    mesh, shape, begins = value.device_mesh, list(value.shape), [0] * value.dim()
+    coordinate: Sequence[int] | None = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    first = True
+    for placement, parts, index in zip(value.placements, mesh.shape, coordinate, strict=True):
+        first = first and index == 0
+        if placement.is_replicate():
+            if index:
+                return None
+        elif type(placement) is Shard:
+            dim = placement.dim
+            begin, shape[dim] = chunk_of(shape[dim], parts, index)
+            begins[dim] += begin
+        else:
+            raise ShardsRefused(f"{name} is laid out as {placement}: upload with sharded=False")
+    if tuple(value.to_local().shape) != tuple(shape):
+        raise ShardsRefused(
+            f"{name} has a shard of {list(value.to_local().shape)}, where {shape} was expected: "
+            "upload with sharded=False"
+        )
+    # Of a tensor without elements somebody has to say that it is there.
+    empty = 0 in shape and (0 not in value.shape or not first)
+    return None if empty else Place(tuple(begins), tuple(value.shape))
+
+
+def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
+    """Those shards that are this rank's to publish, where ranks hold some alike. Collective.
+
+    Each goes to one of the ranks that have it, by a digest that deals them out evenly.
+    """
+    with together():
+        mine = list(shards)
+    keys = [_key(one) for one in mine]
+    owned_by = owners(gather_bytes(b"".join(keys)))
+    return [one for one, key in zip(mine, keys, strict=True) if owned_by[key] == dist.get_rank()]
+
+
+def owners(everyone: Sequence[bytes]) -> dict[bytes, int]:
+    """Which rank publishes each shard, from the keys of every rank's, laid end to end."""
+    holders: dict[bytes, list[int]] = {}
+    for rank, keys in enumerate(everyone):
+        for begin in range(0, len(keys), _KEY_BYTES):
+            holders.setdefault(keys[begin : begin + _KEY_BYTES], []).append(rank)
+    return {key: ranks[int.from_bytes(key, "big") % len(ranks)] for key, ranks in holders.items()}
+
+
+def _key(shard: LocalShard) -> bytes:
+    said = repr((shard.name, shard.global_shape, shard.offsets, tuple(shard.tensor.shape)))
+    return xxhash.xxh3_64_digest(said.encode())
+
+
+def _take_back(writer: PartWriter, step: int, logger: Logger) -> None:
+    try:
+        writer.discard()
+    except Exception:
+        logger.exception("step %d: what was sent of the weights stays until it expires", step)

@@ -1,0 +1,107 @@
+"""Publishing from a copy: training waits for one copy of what the rank holds, and for no more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from logging import Logger
+
+import torch.distributed as dist
+
+from trinity_events.errors import DeadlineExceeded
+from trinity_events.weights import PartWriter, Place, Synchronizer
+from trinity_events.weights.staging import Staging
+
+from ..collectives import raise_together
+from ..engines.base import LocalShard
+from .upload import give_up
+
+
+class SnapshotUploads:
+    """Copies a rank's shards into staging memory, and publishes them from a thread of its own.
+
+    The thread takes part in no collective: when one rank's fails, its part never comes, the log
+    says why, and so the version is never seen.
+
+    Args:
+        synchronizer: Where to. Nobody else uses it while versions are published.
+        deadline: Seconds that a version is given to be published, once the next is to be.
+    """
+
+    def __init__(self, synchronizer: Synchronizer, deadline: float) -> None:
+        self._synchronizer = synchronizer
+        self._deadline = deadline
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._sending: Future[None] | None = None
+        self._step = 0
+
+    def begin(self, shards: Iterable[LocalShard], global_step: int, logger: Logger) -> None:
+        """Copy the shards, and begin to publish them as the version of ``global_step``. Collective.
+
+        Raises on all ranks when a rank could not copy, or when the version before could not be
+        published; that one's memory is used again, so it is waited for.
+        """
+        began = time.monotonic()
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        error: Exception | None = None
+        held: list[LocalShard] = []
+        try:
+            self.wait()
+            if rank == 0:
+                self._synchronizer.open_version(global_step, ranks=range(ranks))
+            held = list(shards)
+            copies = self._staging.copied([one.tensor for one in held])
+            held = [
+                LocalShard(one.name, copy, one.global_shape, one.offsets)
+                for one, copy in zip(held, copies, strict=True)
+            ]
+        except Exception as caught:
+            error = caught
+        try:
+            raise_together(error)
+        finally:
+            if error is not None:
+                give_up(self._synchronizer, None, global_step, error, logger)
+        self._step = global_step
+        stall = time.monotonic() - began
+        self._sending = self._thread.submit(self._send, held, global_step, rank, stall, logger)
+
+    def wait(self) -> None:
+        """Wait until what was begun is published; raises what failed in it, once."""
+        sending, self._sending = self._sending, None
+        if sending is None:
+            return
+        try:
+            sending.result(self._deadline)
+        except TimeoutError:
+            if sending.done():
+                raise
+            self._sending = sending
+            raise DeadlineExceeded(
+                f"the weights of step {self._step} were not published within "
+                f"{self._deadline:g} s: is the server of the chunks slow?"
+            ) from None
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _send(
+        self, shards: list[LocalShard], step: int, rank: int, stall: float, logger: Logger
+    ) -> None:
+        writer: PartWriter | None = None
+        try:
+            writer = self._synchronizer.part_writer(step, rank)
+            for one in shards:
+                writer.add(one.name, one.tensor, Place(one.offsets, one.global_shape))
+            report = writer.seal()
+            self._synchronizer.part_published(step, rank, report, stall)
+        except Exception as error:
+            give_up(self._synchronizer, writer, step, error, logger)
+            raise
+        logger.info("step %d: rank %d published %d bytes of a copy", step, rank, report.bytes)
