@@ -27,7 +27,7 @@ LIMIT = Asked("at least", 0.75)
 BEATEN = Asked("at least", 1.0)
 ORIGINAL = Asked("at least", 25)
 CAREFUL = Asked("at least", 1.5)
-SNAPSHOT = Asked("at least", 1 / 1.3)
+SNAPSHOT = Asked("at least", 0.77)
 """At most 1.3 copies, as a ratio of speeds."""
 
 

@@ -24,8 +24,8 @@ def consumer_rows(name: str, model: Model, most: int, url: str, rounds: int) -> 
     rows = []
     for key, what in [
         *((str(number), f"{number} consumers") for number in counts[1:]),
-        ("late", f"{most} consumers, one of which begins when it is announced"),
-        ("slow", f"{most - 1} consumers, while another holds the version before"),
+        ("late", f"{most} consumers, one of them late (it begins when it is announced)"),
+        ("slow", f"all but one of {most} consumers, while that one holds the version before"),
     ]:
         theirs = [one.all for one in found[key]]
         rows.append(
