@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +21,7 @@ from trinity_events.weights import (
     ChunkStore,
     RedisChunkStore,
     SharedMemoryStore,
+    adopt,
     check_fit,
     install,
     pull_version,
@@ -105,8 +107,8 @@ class Peer:
 
 
 @contextmanager
-def peer(model: Model, url: str, bare: Path) -> Iterator[Peer]:
-    """A process with a model of zeros."""
+def peer(model: Model, url: str, bare: Path | None) -> Iterator[Peer]:
+    """A process with a model of zeros; without a bare file it copies no bare blocks."""
     processes = get_context("spawn")
     ours, theirs = processes.Pipe()
     started = processes.Process(target=serve, args=(theirs, model, url, bare), daemon=True)
@@ -121,15 +123,19 @@ def peer(model: Model, url: str, bare: Path) -> Iterator[Peer]:
         started.join()
 
 
-def serve(requests: Connection, model: Model, url: str, bare: Path) -> None:
+def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> None:
     """Answer until nobody asks any more."""
     # As explorers do, of which each has its share of the cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     module = torch.nn.ParameterDict(model.parameters())
-    flat = memoryview(bytearray(model.nbytes))
+    flat = mapped = memoryview(b"")
+    if bare is not None:
+        flat = memoryview(bytearray(model.nbytes))
+        mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ))
     stores = {name: store_of(name, url) for name in ("shm", "redis")}
-    mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ))
     along: threading.Thread | None = None
+    serving: torch.nn.ParameterDict | None = None
+    served, held = ExitStack(), ExitStack()
     try:
         while True:
             what, *arguments = requests.recv()
@@ -145,10 +151,27 @@ def serve(requests: Connection, model: Model, url: str, bare: Path) -> None:
                     along.join()
                     along = None
                 requests.send(apply(stores[transport], module, ready, digests=digests))
+            elif what == "adopt":
+                [ready] = arguments
+                if along is not None:
+                    along.join()
+                    along = None
+                version = served.enter_context(pull_version(stores["shm"], RUN, ready))
+                serving = serving or torch.nn.ParameterDict(model.parameters())
+                adopt(serving, version)
+                before, held = held, served.pop_all()
+                before.close()
+                requests.send(float(serving.get_parameter(LAST).detach()[-1]))
+            elif what == "hold":
+                ready, seconds = arguments
+                with pull_version(stores["shm"], RUN, ready):
+                    time.sleep(seconds)
+                requests.send(None)
             else:
                 copy_blocks(requests, mapped, flat)
                 requests.send(None)
     except EOFError:
+        held.close()
         for store in stores.values():
             store.close()
 

@@ -4,6 +4,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.test_transports import announcement, bits
 from tests.transport_actors import Where
@@ -12,6 +15,7 @@ from trinity_events.weights import (
     PartRef,
     PartWriter,
     PulledVersion,
+    adopt,
     check_fit,
     install,
     pull,
@@ -50,11 +54,11 @@ def checked(monkeypatch):
     return sizes
 
 
-def publish(stores, part, *ranks):
+def publish(stores, part, *ranks, chunk_bytes=CHUNK):
     """One part a rank, each of ``(name, elements, begins, global shape)``."""
     reports = []
     for rank, (store, shards) in enumerate(zip(stores, ranks, strict=False)):
-        writer = PartWriter(store, part._replace(rank=rank), CHUNK)
+        writer = PartWriter(store, part._replace(rank=rank), chunk_bytes)
         for name, tensor, *place in shards:
             writer.add(name, tensor, Place(*place) if place else None)
         reports.append(writer.seal())
@@ -212,3 +216,70 @@ def test_a_version_names_every_tensor_once(stores, part):
         assert isinstance(version, PulledVersion)
         assert list(version.by_name()) == ["a"]
         assert version.bytes == 32
+
+
+def test_tied_leaves_travel_under_both_names(stores, part):
+    tensor = torch.rand(5)
+    event = publish(stores, part, [("a", tensor), ("b", tensor)])
+    module = module_of(a=5, b=5)
+    with pulled(stores, part, event) as version:
+        install(check_fit(module, version))
+    assert torch.equal(module["a"], tensor) and torch.equal(module["b"], tensor)
+
+
+def test_a_leaf_that_is_spread_over_ranks_is_gathered(stores, part):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = torch.rand(6, 2).bfloat16()
+        leaf = distribute_tensor(tensor, init_device_mesh("cpu", (1,)), [Shard(0)])
+        event = publish(stores, part, [("a", leaf)])
+    finally:
+        dist.destroy_process_group()
+    with pulled(stores, part, event) as version:
+        assert torch.equal(dict(version.tensors())["a"], tensor)
+
+
+def test_installing_counts_as_a_change_for_autograd(stores, part):
+    event = publish(stores, part, [("a", torch.ones(3))])
+    module = module_of(a=3)
+    squared = (module["a"] ** 2).sum()
+    with pulled(stores, part, event) as version:
+        install(check_fit(module, version))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+@pytest.mark.parametrize("large", [1 << 22, 5_000_001])
+def test_large_tensors_are_installed_whole_by_several_threads(stores, part, large):
+    tensors = [("large", torch.rand(large)), ("small", torch.rand(7)), ("odd", torch.rand(999_999))]
+    event = publish(stores, part, tensors, chunk_bytes=None)
+    module = module_of(large=large, small=7, odd=999_999)
+    with pulled(stores, part, event) as version:
+        install(check_fit(module, version))
+    for name, tensor in tensors:
+        assert torch.equal(module[name], tensor)
+
+
+def test_a_module_that_adopts_serves_from_the_versions_own_memory(stores, part):
+    tensors = [("a", torch.rand(64)), ("b", torch.rand(3, 4))]
+    event = publish(stores, part, tensors)
+    module = module_of(a=64, b=(3, 4))
+    with pulled(stores, part, event) as version:
+        adopt(module, version)
+        [(_, buffer)] = version.parts
+        assert module["a"].data_ptr() == buffer.data_ptr(), "nothing was copied"
+        for name, tensor in tensors:
+            assert torch.equal(module[name], tensor)
+
+
+def test_what_does_not_fit_or_lies_apart_is_not_adopted(stores, part):
+    module = module_of(a=(4, 2))
+    event = publish(stores, part, *named("a", rows(torch.rand(4, 2), 1)))
+    refused = pytest.raises(IncompatibleWeights, match="'a' comes in shards")
+    with pulled(stores, part, event) as version, refused:
+        adopt(module, version)
+    event = publish(stores, part._replace(step=2), [("a", torch.ones(3))])
+    refused = pytest.raises(IncompatibleWeights, match=r"'a' is torch\.float32")
+    with pulled(stores, part, event) as version, refused:
+        adopt(module, version)
+    assert (module["a"] == 0).all()

@@ -23,6 +23,8 @@ def test_memory_is_used_again_and_grows_with_what_is_asked_for():
     [first] = staging.copied([torch.ones(1000)])
     [again] = staging.copied([torch.zeros(900)])
     assert again.data_ptr() == first.data_ptr()
+    assert (again == 0).all()
+    assert (staging.copied([torch.full((900,), 2.0)])[0] == 2).all(), "of a layout seen before"
     [grown] = staging.copied([torch.full((5000,), 3.0)])
     assert (grown == 3).all()
     assert staging.copied([]) == []

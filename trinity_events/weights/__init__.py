@@ -2,7 +2,7 @@
 
 from .base import ChunkStore, PartRef, PartSink, PartSource
 from .boxes import Box, Place
-from .install import Fit, check_fit, install
+from .install import Fit, adopt, check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
 from .redis_store import RedisChunkStore
@@ -25,6 +25,7 @@ __all__ = [
     "Synchronizer",
     "TransportName",
     "Wanted",
+    "adopt",
     "check_fit",
     "install",
     "pull_version",

@@ -93,6 +93,22 @@ def install(fit: Fit) -> None:
             target.copy_(tensor)
 
 
+def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
+    """Let the module serve from the version's own memory: nothing is copied.
+
+    For those who only read: memory of a transport may not be written to. The module's tensors are
+    what they are for as long as the version is held, so hold it until the next one is adopted.
+    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart.
+    """
+    check_fit(module, version)
+    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    for name, pieces in version.by_name().items():
+        if len(pieces) > 1 or pieces[0].entry.begins is not None:
+            raise IncompatibleWeights(f"{name!r} comes in shards: they have to be copied together")
+    for name, tensor in version.tensors():
+        targets[name].data = tensor
+
+
 def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
     return [
         (target + begin, source + begin, min(_PIECE, nbytes - begin))

@@ -20,29 +20,42 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[tuple[torch.dtype, torch.Size]] = []
+        self._rooms: list[torch.Tensor] = []
 
     def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the CPU, row-major, until the next call: one copy of each, and no more."""
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if layout != self._layout:  # versions of one model are alike: views cost more than copies
+            self._rooms = self._laid_out(tensors)
+            self._layout = layout
+        waits = False
+        for room, tensor in zip(self._rooms, tensors, strict=True):
+            if is_plain(tensor):
+                copy_bytes(room.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            elif tensor.nbytes:
+                room.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                waits = waits or tensor.is_cuda
+        if waits:
+            torch.cuda.synchronize()
+        return self._rooms
+
+    def _laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
         if sum(sizes) > len(self._memory):
             # Let go of the old one first: there are never two.
+            self._rooms, self._layout = [], []
             self._memory = torch.empty(0, dtype=torch.uint8)
             pinned = torch.cuda.is_available()
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        copies, begin = [], 0
+        rooms, begin = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            copies.append(self._copy(tensor, begin))
+            rooms.append(self._room(tensor, begin))
             begin += size
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
-        return copies
+        return rooms
 
-    def _copy(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
+    def _room(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
         if not tensor.nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        room = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        if is_plain(tensor):
-            copy_bytes(room.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-        else:
-            room.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        return room
+        raw = self._memory[begin : begin + tensor.nbytes]
+        return raw.view(tensor.dtype).view(tensor.shape)

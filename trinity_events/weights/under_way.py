@@ -35,6 +35,8 @@ _AT_ONCE = 16
 """Chunks that one part may take before the next has its turn."""
 _SHORTEST, _LONGEST = 50e-6, 2e-3
 """Seconds between two looks at the counters, which nothing announces; the longer nothing came."""
+_NOT_THERE = 20e-3
+"""The longest between two looks for parts that may not be on this host at all."""
 
 
 class Follower:
@@ -126,5 +128,6 @@ def read_along(followers: Sequence[Follower], stop: threading.Event, deadline: f
             pause = _SHORTEST
         elif not all(follower.sealed for follower in followers):
             stop.wait(pause)
-            pause = min(2 * pause, _LONGEST)
+            reads = any(follower.seen is not None for follower in followers)
+            pause = min(2 * pause, _LONGEST if reads else _NOT_THERE)
     return "sealed"

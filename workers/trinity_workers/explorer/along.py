@@ -35,7 +35,13 @@ class ReadingAlong:
         self._lock = anyio.Lock()
 
     async def follow(self) -> None:
-        """Follow until cancelled."""
+        """Follow until cancelled; goes without when the log cannot be followed."""
+        try:
+            await self._follow()
+        except* TrinityError as errors:
+            logger.warning("weights are verified only once they are announced: %s", errors)
+
+    async def _follow(self) -> None:
         config = self._config
         async with anyio.create_task_group() as tasks:
             try:

@@ -1,0 +1,187 @@
+"""The ways of a version from this process into another, each timed alone."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from trinity_events.weights import PartRef, PartWriter
+from trinity_events.weights.staging import Staging
+from trinity_schemas import PublishedPart, StepReady, version_digest
+
+from .original import LAST
+from .weights_peer import BLOCK, RUN, Model, Peer, mapped_file, store_of, undigested
+
+KEPT = 2
+"""Versions that are there at a time, as in a run."""
+
+
+class Timed(NamedTuple):
+    """Seconds of one version."""
+
+    all: float
+    publish: float = 0.0
+    """Of it, until all was published: how long the training loop is held."""
+
+
+class Contenders:
+    """This process's end, with a model of its own.
+
+    Args:
+        model: What its tensors look like.
+        others: The other ends; each takes every version, as long as nobody else is chosen.
+        url: Of a server.
+    """
+
+    def __init__(self, model: Model, others: list[Peer], url: str) -> None:
+        self.others = others
+        self.newest: StepReady | None = None
+        self._source = model.parameters(1.0)
+        self._stores = {name: store_of(name, url) for name in ("shm", "redis")}
+        self._published: dict[str, list[int]] = {name: [] for name in self._stores}
+        self._steps = count()
+        self._staging = Staging()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for store in self._stores.values():
+            store.close()
+
+    def through(
+        self,
+        transport: str,
+        *,
+        digests: bool = True,
+        along: bool = False,
+        late: int = 0,
+    ) -> Timed:
+        """Publish, and let the others apply.
+
+        Args:
+            transport: By which.
+            digests: Whether anything is digested.
+            along: Whether the others read along.
+            late: How many of them, the last ones, begin only when the version is announced.
+        """
+        number = self._number()
+        began = time.perf_counter()
+        with nullcontext() if digests else undigested("publish"):
+            readers = self.others[: len(self.others) - late] if along else []
+            ready, seconds = self._publish(transport, readers)
+        for other in self.others:
+            other.say("apply", transport, digests, ready)
+        applied = [other.wait() for other in self.others]
+        return self._done(transport, began, seconds, ready, applied, number)
+
+    def in_place(self) -> Timed:
+        """Publish through shared memory, and let the others serve from there."""
+        number = self._number()
+        began = time.perf_counter()
+        ready, seconds = self._publish("shm", self.others)
+        for other in self.others:
+            other.say("adopt", ready)
+        served = [other.wait() for other in self.others]
+        return self._done("shm", began, seconds, ready, served, number)
+
+    def snapshot(self) -> Timed:
+        """Copy all tensors to where they could be published from."""
+        began = time.perf_counter()
+        self._staging.copied(list(self._source.values()))
+        return Timed(time.perf_counter() - began)
+
+    def _number(self) -> float:
+        """Another than last time, in the tensor that is sent last; bf16 has it."""
+        number = float(1 + next(self._steps) % 100)
+        self._source[LAST][-1] = number
+        return number
+
+    def _publish(self, transport: str, readers: list[Peer]) -> tuple[StepReady, float]:
+        part, began = PartRef(RUN, 1, next(self._steps), 0), time.perf_counter()
+        for other in readers:
+            other.say("along", part)
+        writer = PartWriter(self._stores[transport], part)
+        for name, tensor in self._source.items():
+            writer.add(name, tensor)
+        report = writer.seal()
+        seconds = time.perf_counter() - began
+        told = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
+        ready = StepReady(
+            epoch=1,
+            step=part.step,
+            kind="weights",
+            caused_by="1-0",
+            parts=(told,),
+            version_digest=version_digest([(0, report.manifest_digest)]),
+        )
+        return ready, seconds
+
+    def _done(
+        self,
+        transport: str,
+        began: float,
+        seconds: float,
+        ready: StepReady,
+        found: list[float],
+        number: float,
+    ) -> Timed:
+        all_of_it = time.perf_counter() - began
+        if any(one != number for one in found):
+            raise RuntimeError(f"over {transport} {found} was applied, not {number}")
+        published = self._published[transport]
+        published.append(ready.step)
+        while len(published) > KEPT:
+            self._stores[transport].delete(PartRef(RUN, 1, published.pop(0), 0))
+        self.newest = ready
+        return Timed(all_of_it, seconds)
+
+
+@contextmanager
+def bare_copies(
+    model: Model, other: Peer, bare: Path
+) -> Iterator[tuple[Callable[[], Timed], Callable[[], Timed]]]:
+    """The limits: the same copies with nothing checked, through a mapped file; and one copy."""
+    flat, target = (memoryview(bytearray(model.nbytes)) for _ in range(2))
+    mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ | mmap.PROT_WRITE))
+
+    def pipeline() -> Timed:
+        began = time.perf_counter()
+        other.say("copy")
+        for begin in range(0, model.nbytes, BLOCK):
+            mapped[begin : begin + BLOCK] = flat[begin : begin + BLOCK]
+            other.tell(b"there")
+        other.wait()
+        return Timed(time.perf_counter() - began)
+
+    def copy() -> Timed:
+        began = time.perf_counter()
+        target[:] = flat
+        return Timed(time.perf_counter() - began)
+
+    yield pipeline, copy
+
+
+@contextmanager
+def contenders(
+    model: Model, other: Peer, url: str, bare: Path
+) -> Iterator[dict[str, Callable[[], Timed]]]:
+    """What takes turns."""
+    ours = Contenders(model, [other], url)
+    try:
+        with bare_copies(model, other, bare) as (pipeline, copy):
+            yield {
+                "shm": lambda: ours.through("shm", along=True),
+                "shm, announced first": lambda: ours.through("shm"),
+                "shm, no digests": lambda: ours.through("shm", digests=False),
+                "shm, in place": ours.in_place,
+                "snapshot": ours.snapshot,
+                "redis": lambda: ours.through("redis"),
+                "pipeline": pipeline,
+                "copy": copy,
+            }
+    finally:
+        ours.close()
