@@ -1,6 +1,7 @@
 """Weight versions: published as verified chunks, pulled whole or not at all. Imports torch."""
 
 from .base import ChunkStore, PartRef, PartSink, PartSource
+from .collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
@@ -10,6 +11,8 @@ from .synchronizer import Synchronizer, TransportName
 
 __all__ = [
     "ChunkStore",
+    "CollectiveStore",
+    "ModelUpdateGroup",
     "PartRef",
     "PartSink",
     "PartSource",
@@ -20,6 +23,7 @@ __all__ = [
     "SharedMemoryStore",
     "Synchronizer",
     "TransportName",
+    "WeightSyncInfo",
     "check_fit",
     "install",
     "pull_version",

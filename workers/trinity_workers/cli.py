@@ -67,6 +67,7 @@ class Weights(StrEnum):
     AUTO = "auto"
     SHM = "shm"
     REDIS = "redis"
+    COLLECTIVE = "collective"
 
 
 class Strategy(StrEnum):
@@ -93,8 +94,8 @@ WeightsOption = Annotated[
     Weights,
     typer.Option(
         "--weights",
-        help="How weights travel: shared memory (every explorer on the trainer's host) or Redis; "
-        "auto takes shared memory where it is sure to do.",
+        help="How weights travel: shared memory (every explorer on the trainer's host), Redis, or "
+        "a collective group (NCCL, Gloo); auto takes shared memory where it is sure to do.",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
-TransportName = Literal["redis", "shm"]
+TransportName = Literal["redis", "shm", "collective"]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -33,6 +33,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     explorers: Positive = 1
     task: str = "spell-backward"
     seed: int = 0
+    transport: TransportName = "redis"
+    """How the trainer publishes weights."""
 
     steps: Positive = 300
     sync_interval: Positive = 1
@@ -95,7 +97,6 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         epoch: int,
         redis_url: str,
         weights_url: str,
-        transport: TransportName = "redis",
         checkpoint_folder: Path,
     ) -> RunConfig:
         """The run as the processes of one place are told it."""
@@ -104,7 +105,6 @@ class RunSettings(Struct, frozen=True, kw_only=True):
             epoch=epoch,
             redis_url=redis_url,
             weights_url=weights_url,
-            transport=transport,
             checkpoint_folder=checkpoint_folder,
             model_folder=checkpoint_folder / "model",
             **{name: getattr(self, name) for name in RunSettings.__struct_fields__},
@@ -120,8 +120,6 @@ class RunConfig(RunSettings, frozen=True, kw_only=True):
     redis_url: str
     weights_url: str
     """The server of the weight chunks, where they travel by one."""
-    transport: TransportName = "redis"
-    """How the trainer publishes weights."""
     checkpoint_folder: Path
     """The run's own directory, below the reducer's checkpoint root."""
     model_folder: Path

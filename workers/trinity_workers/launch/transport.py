@@ -9,7 +9,7 @@ from trinity_events.weights.segments import SHARED_MEMORY, available, free_bytes
 
 from ..config import TransportName
 
-TransportChoice = Literal["auto", "shm", "redis"]
+TransportChoice = Literal["auto", "shm", "redis", "collective"]
 
 ENOUGH = 1 << 30
 """Free bytes below which shared memory is not chosen unasked; a container often has 64 MiB."""

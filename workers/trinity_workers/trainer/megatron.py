@@ -14,6 +14,7 @@ from torch import Tensor
 from ..engines.megatron import MegatronEngine, OptimizerOptions, ParallelLayout, leave
 from ..helpers.megatron import (
     megatron_save_state_dict,
+    megatron_sync_weight_nccl,
     megatron_upload_state_dict,
     save_contents,
 )
@@ -98,6 +99,10 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
     def upload_state_dict(self, global_step: int) -> None:
         """Publish the weights."""
         megatron_upload_state_dict(self._engine, self._synchronizer, global_step, logger)
+
+    def sync_weight_nccl(self, global_step: int) -> None:
+        """Send the weights through the collective group."""
+        megatron_sync_weight_nccl(self._engine, self._model_update_group(global_step))
 
     def shutdown(self) -> None:
         """As FSDP's, and forget the layout."""
