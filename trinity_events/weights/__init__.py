@@ -5,6 +5,7 @@ from .collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
+from .ray_store import RayStore
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
 from .synchronizer import Synchronizer, TransportName
@@ -19,6 +20,7 @@ __all__ = [
     "PartWriter",
     "PublishedPartReport",
     "PulledVersion",
+    "RayStore",
     "RedisChunkStore",
     "SharedMemoryStore",
     "Synchronizer",

@@ -35,12 +35,13 @@ from .collective import TIMEOUT, CollectiveGroups, CollectiveStore
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
+from .ray_store import RayStore
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
 
 logger = logging.getLogger(__name__)
 
-TransportName = Literal["redis", "shm", "collective"]
+TransportName = Literal["redis", "shm", "ray", "collective"]
 
 FLUSH_DEADLINE = 10.0
 """Seconds that the log is given to take what was said."""
@@ -60,8 +61,8 @@ class Synchronizer(CollectiveGroups):
         role: The process's role, in its events.
         rank: The process's rank in that role.
         transport: How its versions travel: over the chunks' server, through this host's shared
-            memory, or through a collective group. Those who pull follow what the log says of each
-            version.
+            memory, a Ray cluster's object store, or a collective group. Those who pull follow what
+            the log says of each version.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
         group_timeout: Seconds within which a dead peer of a collective group is an error.
     """
@@ -296,6 +297,8 @@ class Synchronizer(CollectiveGroups):
             return RedisChunkStore(open_client(self._weights_url))
         if transport == SharedMemoryStore.name:
             return SharedMemoryStore()
+        if transport == RayStore.name:
+            return RayStore()
         if transport == CollectiveStore.name:
             return CollectiveStore(
                 open_client(self._weights_url),

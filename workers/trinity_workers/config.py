@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
-TransportName = Literal["redis", "shm", "collective"]
+TransportName = Literal["redis", "shm", "ray", "collective"]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]

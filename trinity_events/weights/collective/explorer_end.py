@@ -7,8 +7,6 @@ import socket
 import threading
 from typing import Any
 
-import redis
-
 from ...errors import GroupBroken
 from ...log.faults import FAULTS, passes, pauses
 from ...log.position import ORIGIN
@@ -63,8 +61,8 @@ class ExplorerEnd:
     def _run(self) -> None:
         try:
             self._follow()
-        except (redis.RedisError, OSError, ValueError) as error:
-            self.failure = f"the weights' server refused: {error}"
+        except Exception as error:
+            self.failure = f"this explorer takes part in no collective group any more: {error}"
             logger.exception("this explorer takes part in no collective group any more")
         finally:
             self._leave()
@@ -128,6 +126,8 @@ class ExplorerEnd:
             channel.send(Present(generation=message.generation), _CONNECTING)
         elif isinstance(message, Seat):
             self._sit_down(message, info)
+            if self._group is not None:
+                channel.send(Present(generation=message.generation), _CONNECTING)
         elif isinstance(message, Sending):
             error = self._take_part(PartRef(self._run_id, message.epoch, message.step, 0))
             told = Received(generation=message.generation, number=message.number, error=error)

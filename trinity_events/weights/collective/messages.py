@@ -5,6 +5,7 @@ Each message is its length in four bytes, then MessagePack. Nothing is unpickled
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import struct
@@ -44,7 +45,7 @@ class Call(_Message, frozen=True):
 
 
 class Present(_Message, frozen=True):
-    """The explorer's answer to a call."""
+    """The explorer's answer to a call, and once more when it has taken its seat."""
 
     generation: int
 
@@ -79,6 +80,13 @@ class Received(_Message, frozen=True):
 
 Message: TypeAlias = Hello | Call | Present | Seat | Sending | Received
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def readable(one: socket.socket, seconds: float | None) -> bool:
+    """Whether there is something to read, or the end of it, within so long; None is for ever."""
+    poll = select.poll()  # select() fails in processes of more than 1,024 files
+    poll.register(one, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else max(0, math.ceil(seconds * 1000))))
 
 
 class Channel:
@@ -139,7 +147,7 @@ class Channel:
 
     def _readable(self, seconds: float | None) -> bool:
         try:
-            return bool(select.select([self._socket], [], [], seconds)[0])
+            return readable(self._socket, seconds)
         except (OSError, ValueError) as error:
             raise ChannelClosed(str(error)) from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import select
 import socket
 import time
 from typing import Any, TypeVar
@@ -13,7 +12,18 @@ from typing import Any, TypeVar
 from ...errors import DeadlineExceeded, GroupBroken
 from ..base import PartRef
 from .groups import Group, backend_here, open_store
-from .messages import Call, Channel, ChannelClosed, Hello, Message, Present, Received, Seat, Sending
+from .messages import (
+    Call,
+    Channel,
+    ChannelClosed,
+    Hello,
+    Message,
+    Present,
+    Received,
+    Seat,
+    Sending,
+    readable,
+)
 from .place import MeetingPlace, WeightSyncInfo
 
 logger = logging.getLogger(__name__)
@@ -89,7 +99,7 @@ class TrainerEnd:
                     f"{', '.join(self._members) or 'none'}): start the others, or look at why they "
                     "ended"
                 )
-            select.select([self._listener], [], [], min(left, 1.0))
+            readable(self._listener, min(left, 1.0))
 
     def begin(self, part: PartRef) -> Group:
         """The group of those who are there now, who have been told what comes."""
@@ -149,7 +159,7 @@ class TrainerEnd:
         for name, channel in list(self._members.items()):
             if not channel.is_open():
                 self._drop(name, "it is gone")
-        while select.select([self._listener], [], [], 0)[0]:
+        while readable(self._listener, 0):
             channel = Channel(self._listener.accept()[0])
             try:
                 self._greet(channel)
@@ -191,7 +201,8 @@ class TrainerEnd:
     def _call(self) -> None:
         """Ask who is there. Who hangs is sent away: it may come back when it does not."""
         self._generation += 1
-        until = time.monotonic() + self._timeout
+        patience = 2 * self._timeout  # who waits for one that hangs answers when that is over
+        until = time.monotonic() + patience
         for name, channel in list(self._members.items()):
             try:
                 channel.send(Call(generation=self._generation), self._timeout)
@@ -199,7 +210,7 @@ class TrainerEnd:
                 self._drop(name, str(error))
         for name in list(self._members):
             if self._answer(name, Present, until) is None:
-                self._drop(name, f"it did not answer within {self._timeout:g} s")
+                self._drop(name, f"it did not answer within {patience:g} s")
 
     def _make(self, names: tuple[str, ...]) -> Group:
         backend, world = backend_here(), len(names) + 1
@@ -213,7 +224,13 @@ class TrainerEnd:
                 timeout=self._timeout,
             )
             self._members[name].send(seat, self._timeout)
-        return Group(self._store, self._generation, 0, world, backend, self._timeout)
+        group = Group(self._store, self._generation, 0, world, backend, self._timeout)
+        until = time.monotonic() + self._timeout
+        for name in names:
+            if self._answer(name, Present, until) is None:
+                group.close()
+                raise GroupBroken(f"{name} did not take its seat within {self._timeout:g} s")
+        return group
 
     def _answer(self, name: str, kind: type[M], until: float) -> M | None:
         """A member's answer of this kind to what was said last; older ones are passed over."""

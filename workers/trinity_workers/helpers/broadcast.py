@@ -58,9 +58,6 @@ def broadcast_stream(tensors: NamedTensors, model_update_group: UpdateGroup | No
             except Exception as caught:
                 error = caught
         raise_together(error)
-    except CollectiveBroken as caught:
-        error = error or caught
-        raise
     finally:
         if sender is not None and error is not None:
             sender.fail(error)
