@@ -17,6 +17,7 @@ from trinity_events.archive.format import Header
 from trinity_events.errors import PermissionDenied
 from trinity_events.history import current_state
 from trinity_events.log import (
+    ORIGIN,
     AsyncPublisher,
     Entry,
     Publisher,
@@ -28,7 +29,8 @@ from trinity_events.log import (
 )
 from trinity_events.log.scripts import Scripts
 from trinity_events.server import connect, connect_sync, open_client
-from trinity_events.weights import PartRef
+from trinity_events.weights import PartRef, WeightSyncInfo
+from trinity_events.weights.collective.place import MeetingPlace
 from trinity_events.weights.redis_store import RedisChunkStore
 from trinity_schemas import ExplorerStatusChanged, RunKeys, SaveStarted, encode, explorer_key
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
@@ -297,3 +299,22 @@ async def test_a_user_that_is_not_known_is_told_at_once_and_without_the_password
     assert "WRONG" not in str(caught.value)
     with pytest.raises(PermissionDenied, match="does not know this user"):
         open_client(url)
+
+
+def refused():
+    return pytest.raises(redis.exceptions.NoPermissionError)
+
+
+def test_the_trainer_says_where_a_collective_group_meets_and_explorers_find_it(server):
+    info = WeightSyncInfo(run_id=RUN, epoch=1, address="10.0.0.1", port=5, token="secret")
+    with connect_sync(url_of(server, "trainer")) as client:
+        MeetingPlace(client, RUN).announce(info)
+    with connect_sync(url_of(server, "explorer")) as client:
+        place = MeetingPlace(client, RUN)
+        assert place.find(ORIGIN, 1)[1] == info
+        with refused():
+            place.announce(info)
+    with connect_sync(url_of(server, "viewer")) as client, refused():
+        MeetingPlace(client, RUN).find(ORIGIN, 1)
+    with connect_sync(url_of(server, "trainer")) as client:
+        MeetingPlace(client, RUN).withdraw(info)

@@ -81,7 +81,7 @@ def test_every_version_was_applied_or_superseded_before_it_was_pulled(finished):
 
 def test_weights_went_by_the_best_transport_and_the_summary_and_the_log_say_so(finished, cli):
     run_id, summary = finished
-    best = chosen_transport("auto", explorers_here=True)
+    best = chosen_transport("auto", explorers_here=True).name
     lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
     events = [line["event"] for line in lines]
     told = [one for one in events if one["type"] == "version-opened"]
@@ -147,6 +147,27 @@ def test_the_checkpoints_are_whole_and_pointed_to(finished):
 
 def test_nothing_is_left_running(finished):
     assert children(finished[0]) == []
+
+
+@pytest.mark.parametrize("transport", ["ray", "collective"])
+def test_weights_go_by_the_transport_that_is_asked_for_to_the_end(home, cli, transport):
+    run_id = f"{transport}-demo"
+    process = demo(
+        *("--run", run_id, "--steps", "3", "--save-interval", "0", "--explorers", "2"),
+        *("--weights", transport),
+    )
+    out, error = process.communicate(timeout=150)
+    assert process.returncode == 0, error
+    assert f"run {run_id}: weights travel by " in error
+    summary = json.loads(out)
+    assert summary["transport"] == transport
+    assert summary["log"]["versions_published"] == 4
+    assert summary["log"]["versions_unaccounted"] == 0
+    state = json.loads(cli("status", run_id, "--json").stdout)
+    digests = {name: one["digest"] for name, one in state["explorers"].items()}
+    newest = state["ready"]["weights"]["digest"]
+    assert digests == {"explorer-0": newest, "explorer-1": newest}
+    assert children(run_id) == []
 
 
 def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, redis_url):

@@ -11,7 +11,13 @@ from unittest import mock
 import torch
 
 from trinity_events.server import open_client
-from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, SharedMemoryStore
+from trinity_events.weights import (
+    PartRef,
+    PartWriter,
+    RayStore,
+    RedisChunkStore,
+    SharedMemoryStore,
+)
 from trinity_events.weights.under_way import Follower
 
 STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
@@ -24,10 +30,17 @@ class Where(NamedTuple):
 
     name: str
     weights_url: str
+    ray_address: str = ""
 
     def store(self):
         if self.name == "shm":
             return SharedMemoryStore()
+        if self.name == "ray":
+            import ray
+
+            if not ray.is_initialized():  # in a process of its own
+                ray.init(address=self.ray_address, log_to_driver=False, logging_level=40)
+            return RayStore()
         return RedisChunkStore(open_client(self.weights_url))
 
 
@@ -71,6 +84,10 @@ def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
     if stage == "sealing" and where.name == "shm":
         # All is written; what is left is the name.
         with mock.patch("pathlib.Path.rename", stop):
+            writer.seal()
+    elif stage == "sealing" and where.name == "ray":
+        # The object is put; nobody was told of it.
+        with mock.patch.object(RayStore, "_own_directory", stop):
             writer.seal()
     elif stage == "sealing":
         with mock.patch("redis.Redis.set", stop):

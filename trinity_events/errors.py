@@ -83,6 +83,14 @@ class SharedMemoryUnusable(TrinityError):
     """Weights cannot be published through this host's shared memory."""
 
 
+class RayUnusable(TrinityError):
+    """Weights cannot travel through a Ray cluster from here."""
+
+
+class GroupBroken(TrinityError):
+    """The collective group of trainer and explorers broke: somebody in it died, or hangs."""
+
+
 class CorruptVersion(TrinityError):
     """What was read of a weight version is not what was published."""
 

@@ -69,6 +69,7 @@ from .keys import (
     grant_key,
     heartbeat_key,
     manifest_key,
+    meeting_key,
 )
 from .manifest import Chunk, TensorEntry, WeightManifest, version_digest
 
@@ -139,6 +140,7 @@ __all__ = [
     "grant_key",
     "heartbeat_key",
     "manifest_key",
+    "meeting_key",
     "to_json",
     "version_digest",
 ]

@@ -64,3 +64,8 @@ def manifest_key(run_id: str, epoch: int, step: int, rank: int) -> str:
 def chunk_key(run_id: str, epoch: int, step: int, rank: int, index: int) -> str:
     """Where one rank's part of a version keeps its ``index``-th chunk."""
     return f"{_part(run_id, epoch, step, rank)}:{index}"
+
+
+def meeting_key(run_id: str) -> str:
+    """Where a trainer says where its collective group meets."""
+    return f"trinity-weights:{{{check_run_id(run_id)}}}:meeting"

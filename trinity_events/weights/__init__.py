@@ -2,9 +2,11 @@
 
 from .base import ChunkStore, PartRef, PartSink, PartSource
 from .boxes import Box, Place
+from .collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
 from .install import Fit, adopt, check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
+from .ray_store import RayStore
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
 from .synchronizer import Synchronizer, TransportName
@@ -12,7 +14,9 @@ from .synchronizer import Synchronizer, TransportName
 __all__ = [
     "Box",
     "ChunkStore",
+    "CollectiveStore",
     "Fit",
+    "ModelUpdateGroup",
     "PartRef",
     "PartSink",
     "PartSource",
@@ -20,11 +24,13 @@ __all__ = [
     "Place",
     "PublishedPartReport",
     "PulledVersion",
+    "RayStore",
     "RedisChunkStore",
     "SharedMemoryStore",
     "Synchronizer",
     "TransportName",
     "Wanted",
+    "WeightSyncInfo",
     "adopt",
     "check_fit",
     "install",

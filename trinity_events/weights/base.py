@@ -30,6 +30,18 @@ class Check(Protocol):
         ...
 
 
+def checked(
+    data: memoryview, sizes: Sequence[int], check: Check, wanted: Container[int] | None
+) -> memoryview:
+    """A part that lies end to end in memory, of which ``check`` has seen what is wanted."""
+    offset = 0
+    for index, size in enumerate(sizes):
+        if wanted is None or index in wanted:
+            check(index, data[offset : offset + size])
+        offset += size
+    return data[:offset]
+
+
 Ended = Literal["sealed", "stopped", "late"]
 """How reading along ended: all parts are whole, it was told to stop, its deadline passed."""
 

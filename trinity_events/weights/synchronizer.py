@@ -32,21 +32,23 @@ from ..errors import VersionUnavailable
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
 from ..server import open_client
 from .base import ChunkStore, Ended, PartRef, ReadsAlong
+from .collective import TIMEOUT, CollectiveGroups, CollectiveStore
 from .install import check_fit, install
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
+from .ray_store import RayStore
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
 
 logger = logging.getLogger(__name__)
 
-TransportName = Literal["redis", "shm"]
+TransportName = Literal["redis", "shm", "ray", "collective"]
 
 FLUSH_DEADLINE = 10.0
 """Seconds that the log is given to take what was said."""
 
 
-class Synchronizer:
+class Synchronizer(CollectiveGroups):
     """Memory-based weight sync of one run, as one process of it.
 
     Picklable: what it connects to, it connects to in the process where it is used. Methods are
@@ -59,9 +61,11 @@ class Synchronizer:
         weights_url: The server of the chunks; the log's when left out.
         role: The process's role, in its events.
         rank: The process's rank in that role.
-        transport: How its versions travel: over the chunks' server, or through this host's
-            shared memory. Those who pull follow what the log says of each version.
+        transport: How its versions travel: over the chunks' server, through this host's shared
+            memory, a Ray cluster's object store, or a collective group. Those who pull follow what
+            the log says of each version.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
+        group_timeout: Seconds within which a dead peer of a collective group is an error.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Synchronizer:
         rank: int = 0,
         transport: TransportName = "redis",
         chunk_bytes: int | None = None,
+        group_timeout: float = TIMEOUT,
     ) -> None:
         self.run_id = run_id
         self.epoch = epoch
@@ -84,6 +89,7 @@ class Synchronizer:
         self._rank = rank
         self._transport = transport
         self._chunk_bytes = chunk_bytes
+        self._group_timeout = group_timeout
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -112,6 +118,7 @@ class Synchronizer:
             rank=rank,
             transport=self._transport,
             chunk_bytes=self._chunk_bytes,
+            group_timeout=self._group_timeout,
         )
 
     @property
@@ -326,6 +333,15 @@ class Synchronizer:
             return RedisChunkStore(open_client(self._weights_url))
         if transport == SharedMemoryStore.name:
             return SharedMemoryStore()
+        if transport == RayStore.name:
+            return RayStore()
+        if transport == CollectiveStore.name:
+            return CollectiveStore(
+                open_client(self._weights_url),
+                self.run_id,
+                f"{self._role}-{self._rank}",
+                timeout=self._group_timeout,
+            )
         raise VersionUnavailable(
             f"the version travels by {transport}, of which this version of trinity-events "
             f"knows nothing: it knows {', '.join(get_args(TransportName))}"

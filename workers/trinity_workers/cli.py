@@ -67,7 +67,9 @@ class Weights(StrEnum):
 
     AUTO = "auto"
     SHM = "shm"
+    RAY = "ray"
     REDIS = "redis"
+    COLLECTIVE = "collective"
 
 
 class Publish(StrEnum):
@@ -103,8 +105,9 @@ WeightsOption = Annotated[
     Weights,
     typer.Option(
         "--weights",
-        help="How weights travel: shared memory (every explorer on the trainer's host) or Redis; "
-        "auto takes shared memory where it is sure to do.",
+        help="How weights travel: shared memory (shm, every explorer on the trainer's host), Ray's "
+        "object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), or "
+        "Redis; auto takes the first of shm, ray and redis that is sure to do.",
     ),
 ]
 PublishOption = Annotated[

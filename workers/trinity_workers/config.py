@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
-TransportName = Literal["redis", "shm"]
+TransportName = Literal["redis", "shm", "ray", "collective"]
 
 PublishName = Literal["auto", "shards", "snapshot", "full"]
 
@@ -35,6 +35,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     explorers: Positive = 1
     task: str = "spell-backward"
     seed: int = 0
+    transport: TransportName = "redis"
+    """How the trainer publishes weights."""
     publish: PublishName = "auto"
     """What travels: shards, each from the rank that holds it, while training waits, or from a copy
     (snapshot) while it goes on; or full tensors from rank 0. Auto is shards where there are several
@@ -108,7 +110,6 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         epoch: int,
         redis_url: str,
         weights_url: str,
-        transport: TransportName = "redis",
         checkpoint_folder: Path,
     ) -> RunConfig:
         """The run as the processes of one place are told it."""
@@ -117,7 +118,6 @@ class RunSettings(Struct, frozen=True, kw_only=True):
             epoch=epoch,
             redis_url=redis_url,
             weights_url=weights_url,
-            transport=transport,
             checkpoint_folder=checkpoint_folder,
             model_folder=checkpoint_folder / "model",
             **{name: getattr(self, name) for name in RunSettings.__struct_fields__},
@@ -133,8 +133,6 @@ class RunConfig(RunSettings, frozen=True, kw_only=True):
     redis_url: str
     weights_url: str
     """The server of the weight chunks, where they travel by one."""
-    transport: TransportName = "redis"
-    """How the trainer publishes weights."""
     checkpoint_folder: Path
     """The run's own directory, below the reducer's checkpoint root."""
     model_folder: Path

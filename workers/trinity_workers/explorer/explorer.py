@@ -59,6 +59,14 @@ class Explorer:
         self.rank = rank
         self._serves: StepRef | None = None
         self._applied = 0
+        self._synchronizer = Synchronizer(
+            config.run_id,
+            0,
+            redis_url=config.redis_url,
+            weights_url=config.weights_url,
+            role=ROLE,
+            rank=rank,
+        )
 
     @classmethod
     def get_actor(cls, config: RunConfig, rank: int) -> Any:
@@ -68,9 +76,19 @@ class Explorer:
         name = f"explorer-{rank}-{config.run_id}"
         return ray.remote(cls).options(name=name, num_cpus=0).remote(config, rank)
 
+    def join(self) -> None:
+        """Be there for weights that are sent, and not kept; before they are waited for."""
+        if self.config.transport == "collective":
+            self._synchronizer.join_weight_sync_group()
+
+    def leave(self) -> None:
+        """Let go of the servers, and of the group; :meth:`explore` does at its end."""
+        self._synchronizer.close()
+
     async def prepare(self) -> None:
         """Load the model, whose weights the first version will replace."""
         config = self.config
+        self.join()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorers + 1)))
         # Generation reports every length that it was not told of; ours is told.
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -78,14 +96,6 @@ class Explorer:
         self._task = make_task(config.task)
         self._questions = self._task.training_questions(config.seed * 1000 + self.rank)
         self._generator = torch.Generator().manual_seed(config.seed * 1000 + self.rank)
-        self._synchronizer = Synchronizer(
-            config.run_id,
-            0,
-            redis_url=config.redis_url,
-            weights_url=config.weights_url,
-            role=ROLE,
-            rank=self.rank,
-        )
         self._along = ReadingAlong(config, self._synchronizer)
 
     async def explore(self) -> ExplorationResult:
@@ -97,7 +107,7 @@ class Explorer:
             error = _first_error(errors)
             raise error from error.__cause__
         finally:
-            self._synchronizer.close()
+            self.leave()
 
     async def _run(self) -> ExplorationResult:
         config = self.config

@@ -1,6 +1,6 @@
 """The seeds' engine helpers, by their names and signatures."""
 
-from .fsdp import fsdp_save_state_dict, fsdp_upload_state_dict
+from .fsdp import fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
 from .megatron import (
     megatron_save_state_dict,
     megatron_sync_weight_nccl,
@@ -9,6 +9,7 @@ from .megatron import (
 
 __all__ = [
     "fsdp_save_state_dict",
+    "fsdp_sync_weight_nccl",
     "fsdp_upload_state_dict",
     "megatron_save_state_dict",
     "megatron_sync_weight_nccl",

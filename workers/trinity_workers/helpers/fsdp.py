@@ -1,4 +1,4 @@
-"""FSDP: save a sharded state dict in the background, upload the weights to the Synchronizer.
+"""FSDP: save a sharded state dict in the background, upload the weights, broadcast them.
 
 The engine exposes ``module`` and ``get_per_tensor_param()``: this project's FSDPEngine, or another
 of the same interface. Every function is collective: all ranks call it.
@@ -17,6 +17,8 @@ from trinity_events.weights import Synchronizer
 from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.files import copied, make_folder, sync_tree, write_state
 from ..engines.fsdp import shard_name
+from .broadcast import UpdateGroup, broadcast_stream
+from .gathered import full_tensors
 from .shards import fsdp_shards, publish_shards
 from .snapshot import SnapshotUploads
 from .upload import publish_stream
@@ -97,6 +99,26 @@ def fsdp_upload_state_dict(
         publish_shards(fsdp_shards(engine.module), synchronizer, global_step, logger)
         return
     publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
+
+
+def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:
+    """Broadcast the full weights, in buckets, to the explorers of a collective group.
+
+    Every rank of the trainer advances the gathers; rank 0, which is rank 0 of the group too,
+    broadcasts. For FSDP1 and FSDP2, on NCCL or Gloo.
+
+    Args:
+        engine: The engine.
+        model_update_group: What ``Synchronizer.model_update_group`` gives for the step, or a bare
+            process group, whose other ranks receive the tensors one by one in the order of
+            ``get_per_tensor_param()``; None on other ranks of the trainer.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        GroupBroken: on rank 0, when an explorer died or was too slow.
+        CollectiveBroken: when a rank of the trainer died, or was too slow.
+    """
+    broadcast_stream(full_tensors(engine), model_update_group)
 
 
 def _save_huggingface(engine: Any, folder: Path) -> None:

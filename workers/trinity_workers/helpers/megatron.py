@@ -21,6 +21,7 @@ from trinity_events.weights import Synchronizer
 from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
 from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.files import sync_tree
+from .broadcast import UpdateGroup, broadcast_stream
 from .shards import publish_shards, without_replicas
 from .snapshot import SnapshotUploads
 from .upload import publish_stream
@@ -171,40 +172,24 @@ def megatron_upload_state_dict(
     publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
 
 
-def megatron_sync_weight_nccl(
-    engine: TrainEngine, model_update_group: dist.ProcessGroup | None
-) -> None:
-    """Broadcast the full weights, tensor by tensor, to the other ranks of a collective group.
+def megatron_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:
+    """Broadcast the full weights, in buckets, to the explorers of a collective group.
 
     Every rank of the trainer advances the gathers; rank 0, which is rank 0 of the group too,
-    broadcasts. The others of the group receive in the order of ``get_per_tensor_param()``.
+    broadcasts.
 
     Args:
         engine: The engine.
-        model_update_group: The group with the explorers, on NCCL or Gloo; None on other ranks.
+        model_update_group: What ``Synchronizer.model_update_group`` gives for the step, or a bare
+            process group, whose other ranks receive the tensors one by one in the order of
+            ``get_per_tensor_param()``; None on other ranks of the trainer.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        CollectiveBroken: when a rank of the trainer or of the group died, or was too slow.
+        GroupBroken: on rank 0, when an explorer died or was too slow.
+        CollectiveBroken: when a rank of the trainer died, or was too slow.
     """
-    error: Exception | None = None
-    if dist.get_rank() == 0 and model_update_group is None:
-        error = ValueError("rank 0 broadcasts the weights: it needs the group that receives them")
-    try:
-        for _, tensor in per_tensor_params(engine):
-            if model_update_group is not None and error is None:
-                try:
-                    model_update_group.broadcast(tensor.detach().contiguous(), 0).wait()
-                except Exception as caught:
-                    error = CollectiveBroken(
-                        f"the weights could not be broadcast, because a rank that receives them "
-                        f"died or was too slow: {caught}"
-                    )  # the trainer's others are inside the gathers: go on with them
-    except Exception as caught:
-        raise CollectiveBroken(
-            f"the weights could not be gathered, because a rank died or was too slow: {caught}"
-        ) from caught
-    raise_together(error)
+    broadcast_stream(per_tensor_params(engine), model_update_group)
 
 
 @contextmanager

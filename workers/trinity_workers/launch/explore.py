@@ -115,6 +115,17 @@ async def _epoch(
 
 
 async def _explore(config: RunConfig, rank: int) -> ExplorationResult:
+    explorer = Explorer(config, rank)
+    explorer.join()
+    try:
+        await _first_version(config)
+        await explorer.prepare()
+        return await explorer.explore()
+    finally:
+        explorer.leave()
+
+
+async def _first_version(config: RunConfig) -> None:
     # The first version is ready: so the model's folder is whole, and its settings are final.
     weights = subscribe(config.run_id, StepReady, redis_url=config.redis_url)
     try:
@@ -128,9 +139,6 @@ async def _explore(config: RunConfig, rank: int) -> ExplorationResult:
             f"no weights of run {config.run_id} were ready within {config.sync_timeout:g} s: "
             f"see trinity-events status {config.run_id}"
         ) from None
-    explorer = Explorer(config, rank)
-    await explorer.prepare()
-    return await explorer.explore()
 
 
 def _settings(opening: Opening, run_id: str) -> RunSettings:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
@@ -30,7 +30,7 @@ from .lifecycle import closing, interruptible
 from .model import make_model
 from .processes import ReducerProcess, local_ray
 from .progress import ProgressView
-from .summary import DemoSummary, summarize
+from .summary import TRANSPORTS, DemoSummary, summarize
 from .transport import TransportChoice, chosen_transport
 
 EXPLORERS_DEADLINE = 60.0
@@ -74,8 +74,8 @@ async def run_trainer(options: LaunchOptions) -> DemoSummary:
 async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
     """Run what is to run here: every part when this process is alone, else the trainer."""
     began = time.monotonic()
-    settings = options.settings
-    transport = chosen_transport(options.transport, explorers_here=alone)
+    transport, reason = chosen_transport(options.transport, explorers_here=alone)
+    settings = structs.replace(options.settings, transport=transport)
     view = ProgressView(options.run_id, settings.steps)
     async with AsyncExitStack() as exits:
         redis_url = exits.enter_context(serving(options.redis_url))
@@ -97,9 +97,9 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
             ),
             redis_url=redis_url,
             weights_url=weights_url,
-            transport=transport,
             checkpoint_folder=options.checkpoint_root / options.run_id,
         )
+        view.say(f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {reason}")
         log = RedisEventLog(client, config.run_id)
         async with closing(client, config):
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")

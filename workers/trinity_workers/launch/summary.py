@@ -12,7 +12,12 @@ from trinity_events.core import RunSummary
 from ..explorer import ExplorationResult
 from ..trainer import TrainingResult
 
-TRANSPORTS = {"redis": "a Redis server", "shm": "shared memory"}
+TRANSPORTS = {
+    "redis": "a Redis server",
+    "shm": "shared memory",
+    "ray": "Ray's object store",
+    "collective": "a collective group",
+}
 
 
 class DemoSummary(Struct, frozen=True, kw_only=True):

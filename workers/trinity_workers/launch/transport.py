@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from trinity_events.errors import SharedMemoryUnusable
+import torch.distributed
+
+from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.weights.segments import SHARED_MEMORY, available, free_bytes
 
 from ..config import TransportName
 
-TransportChoice = Literal["auto", "shm", "redis"]
+TransportChoice = Literal["auto", "shm", "ray", "collective", "redis"]
 
 ENOUGH = 1 << 30
 """Free bytes below which shared memory is not chosen unasked; a container often has 64 MiB."""
 
 
-def chosen_transport(choice: TransportChoice, *, explorers_here: bool) -> TransportName:
+class Chosen(NamedTuple):
+    """A transport, and one sentence on why."""
+
+    name: TransportName
+    reason: str
+
+
+def chosen_transport(choice: TransportChoice, *, explorers_here: bool) -> Chosen:
     """The transport asked for, or the fastest that is sure to reach every explorer.
+
+    Args:
+        choice: What was asked for.
+        explorers_here: Whether every explorer is on this host and in the trainer's Ray cluster;
+            else they may be anywhere.
 
     Raises:
         SharedMemoryUnusable: when it was asked for, and the host has none.
+        RayUnusable: when it was asked for, and explorers are not in the cluster.
+        GroupBroken: when a collective group was asked for, and torch was built without one.
     """
     if choice == "auto":
-        fits = explorers_here and available() and free_bytes() >= ENOUGH
-        return "shm" if fits else "redis"
+        return _best(explorers_here)
     if choice == "shm" and not available():
         raise SharedMemoryUnusable(
             f"this host has no {SHARED_MEMORY} that can be written: leave --weights shm out"
         )
-    return choice
+    if choice == "ray" and not explorers_here:
+        raise RayUnusable(
+            "explorers that are started by themselves are not in the trainer's Ray cluster: "
+            "leave --weights ray out, or run every part with trinity-events demo"
+        )
+    if choice == "collective" and not torch.distributed.is_available():
+        raise GroupBroken(
+            "this torch was built without torch.distributed: leave --weights collective out"
+        )
+    return Chosen(choice, "as --weights says")
+
+
+def _best(explorers_here: bool) -> Chosen:
+    if not explorers_here:
+        return Chosen("redis", "explorers may be on any host")
+    if not available():
+        return Chosen("ray", f"every explorer is in this Ray cluster, and {SHARED_MEMORY} is none")
+    if free_bytes() < ENOUGH:
+        return Chosen(
+            "ray",
+            f"every explorer is in this Ray cluster, and less than {ENOUGH >> 30} GiB of "
+            f"{SHARED_MEMORY} is free",
+        )
+    return Chosen("shm", f"every explorer is on this host, and enough of {SHARED_MEMORY} is free")

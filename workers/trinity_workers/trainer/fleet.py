@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.coordinator import staged_path
-from trinity_events.errors import TrinityError
+from trinity_events.errors import GroupBroken, TrinityError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_schemas import ExperienceGroup
@@ -19,6 +20,11 @@ from trinity_schemas import ExperienceGroup
 from ..config import RunConfig
 from .worker import TrainWorker
 from .wrapper import TrainEngineWrapper
+
+logger = logging.getLogger(__name__)
+
+SENDING_ATTEMPTS = 4
+"""How often a version is sent through a group that breaks, before the run is given up."""
 
 
 class WorkerDied(TrinityError):
@@ -57,6 +63,8 @@ class RayTrainerFleet(TrainEngineWrapper):
         host, port = await self._ask(0, "address")
         await self._ask_all("setup", host, port)
         self._shares = await self._ask_all("data_share")
+        if config.transport == "collective":
+            await self._ask(0, "setup_weight_sync_group", config.explorers)
 
     @property
     def train_step_num(self) -> int:
@@ -104,6 +112,34 @@ class RayTrainerFleet(TrainEngineWrapper):
         """Publish the weights, and commit the version."""
         await self._ask_all("upload_state_dict", self._step)
         await anyio.to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+
+    async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
+        """Send the weights through the collective group, and commit the version.
+
+        When an explorer dies in the middle, the group is made anew with those who are there, and
+        all is sent again.
+        """
+        for attempt in range(1, SENDING_ATTEMPTS + 1):
+            try:
+                await self._send()
+                break
+            except GroupBroken as error:
+                if attempt == SENDING_ATTEMPTS:
+                    raise
+                logger.warning("step %d: sends the weights again: %s", self._step, error)
+                await self._ask(0, "setup_weight_sync_group", 1)
+        await anyio.to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+
+    async def _send(self) -> None:
+        """Let every rank send; raises rank 0's error before what the others say of it."""
+        ranks = range(len(self._workers))
+        sent = await asyncio.gather(
+            *(self._ask(rank, "sync_weight_nccl", self._step) for rank in ranks),
+            return_exceptions=True,
+        )
+        for answer in sent:
+            if isinstance(answer, BaseException):
+                raise answer
 
     async def wait_for_save(self) -> None:
         """Wait for background saves; raises what failed in them."""

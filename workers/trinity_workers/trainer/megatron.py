@@ -18,6 +18,7 @@ from ..engines.megatron import MegatronEngine, OptimizerOptions, ParallelLayout,
 from ..helpers.megatron import (
     SAVE_NAME,
     megatron_save_state_dict,
+    megatron_sync_weight_nccl,
     megatron_upload_state_dict,
     save_as_one,
 )
@@ -136,6 +137,10 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             sharded=self._config.publishes_shards,
             snapshots=self._snapshots,
         )
+
+    def sync_weight_nccl(self, global_step: int) -> None:
+        """Send the weights through the collective group."""
+        megatron_sync_weight_nccl(self._engine, self._model_update_group(global_step))
 
     def shutdown(self) -> None:
         """Wait for background saves, as FSDP's does, and forget the layout."""

@@ -120,7 +120,10 @@ class Trainer:
 
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
-        await self.engine.upload_state_dict(metrics)
+        if self.config.transport == "collective":
+            await self.engine.sync_weight_nccl(metrics)
+        else:
+            await self.engine.upload_state_dict(metrics)
 
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
+from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import ExperienceGroup
 
 from ..collectives import together
@@ -25,7 +26,7 @@ from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.files import write_state
 from ..engines.fsdp import shard_name
-from ..helpers import fsdp_save_state_dict, fsdp_upload_state_dict
+from ..helpers import fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
 from ..helpers.snapshot import SnapshotUploads
 from ..learning.grpo import Batch, collate, grpo_loss, response_logprobs
 
@@ -166,6 +167,17 @@ class TrainWorker:
             sharded=self._config.publishes_shards,
             snapshots=self._snapshots,
         )
+
+    def setup_weight_sync_group(self, explorers: int) -> tuple[str, ...]:
+        """On rank 0 alone: wait for so many explorers; returns the names of those who are there."""
+        return self._synchronizer.setup_weight_sync_group(explorers, self._config.sync_timeout)
+
+    def sync_weight_nccl(self, global_step: int) -> None:
+        """Send the weights through the collective group."""
+        fsdp_sync_weight_nccl(self._engine, self._model_update_group(global_step))
+
+    def _model_update_group(self, global_step: int) -> ModelUpdateGroup | None:
+        return self._synchronizer.model_update_group(global_step) if self._rank == 0 else None
 
     def wait_on_save_thread(self) -> None:
         """Wait for this rank's background saves; raises what failed in them."""

@@ -41,6 +41,10 @@ class TrainEngineWrapper(ABC):
         """Publish the weights for memory-based weight sync, and commit the version."""
 
     @abstractmethod
+    async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
+        """Send the weights through the collective group, and commit the version."""
+
+    @abstractmethod
     async def wait_for_save(self) -> None:
         """Wait for background saves; raises what failed in them."""
 

@@ -1,0 +1,94 @@
+"""A process group of one trainer's rank 0 and any number of explorers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ...errors import GroupBroken
+
+logger = logging.getLogger(__name__)
+
+
+def backend_here() -> str:
+    """NCCL where this process has a GPU and torch was built for it, else Gloo."""
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def open_store(host: str, port: int, timeout: float, *, master: bool) -> Any:
+    """The key-value store at which the ranks of a group find each other."""
+    return TCPStore(
+        host,
+        port,
+        is_master=master,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+
+
+class Group:
+    """The process group. Rank 0 sends, the others receive; every wait ends within the timeout.
+
+    Raises GroupBroken when it cannot be made, and so do its methods when a peer is gone.
+    """
+
+    def __init__(
+        self, store: Any, generation: int, rank: int, world: int, backend: str, timeout: float
+    ) -> None:
+        self._timeout = timedelta(seconds=timeout)
+        self.device = torch.device("cuda" if backend == "nccl" else "cpu")
+        # Raw groups, since a process group of torch.distributed's own needs a world that both the
+        # trainer and the explorers are in.
+        make: Callable[..., Any] = _nccl_group if backend == "nccl" else dist.ProcessGroupGloo
+        prefixed = PrefixStore(f"weights-{generation}", store)
+        try:
+            self._group = make(prefixed, rank, world, self._timeout)
+        except RuntimeError as error:
+            raise GroupBroken(f"the collective group could not be made: {_first(error)}") from None
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to send rank 0's tensor to all; the tensor is the group's until :meth:`wait`."""
+        try:
+            return self._group.broadcast(tensor, 0)
+        except RuntimeError as error:
+            raise _broken(error) from None
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was begun."""
+        try:
+            work.wait(self._timeout)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        except RuntimeError as error:
+            raise _broken(error) from None
+
+    def close(self) -> None:
+        """Leave it: whoever waits in it hears of it."""
+        group, self._group = self._group, None
+        if group is not None:
+            try:
+                group.abort()
+            except RuntimeError as error:
+                logger.debug("a collective group ended with %s", error)
+
+
+def _nccl_group(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+def _broken(error: RuntimeError) -> GroupBroken:
+    return GroupBroken(
+        f"the collective group broke, because a peer died or was too slow: {_first(error)}"
+    )
+
+
+def _first(error: RuntimeError) -> str:
+    return str(error).split("\n", 1)[0][:300]

@@ -1,0 +1,108 @@
+"""Where an explorer keeps what came through the group, until it is installed."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from ..base import PartRef
+
+_LEAST = 1 << 20
+
+
+class Buffer:
+    """Memory that grows as bytes come, and is used again."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self.filled = 0
+        self.manifest = b""
+        self.holders = 0
+
+    def clear(self) -> None:
+        """Begin anew; what is mapped stays."""
+        self.filled, self.manifest = 0, b""
+
+    def extend(self, nbytes: int) -> torch.Tensor:
+        """Room for so many bytes behind those that are there: uint8 [nbytes]."""
+        end = self.filled + nbytes
+        if end > len(self._memory):
+            grown = np.empty(max(end, 2 * len(self._memory), _LEAST), np.uint8)
+            grown[: self.filled] = self._memory[: self.filled]
+            self._memory = grown
+        room = torch.from_numpy(self._memory[self.filled : end])
+        self.filled = end
+        return room
+
+    @property
+    def data(self) -> memoryview:
+        """What is there, for reading."""
+        return self._memory.data[: self.filled].toreadonly()
+
+
+class Staging:
+    """The newest whole version, the one that comes, and those that are still being read.
+
+    So an explorer has room for two versions beside its model, and for one more while it installs
+    one and two others come.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: list[Buffer] = []
+        self._newest: tuple[PartRef, Buffer] | None = None
+
+    def begin(self) -> Buffer:
+        """A buffer that nobody reads and that is not the newest version."""
+        with self._lock:
+            buffer = self._spare.pop() if self._spare else Buffer()
+        buffer.clear()
+        return buffer
+
+    def keep(self, part: PartRef, buffer: Buffer) -> None:
+        """The buffer is whole, and the newest now."""
+        with self._lock:
+            before, self._newest = self._newest, (part, buffer)
+            if before is not None and not before[1].holders:
+                self._put_back(before[1])
+
+    def give_up(self, buffer: Buffer) -> None:
+        """The buffer will not be whole."""
+        with self._lock:
+            self._put_back(buffer)
+
+    def hold(self, part: PartRef) -> Buffer | None:
+        """The part, which stays as it is until :meth:`let_go`."""
+        with self._lock:
+            if self._newest is None or self._newest[0] != part:
+                return None
+            self._newest[1].holders += 1
+            return self._newest[1]
+
+    def let_go(self, buffer: Buffer) -> None:
+        """One reader less."""
+        with self._lock:
+            buffer.holders -= 1
+            current = self._newest is not None and self._newest[1] is buffer
+            if not buffer.holders and not current:
+                self._put_back(buffer)
+
+    def forget(self, part: PartRef) -> None:
+        """The part is not wanted any more."""
+        with self._lock:
+            if self._newest is not None and self._newest[0] == part:
+                buffer = self._newest[1]
+                self._newest = None
+                if not buffer.holders:
+                    self._put_back(buffer)
+
+    def newest(self) -> PartRef | None:
+        """Which part is here."""
+        with self._lock:
+            return None if self._newest is None else self._newest[0]
+
+    def _put_back(self, buffer: Buffer) -> None:
+        # One is enough: between two versions only one is written.
+        self._spare = [buffer]

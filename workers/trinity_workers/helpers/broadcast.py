@@ -1,0 +1,107 @@
+"""What every engine's broadcast shares: rank 0 sends to a group while all ranks gather."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from trinity_events.weights import ModelUpdateGroup
+
+from ..collectives import CollectiveBroken, raise_together
+from ..engines.base import NamedTensors
+
+UpdateGroup: TypeAlias = ModelUpdateGroup | dist.ProcessGroup
+"""A version on its way to explorers, or a bare group whose others know what comes."""
+
+
+class _Sender(Protocol):
+    def add(self, name: str, tensor: torch.Tensor) -> None: ...
+
+    def seal(self) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+def broadcast_stream(tensors: NamedTensors, model_update_group: UpdateGroup | None) -> None:
+    """Send full tensors to the other ranks of a group, streamed from rank 0. Collective.
+
+    When rank 0 fails, all ranks finish the gathers, then all raise.
+
+    Args:
+        tensors: Gathered on all ranks as they are asked for.
+        model_update_group: On rank 0, which is rank 0 of the group too; None on other ranks.
+
+    Raises:
+        PeerFailed: on the ranks that did not fail themselves.
+        GroupBroken: on rank 0, when one of the group died or was too slow.
+        CollectiveBroken: when a rank of the trainer died, or was too slow.
+    """
+    sender = _sender(model_update_group)
+    error: Exception | None = None
+    if sender is None and _rank() == 0:
+        error = ValueError("rank 0 broadcasts the weights: it needs the group that receives them")
+    try:
+        error = _drain(tensors, sender, error)
+    except Exception as caught:
+        broken = CollectiveBroken(
+            f"the weights could not be gathered, because a rank died or was too slow: {caught}"
+        )
+        if sender is not None:
+            sender.fail(broken)
+        raise broken from caught
+    try:
+        if sender is not None and error is None:
+            try:
+                sender.seal()
+            except Exception as caught:
+                error = caught
+        raise_together(error)
+    finally:
+        if sender is not None and error is not None:
+            sender.fail(error)
+
+
+def _drain(
+    tensors: NamedTensors, sender: _Sender | None, error: Exception | None
+) -> Exception | None:
+    """Take part in every gather, and send as long as nothing went wrong; returns what did."""
+    for name, tensor in tensors:
+        if sender is not None and error is None:
+            try:
+                sender.add(name, tensor)
+            except Exception as caught:
+                error = caught  # the others are inside the gathers: go on with them
+    return error
+
+
+def _sender(group: UpdateGroup | None) -> _Sender | None:
+    return group if group is None or isinstance(group, ModelUpdateGroup) else _Bare(group)
+
+
+class _Bare:
+    """Tensors as they are, in order, to peers that know their shapes."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        del name
+        try:
+            self._group.broadcast(tensor.detach().contiguous(), 0).wait()
+        except RuntimeError as caught:
+            raise CollectiveBroken(
+                f"the weights could not be broadcast, because a rank that receives them died or "
+                f"was too slow: {caught}"
+            ) from caught
+
+    def seal(self) -> None:
+        """Nothing more is sent."""
+
+    def fail(self, error: BaseException) -> None:
+        """Its peers hear of it by their own timeout."""
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
