@@ -74,7 +74,9 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def publishes_shards(self) -> bool:
-        """Whether every rank publishes what it holds."""
+        """Whether every rank publishes what it holds; a collective group gets full tensors."""
+        if self.transport == "collective":
+            return False
         return self.publish in {"shards", "snapshot"} or (
             self.publish == "auto" and self.trainers > 1
         )

@@ -74,7 +74,8 @@ async def run_trainer(options: LaunchOptions) -> DemoSummary:
 async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
     """Run what is to run here: every part when this process is alone, else the trainer."""
     began = time.monotonic()
-    transport, reason = chosen_transport(options.transport, explorers_here=alone)
+    publish = options.settings.publish
+    transport, reason = chosen_transport(options.transport, explorers_here=alone, publish=publish)
     settings = structs.replace(options.settings, transport=transport)
     view = ProgressView(options.run_id, settings.steps)
     async with AsyncExitStack() as exits:

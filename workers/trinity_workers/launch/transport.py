@@ -9,7 +9,7 @@ import torch.distributed
 from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.weights.segments import SHARED_MEMORY, available, free_bytes
 
-from ..config import TransportName
+from ..config import BadSettings, PublishName, TransportName
 
 TransportChoice = Literal["auto", "shm", "ray", "collective", "redis"]
 
@@ -24,15 +24,19 @@ class Chosen(NamedTuple):
     reason: str
 
 
-def chosen_transport(choice: TransportChoice, *, explorers_here: bool) -> Chosen:
+def chosen_transport(
+    choice: TransportChoice, *, explorers_here: bool, publish: PublishName = "auto"
+) -> Chosen:
     """The transport asked for, or the fastest that is sure to reach every explorer.
 
     Args:
         choice: What was asked for.
         explorers_here: Whether every explorer is on this host and in the trainer's Ray cluster;
             else they may be anywhere.
+        publish: What is published, which the transport must be able to carry.
 
     Raises:
+        BadSettings: when a collective group is to carry shards.
         SharedMemoryUnusable: when it was asked for, and the host has none.
         RayUnusable: when it was asked for, and explorers are not in the cluster.
         GroupBroken: when a collective group was asked for, and torch was built without one.
@@ -47,6 +51,11 @@ def chosen_transport(choice: TransportChoice, *, explorers_here: bool) -> Chosen
         raise RayUnusable(
             "explorers that are started by themselves are not in the trainer's Ray cluster: "
             "leave --weights ray out, or run every part with trinity-events demo"
+        )
+    if choice == "collective" and publish in {"shards", "snapshot"}:
+        raise BadSettings(
+            f"a collective group is sent full tensors by rank 0, and --publish {publish} was asked "
+            "for: leave that out, or choose another of --weights"
         )
     if choice == "collective" and not torch.distributed.is_available():
         raise GroupBroken(
