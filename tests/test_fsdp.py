@@ -315,7 +315,11 @@ class FailingSynchronizer(Synchronizer):
 
 
 def upload_that_fails(rank: Rank, step: int) -> None:
-    fsdp_upload_state_dict(rank.engine, rank.synchronizer(FailingSynchronizer), step, logger)
+    synchronizer = rank.synchronizer(FailingSynchronizer)
+    try:
+        fsdp_upload_state_dict(rank.engine, synchronizer, step, logger)
+    finally:
+        synchronizer.flush()
 
 
 async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_works(

@@ -272,3 +272,21 @@ def test_a_part_holds_one_chunk_in_memory(weights_client, run_id):
     assert (report.bytes, report.chunks) == (10_000, 10)
     manifest = decode_manifest(store.open(PartRef(run_id, 1, 1, 0)).manifest)
     assert [chunk.nbytes for chunk in manifest.chunks] == [1024] * 9 + [784]
+
+
+async def test_an_adapter_is_published_and_applied_alone(trainer, explorer, log):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("base", "lora")})
+    before = model["base"].weight.clone()
+    adapter = {
+        f"lora.{name}": torch.rand_like(one) for name, one in model["lora"].named_parameters()
+    }
+    trainer.open_version(1)
+    trainer.publish(adapter.items(), 1, subset=True)
+    trainer.commit(1)
+    explorer.apply(model, await ready(log, 1))
+    assert torch.equal(model["base"].weight, before)
+    assert torch.equal(model["lora"].weight, adapter["lora.weight"])
+    # Without saying so, a version that lacks tensors is refused.
+    publish(trainer, adapter, 2)
+    with pytest.raises(IncompatibleWeights, match=r"no 'base\.weight', which the model needs"):
+        explorer.apply(model, await ready(log, 2))

@@ -77,6 +77,9 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     rank: Rank
     tensors: tuple[TensorEntry, ...]
     chunks: tuple[Chunk, ...]
+    subset: Annotated[
+        bool, Meta(description="These tensors alone are new, as an adapter's; others stay.")
+    ] = False
 
     @property
     def nbytes(self) -> int:

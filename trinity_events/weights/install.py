@@ -41,7 +41,8 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
 
     A parameter that shares memory with one that the version has (tied embeddings) needs no
     tensor of its own. Of a version that was pulled in part, the model needs what was wanted: a
-    parameter then is as large as the wanted box.
+    parameter then is as large as the wanted box. Of one that is a subset, such as an adapter, the
+    model needs what it brings.
 
     Raises:
         IncompatibleWeights: when names, shapes or dtypes do not fit, or shards leave a hole in a
@@ -68,7 +69,8 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
         box = None if version.wanted is None else version.wanted[name]
         _fit_pieces(fit, targets, name, pieces[name], box)
     names.update(pieces)
-    if version.wanted is None and len(names) < len(targets):
+    subset = any(manifest.subset for manifest, _ in version.parts)
+    if version.wanted is None and not subset and len(names) < len(targets):
         _check_covered(targets, names)
     return fit
 

@@ -33,9 +33,18 @@ class PartWriter:
         store: Where the part goes.
         part: Which part it is.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
+        subset: Whether the version is of some of the model's tensors, such as an adapter's.
     """
 
-    def __init__(self, store: ChunkStore, part: PartRef, chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        part: PartRef,
+        chunk_bytes: int | None = None,
+        *,
+        subset: bool = False,
+    ) -> None:
+        self._subset = subset
         self._part = part
         self._sink = store.begin(part, chunk_bytes)
         self._room: memoryview | None = None
@@ -95,6 +104,7 @@ class PartWriter:
                 rank=self._part.rank,
                 tensors=tuple(self._tensors),
                 chunks=tuple(self._chunks),
+                subset=self._subset,
             )
         )
         self._sink.seal(manifest)

@@ -163,10 +163,14 @@ class Synchronizer(CollectiveGroups):
             VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._transport)
         )
 
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
-        """A writer of one rank's part, after freeing what this rank has of retired versions."""
+    def part_writer(self, global_step: int, rank: int, *, subset: bool = False) -> PartWriter:
+        """A writer of one rank's part, after freeing what this rank has of retired versions.
+
+        A ``subset`` brings some of the model's tensors, such as an adapter's; others stay.
+        """
         self._free_retired(rank)
-        return PartWriter(self._store, self._part(global_step, rank), self._chunk_bytes)
+        part = self._part(global_step, rank)
+        return PartWriter(self._store, part, self._chunk_bytes, subset=subset)
 
     def part_published(
         self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
@@ -185,16 +189,22 @@ class Synchronizer(CollectiveGroups):
         )
 
     def publish(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], global_step: int, rank: int = 0
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        global_step: int,
+        rank: int = 0,
+        *,
+        subset: bool = False,
     ) -> PublishedPartReport:
         """Publish one rank's part from an iterator that needs no other rank.
 
-        What fails is told to the log and raised; nothing of the part is left.
+        A ``subset`` brings some of the model's tensors, such as an adapter's: whoever applies it
+        keeps the others. What fails is told to the log and raised; nothing of the part is left.
         """
         began = time.monotonic()
         writer: PartWriter | None = None
         try:
-            writer = self.part_writer(global_step, rank)
+            writer = self.part_writer(global_step, rank, subset=subset)
             for name, tensor in named_tensors:
                 writer.add(name, tensor)
             report = writer.seal()
