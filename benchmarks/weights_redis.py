@@ -1,0 +1,144 @@
+"""Weights over Redis, beside a bare socket that sets and gets the same bytes, unlooked at."""
+
+from __future__ import annotations
+
+import socket
+import time
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from trinity_events.server import EmbeddedServer, open_client
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, pull_version
+from trinity_schemas import PublishedPart, StepReady, version_digest
+
+from .measure import Asked, Findings, Noise, Row, median, ratio, spread, taking_turns
+from .report import PERFORMANCE
+from .stage import Stage
+
+TITLE = "weights over Redis, from publish to pulled and verified"
+PLACE = PERFORMANCE
+LIMIT = Asked("at least", 0.7)
+OURS, BARE = "publish and pull, digests on", "bare socket: SET, then GET"
+_VALUE = 4 << 20
+_RUN = "bench-weights-redis"
+
+
+NamedTensors: TypeAlias = list[tuple[str, torch.Tensor]]
+
+
+class Size(NamedTuple):
+    """MiB of the model, rounds, how long it takes."""
+
+    mebibytes: int
+    rounds: int
+    takes: str
+
+
+SIZES = {
+    "tiny": Size(2, 2, "5 s"),
+    "small": Size(64, 10, "10 s"),
+    "full": Size(512, 10, "1 min"),
+}
+
+
+def run(on: Stage, size: Size, noise: Noise) -> Findings:
+    """Send the same bytes both ways, by turns."""
+    tensors = [(f"t{index}", torch.randn(1 << 18)) for index in range(size.mebibytes)]
+    data = torch.cat([tensor for _, tensor in tensors]).view(torch.uint8).numpy().data
+    steps = count(1)
+    with (
+        EmbeddedServer(on.folder, "weights", durable=False).attached() as url,
+        open_client(url) as one,
+        open_client(url) as other,
+    ):
+        publisher, reader = RedisChunkStore(one), RedisChunkStore(other)
+
+        def ours() -> float:
+            began = time.perf_counter()
+            part = PartRef(_RUN, 1, next(steps), 0)
+            pulled(reader, part, published(publisher, part, tensors))
+            seconds = time.perf_counter() - began
+            publisher.delete(part)
+            return len(data) / seconds
+
+        into = bytearray(len(data))
+
+        def bare() -> float:
+            began = time.perf_counter()
+            set_and_get(bare_socket, data, memoryview(into))
+            return len(data) / (time.perf_counter() - began)
+
+        with socket.socket(socket.AF_UNIX) as bare_socket:
+            bare_socket.connect(url.removeprefix("unix://"))
+            taking_turns({OURS: ours, BARE: bare}, 1, noise)  # the first one maps memory
+            rates = taking_turns({OURS: ours, BARE: bare}, size.rounds, noise)
+        publisher.close()
+        reader.close()
+    row = Row(
+        what=f"{OURS}, {size.mebibytes} MiB",
+        figure=_rate(rates[OURS]),
+        peer=BARE,
+        peer_figure=_rate(rates[BARE]),
+        ratio=ratio(rates[OURS], rates[BARE]),
+        spread=spread(rates[OURS]),
+        asked=LIMIT,
+    )
+    return Findings([row], ["One process does both ends; the bare socket digests nothing."])
+
+
+def published(store: RedisChunkStore, part: PartRef, tensors: NamedTensors) -> StepReady:
+    """Publish a part; what would be announced of it."""
+    writer = PartWriter(store, part)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    report = writer.seal()
+    one = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
+    return StepReady(
+        epoch=1,
+        step=part.step,
+        kind="weights",
+        caused_by="1-0",
+        parts=(one,),
+        version_digest=version_digest([(0, one.manifest_digest)]),
+    )
+
+
+def pulled(store: RedisChunkStore, part: PartRef, ready: StepReady) -> None:
+    """Pull it, verified."""
+    with pull_version(store, part.run_id, ready) as version:
+        assert version.bytes
+
+
+def set_and_get(to: socket.socket, data: memoryview, into: memoryview) -> None:
+    """All of the data in values of 4 MiB, there and back."""
+    for begin in range(0, len(data), _VALUE):
+        value, key = data[begin : begin + _VALUE], b"bare-%d" % begin
+        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value))
+        to.sendall(head)
+        to.sendall(value)
+        to.sendall(b"\r\n")
+        _expect(to, b"+OK\r\n")
+    for begin in range(0, len(data), _VALUE):
+        value, key = into[begin : begin + _VALUE], b"bare-%d" % begin
+        to.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
+        _expect(to, b"$%d\r\n" % len(value))
+        _fill(to, value)
+        _expect(to, b"\r\n")
+
+
+def _expect(to: socket.socket, words: bytes) -> None:
+    found = bytearray(len(words))
+    _fill(to, memoryview(found))
+    assert found == words
+
+
+def _fill(to: socket.socket, into: memoryview) -> None:
+    filled = 0
+    while filled < len(into):
+        filled += to.recv_into(into[filled:])
+
+
+def _rate(rates: list[float]) -> str:
+    return f"{median(rates) / 2**30:.2f} GiB/s"
