@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -30,18 +30,59 @@ DTYPE_BYTES: dict[str, int] = {
 Dimension = Annotated[int, Meta(ge=0, le=2**48)]
 
 
-class TensorEntry(Struct, frozen=True, kw_only=True):
-    """One tensor: ``offset`` is where it begins in the part's bytes, row-major, unpadded."""
+Encoding = Annotated[
+    Literal["dense", "delta", "skip"],
+    Meta(description="All elements, those that changed since the base, or none."),
+]
+
+
+class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tensor: ``offset`` is where it begins in the part's bytes, row-major, unpadded.
+
+    In a version that rests on a base, a tensor may be there as what changed of it, in ``stored``
+    bytes, or not at all where nothing did. Its ``digest`` is then that of all its bytes.
+    """
 
     name: Name
     dtype: Annotated[str, Meta(max_length=32)]
     shape: Annotated[tuple[Dimension, ...], Meta(max_length=32)]
     offset: Bytes
+    encoding: Encoding = "dense"
+    stored: Bytes = 0
+    digest: Digest | None = None
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, from shape and dtype."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that it takes in the part."""
+        return self.nbytes if self.encoding == "dense" else self.stored
+
+    def fault(self, *, based: bool) -> str | None:
+        """What its encoding contradicts, in a part with a base or without."""
+        if self.encoding == "dense":
+            return "is dense and says what it takes" if self.stored else None
+        if not based:
+            return f"is a {self.encoding} in a part that rests on no other"
+        if self.digest is None:
+            return f"is a {self.encoding} without the digest of what it makes"
+        if self.encoding == "skip" and self.stored:
+            return "is skipped and takes bytes"
+        if self.encoding == "delta" and not 0 < self.stored < self.nbytes:
+            return f"is a delta of {self.stored} bytes of a tensor of {self.nbytes}"
+        return None
+
+
+class PartBase(Struct, frozen=True, kw_only=True):
+    """The part, of the same rank and with all its tensors dense, that deltas rest on."""
+
+    epoch: Epoch
+    step: Step
+    manifest_digest: Digest
+    bytes: Bytes
 
 
 class Chunk(Struct, frozen=True, kw_only=True, array_like=True):
@@ -51,7 +92,7 @@ class Chunk(Struct, frozen=True, kw_only=True, array_like=True):
     digest: Digest
 
 
-class WeightManifest(Struct, frozen=True, kw_only=True):
+class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's part of a version: its tensors, laid end to end, cut into chunks.
 
     Decoding checks that tensors tile the bytes without gap or overlap and that the chunks add
@@ -64,6 +105,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     rank: Rank
     tensors: tuple[TensorEntry, ...]
     chunks: tuple[Chunk, ...]
+    base: PartBase | None = None
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +121,11 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"tensor {tensor.name!r} appears twice")
             if tensor.offset != end:
                 raise ValueError(f"tensor {tensor.name!r} begins at {tensor.offset}, not at {end}")
+            fault = tensor.fault(based=self.base is not None)
+            if fault is not None:
+                raise ValueError(f"tensor {tensor.name!r} {fault}")
             names.add(tensor.name)
-            end += tensor.nbytes
+            end += tensor.part_bytes
         if end != self.nbytes:
             raise ValueError(f"tensors take {end} bytes, chunks hold {self.nbytes}")
 
