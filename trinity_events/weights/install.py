@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 
 from ..errors import IncompatibleWeights
-from .pull import PulledVersion
+
+
+class HasTensors(Protocol):
+    """A version, or as much of it as tells whether it fits."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors."""
+        ...
 
 
 def check_fit(
-    module: torch.nn.Module, version: PulledVersion
+    module: torch.nn.Module, version: HasTensors
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair every parameter with its tensor, before anything is changed.
 

@@ -8,10 +8,11 @@ import torch
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from trinity_schemas import Chunk, TensorEntry, WeightManifest, encode
+from trinity_schemas import Chunk, PartDelta, TensorEntry, WeightManifest, encode
 
 from .base import ChunkStore, PartRef
 from .tensors import as_bytes, digest, dtype_name
+from .tracking import LastPublished
 
 
 class PublishedPartReport(Struct, frozen=True, kw_only=True):
@@ -21,6 +22,8 @@ class PublishedPartReport(Struct, frozen=True, kw_only=True):
     bytes: int
     tensors: int
     chunks: int
+    delta: PartDelta | None = None
+    """Where the part is not full: what of it travelled."""
 
 
 class PartWriter:
@@ -32,10 +35,19 @@ class PartWriter:
         store: Where the part goes.
         part: Which part it is.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
+        last: What the rank last published, so that only what changed of it travels; it has begun
+            the part already. Without it all tensors travel in full.
     """
 
-    def __init__(self, store: ChunkStore, part: PartRef, chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        part: PartRef,
+        chunk_bytes: int | None = None,
+        last: LastPublished | None = None,
+    ) -> None:
         self._part = part
+        self._last = last
         self._sink = store.begin(part, chunk_bytes)
         self._room: memoryview | None = None
         self._filled = 0
@@ -52,6 +64,8 @@ class PartWriter:
             offset=self._offset,
         )
         data = as_bytes(tensor)
+        if self._last is not None:
+            entry, data = self._last.shrunk(entry, data)
         self._tensors.append(entry)
         self._offset += len(data)
         begin = 0
@@ -77,18 +91,23 @@ class PartWriter:
                 rank=self._part.rank,
                 tensors=tuple(self._tensors),
                 chunks=tuple(self._chunks),
+                base=self._last.base if self._last else None,
             )
         )
         self._sink.seal(manifest)
+        sealed = manifest_digest(manifest)
         return PublishedPartReport(
-            manifest_digest=manifest_digest(manifest),
+            manifest_digest=sealed,
             bytes=self._offset,
             tensors=len(self._tensors),
             chunks=len(self._chunks),
+            delta=self._last.sealed(self._part, sealed, self._offset) if self._last else None,
         )
 
     def discard(self) -> None:
         """Take back what was put of a part that will not be sealed."""
+        if self._last is not None:
+            self._last.forget()
         self._sink.discard()
 
     def _put(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,7 @@ from trinity_schemas import (
     Slot,
     StepCommitted,
     StepReady,
+    StepRef,
     VersionOpened,
     VersionPartPublished,
     VersionRetired,
@@ -31,11 +32,12 @@ from ..errors import VersionUnavailable
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
 from ..server import open_client
 from .base import ChunkStore, PartRef
-from .install import check_fit, install
+from .patch import Installed, ModelDiffers, check_patches, patch
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, pull_version
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
+from .tracking import LastPublished
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,9 @@ class Synchronizer:
         transport: How its versions travel: over the chunks' server, or through this host's
             shared memory. Those who pull follow what the log says of each version.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
+        full_every: Versions from one that is published in full to the next, at most; between them
+            only what changed travels, where that is less. 1 publishes all in full; more keeps a
+            copy of what this process published last.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Synchronizer:
         rank: int = 0,
         transport: TransportName = "redis",
         chunk_bytes: int | None = None,
+        full_every: int = 1,
     ) -> None:
         self.run_id = run_id
         self.epoch = epoch
@@ -83,16 +89,21 @@ class Synchronizer:
         self._rank = rank
         self._transport = transport
         self._chunk_bytes = chunk_bytes
+        self._full_every = full_every
         self._disconnect()
 
     def _disconnect(self) -> None:
         self._publisher_made: Publisher | None = None
         self._stores: dict[str, ChunkStore] = {}
         self._read_through = ORIGIN
+        self._lasting: set[StepRef] = set()
+        self._last: dict[int, LastPublished] = {}
+        self._installed = Installed()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_publisher_made", "_stores", "_read_through"):
+        own = ("_publisher_made", "_stores", "_read_through", "_lasting", "_last", "_installed")
+        for name in own:
             del state[name]
         return state
 
@@ -111,6 +122,7 @@ class Synchronizer:
             rank=rank,
             transport=self._transport,
             chunk_bytes=self._chunk_bytes,
+            full_every=self._full_every,
         )
 
     @property
@@ -158,7 +170,11 @@ class Synchronizer:
     def part_writer(self, global_step: int, rank: int) -> PartWriter:
         """A writer of one rank's part, after freeing what this rank has of retired versions."""
         self._free_retired(rank)
-        return PartWriter(self._store, self._part(global_step, rank), self._chunk_bytes)
+        part, last = self._part(global_step, rank), None
+        if self._full_every > 1:
+            last = self._last.setdefault(rank, LastPublished(self._full_every))
+            last.begin(part, self._is_lasting)
+        return PartWriter(self._store, part, self._chunk_bytes, last)
 
     def part_published(
         self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
@@ -173,6 +189,7 @@ class Synchronizer:
                 tensors=report.tensors,
                 chunks=report.chunks,
                 seconds=seconds,
+                delta=report.delta,
             )
         )
 
@@ -228,17 +245,18 @@ class Synchronizer:
     # --- pulling ---------------------------------------------------------------------------
 
     @contextmanager
-    def pull(self, ready: StepReady) -> Iterator[PulledVersion]:
+    def pull(self, ready: StepReady, have: Collection[str] = ()) -> Iterator[PulledVersion]:
         """Hold the version that an announcement names: that one, whole, verified, or an error.
 
-        Its tensors are for reading, and until the block ends.
+        Its tensors are for reading, and until the block ends. What it rests on, where it is a
+        delta, is held too, but for the full parts whose manifest digests the caller has.
 
         Raises:
             VersionUnavailable: when it is no longer there; a newer one is, or will be.
             CorruptVersion: when what is there is not what was announced.
         """
         store = self._store_of(ready.transport or RedisChunkStore.name)
-        with pull_version(store, self.run_id, ready) as version:
+        with pull_version(store, self.run_id, ready, have) as version:
             yield version
 
     def apply(self, module: torch.nn.Module, ready: StepReady) -> AppliedPhases:
@@ -248,11 +266,22 @@ class Synchronizer:
         fit. Raises as :meth:`pull`, and IncompatibleWeights.
         """
         began = time.monotonic()
-        with self.pull(ready) as version:
+        try:
+            return self._apply(module, ready, self._installed.fulls(module), began)
+        except ModelDiffers as differs:
+            logger.warning("step %d is taken with all that it rests on: %s", ready.step, differs)
+            return self._apply(module, ready, (), began)
+
+    def _apply(
+        self, module: torch.nn.Module, ready: StepReady, have: Collection[str], began: float
+    ) -> AppliedPhases:
+        with self.pull(ready, have) as version:
             verified_at = time.time()
-            pairs = check_fit(module, version)
+            patches = check_patches(module, version)
             fetched = time.monotonic()
-            install(pairs)
+            self._installed.forget()
+            patch(patches)
+            self._installed.note(module, ready, version)
         phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
         self._publisher.publish(
             WeightsApplied(
@@ -299,14 +328,30 @@ class Synchronizer:
         return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
 
     def _free_retired(self, rank: int) -> None:
-        """Free this rank's parts of the versions that the reducer has retired since last time."""
+        """Free this rank's parts of the versions that the reducer has retired since last time.
+
+        And hear which are ready.
+        """
         log = self._publisher.log
         while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS):
             for entry in found:
                 event = _event(entry.payload)
                 if isinstance(event, VersionRetired):
                     self._store.delete(self._part(event.step, rank, event.epoch))
+                    self._lasting.discard(StepRef(event.epoch, event.step))
+                elif isinstance(event, StepReady) and event.kind == "weights":
+                    self._lasting.add(StepRef(event.epoch, event.step))
                 self._read_through = entry.id
+
+    def _is_lasting(self, part: PartRef) -> bool:
+        """Whether readers are sure to find a part: it is ready, not retired, and there."""
+        if StepRef(part.epoch, part.step) not in self._lasting:
+            return False
+        source = self._store.open(part)
+        if source is None:
+            return False
+        source.close()
+        return True
 
 
 def _event(payload: bytes) -> object:
