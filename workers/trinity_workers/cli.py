@@ -97,6 +97,15 @@ WeightsOption = Annotated[
         "auto takes shared memory where it is sure to do.",
     ),
 ]
+LearningRate = Annotated[float, typer.Option(min=0, help="Of AdamW, once it is warm.")]
+WeightsFullEvery = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Weight versions from one published in full to the next; between them only what "
+        "changed travels (deltas), where that is less. 1 publishes all in full.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 WeightsRedisUrl = Annotated[
@@ -119,6 +128,8 @@ def demo(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
+    weights_full_every: WeightsFullEvery = 1,
+    learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -147,8 +158,10 @@ def demo(
         explorers=explorers,
         sync_interval=sync_interval,
         sync_offset=sync_offset,
+        weights_full_every=weights_full_every,
         save_interval=save_interval,
         save_strategy=save_strategy.value,
+        learning_rate=learning_rate,
         seed=seed,
         engine=engine,
         tensor_parallel=tensor_parallel,
@@ -175,6 +188,8 @@ def trainer(
     save_interval: SaveInterval = 100,
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
+    weights_full_every: WeightsFullEvery = 1,
+    learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -202,8 +217,10 @@ def trainer(
         explorers=explorers,
         sync_interval=sync_interval,
         sync_offset=sync_offset,
+        weights_full_every=weights_full_every,
         save_interval=save_interval,
         save_strategy=save_strategy.value,
+        learning_rate=learning_rate,
         seed=seed,
         engine=engine,
         tensor_parallel=tensor_parallel,

@@ -85,6 +85,7 @@ class TrainWorker:
             transport=config.transport,
             role=ROLE,
             rank=self._rank,
+            full_every=config.weights_full_every,
         )
 
     def _make_engine(self) -> Any:
