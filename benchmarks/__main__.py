@@ -13,7 +13,7 @@ import signal
 import time
 from types import ModuleType
 
-from . import control_plane, fold, growth, latency, replay, weights
+from . import control_plane, fold, growth, latency, replay, weights, weights_delta
 from .measure import Noise, say
 from .report import Report, keep, machine, show
 from .stage import stage
@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "control_plane": control_plane,
     "growth": growth,
     "weights": weights,
+    "weights_delta": weights_delta,
 }
 SIZES = ("tiny", "small", "full")
 
