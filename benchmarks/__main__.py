@@ -12,7 +12,16 @@ import signal
 import time
 from types import ModuleType
 
-from . import control_plane, fold, growth, latency, megatron_stream, replay, weights
+from . import (
+    control_plane,
+    fold,
+    growth,
+    latency,
+    megatron_stream,
+    replay,
+    weights,
+    weights_delta,
+)
 from .measure import Noise, say
 from .report import Report, keep, machine, show
 from .stage import stage
@@ -24,6 +33,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "control_plane": control_plane,
     "growth": growth,
     "weights": weights,
+    "weights_delta": weights_delta,
     "megatron_stream": megatron_stream,
 }
 SIZES = ("tiny", "small", "full")

@@ -24,6 +24,7 @@ from .events import (
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
+    PartDelta,
     PublishedPart,
     RunClosed,
     RunOpened,
@@ -70,7 +71,7 @@ from .keys import (
     heartbeat_key,
     manifest_key,
 )
-from .manifest import Chunk, TensorEntry, WeightManifest, version_digest
+from .manifest import Chunk, PartBase, TensorEntry, WeightManifest, version_digest
 
 __all__ = [
     "ANNOUNCEMENT_TYPES",
@@ -93,6 +94,8 @@ __all__ = [
     "ExplorerStatusChanged",
     "Kind",
     "LeaseExpired",
+    "PartBase",
+    "PartDelta",
     "Process",
     "Producer",
     "PublishedPart",
