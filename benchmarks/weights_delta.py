@@ -47,8 +47,8 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "tiny": Size((("1 MiB in 20 tensors", Model(20, 26_214)),), 2, 4, 3, "20 s"),
-    "small": Size((("64 MiB in 200 tensors", Model(200, 167_772)),), 5, 32, 30, "2 min"),
+    "tiny": Size((("1 MiB in 20 tensors", Model(20, 26_214)),), 2, 4, 2, "20 s"),
+    "small": Size((("64 MiB in 200 tensors", Model(200, 167_772)),), 5, 32, 30, "4 min"),
     "full": Size(
         (
             ("64 MiB in 200 tensors", Model(200, 167_772)),
