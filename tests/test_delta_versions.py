@@ -247,6 +247,11 @@ def test_a_full_one_follows_a_failure_a_new_epoch_a_change_of_shape_and_a_lost_b
     assert fulls(trainer, tensors, range(16, 18)) == [16, 17]
 
 
+def test_no_version_rests_on_itself_or_on_a_later_one(trainer):
+    tensors = {"a": torch.zeros(1000)}
+    assert fulls(trainer, tensors, (5, 5, 4, 6)) == [5, 5, 4]
+
+
 def test_a_model_that_has_not_what_it_should_is_not_touched(trainer, theirs, run_id):
     tensors = large()
     model, have = Holder(tensors), Installed()

@@ -54,12 +54,19 @@ class LastPublished:
         """
         # What was opened and never sealed has left nobody knows what behind.
         due = self._open or self._since + 1 >= self._full_every or self._spent >= self._whole
-        anchor = None if due else self._anchor
-        same = anchor is not None and anchor.epoch == part.epoch
-        if anchor is None or not same or not is_there(part._replace(step=anchor.step)):
-            anchor = None
-        self._anchor, self._open = anchor, True
+        if due or not self._is_earlier(part) or not is_there(self._anchors(part)):
+            self._anchor = None
+        self._open = True
         self._current = _Current()
+
+    def _is_earlier(self, part: PartRef) -> bool:
+        """Whether there is a full version that a part may rest on: not on itself, sent again."""
+        anchor = self._anchor
+        return anchor is not None and anchor.epoch == part.epoch and anchor.step < part.step
+
+    def _anchors(self, part: PartRef) -> PartRef:
+        assert self._anchor is not None
+        return part._replace(step=self._anchor.step)
 
     def shrunk(self, entry: TensorEntry, data: memoryview) -> tuple[TensorEntry, memoryview]:
         """The tensor as it is to travel, and the bytes that do.
