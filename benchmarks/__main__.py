@@ -20,6 +20,7 @@ from . import (
     megatron_stream,
     replay,
     weights,
+    weights_delta,
     weights_redis,
 )
 from .measure import Noise, say
@@ -33,6 +34,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "control_plane": control_plane,
     "growth": growth,
     "weights": weights,
+    "weights_delta": weights_delta,
     "weights_redis": weights_redis,
     "megatron_stream": megatron_stream,
 }

@@ -9,6 +9,7 @@ from trinity_schemas import (
     Chunk,
     ContractError,
     ExperienceGroup,
+    PartBase,
     RunKeys,
     StepCommitted,
     StepReady,
@@ -144,6 +145,58 @@ def test_a_manifest_that_lies_is_refused(field, value, said):
     raw = {**to_json(manifest()), field: value}
     with pytest.raises(ContractError, match=said):
         decode_manifest(msgspec.msgpack.encode(raw))
+
+
+def test_a_manifest_without_deltas_is_the_bytes_that_it_always_was():
+    tensors = [
+        {"name": one.name, "dtype": one.dtype, "shape": one.shape, "offset": one.offset}
+        for one in manifest().tensors
+    ]
+    raw = {"run_id": "r", "epoch": 1, "step": 2, "rank": 0, "tensors": tensors}
+    chunks = [[20, DIGEST], [6, DIGEST]]
+    assert encode(manifest()) == msgspec.msgpack.encode({**raw, "chunks": chunks})
+
+
+BASE = PartBase(epoch=1, step=1, manifest_digest=DIGEST, bytes=10)
+
+
+def shrunk(**changes):
+    """A manifest of a delta, of a tensor that was skipped and of a dense one."""
+    fields = {"encoding": "delta", "stored": 5, "digest": DIGEST, **changes}
+    delta = TensorEntry(name="a", dtype="float32", shape=(2, 3), offset=0, **fields)
+    stored = delta.part_bytes
+    skipped = TensorEntry(
+        name="b", dtype="int8", shape=(9,), offset=stored, encoding="skip", digest=DIGEST
+    )
+    dense = TensorEntry(name="c", dtype="int8", shape=(2,), offset=stored)
+    chunks = (Chunk(nbytes=stored + 2, digest=DIGEST),)
+    return manifest(tensors=(delta, skipped, dense), chunks=chunks, base=BASE)
+
+
+def test_a_manifest_of_deltas_survives_the_wire_and_tiles_what_they_take():
+    assert decode_manifest(encode(shrunk())) == shrunk()
+    assert shrunk().nbytes == 7
+    assert [one.nbytes for one in shrunk().tensors] == [24, 9, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stored": 24}, "delta of 24 bytes of a tensor of 24"),
+        ({"stored": 0}, "delta of 0 bytes"),
+        ({"digest": None}, "without the digest"),
+        ({"encoding": "skip"}, "skipped and takes bytes"),
+        ({"encoding": "dense", "digest": None}, "dense and says what it takes"),
+    ],
+)
+def test_a_manifest_whose_deltas_contradict_it_is_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        shrunk(**changes)
+
+
+def test_a_delta_needs_a_part_that_it_rests_on():
+    with pytest.raises(ValueError, match="rests on no other"):
+        msgspec.structs.replace(shrunk(), base=None)
 
 
 def test_a_tensor_appears_once_in_a_manifest():

@@ -27,6 +27,7 @@ from trinity_schemas import (
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
+    PartDelta,
     Producer,
     PublishedPart,
     RunClosed,
@@ -74,7 +75,10 @@ SAMPLES = [
     failed(7),
     StepCommitted(step=7, kind="weights", registrations=(registration(),), metrics={"loss": 0.5}),
     opened(7, 0, 1),
-    part(7),
+    msgspec.structs.replace(
+        part(7),
+        delta=PartDelta(base=AT, whole=8, dense=1, delta=2, skip=3, changed=4, elements=5),
+    ),
     VersionRetired(epoch=2, step=7),
     StepReady(
         epoch=2,
@@ -84,7 +88,7 @@ SAMPLES = [
         saves=(SaveProof(slot=slot(7), save_id="a", bytes=8, digest=DIGEST),),
         save_count=1,
         path=".staging/x",
-        parts=(PublishedPart(rank=0, manifest_digest=DIGEST, bytes=8),),
+        parts=(PublishedPart(rank=0, manifest_digest=DIGEST, bytes=8, base=AT),),
         version_digest=DIGEST,
         transport="redis",
     ),

@@ -57,6 +57,8 @@ def finished(home, redis_url, weights_url):
     process = demo(
         *("--run", run_id, "--steps", str(STEPS), "--save-interval", "6", "--explorers", "2"),
         *("--save-strategy", "single_thread"),
+        # So small that most updates are lost in rounding, as those of bf16 are in practice.
+        *("--learning-rate", "1e-10", "--weights-full-every", "4"),
     )
     key = RunKeys.of(run_id).announcements
     with connect_sync(redis_url) as client:
@@ -88,6 +90,23 @@ def test_weights_went_by_the_best_transport_and_the_summary_and_the_log_say_so(f
     told += [one for one in events if one["type"] == "step-ready" and one["kind"] == "weights"]
     assert {one["transport"] for one in told} == {summary["transport"]} == {best}
     assert not list(users_folder().glob(f"*/{run_id}~*")), "nothing is left in shared memory"
+
+
+def test_between_full_versions_only_what_changed_travelled_and_the_log_says_so(finished, cli):
+    run_id, summary = finished
+    log = summary["log"]
+    lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
+    events = [line["event"] for line in lines]
+    parts = [one for one in events if one["type"] == "version-part-published"]
+    deltas = [one for one in parts if "delta" in one]
+    assert 0 < log["versions_delta"] == len({one["step"] for one in deltas})
+    assert {one["rank"] for one in deltas} == {0, 1}, "each rank sends of its shards what changed"
+    assert all(one["delta"]["delta"] + one["delta"]["skip"] for one in deltas)
+    assert log["bytes_published"] == sum(one["bytes"] for one in parts)
+    assert log["bytes_saved"] == sum(one["delta"]["whole"] - one["bytes"] for one in deltas) > 0
+    full = sum(one["bytes"] for one in parts if one["step"] == 0)
+    applied = [one["bytes"] for one in events if one["type"] == "weights-applied"]
+    assert min(applied) < full, "a delta was laid over what an explorer had"
 
 
 def test_the_reducer_was_killed_and_no_step_was_lost_or_announced_twice(finished, cli):

@@ -41,6 +41,7 @@ from trinity_schemas import (
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
+    PartDelta,
     Producer,
     Registration,
     RunOpened,
@@ -300,6 +301,41 @@ def test_old_weight_versions_are_retired():
     assert [one.step for one in of(said, VersionRetired)] == [0, 1, 2]
     assert [ref.step for ref in monitor.state.versions] == [3, 4]
     assert len(monitor.state.versions) == KEPT_VERSIONS
+
+
+def resting(step, base):
+    delta = PartDelta(
+        base=StepRef(1, base), whole=8, dense=0, delta=1, skip=0, changed=1, elements=9
+    )
+    return msgspec.structs.replace(part(step), delta=delta)
+
+
+def test_what_a_live_version_rests_on_is_not_retired_before_it():
+    history = History()
+    for step, base in ((0, None), (1, 0), (2, 0), (3, 0), (4, None), (5, 4), (6, 4)):
+        history.add(opened(step))
+        history.add(part(step) if base is None else resting(step, base))
+        history.add(committed(step, "weights"))
+    monitor, said = history.fold()
+    assert [one.step for one in of(said, VersionRetired)] == [1, 2, 0, 3]
+    assert [ref.step for ref in monitor.state.versions] == [4, 5, 6]
+    [ready] = [one for one in of(said, StepReady) if one.step == 6]
+    assert ready.parts[0].base == StepRef(1, 4)
+    again = decode_state(encode_state(monitor.state))
+    assert again.resting == monitor.state.resting
+    assert [one.bases for one in again.resting] == [(StepRef(1, 4),)] * 2
+
+
+def test_what_versions_rest_on_is_bounded_and_may_be_anything():
+    history = History()
+    for step in range(40):
+        history.add(opened(step))
+        history.add(resting(step, (step * 7) % 40))
+        history.add(committed(step, "weights"))
+    monitor, said = history.fold()
+    assert len(monitor.state.versions) <= 4
+    retired = [one.step for one in of(said, VersionRetired)]
+    assert len(retired) == len(set(retired)) == 40 - len(monitor.state.versions)
 
 
 def test_a_retried_part_replaces_the_first_until_the_version_is_ready():

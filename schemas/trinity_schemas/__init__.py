@@ -24,6 +24,7 @@ from .events import (
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
+    PartDelta,
     PublishedPart,
     RunClosed,
     RunOpened,
@@ -71,7 +72,7 @@ from .keys import (
     manifest_key,
     meeting_key,
 )
-from .manifest import Chunk, TensorEntry, WeightManifest, version_digest
+from .manifest import Chunk, PartBase, TensorEntry, WeightManifest, version_digest
 
 __all__ = [
     "ANNOUNCEMENT_TYPES",
@@ -94,6 +95,8 @@ __all__ = [
     "ExplorerStatusChanged",
     "Kind",
     "LeaseExpired",
+    "PartBase",
+    "PartDelta",
     "Process",
     "Producer",
     "PublishedPart",

@@ -165,6 +165,20 @@ class VersionOpened(_Event, frozen=True):
     transport: Transport
 
 
+class PartDelta(Struct, frozen=True, kw_only=True):
+    """Of a part that holds what changed since an earlier version: how each tensor travelled."""
+
+    base: Annotated[StepRef, Meta(description="The full version that it rests on.")]
+    whole: Annotated[Bytes, Meta(description="Bytes that all tensors take in full.")]
+    dense: Annotated[Count, Meta(description="Tensors that travelled in full.")]
+    delta: Annotated[Count, Meta(description="Tensors of which changed elements travelled.")]
+    skip: Annotated[Count, Meta(description="Tensors that did not change.")]
+    changed: Annotated[int, Meta(ge=0, le=2**62, description="Elements that travelled as changed.")]
+    elements: Annotated[
+        int, Meta(ge=0, le=2**62, description="Elements of the tensors that they are of.")
+    ]
+
+
 class VersionPartPublished(_Event, frozen=True):
     """One rank's part of a version is whole and readable."""
 
@@ -175,6 +189,9 @@ class VersionPartPublished(_Event, frozen=True):
     tensors: Annotated[Count, Meta(description="Tensors in the part.")]
     chunks: Annotated[Count, Meta(description="Chunks that hold them.")]
     seconds: Seconds = 0.0
+    delta: Annotated[
+        PartDelta | None, Meta(description="Where it is not full: what of it travelled.")
+    ] = None
 
 
 class VersionRetired(_Event, frozen=True):
@@ -215,12 +232,15 @@ class SaveProof(Struct, frozen=True, kw_only=True):
     digest: Digest | None = None
 
 
-class PublishedPart(Struct, frozen=True, kw_only=True):
+class PublishedPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's part that a ready weight version rests on."""
 
     rank: Rank
     manifest_digest: Digest
     bytes: Bytes
+    base: Annotated[
+        StepRef | None, Meta(description="The full version that it rests on, where it is a delta.")
+    ] = None
 
 
 class StepReady(_Event, frozen=True):

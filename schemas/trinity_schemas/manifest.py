@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -32,12 +32,20 @@ Dimension = Annotated[int, Meta(ge=0, le=2**48)]
 
 Shape = Annotated[tuple[Dimension, ...], Meta(max_length=32)]
 
+Encoding = Annotated[
+    Literal["dense", "delta", "skip"],
+    Meta(description="All elements, those that changed since the base, or none."),
+]
+
 
 class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One tensor, or one rank's shard of it.
 
     ``offset`` is where it begins in the part's bytes, row-major, unpadded. A shard also says of
     which tensor it is a part: that one's shape, and where in each dimension the shard begins.
+
+    In a part that rests on a base, it may be there as what changed of it, in ``stored`` bytes, or
+    not at all where nothing did. Its ``digest`` is then that of all its bytes.
     """
 
     name: Name
@@ -50,11 +58,52 @@ class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     begins: Annotated[
         Shape | None, Meta(description="Of a shard: where it begins in each dimension.")
     ] = None
+    encoding: Encoding = "dense"
+    stored: Bytes = 0
+    digest: Digest | None = None
+
+    @property
+    def key(self) -> tuple[str, Shape | None]:
+        """By what it is told from others of its part."""
+        return self.name, self.begins
+
+    @property
+    def layout(self) -> tuple[str, Shape, Shape | None]:
+        """What it has in common, beside its key, with one that it may be laid over."""
+        return self.dtype, self.shape, self.global_shape
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, from shape and dtype."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that it takes in the part."""
+        return self.nbytes if self.encoding == "dense" else self.stored
+
+    def fault(self, *, based: bool) -> str | None:
+        """What its encoding contradicts, in a part with a base or without."""
+        if self.encoding == "dense":
+            return "is dense and says what it takes" if self.stored else None
+        if not based:
+            return f"is a {self.encoding} in a part that rests on no other"
+        if self.digest is None:
+            return f"is a {self.encoding} without the digest of what it makes"
+        if self.encoding == "skip" and self.stored:
+            return "is skipped and takes bytes"
+        if self.encoding == "delta" and not 0 < self.stored < self.nbytes:
+            return f"is a delta of {self.stored} bytes of a tensor of {self.nbytes}"
+        return None
+
+
+class PartBase(Struct, frozen=True, kw_only=True):
+    """The part, of the same rank and with all its tensors dense, that deltas rest on."""
+
+    epoch: Epoch
+    step: Step
+    manifest_digest: Digest
+    bytes: Bytes
 
 
 class Chunk(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -64,7 +113,7 @@ class Chunk(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     digest: Digest
 
 
-class WeightManifest(Struct, frozen=True, kw_only=True):
+class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's part of a version: its tensors, laid end to end, cut into chunks.
 
     Decoding checks that tensors tile the bytes without gap or overlap and that the chunks add
@@ -80,6 +129,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
     subset: Annotated[
         bool, Meta(description="These tensors alone are new, as an adapter's; others stay.")
     ] = False
+    base: PartBase | None = None
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +148,12 @@ class WeightManifest(Struct, frozen=True, kw_only=True):
                 names.add(tensor.name)
             else:
                 _check_shard(tensor)
-                names.add((tensor.name, tensor.begins))
-            end += product(tensor.shape) * size
+                names.add(tensor.key)
+            if tensor.encoding == "dense" and not tensor.stored:
+                end += product(tensor.shape) * size
+            else:
+                _check_encoding(tensor, based=self.base is not None)
+                end += tensor.stored
         if len(names) < len(self.tensors):
             raise ValueError(f"tensor {_first_twice(self.tensors)!r} appears twice")
         if end != self.nbytes:
@@ -124,13 +178,18 @@ def _check_shard(tensor: TensorEntry) -> None:
         )
 
 
+def _check_encoding(tensor: TensorEntry, *, based: bool) -> None:
+    fault = tensor.fault(based=based)
+    if fault is not None:
+        raise ValueError(f"tensor {tensor.name!r} {fault}")
+
+
 def _first_twice(tensors: tuple[TensorEntry, ...]) -> str:
     seen = set[object]()
     for tensor in tensors:
-        key = (tensor.name, tensor.begins)
-        if key in seen:
+        if tensor.key in seen:
             return tensor.name
-        seen.add(key)
+        seen.add(tensor.key)
     raise AssertionError("unreachable")
 
 

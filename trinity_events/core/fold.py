@@ -54,6 +54,7 @@ from .state import (
     KindState,
     MonitorState,
     ReadyPointer,
+    Resting,
     SlotState,
     StepState,
     VersionState,
@@ -66,6 +67,8 @@ MONITOR = Producer(role="reducer", rank=0, node="log", incarnation="monitor")
 KINDS: tuple[Kind, ...] = ("state_dict", "checkpoint", "weights")
 
 KEPT_VERSIONS = 2
+KEPT_BASES = 64
+"""That one version rests on: as many as ranks began with a full version at other times."""
 KEPT_STEPS = 128
 KEPT_STEPS_AT_MOST = 4096
 KEPT_ANOMALIES = 32
@@ -461,7 +464,10 @@ class Monitor:
         # A retry replaces what a failed attempt left, until the version is ready.
         if kind.outcome is None:
             version.parts[event.rank] = PublishedPart(
-                rank=event.rank, manifest_digest=event.manifest_digest, bytes=event.bytes
+                rank=event.rank,
+                manifest_digest=event.manifest_digest,
+                bytes=event.bytes,
+                base=event.delta.base if event.delta else None,
             )
             if kind.committed_at is not None:  # most come before it
                 self._settle(event.step, "weights")
@@ -579,6 +585,9 @@ class Monitor:
         )
         if kind == "weights":
             self.state.versions.append(at)
+            bases = sorted({part.base for part in parts if part.base is not None})
+            if bases:
+                self.state.resting.append(Resting(version=at, bases=tuple(bases[:KEPT_BASES])))
             self._retire()
         elif kind == "checkpoint":
             self.state.whole.append(at.step)
@@ -592,10 +601,16 @@ class Monitor:
             self._out.append(VersionRetired(epoch=epoch, step=step))
 
     def _retire(self) -> None:
-        versions = self.state.versions
-        while len(versions) > KEPT_VERSIONS:
-            oldest = versions.pop(0)
-            self._out.append(VersionRetired(epoch=oldest.epoch, step=oldest.step))
+        """Keep the newest versions and what they rest on; the others are retired."""
+        state = self.state
+        kept = set(state.versions[-KEPT_VERSIONS:])
+        if state.resting:
+            state.resting = [one for one in state.resting if one.version in kept]
+            kept.update(base for one in state.resting for base in one.bases)
+        for version in state.versions:
+            if version not in kept:
+                self._out.append(VersionRetired(epoch=version.epoch, step=version.step))
+        state.versions = [version for version in state.versions if version in kept]
 
     def _compact(self, step: int) -> None:
         """Drop what a step's saves were, once all its kinds are over and none is the newest.

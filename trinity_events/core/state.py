@@ -89,6 +89,13 @@ class VersionState(Struct, kw_only=True):
     parts: dict[int, PublishedPart] = field(default_factory=dict)
 
 
+class Resting(Struct, frozen=True, kw_only=True):
+    """A ready version of which only what changed was published, and what that rests on."""
+
+    version: StepRef
+    bases: tuple[StepRef, ...]
+
+
 class StepState(Struct, kw_only=True, omit_defaults=True):
     """One step of the current epoch."""
 
@@ -164,6 +171,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)
     """Ready weight versions that are not retired, oldest first."""
+    resting: list[Resting] = field(default_factory=list)
+    """Those of them that rest on others."""
     strategy: SaveStrategy = "unrestricted"
     """Which saves of the current epoch may run at once."""
     attempts: dict[str, Attempt] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from trinity_schemas import (
     Envelope,
@@ -54,6 +54,11 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     """Ready, never applied by anyone, and followed by a version that was."""
     versions_unaccounted: int
     """Ready, neither applied nor followed by an applied one."""
+    versions_delta: int
+    """Ready, of which only what changed was published by some rank; the others are full."""
+    bytes_published: int
+    bytes_saved: int
+    """By which the ready versions would have taken more, had all of them been full."""
     checkpoints_ready: int
     failures: int
     stall: Spread
@@ -72,6 +77,19 @@ class _Version(Struct):
     stall: float = 0.0
     ready: bool = False
     applied: bool = False
+    parts: dict[int, VersionPartPublished] = field(default_factory=dict)
+
+    @property
+    def is_delta(self) -> bool:
+        return any(part.delta for part in self.parts.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts.values())
+
+    @property
+    def whole(self) -> int:
+        return sum(part.delta.whole if part.delta else part.bytes for part in self.parts.values())
 
 
 class Summarizer:
@@ -103,6 +121,7 @@ class Summarizer:
             case VersionPartPublished(step=step, seconds=seconds):
                 version = self._version(envelope.epoch, step)
                 version.stall = max(version.stall, seconds)
+                version.parts[event.rank] = event
             case WeightsApplied(version=ref):
                 version = self._version(ref.epoch, ref.step)
                 version.applied = True
@@ -135,6 +154,9 @@ class Summarizer:
             versions_applied=len(applied),
             versions_superseded_unpulled=superseded,
             versions_unaccounted=len(unapplied) - superseded,
+            versions_delta=sum(version.is_delta for version in ready.values()),
+            bytes_published=sum(version.bytes for version in ready.values()),
+            bytes_saved=sum(version.whole - version.bytes for version in ready.values()),
             checkpoints_ready=self._checkpoints,
             failures=self._failures,
             stall=Spread.of([version.stall for version in ready.values()]),

@@ -12,7 +12,8 @@ from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
 from .boxes import Box, contains, whole
-from .pull import Piece, PulledVersion, shape_of, sources
+from .patch import checked, overlay
+from .pull import Piece, PulledVersion, shape_of, shares
 from .tensors import DTYPES, as_tensor, copy_bytes, is_plain
 
 _LARGE = 64 << 10
@@ -34,6 +35,17 @@ class Fit(NamedTuple):
     """Addresses of what goes into those."""
     held: list[torch.Tensor]
     """What lies at some of them, where that is not the version's own memory."""
+    deltas: list[tuple[torch.Tensor, memoryview]]
+    """Targets, or views of them, and what is laid over each once everything is copied."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Have a target, or a view of one, copied into."""
+        if is_plain(target) and is_plain(source) and not target.is_inference():
+            self.plain.append(target)
+            self.sources.append(source.data_ptr())
+            self.held.append(source)
+        else:
+            self.pairs.append((target, source))
 
 
 def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
@@ -44,23 +56,28 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
     parameter then is as large as the wanted box. Of one that is a subset, such as an adapter, the
     model needs what it brings.
 
+    What is there as a delta is digested as it will be: over what it rests on where that was pulled,
+    else over what the model has.
+
     Raises:
         IncompatibleWeights: when names, shapes or dtypes do not fit, or shards leave a hole in a
             tensor or overlap, naming the first.
+        ModelDiffers: when the model has not what the version rests on.
+        CorruptVersion: when what the version rests on does not make it.
     """
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     targets.update(_saved_buffers(module))
-    fit, names = Fit([], [], [], []), set[str]()
+    fit, names = Fit([], [], [], [], []), set[str]()
     pieces: dict[str, list[Piece]] = {}
     if version.wanted is None:
-        for manifest, buffer in version.parts:
-            base = buffer.data_ptr()
+        for (manifest, buffer), base in zip(version.parts, version.bases, strict=True):
+            begin = buffer.data_ptr()
             for entry in manifest.tensors:
-                if entry.begins is not None or entry.name in names:
-                    pieces.setdefault(entry.name, []).append(Piece(entry, buffer))
-                else:
+                if entry.begins is None and entry.encoding == "dense" and entry.name not in names:
                     names.add(entry.name)
-                    _fit_whole(fit, targets, entry, buffer, base)
+                    _fit_whole(fit, targets, entry, buffer, begin)
+                else:
+                    pieces.setdefault(entry.name, []).append(Piece(entry, buffer, base))
     else:
         pieces = version.by_name()
     for name in pieces:
@@ -76,7 +93,7 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
 
 
 def install(fit: Fit) -> None:
-    """Copy everything to where it belongs.
+    """Copy everything to where it belongs, and lay over it what changed.
 
     By addresses where that is possible: torch's own copy costs many times a small one, and is
     slower than the C library's for large ones. An engine is held meanwhile, so all cores may help.
@@ -93,6 +110,8 @@ def install(fit: Fit) -> None:
     with torch.no_grad():
         for target, tensor in fit.pairs:
             target.copy_(tensor)
+        for target, delta in fit.deltas:
+            overlay(target, delta)
 
 
 def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
@@ -140,14 +159,14 @@ def _fit_whole(
     targets: dict[str, torch.Tensor],
     entry: TensorEntry,
     buffer: torch.Tensor,
-    base: int,
+    begin: int,
 ) -> None:
     target = targets.get(entry.name)
     if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
         raise _misfit(entry.name, target, entry.dtype, entry.shape)
     if is_plain(target) and not target.is_inference():
         fit.plain.append(target)
-        fit.sources.append(base + entry.offset)
+        fit.sources.append(begin + entry.offset)
     else:
         fit.pairs.append((target, as_tensor(buffer, entry)))
 
@@ -165,14 +184,16 @@ def _fit_pieces(
     target, dtype = targets.get(name), pieces[0].entry.dtype
     if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
         raise _misfit(name, target, dtype, box.shape)
-    for part, tensor in sources(name, pieces, box):
+    for part, piece in shares(name, pieces, box):
         view = target.detach()[part.inside(box)]
-        if is_plain(view) and is_plain(tensor) and not view.is_inference():
-            fit.plain.append(view)
-            fit.sources.append(tensor.data_ptr())
-            fit.held.append(tensor)
-        else:
-            fit.pairs.append((view, tensor))
+        if piece.entry.encoding == "dense" or part != piece.box:
+            fit.copy(view, piece.tensor()[part.inside(piece.box)])
+            continue
+        source, delta = checked(view, piece)
+        if source is not None:
+            fit.copy(view, source)
+        if delta:
+            fit.deltas.append((view, delta))
 
 
 def _misfit(

@@ -8,11 +8,12 @@ import torch
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from trinity_schemas import Chunk, TensorEntry, WeightManifest, encode
+from trinity_schemas import Chunk, PartDelta, TensorEntry, WeightManifest, encode
 
 from .base import ChunkStore, PartRef
 from .boxes import Place
-from .tensors import address, as_plain, copy_bytes, digest, dtype_name
+from .tensors import address, as_bytes, as_plain, copy_bytes, digest, dtype_name
+from .tracking import LastPublished
 
 
 class PublishedPartReport(Struct, frozen=True, kw_only=True):
@@ -22,6 +23,8 @@ class PublishedPartReport(Struct, frozen=True, kw_only=True):
     bytes: int
     tensors: int
     chunks: int
+    delta: PartDelta | None = None
+    """Where the part is not full: what of it travelled."""
 
 
 class PartWriter:
@@ -34,6 +37,8 @@ class PartWriter:
         part: Which part it is.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
         subset: Whether the version is of some of the model's tensors, such as an adapter's.
+        last: What the rank last published, so that only what changed of it travels; it has begun
+            the part already. Without it all tensors travel in full.
     """
 
     def __init__(
@@ -43,9 +48,11 @@ class PartWriter:
         chunk_bytes: int | None = None,
         *,
         subset: bool = False,
+        last: LastPublished | None = None,
     ) -> None:
         self._subset = subset
         self._part = part
+        self._last = last
         self._sink = store.begin(part, chunk_bytes)
         self._room: memoryview | None = None
         self._address = self._size = 0
@@ -78,17 +85,25 @@ class PartWriter:
                 global_shape=place.global_shape,
                 begins=place.begins,
             )
+        if self._last is None:
+            self._append(entry, tensor.data_ptr(), tensor.nbytes)
+        else:
+            entry, data = self._last.shrunk(entry, as_bytes(tensor))
+            self._append(entry, address(data), len(data))
+
+    def _append(self, entry: TensorEntry, source: int, nbytes: int) -> None:
+        """Append what lies at an address; it stays there until this returns."""
         self._tensors.append(entry)
-        self._offset += tensor.nbytes
-        source, left = tensor.data_ptr(), tensor.nbytes
+        self._offset += nbytes
+        left = nbytes
         while left:
             if self._room is None:
                 self._take_room()
-            nbytes = min(left, self._size - self._filled)
-            copy_bytes(self._address + self._filled, source, nbytes)
-            self._filled += nbytes
-            source += nbytes
-            left -= nbytes
+            fits = min(left, self._size - self._filled)
+            copy_bytes(self._address + self._filled, source, fits)
+            self._filled += fits
+            source += fits
+            left -= fits
             if self._filled == self._size:
                 self._put()
 
@@ -105,18 +120,23 @@ class PartWriter:
                 tensors=tuple(self._tensors),
                 chunks=tuple(self._chunks),
                 subset=self._subset,
+                base=self._last.base if self._last else None,
             )
         )
         self._sink.seal(manifest)
+        sealed = manifest_digest(manifest)
         return PublishedPartReport(
-            manifest_digest=manifest_digest(manifest),
+            manifest_digest=sealed,
             bytes=self._offset,
             tensors=len(self._tensors),
             chunks=len(self._chunks),
+            delta=self._last.sealed(self._part, sealed, self._offset) if self._last else None,
         )
 
     def discard(self) -> None:
         """Take back what was put of a part that will not be sealed."""
+        if self._last is not None:
+            self._last.forget()
         self._sink.discard()
 
     def _take_room(self) -> None:

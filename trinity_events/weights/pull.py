@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -12,6 +13,7 @@ import torch
 
 from trinity_schemas import (
     ContractError,
+    PartBase,
     PublishedPart,
     StepReady,
     StepRef,
@@ -24,7 +26,8 @@ from ..errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
 from .base import ChunkStore, PartRef, PartSource
 from .boxes import Box, byte_spans, common, fault_in_cover, whole
 from .publish import manifest_digest
-from .tensors import DTYPES, as_buffer, as_tensor, digest
+from .rebuild import FullPart, Key, rebuilt
+from .tensors import DTYPES, as_buffer, digest
 
 Wanted: TypeAlias = Mapping[str, Box | None]
 """Tensors by name, and of each the part that is wanted; None is all of it."""
@@ -36,9 +39,11 @@ class PulledVersion(NamedTuple):
     ref: StepRef
     digest: str
     bytes: int
-    """Of the whole version."""
+    """Of the whole version, and of what it rests on where that was pulled too."""
     parts: tuple[tuple[WeightManifest, torch.Tensor], ...]
     """Each part's manifest and its bytes, uint8 [bytes]; undefined where nothing is wanted."""
+    bases: tuple[FullPart | None, ...]
+    """Of each part, the full one that it rests on; None when it is full, or was not pulled."""
     wanted: Wanted | None = None
     """What was asked for; None is everything."""
 
@@ -48,9 +53,9 @@ class PulledVersion(NamedTuple):
         Raises IncompatibleWeights when something that is wanted is not in the version.
         """
         found: dict[str, list[Piece]] = {}
-        for manifest, buffer in self.parts:
+        for (manifest, buffer), base in zip(self.parts, self.bases, strict=True):
             for entry in manifest.tensors:
-                found.setdefault(entry.name, []).append(Piece(entry, buffer))
+                found.setdefault(entry.name, []).append(Piece(entry, buffer, base))
         if self.wanted is None:
             return found
         for name in self.wanted:
@@ -61,7 +66,10 @@ class PulledVersion(NamedTuple):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, views of the pulled bytes where they lie together: for reading alone.
 
-        Raises IncompatibleWeights when shards leave a hole in a tensor, or overlap.
+        Of what is there as a delta they are copies, made as they are asked for.
+
+        Raises IncompatibleWeights when shards leave a hole in a tensor, or overlap, and
+        CorruptVersion when what changed does not make what was published.
         """
         for name, pieces in self.by_name().items():
             box = None if self.wanted is None else self.wanted[name]
@@ -77,6 +85,8 @@ class Piece(NamedTuple):
     entry: TensorEntry
     buffer: torch.Tensor
     """The part's bytes, uint8 [bytes]."""
+    base: FullPart | None = None
+    """What the part rests on, where it was pulled."""
 
     @property
     def box(self) -> Box:
@@ -84,8 +94,8 @@ class Piece(NamedTuple):
         return box_of(self.entry)
 
     def tensor(self) -> torch.Tensor:
-        """Its elements, a view where alignment allows."""
-        return as_tensor(self.buffer, self.entry)
+        """Its elements, a view where alignment allows and it is no delta."""
+        return rebuilt(self.entry, self.buffer, self.base)
 
 
 def box_of(entry: TensorEntry) -> Box:
@@ -101,8 +111,8 @@ def shape_of(name: str, pieces: list[Piece]) -> tuple[int, ...]:
     return said.pop()[1]
 
 
-def sources(name: str, pieces: list[Piece], wanted: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-    """What each piece has of the wanted box, and its elements.
+def shares(name: str, pieces: list[Piece], wanted: Box) -> Iterator[tuple[Box, Piece]]:
+    """What each piece has of the wanted box.
 
     Raises IncompatibleWeights when together they do not have all of it, or some of it twice.
     """
@@ -112,22 +122,26 @@ def sources(name: str, pieces: list[Piece], wanted: Box) -> Iterator[tuple[Box, 
     for piece in pieces:
         part = common(wanted, piece.box)
         if part is not None:
-            yield part, piece.tensor()[part.inside(piece.box)]
+            yield part, piece
 
 
 def _assembled(name: str, pieces: list[Piece], box: Box | None) -> torch.Tensor:
     box = whole(shape_of(name, pieces)) if box is None else box
     made = torch.empty(box.shape, dtype=DTYPES[pieces[0].entry.dtype])
-    for part, tensor in sources(name, pieces, box):
-        made[part.inside(box)] = tensor
+    for part, piece in shares(name, pieces, box):
+        made[part.inside(box)] = piece.tensor()[part.inside(piece.box)]
     return made
 
 
 @contextmanager
 def pull_version(
-    store: ChunkStore, run_id: str, ready: StepReady, wanted: Wanted | None = None
+    store: ChunkStore,
+    run_id: str,
+    ready: StepReady,
+    wanted: Wanted | None = None,
+    have: Collection[str] = (),
 ) -> Iterator[PulledVersion]:
-    """Hold the version that an announcement names.
+    """Hold the version that an announcement names, and what it rests on where it is a delta.
 
     Its tensors may lie in the transport's own memory, where they stay as they are until the block
     ends: copy what is wanted for longer.
@@ -136,7 +150,10 @@ def pull_version(
         store: Where its parts are.
         run_id: The run.
         ready: The announcement.
-        wanted: What of it; only chunks that hold some of that are read and verified.
+        wanted: What of it; only chunks that hold some of that are read and verified, and all that a
+            tensor takes that is there as a delta.
+        have: Manifest digests of full parts that need not be pulled, since deltas on them will be
+            laid over what the caller has. Of no use where only some is wanted.
 
     Raises:
         VersionUnavailable: when it, or some of it, is no longer there.
@@ -146,25 +163,58 @@ def pull_version(
         raise ValueError(f"step-ready of kind {ready.kind} announces no weight version")
     with ExitStack() as held:
         parts: list[tuple[WeightManifest, torch.Tensor]] = []
+        bases: list[FullPart | None] = []
         for announced in ready.parts:
             part = PartRef(run_id, ready.epoch, ready.step, announced.rank)
             source = store.open(part)
             if source is None:
                 raise VersionUnavailable(f"the {part} are not there: {store.missing(part)}")
             held.enter_context(closing(source))
-            parts.append(_read_part(source, part, announced, wanted))
+            chunks = None if wanted is None else partial(wanted_chunks, wanted=wanted)
+            manifest, buffer = _read_part(source, part, announced, chunks)
+            parts.append((manifest, buffer))
+            base = manifest.base
+            if base is None or (wanted is None and base.manifest_digest in have):
+                bases.append(None)
+            else:
+                changed = _changed(manifest, wanted)
+                bases.append(_read_base(store, held, part, base, changed))
         yield PulledVersion(
             ref=StepRef(ready.epoch, ready.step),
             digest=ready.version_digest,
-            bytes=sum(manifest.nbytes for manifest, _ in parts),
+            bytes=sum(manifest.nbytes for manifest, _ in parts)
+            + sum(base.manifest.nbytes for base in bases if base is not None),
             parts=tuple(parts),
+            bases=tuple(bases),
             wanted=wanted,
         )
 
 
+def _read_base(
+    store: ChunkStore, held: ExitStack, part: PartRef, base: PartBase, keys: Container[Key]
+) -> FullPart:
+    """The full part that one rests on, with what is in it of these tensors."""
+    at = part._replace(epoch=base.epoch, step=base.step)
+    source = store.open(at)
+    if source is None:
+        raise VersionUnavailable(
+            f"the {part} rest on the {at}, which are not there: {store.missing(at)}"
+        )
+    held.enter_context(closing(source))
+    named = PublishedPart(rank=at.rank, manifest_digest=base.manifest_digest, bytes=base.bytes)
+    full, buffer = _read_part(source, at, named, partial(_chunks_of, keys=keys))
+    if full.base is not None:
+        raise CorruptVersion(f"the {part} rest on the {at}, which are not full themselves")
+    return FullPart(full, {entry.key: entry for entry in full.tensors}, buffer)
+
+
 def _read_part(
-    source: PartSource, part: PartRef, announced: PublishedPart, wanted: Wanted | None
+    source: PartSource,
+    part: PartRef,
+    announced: PublishedPart,
+    chunks: Callable[[WeightManifest], Container[int]] | None = None,
 ) -> tuple[WeightManifest, torch.Tensor]:
+    """A part, or those chunks of it that are told by its manifest."""
     manifest = _read_manifest(source.manifest, part, announced)
 
     def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
@@ -181,26 +231,60 @@ def _read_part(
 
     # Sized by a manifest whose digest the log vouches for, and whose sums were checked.
     sizes = [chunk.nbytes for chunk in manifest.chunks]
-    chunks = None if wanted is None else wanted_chunks(manifest, wanted)
-    return manifest, as_buffer(source.read(sizes, check, chunks))
+    read = source.read(sizes, check, None if chunks is None else chunks(manifest))
+    return manifest, as_buffer(read)
 
 
 def wanted_chunks(manifest: WeightManifest, wanted: Wanted) -> set[int]:
     """Which chunks of a part hold bytes of what is wanted."""
-    ends = list(accumulate(chunk.nbytes for chunk in manifest.chunks))
     gap = min((chunk.nbytes for chunk in manifest.chunks), default=0)
-    found: set[int] = set()
+
+    def spans() -> Iterator[tuple[int, int]]:
+        for entry, held, inner in _wanted_entries(manifest, wanted):
+            if entry.encoding != "dense":  # what changed is laid over all of it
+                yield entry.offset, entry.offset + entry.stored
+                continue
+            for begin, end in byte_spans(held, inner, DTYPES[entry.dtype].itemsize, gap):
+                yield entry.offset + begin, entry.offset + end
+
+    return _chunks_with(manifest, spans())
+
+
+def _wanted_entries(
+    manifest: WeightManifest, wanted: Wanted
+) -> Iterator[tuple[TensorEntry, Box, Box]]:
+    """Tensors of which something is wanted: what is there of each, and what of that is wanted."""
     for entry in manifest.tensors:
         if entry.name not in wanted:
             continue
         held, box = box_of(entry), wanted[entry.name]
         inner = held if box is None or len(box.shape) != len(held.shape) else common(box, held)
-        if inner is None:
-            continue
-        for begin, end in byte_spans(held, inner, DTYPES[entry.dtype].itemsize, gap):
-            first = bisect_right(ends, entry.offset + begin)
-            last = bisect_right(ends, entry.offset + end - 1)
-            found.update(range(first, last + 1))
+        if inner is not None:
+            yield entry, held, inner
+
+
+def _changed(manifest: WeightManifest, wanted: Wanted | None) -> set[Key]:
+    """Tensors that are wanted and are there as a delta."""
+    entries: Iterable[TensorEntry] = manifest.tensors
+    if wanted is not None:
+        entries = (entry for entry, _, _ in _wanted_entries(manifest, wanted))
+    return {entry.key for entry in entries if entry.encoding != "dense"}
+
+
+def _chunks_of(manifest: WeightManifest, keys: Container[Key]) -> set[int]:
+    """Which chunks of a full part hold bytes of these tensors."""
+    entries = (entry for entry in manifest.tensors if entry.key in keys)
+    spans = ((entry.offset, entry.offset + entry.part_bytes) for entry in entries)
+    return _chunks_with(manifest, spans)
+
+
+def _chunks_with(manifest: WeightManifest, spans: Iterable[tuple[int, int]]) -> set[int]:
+    """Which chunks of a part hold its bytes from ``begin`` to ``end``."""
+    ends = list(accumulate(chunk.nbytes for chunk in manifest.chunks))
+    found: set[int] = set()
+    for begin, end in spans:
+        if begin < end:
+            found.update(range(bisect_right(ends, begin), bisect_right(ends, end - 1) + 1))
     return found
 
 

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,7 @@ from trinity_schemas import (
     Slot,
     StepCommitted,
     StepReady,
+    StepRef,
     VersionOpened,
     VersionPartPublished,
     VersionRetired,
@@ -34,11 +35,13 @@ from ..server import open_client
 from .base import ChunkStore, Ended, PartRef, ReadsAlong
 from .collective import TIMEOUT, CollectiveGroups, CollectiveStore
 from .install import check_fit, install
+from .patch import Installed, ModelDiffers
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
 from .ray_store import RayStore
 from .redis_store import RedisChunkStore
 from .shared_memory import SharedMemoryStore
+from .tracking import LastPublished
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,9 @@ class Synchronizer(CollectiveGroups):
             the log says of each version.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
         group_timeout: Seconds within which a dead peer of a collective group is an error.
+        full_every: Versions from one that is published in full to the next, at most; between them
+            only what changed travels, where that is less. 1 publishes all in full; more keeps a
+            copy of what this process published last.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Synchronizer(CollectiveGroups):
         transport: TransportName = "redis",
         chunk_bytes: int | None = None,
         group_timeout: float = TIMEOUT,
+        full_every: int = 1,
     ) -> None:
         self.run_id = run_id
         self.epoch = epoch
@@ -90,16 +97,21 @@ class Synchronizer(CollectiveGroups):
         self._transport = transport
         self._chunk_bytes = chunk_bytes
         self._group_timeout = group_timeout
+        self._full_every = full_every
         self._disconnect()
 
     def _disconnect(self) -> None:
         self._publisher_made: Publisher | None = None
         self._stores: dict[str, ChunkStore] = {}
         self._read_through = ORIGIN
+        self._lasting: set[StepRef] = set()
+        self._last: dict[int, LastPublished] = {}
+        self._installed = Installed()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_publisher_made", "_stores", "_read_through"):
+        own = ("_publisher_made", "_stores", "_read_through", "_lasting", "_last", "_installed")
+        for name in own:
             del state[name]
         return state
 
@@ -119,6 +131,7 @@ class Synchronizer(CollectiveGroups):
             transport=self._transport,
             chunk_bytes=self._chunk_bytes,
             group_timeout=self._group_timeout,
+            full_every=self._full_every,
         )
 
     @property
@@ -169,8 +182,11 @@ class Synchronizer(CollectiveGroups):
         A ``subset`` brings some of the model's tensors, such as an adapter's; others stay.
         """
         self._free_retired(rank)
-        part = self._part(global_step, rank)
-        return PartWriter(self._store, part, self._chunk_bytes, subset=subset)
+        part, last = self._part(global_step, rank), None
+        if self._full_every > 1 and not subset:
+            last = self._last.setdefault(rank, LastPublished(self._full_every))
+            last.begin(part, self._is_lasting)
+        return PartWriter(self._store, part, self._chunk_bytes, subset=subset, last=last)
 
     def part_published(
         self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
@@ -185,6 +201,7 @@ class Synchronizer(CollectiveGroups):
                 tensors=report.tensors,
                 chunks=report.chunks,
                 seconds=seconds,
+                delta=report.delta,
             )
         )
 
@@ -269,18 +286,22 @@ class Synchronizer(CollectiveGroups):
         return store.read_along(parts, stop, deadline)
 
     @contextmanager
-    def pull(self, ready: StepReady, wanted: Wanted | None = None) -> Iterator[PulledVersion]:
+    def pull(
+        self, ready: StepReady, wanted: Wanted | None = None, have: Collection[str] = ()
+    ) -> Iterator[PulledVersion]:
         """Hold the version that an announcement names: that one, whole, verified, or an error.
 
         Its tensors are for reading, and until the block ends. Of some tensors by name, or of a
-        box of each, only chunks that hold some of that are read: ``wanted`` says which.
+        box of each, only chunks that hold some of that are read: ``wanted`` says which. What it
+        rests on, where it is a delta, is held too, but for the full parts whose manifest digests
+        the caller has, and wants whole.
 
         Raises:
             VersionUnavailable: when it is no longer there; a newer one is, or will be.
             CorruptVersion: when what is there is not what was announced.
         """
         store = self._store_of(ready.transport or RedisChunkStore.name)
-        with pull_version(store, self.run_id, ready, wanted) as version:
+        with pull_version(store, self.run_id, ready, wanted, have) as version:
             yield version
 
     def apply(
@@ -301,11 +322,28 @@ class Synchronizer(CollectiveGroups):
         Raises as :meth:`pull`, and IncompatibleWeights.
         """
         began = time.monotonic()
-        with self.pull(ready, wanted) as version:
+        try:
+            return self._apply(module, ready, wanted, self._installed.fulls(module), began)
+        except ModelDiffers as differs:
+            logger.warning("step %d is taken with all that it rests on: %s", ready.step, differs)
+            return self._apply(module, ready, wanted, (), began)
+
+    def _apply(
+        self,
+        module: torch.nn.Module,
+        ready: StepReady,
+        wanted: Wanted | None,
+        have: Collection[str],
+        began: float,
+    ) -> AppliedPhases:
+        with self.pull(ready, wanted, have) as version:
             verified_at = time.time()
-            pairs = check_fit(module, version)
+            fit = check_fit(module, version)
             fetched = time.monotonic()
-            install(pairs)
+            self._installed.forget()
+            install(fit)
+            if wanted is None:
+                self._installed.note(module, ready, version)
         phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
         self._publisher.publish(
             WeightsApplied(
@@ -361,14 +399,30 @@ class Synchronizer(CollectiveGroups):
         return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
 
     def _free_retired(self, rank: int) -> None:
-        """Free this rank's parts of the versions that the reducer has retired since last time."""
+        """Free this rank's parts of the versions that the reducer has retired since last time.
+
+        And hear which are ready.
+        """
         log = self._publisher.log
         while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS):
             for entry in found:
                 event = _event(entry.payload)
                 if isinstance(event, VersionRetired):
                     self._store.delete(self._part(event.step, rank, event.epoch))
+                    self._lasting.discard(StepRef(event.epoch, event.step))
+                elif isinstance(event, StepReady) and event.kind == "weights":
+                    self._lasting.add(StepRef(event.epoch, event.step))
                 self._read_through = entry.id
+
+    def _is_lasting(self, part: PartRef) -> bool:
+        """Whether readers are sure to find a part: it is ready, not retired, and there."""
+        if StepRef(part.epoch, part.step) not in self._lasting:
+            return False
+        source = self._store.open(part)
+        if source is None:
+            return False
+        source.close()
+        return True
 
 
 def _event(payload: bytes) -> object:

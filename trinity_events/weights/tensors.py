@@ -69,9 +69,16 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_neg().contiguous().as_subclass(torch.Tensor)
 
 
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's elements, row-major; a copy only where :func:`as_plain` makes one."""
+    flat = as_plain(tensor).detach().reshape(-1)
+    # view() refuses tensors of no elements.
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
 def address(memory: memoryview) -> int:
-    """Where writable memory begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+    """Where memory begins."""
+    return int(np.frombuffer(memory, np.uint8).ctypes.data) if len(memory) else 0
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:

@@ -119,6 +119,15 @@ PublishOption = Annotated[
         "Auto is shards where there are several ranks.",
     ),
 ]
+LearningRate = Annotated[float, typer.Option(min=0, help="Of AdamW, once it is warm.")]
+WeightsFullEvery = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Weight versions from one published in full to the next; between them only what "
+        "changed travels (deltas), where that is less. 1 publishes all in full.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 WeightsRedisUrl = Annotated[
@@ -142,6 +151,8 @@ def demo(
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
     publish: PublishOption = Publish.AUTO,
+    weights_full_every: WeightsFullEvery = 1,
+    learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -170,8 +181,10 @@ def demo(
         explorers=explorers,
         sync_interval=sync_interval,
         sync_offset=sync_offset,
+        weights_full_every=weights_full_every,
         save_interval=save_interval,
         save_strategy=save_strategy.value,
+        learning_rate=learning_rate,
         seed=seed,
         publish=publish.value,
         engine=engine,
@@ -200,6 +213,8 @@ def trainer(
     save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
     weights: WeightsOption = Weights.AUTO,
     publish: PublishOption = Publish.AUTO,
+    weights_full_every: WeightsFullEvery = 1,
+    learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
     tensor_parallel: TensorParallel = None,
@@ -227,8 +242,10 @@ def trainer(
         explorers=explorers,
         sync_interval=sync_interval,
         sync_offset=sync_offset,
+        weights_full_every=weights_full_every,
         save_interval=save_interval,
         save_strategy=save_strategy.value,
+        learning_rate=learning_rate,
         seed=seed,
         publish=publish.value,
         engine=engine,

@@ -47,6 +47,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """Steps between two published weight versions."""
     sync_offset: NotNegative = 1
     """Versions that explorers may be behind; 0 is strictly on-policy and takes turns."""
+    weights_full_every: Positive = 1
+    """Versions from one published in full to the next; between them only what changed travels."""
     save_interval: NotNegative = 100
     """Steps between two checkpoints; 0 writes none."""
     save_strategy: SaveStrategy = "unrestricted"

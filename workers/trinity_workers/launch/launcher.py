@@ -74,8 +74,12 @@ async def run_trainer(options: LaunchOptions) -> DemoSummary:
 async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
     """Run what is to run here: every part when this process is alone, else the trainer."""
     began = time.monotonic()
-    publish = options.settings.publish
-    transport, reason = chosen_transport(options.transport, explorers_here=alone, publish=publish)
+    transport, reason = chosen_transport(
+        options.transport,
+        explorers_here=alone,
+        publish=options.settings.publish,
+        deltas=options.settings.weights_full_every > 1,
+    )
     settings = structs.replace(options.settings, transport=transport)
     view = ProgressView(options.run_id, settings.steps)
     async with AsyncExitStack() as exits:

@@ -128,6 +128,12 @@ def summary_table(summary: DemoSummary) -> Table:
             f"{log.versions_superseded_unpulled} superseded before they were "
             f"pulled, {log.versions_unaccounted} unaccounted for",
         ),
+        (
+            "weight bytes",
+            f"{log.versions_published - log.versions_delta} versions in full and "
+            f"{log.versions_delta} as what changed: {_mebibytes(log.bytes_published)} published, "
+            f"{_mebibytes(log.bytes_saved)} saved",
+        ),
         ("staleness", f"{summary.staleness_mean:.2f} versions, in the mean over the steps"),
         ("stall", _spread(log.stall)),
         ("transfer", _spread(log.transfer)),
@@ -147,6 +153,10 @@ def summary_table(summary: DemoSummary) -> Table:
     for name, text in rows:
         table.add_row(name, text)
     return table
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / (1 << 20):,.1f} MiB"
 
 
 def _spread(spread: object) -> str:

@@ -25,7 +25,11 @@ class Chosen(NamedTuple):
 
 
 def chosen_transport(
-    choice: TransportChoice, *, explorers_here: bool, publish: PublishName = "auto"
+    choice: TransportChoice,
+    *,
+    explorers_here: bool,
+    publish: PublishName = "auto",
+    deltas: bool = False,
 ) -> Chosen:
     """The transport asked for, or the fastest that is sure to reach every explorer.
 
@@ -34,9 +38,10 @@ def chosen_transport(
         explorers_here: Whether every explorer is on this host and in the trainer's Ray cluster;
             else they may be anywhere.
         publish: What is published, which the transport must be able to carry.
+        deltas: Whether not all versions are published in full.
 
     Raises:
-        BadSettings: when a collective group is to carry shards.
+        BadSettings: when a collective group is to carry shards or deltas.
         SharedMemoryUnusable: when it was asked for, and the host has none.
         RayUnusable: when it was asked for, and explorers are not in the cluster.
         GroupBroken: when a collective group was asked for, and torch was built without one.
@@ -56,6 +61,11 @@ def chosen_transport(
         raise BadSettings(
             f"a collective group is sent full tensors by rank 0, and --publish {publish} was asked "
             "for: leave that out, or choose another of --weights"
+        )
+    if choice == "collective" and deltas:
+        raise BadSettings(
+            "a collective group is sent full tensors, and --weights-full-every asks for deltas: "
+            "leave that out, or choose another of --weights"
         )
     if choice == "collective" and not torch.distributed.is_available():
         raise GroupBroken(

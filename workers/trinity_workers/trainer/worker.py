@@ -87,6 +87,7 @@ class TrainWorker:
             transport=config.transport,
             role=ROLE,
             rank=self._rank,
+            full_every=config.weights_full_every,
         )
         self._snapshots = (
             SnapshotUploads(self._synchronizer, config.sync_timeout)

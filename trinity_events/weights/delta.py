@@ -1,0 +1,179 @@
+"""What changed of a tensor, as positions and values: pure functions on bytes.
+
+Elements are compared by their bits, so that NaN, -0.0 and every dtype are exact. A delta holds
+the changed elements block by block, each block's positions in the smallest of three forms: the
+gaps between them in bytes, the gaps in pairs of bytes, or one bit for each element of the block.
+To apply it is to overwrite: once or twice gives the same, whatever was at these positions before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ..errors import CorruptVersion
+
+Words = npt.NDArray[Any]
+"""A tensor's elements as unsigned integers of their size, [elements]."""
+Positions = npt.NDArray[Any]
+"""Positions in a block, rising, int64 or uint32 [changed]."""
+
+BLOCK = 1 << 18
+"""Elements of a block: part of the format. What a block takes fits in the processor's cache."""
+
+_WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
+_HEADER = np.dtype([("form", "u1"), ("changed", "<u4"), ("position_bytes", "<u4")])
+_GAPS: dict[int, np.dtype[Any]] = {0: np.dtype("u1"), 1: np.dtype("<u2")}
+_BITS = 2
+
+
+class Changes(NamedTuple):
+    """The changed elements of one block."""
+
+    start: int
+    """The tensor's element at which the block begins."""
+    positions: Positions
+    values: Words
+
+
+def words(data: memoryview, itemsize: int) -> Words:
+    """Bytes as elements of ``itemsize`` bytes; a view of the same memory."""
+    return np.frombuffer(data, np.uint8).view(_WORDS[itemsize])
+
+
+def blocks(elements: int) -> range:
+    """Where the blocks of so many elements begin."""
+    return range(0, elements, BLOCK)
+
+
+def encoded(changes: list[Changes], elements: int, itemsize: int) -> bytes:
+    """The delta of a tensor of so many elements, from what changed of each of its blocks."""
+    header = np.zeros(len(blocks(elements)), _HEADER)
+    sections: list[bytes] = []
+    for start, positions, values in changes:
+        form, coded = _coded(positions, min(BLOCK, elements - start))
+        header[start // BLOCK] = (form, len(positions), len(coded))
+        sections += (coded, values.astype(_WORDS[itemsize], copy=False).tobytes())
+    return b"".join((header.tobytes(), *sections))
+
+
+def decoded(delta: memoryview, elements: int, itemsize: int) -> Iterator[Changes]:
+    """What changed, block by block; blocks without changes are left out.
+
+    What is allocated is bounded by the size of a block, whatever the bytes say.
+
+    Args:
+        delta: As made by :func:`encoded`.
+        elements: Of the tensor.
+        itemsize: Bytes of one element.
+
+    Raises:
+        CorruptVersion: when the bytes are no delta of such a tensor.
+    """
+    count = -(-elements // BLOCK)
+    offset = count * _HEADER.itemsize
+    if offset > len(delta):
+        raise CorruptVersion("a delta is shorter than the table of its blocks")
+    header = np.frombuffer(delta[:offset], _HEADER)
+    taken = header["changed"].sum(dtype=np.int64) * itemsize
+    taken += header["position_bytes"].sum(dtype=np.int64)
+    if offset + int(taken) != len(delta):
+        raise CorruptVersion(f"a delta has {len(delta)} bytes, its blocks {offset + int(taken)}")
+    for index, (form, changed, position_bytes) in enumerate(header.tolist()):
+        if not changed and not position_bytes:
+            continue
+        start = index * BLOCK
+        end = offset + position_bytes
+        size = min(BLOCK, elements - start)
+        positions = _decoded(delta[offset:end], form, changed, size)
+        offset = end + changed * itemsize
+        yield Changes(start, positions, np.frombuffer(delta[end:offset], _WORDS[itemsize]))
+
+
+def overwrite(target: Words, delta: memoryview) -> None:
+    """Write the changed elements into ``target``, [elements] of the tensor's own element size.
+
+    Raises:
+        CorruptVersion: as :func:`decoded`; blocks before the broken one are written then.
+    """
+    for start, positions, values in decoded(delta, len(target), target.itemsize):
+        target[start : start + BLOCK][positions] = values
+
+
+def digest_with(base: Words, delta: memoryview) -> str:
+    """The digest of ``base`` as :func:`overwrite` would leave it; nothing is written.
+
+    Raises:
+        CorruptVersion: as :func:`decoded`.
+    """
+    hasher, done = xxhash.xxh3_128(), 0
+    for start, positions, values in decoded(delta, len(base), base.itemsize):
+        hasher.update(base[done:start].data)
+        block = base[start : start + BLOCK].copy()
+        block[positions] = values
+        hasher.update(block.data)
+        done = start + len(block)
+    hasher.update(base[done:].data)
+    return f"xxh3:{hasher.hexdigest()}"
+
+
+def _coded(positions: Positions, size: int) -> tuple[int, bytes]:
+    """Positions in the smallest form that they have."""
+    gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
+    lengths = {form: _length(gaps, dtype) for form, dtype in _GAPS.items()}
+    form = min(lengths, key=lengths.__getitem__)
+    if lengths[form] > -(-size // 8):
+        mask = np.zeros(size, bool)
+        mask[positions] = True
+        return _BITS, np.packbits(mask, bitorder="little").tobytes()
+    return form, _coded_gaps(gaps, _GAPS[form])
+
+
+def _length(gaps: Positions, dtype: np.dtype[Any]) -> int:
+    most = np.iinfo(dtype).max
+    escapes = int((gaps // most).sum()) if len(gaps) and gaps.max() >= most else 0
+    return (len(gaps) + escapes) * dtype.itemsize
+
+
+def _coded_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
+    """Gaps as numbers below the largest, which stands for so many elements and none changed."""
+    most = np.iinfo(dtype).max
+    ends = np.cumsum(gaps // most + 1) - 1
+    coded = np.full(int(ends[-1]) + 1 if len(ends) else 0, most, dtype)
+    coded[ends] = gaps % most
+    return coded.tobytes()
+
+
+def _decoded(coded: memoryview, form: int, changed: int, size: int) -> Positions:
+    """Positions below ``size``, as many as were changed and rising."""
+    if changed > size:
+        raise CorruptVersion(f"a block of {size} elements has {changed} changed ones")
+    if form == _BITS:
+        positions = _decoded_bits(coded, size)
+    elif form in _GAPS:
+        positions = _decoded_gaps(coded, _GAPS[form], size)
+    else:
+        raise CorruptVersion(f"a block of a delta is of form {form}, which is not known")
+    if len(positions) != changed or (changed and int(positions[-1]) >= size):
+        raise CorruptVersion("the positions of a delta are not those of its values")
+    return positions
+
+
+def _decoded_bits(coded: memoryview, size: int) -> Positions:
+    if len(coded) != -(-size // 8):
+        raise CorruptVersion(f"a block of {size} elements has {len(coded)} bytes of bits")
+    return np.flatnonzero(np.unpackbits(np.frombuffer(coded, np.uint8), bitorder="little"))
+
+
+def _decoded_gaps(coded: memoryview, dtype: np.dtype[Any], size: int) -> Positions:
+    """Each number that is not the largest is a position: so many elements after the last one."""
+    if len(coded) > 2 * size + 2 or len(coded) % dtype.itemsize:
+        raise CorruptVersion("the gaps of a delta are more than its block has elements")
+    gaps = np.frombuffer(coded, dtype)
+    ends = np.flatnonzero(gaps != np.iinfo(dtype).max)
+    reached: Positions = np.cumsum(gaps, dtype=np.int64)[ends]
+    return reached + np.arange(len(reached))
