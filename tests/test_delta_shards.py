@@ -56,7 +56,7 @@ class Rank:
     def publish(self, tensors, step):
         part = self.part._replace(step=step)
         self.last.begin(part, lambda _: self.lasting)
-        writer = PartWriter(self.store, part, CHUNK, self.last)
+        writer = PartWriter(self.store, part, CHUNK, last=self.last)
         for shard in self.shards(tensors):
             writer.add(*shard)
         self.report = writer.seal()

@@ -57,7 +57,7 @@ class Trainer:
     def publish(self, tensors, step):
         part = self.part._replace(step=step)
         self.last.begin(part, lambda _: self.lasting)
-        writer = PartWriter(self.store, part, CHUNK, self.last)
+        writer = PartWriter(self.store, part, CHUNK, last=self.last)
         for name, tensor in tensors.items():
             writer.add(name.replace(".", "_"), tensor)
         self.report = writer.seal()
@@ -230,12 +230,12 @@ def test_a_full_one_follows_a_failure_a_new_epoch_a_change_of_shape_and_a_lost_b
     tensors = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
     assert fulls(trainer, tensors, range(2)) == [0]
     trainer.last.begin(trainer.part._replace(step=2), lambda _: True)
-    PartWriter(trainer.store, trainer.part._replace(step=2), CHUNK, trainer.last).add(
+    PartWriter(trainer.store, trainer.part._replace(step=2), CHUNK, last=trainer.last).add(
         "a", tensors["a"]
     )
     assert fulls(trainer, tensors, range(3, 5)) == [3], "one was never sealed"
     trainer.last.begin(trainer.part._replace(step=5), lambda _: True)
-    PartWriter(trainer.store, trainer.part._replace(step=5), CHUNK, trainer.last).discard()
+    PartWriter(trainer.store, trainer.part._replace(step=5), CHUNK, last=trainer.last).discard()
     assert fulls(trainer, tensors, range(6, 8)) == [6], "one was given up"
     trainer.part = trainer.part._replace(epoch=2)
     assert fulls(trainer, tensors, range(8, 10)) == [8]
@@ -322,7 +322,7 @@ def publishes_a_delta_until(told, where, part):
     tensors = dict(SOME)
     full = trainer.publish(tensors, 0)
     trainer.last.begin(part, lambda _: True)
-    writer = PartWriter(trainer.store, part, 64, trainer.last)
+    writer = PartWriter(trainer.store, part, 64, last=trainer.last)
     for name, tensor in SOME[:4]:
         writer.add(name, torch.cat((tensor[:-50] + 0, tensor[-50:] + 1)))
     told.send(msgspec.to_builtins(full))
