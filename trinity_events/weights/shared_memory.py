@@ -201,15 +201,19 @@ class SharedMemoryStore:
         """The segment's memory, mapped once for all versions that come in it."""
         for key in [key for key, one in self._mappings.items() if one.is_gone()]:
             self._mappings.pop(key).close()
-        found = os.fstat(descriptor)
-        key = (found.st_dev, found.st_ino)
-        mapping = self._mappings.pop(key, None)
-        if mapping is None or len(mapping.memory) != found.st_size:
-            if mapping is not None:
-                mapping.close()
-            mapping = Mapping(descriptor, found.st_size)
-        self._mappings[key] = mapping
-        return mapping.memory
+        while True:
+            found = os.fstat(descriptor)
+            key = (found.st_dev, found.st_ino)
+            mapping = self._mappings.pop(key, None)
+            if mapping is None or len(mapping.memory) != found.st_size:
+                if mapping is not None:
+                    mapping.close()
+                try:
+                    mapping = Mapping(descriptor, found.st_size)
+                except ValueError:
+                    continue  # its writer trimmed it between the two calls: once, as it seals it
+            self._mappings[key] = mapping
+            return mapping.memory
 
     # --- both ------------------------------------------------------------------------------
 

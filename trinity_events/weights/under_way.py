@@ -60,6 +60,8 @@ class Follower:
         self._find = find
         self._mapped = mapped
         self._descriptor = -1
+        self._given_up: bytes | None = None
+        """Generation of what its writer gave up, or died over: it is not looked at again."""
 
     def advance(self) -> bool:
         """Digest some of what came; returns whether anything did."""
@@ -71,8 +73,8 @@ class Follower:
         if locked(self._descriptor, fcntl.LOCK_SH):
             self.close()
             self.sealed = bool(self._find(file_name(self.part)))
-            if not self.sealed:
-                self.seen = None
+            if not self.sealed and self.seen is not None:
+                self._given_up, self.seen = self.seen.generation, None
         return False
 
     def close(self) -> None:
@@ -92,8 +94,9 @@ class Follower:
                     if path.stat().st_ino == os.fstat(self._descriptor).st_ino:
                         memory = self._mapped(self._descriptor)
                         generation, size = WRITING.unpack_from(memory, WRITING_AT)
-                        self.seen = Seen(generation, size, [])
-                        return True
+                        if generation != self._given_up:
+                            self.seen = Seen(generation, size, [])
+                            return True
                 except BaseException:
                     self.close()
                     raise
