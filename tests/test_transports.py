@@ -54,7 +54,9 @@ pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared 
 @pytest.fixture(params=["redis", "shm", "ray"])
 def where(request, weights_url):
     if request.param == "ray":
-        return Where("ray", weights_url, request.getfixturevalue("ray_cluster"))
+        address = request.getfixturevalue("ray_cluster")
+        auth = os.environ.get("RAY_AUTH_MODE", "disabled")
+        return Where("ray", weights_url, address, auth)
     return Where(request.param, weights_url)
 
 

@@ -31,11 +31,14 @@ class Where(NamedTuple):
     name: str
     weights_url: str
     ray_address: str = ""
+    ray_auth: str = "disabled"
+    """As Ray put it into the environment of the process that started the cluster."""
 
     def store(self):
         if self.name == "shm":
             return SharedMemoryStore()
         if self.name == "ray":
+            os.environ["RAY_AUTH_MODE"] = self.ray_auth
             import ray
 
             if not ray.is_initialized():  # in a process of its own

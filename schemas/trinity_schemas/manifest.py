@@ -148,7 +148,7 @@ class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 names.add(tensor.name)
             else:
                 _check_shard(tensor)
-                names.add(tensor.key)
+                names.add((tensor.name, tensor.begins))
             if tensor.encoding == "dense" and not tensor.stored:
                 end += product(tensor.shape) * size
             else:
