@@ -52,7 +52,7 @@ TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)
 EXPERTS = ParallelLayout(expert=2)
 TRAINED = OptimizerOptions(learning_rate=3e-3)
-GROUP_TIMEOUT = timedelta(seconds=8)
+GROUP_TIMEOUT = timedelta(seconds=5)
 """Of the group with the explorer."""
 
 logger = logging.getLogger(__name__)
