@@ -30,6 +30,8 @@ from .weights_peer import Model, store_of
 TITLE = "weights of which only what changed is published"
 PLACE = PERFORMANCE
 RUN = "bench-weights-delta"
+_ENDS = count()
+"""Each pair of ends has a run of its own."""
 SHARES = (0.001, 0.01, 0.03, 1.0)
 FULL_EVERY = 16
 _MEBIBYTE = 1 << 20
@@ -88,12 +90,13 @@ class Ends:
             {name: torch.zeros_like(tensor) for name, tensor in like.items()}
         )
         self.installed = Installed()
+        self._run = f"{RUN}-{next(_ENDS)}"
         self._steps = count()
         self._there: list[PartRef] = []
 
     def sync(self, tensors: Tensors, *, delta: bool) -> Timed:
         """Publish the tensors, in full or as what changed, and apply them."""
-        part = PartRef(RUN, 1, next(self._steps), 0)
+        part = PartRef(self._run, 1, next(self._steps), 0)
         began = time.perf_counter()
         if delta:
             self.last.begin(part, self._there.__contains__)
@@ -103,7 +106,8 @@ class Ends:
         report = writer.seal()
         published = time.perf_counter() - began
         ready = announced(part, report)
-        with pull_version(self.far, RUN, ready, have=self.installed.fulls(self.module)) as version:
+        have = self.installed.fulls(self.module)
+        with pull_version(self.far, self._run, ready, have=have) as version:
             install(check_fit(self.module, version))
             self.installed.note(self.module, ready, version)
         applied = time.perf_counter() - began
