@@ -13,7 +13,7 @@ from ..log import position as number
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 2_000}
+SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 1_000}
 """The most of a segment; an announcement lists what it rests on, and is larger than an event."""
 
 
