@@ -21,6 +21,11 @@ class CollectiveBroken(TrinityError):
     """A collective could not be completed: a rank died in it, or was too slow."""
 
 
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) where there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on every rank of the group when the block fails on any.

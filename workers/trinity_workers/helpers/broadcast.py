@@ -9,16 +9,15 @@ import torch.distributed as dist
 
 from trinity_events.weights import ModelUpdateGroup
 
-from ..collectives import CollectiveBroken, raise_together
+from ..collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.base import NamedTensors
+from .parts import TakesTensors, drain
 
 UpdateGroup: TypeAlias = ModelUpdateGroup | dist.ProcessGroup
 """A version on its way to explorers, or a bare group whose others know what comes."""
 
 
-class _Sender(Protocol):
-    def add(self, name: str, tensor: torch.Tensor) -> None: ...
-
+class _Sender(TakesTensors, Protocol):
     def seal(self) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
@@ -40,10 +39,10 @@ def broadcast_stream(tensors: NamedTensors, model_update_group: UpdateGroup | No
     """
     sender = _sender(model_update_group)
     error: Exception | None = None
-    if sender is None and _rank() == 0:
+    if sender is None and rank_and_world()[0] == 0:
         error = ValueError("rank 0 broadcasts the weights: it needs the group that receives them")
     try:
-        error = _drain(tensors, sender, error)
+        error = drain(tensors, sender, error)
     except Exception as caught:
         broken = CollectiveBroken(
             f"the weights could not be gathered, because a rank died or was too slow: {caught}"
@@ -61,19 +60,6 @@ def broadcast_stream(tensors: NamedTensors, model_update_group: UpdateGroup | No
     finally:
         if sender is not None and error is not None:
             sender.fail(error)
-
-
-def _drain(
-    tensors: NamedTensors, sender: _Sender | None, error: Exception | None
-) -> Exception | None:
-    """Take part in every gather, and send as long as nothing went wrong; returns what did."""
-    for name, tensor in tensors:
-        if sender is not None and error is None:
-            try:
-                sender.add(name, tensor)
-            except Exception as caught:
-                error = caught  # the others are inside the gathers: go on with them
-    return error
 
 
 def _sender(group: UpdateGroup | None) -> _Sender | None:
@@ -101,7 +87,3 @@ class _Bare:
 
     def fail(self, error: BaseException) -> None:
         """Its peers hear of it by their own timeout."""
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -15,9 +15,9 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
 from trinity_events.weights.boxes import Place, chunk_of
 
-from ..collectives import PeerFailed, gather_bytes, raise_together, together
+from ..collectives import PeerFailed, gather_bytes, raise_together, rank_and_world, together
 from ..engines.base import LocalShard
-from .upload import give_up
+from .parts import give_up, take_back, write_shards
 
 _KEY_BYTES = 8
 
@@ -45,7 +45,7 @@ def publish_shards(
         CollectiveBroken: when a rank died, or was too slow.
     """
     began = time.monotonic()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_and_world()
     writer: PartWriter | None = None
     report: PublishedPartReport | None = None
     error: Exception | None = None
@@ -53,16 +53,13 @@ def publish_shards(
         if rank == 0:
             synchronizer.open_version(global_step, ranks=range(ranks))
         writer = synchronizer.part_writer(global_step, rank)
-        for one in shards:
-            writer.add(one.name, one.tensor, Place(one.offsets, one.global_shape))
-        report = writer.seal()
+        report = write_shards(writer, shards)
     except Exception as caught:
         error = caught
     try:
         raise_together(error)
     except PeerFailed:
-        if writer is not None:
-            _take_back(writer, global_step, logger)
+        take_back(writer, global_step, logger)
         raise
     except Exception as caught:
         give_up(synchronizer, writer, global_step, caught, logger)
@@ -87,7 +84,7 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
         raise ShardsRefused(
             "FSDP1 keeps flat parameters, which are no shards of tensors: upload with sharded=False"
         )
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = rank_and_world()
     for index, (name, parameter) in enumerate(module.named_parameters()):
         value = parameter.detach()
         if isinstance(value, DTensor):
@@ -152,10 +149,3 @@ def owners(everyone: Sequence[bytes]) -> dict[bytes, int]:
 def _key(shard: LocalShard) -> bytes:
     said = repr((shard.name, shard.global_shape, shard.offsets, tuple(shard.tensor.shape)))
     return xxhash.xxh3_64_digest(said.encode())
-
-
-def _take_back(writer: PartWriter, step: int, logger: Logger) -> None:
-    try:
-        writer.discard()
-    except Exception:
-        logger.exception("step %d: what was sent of the weights stays until it expires", step)

@@ -7,15 +7,13 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger
 
-import torch.distributed as dist
-
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.weights import PartWriter, Place, Synchronizer
+from trinity_events.weights import PartWriter, Synchronizer
 from trinity_events.weights.staging import Staging
 
-from ..collectives import raise_together
+from ..collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard
-from .upload import give_up
+from .parts import give_up, write_shards
 
 
 class SnapshotUploads:
@@ -44,7 +42,7 @@ class SnapshotUploads:
         published; that one's memory is used again, so it is waited for.
         """
         began = time.monotonic()
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, ranks = rank_and_world()
         error: Exception | None = None
         held: list[LocalShard] = []
         try:
@@ -97,9 +95,7 @@ class SnapshotUploads:
         writer: PartWriter | None = None
         try:
             writer = self._synchronizer.part_writer(step, rank)
-            for one in shards:
-                writer.add(one.name, one.tensor, Place(one.offsets, one.global_shape))
-            report = writer.seal()
+            report = write_shards(writer, shards)
             self._synchronizer.part_published(step, rank, report, stall)
         except Exception as error:
             give_up(self._synchronizer, writer, step, error, logger)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from logging import Logger
 
-import torch.distributed as dist
-
 from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
 
-from ..collectives import CollectiveBroken, raise_together
+from ..collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.base import NamedTensors
+from .parts import drain, give_up
 
 
 def publish_stream(
@@ -32,17 +31,18 @@ def publish_stream(
         CollectiveBroken: when a rank died, or was too slow.
     """
     began = time.monotonic()
+    rank, _ = rank_and_world()
     writer: PartWriter | None = None
     report: PublishedPartReport | None = None
     error: Exception | None = None
-    if _rank() == 0:
+    if rank == 0:
         try:
             synchronizer.open_version(global_step, ranks=(0,))
             writer = synchronizer.part_writer(global_step, 0)
         except Exception as caught:
             error = caught
     try:
-        error = _drain(tensors, writer, error)
+        error = drain(tensors, writer, error)
     except Exception as caught:
         broken = CollectiveBroken(
             f"the weights of step {global_step} could not be gathered, because a rank died or was "
@@ -59,7 +59,7 @@ def publish_stream(
     try:
         raise_together(error)
     except CollectiveBroken as caught:
-        if _rank() != 0:  # which may have died before it could publish
+        if rank != 0:  # which may have died before it could publish
             error = caught
         raise
     finally:  # the others first: they hold the training loop, and a server may be slow to answer
@@ -67,39 +67,3 @@ def publish_stream(
             give_up(synchronizer, writer, global_step, error, logger)
     if report is not None:
         logger.info("step %d: published %d bytes", global_step, report.bytes)
-
-
-def _drain(
-    tensors: NamedTensors, writer: PartWriter | None, error: Exception | None
-) -> Exception | None:
-    """Take part in every gather, and write as long as nothing went wrong; returns what did."""
-    for name, tensor in tensors:
-        if writer is not None and error is None:
-            try:
-                writer.add(name, tensor)
-            except Exception as caught:
-                error = caught  # the others are inside the gathers: go on with them
-    return error
-
-
-def give_up(
-    synchronizer: Synchronizer,
-    writer: PartWriter | None,
-    step: int,
-    error: Exception,
-    logger: Logger,
-) -> None:
-    """Say that it failed, and take back what was sent, each as far as its server still answers."""
-    try:
-        synchronizer.part_failed(step, _rank(), error)
-    except Exception:
-        logger.exception("step %d: the failure of the upload could not be published", step)
-    try:
-        if writer is not None:
-            writer.discard()
-    except Exception:
-        logger.exception("step %d: what was sent of the weights stays until it expires", step)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
