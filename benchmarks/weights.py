@@ -119,82 +119,56 @@ def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
 
 def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
     """Shared memory beside each of the others, by speed."""
-    ours = [one.all for one in found["shm"]]
-    shown = figure(turn.model, ours)
-    rows = [
-        Row(
-            what=f"{turn.name}, shared memory",
-            figure=shown,
-            peer=peer_name,
-            peer_figure=figure(turn.model, theirs),
-            ratio=ratio(theirs, ours),
-            asked=asked,
-            spread=spread(ours),
-        )
-        for peer_name, theirs, asked in (
-            ("bare two-process pipeline", [one.all for one in found["pipeline"]], LIMIT),
-            ("one memory copy", [one.all for one in found["copy"]], None),
-            ("begun when announced", [one.all for one in found["shm, announced first"]], None),
-            ("the same without digests", [one.all for one in found["shm, no digests"]], None),
-            ("Redis", [one.all for one in found["redis"]], None),
-        )
+    times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
+    stall = [one.publish for one in found["shm"]]
+    ours, bare, copied = times["shm"], times["pipeline"], times["copy"]
+    return [
+        row(turn, "shared memory", ours, "bare two-process pipeline", bare, LIMIT),
+        row(turn, "shared memory", ours, "one memory copy", copied),
+        row(turn, "shared memory", ours, "begun when announced", times["shm, announced first"]),
+        row(turn, "shared memory", ours, "the same without digests", times["shm, no digests"]),
+        row(turn, "shared memory", ours, "Redis", times["redis"]),
+        row(
+            turn,
+            "shared memory, served where it lies",
+            times["shm, in place"],
+            "bare two-process pipeline",
+            bare,
+            BEATEN,
+        ),
+        row(turn, "stall while it is published", stall, "one memory copy", copied),
+        row(turn, "stall of a snapshot", times["snapshot"], "one memory copy", copied, SNAPSHOT),
     ]
-    served, bare = ([one.all for one in found[name]] for name in ("shm, in place", "pipeline"))
-    rows.append(
-        Row(
-            what=f"{turn.name}, shared memory, served where it lies",
-            figure=figure(turn.model, served),
-            peer="bare two-process pipeline",
-            peer_figure=figure(turn.model, bare),
-            ratio=ratio(bare, served),
-            asked=BEATEN,
-            spread=spread(served),
-        )
-    )
-    stall, copies = [one.publish for one in found["shm"]], [one.all for one in found["copy"]]
-    rows.append(
-        Row(
-            what=f"{turn.name}, stall while it is published",
-            figure=figure(turn.model, stall),
-            peer="one memory copy",
-            peer_figure=figure(turn.model, copies),
-            ratio=ratio(copies, stall),
-            spread=spread(stall),
-        )
-    )
-    copied = [one.all for one in found["snapshot"]]
-    rows.append(
-        Row(
-            what=f"{turn.name}, stall of a snapshot",
-            figure=figure(turn.model, copied),
-            peer="one memory copy",
-            peer_figure=figure(turn.model, copies),
-            ratio=ratio(copies, copied),
-            asked=SNAPSHOT,
-            spread=spread(copied),
-        )
-    )
-    return rows
 
 
 def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
     """Shared memory beside both ways through Ray, round by round."""
-    ours = [one.all for one in found["shm"]]
+    times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
+    ours = times["shm"]
     return [
-        Row(
-            what=f"{turn.name}, shared memory",
-            figure=figure(turn.model, ours),
-            peer=name,
-            peer_figure=figure(turn.model, [one.all for one in found[key]]),
-            ratio=ratio([one.all for one in found[key]], ours),
-            asked=asked,
-            spread=spread(ours),
-        )
-        for key, name, asked in (
-            ("original", "the original's path", ORIGINAL),
-            ("careful", "Ray, used with care", CAREFUL),
-        )
+        row(turn, "shared memory", ours, "the original's path", times["original"], ORIGINAL),
+        row(turn, "shared memory", ours, "Ray, used with care", times["careful"], CAREFUL),
     ]
+
+
+def row(
+    turn: Turn,
+    what: str,
+    ours: list[float],
+    peer: str,
+    theirs: list[float],
+    asked: Asked | None = None,
+) -> Row:
+    """The seconds of ours beside those of a peer, by speed."""
+    return Row(
+        what=f"{turn.name}, {what}",
+        figure=figure(turn.model, ours),
+        peer=peer,
+        peer_figure=figure(turn.model, theirs),
+        ratio=ratio(theirs, ours),
+        asked=asked,
+        spread=spread(ours),
+    )
 
 
 def fitted(totals: list[tuple[Model, float]]) -> Row:

@@ -128,3 +128,22 @@ def rank_group(rank_processes):
     """Makes a process group over Gloo of so many ranks."""
     yield rank_processes.group
     rank_processes.leave()
+
+
+@pytest.fixture
+def make_synchronizer(publisher, redis_url, weights_url, run_id, where):
+    """Makes ends of weight versions over the module's ``where``; trainers publish deltas."""
+    from trinity_events.weights import Synchronizer
+
+    made = []
+
+    def synchronizer(role="trainer", rank=0):
+        epoch = publisher.epoch if role == "trainer" else 0
+        urls = {"redis_url": redis_url, "weights_url": weights_url}
+        options = {"role": role, "rank": rank, "transport": where.name, "full_every": 4}
+        made.append(Synchronizer(run_id, epoch, **urls, **options))
+        return made[-1]
+
+    yield synchronizer
+    for one in made:
+        one.close()

@@ -10,7 +10,6 @@ from tests.pipeline import reducer_task
 from tests.test_transports import announcement
 from tests.test_weights import bits, ready
 from tests.transport_actors import Where
-from trinity_events import Synchronizer
 from trinity_events.errors import VersionUnavailable
 from trinity_events.weights import (
     PartRef,
@@ -270,26 +269,10 @@ def test_a_delta_that_is_read_along_is_what_was_published(run_id, checked):
 # --- through the log --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make(publisher, redis_url, weights_url, run_id, where):
-    made = []
-
-    def synchronizer(role="trainer", rank=0):
-        epoch = publisher.epoch if role == "trainer" else 0
-        urls = {"redis_url": redis_url, "weights_url": weights_url}
-        options = {"role": role, "rank": rank, "transport": where.name, "full_every": 4}
-        made.append(Synchronizer(run_id, epoch, **urls, **options))
-        return made[-1]
-
-    yield synchronizer
-    for one in made:
-        one.close()
-
-
 async def test_snapshots_of_shards_travel_as_deltas_and_are_taken_whole_or_in_part(
-    make, log, redis_url, run_id
+    make_synchronizer, log, redis_url, run_id
 ):
-    trainer, explorer = make(), make("explorer", 1)
+    trainer, explorer = make_synchronizer(), make_synchronizer("explorer", 1)
     snapshots, tensors = SnapshotUploads(trainer, 20), start()
     model, some = model_of(tensors), model_of({"rows": torch.zeros(10, 96).bfloat16()})
     async with reducer_task(redis_url, run_id):

@@ -11,7 +11,6 @@ from tests.pipeline import reducer_task
 from tests.test_transports import announcement, left
 from tests.test_weights import awkward, bits, publish, ready
 from tests.transport_actors import SOME, Where, actor, kill
-from trinity_events import Synchronizer
 from trinity_events.core import Summarizer
 from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
 from trinity_events.log import Stream
@@ -348,26 +347,10 @@ def test_a_publisher_that_is_killed_within_a_delta_leaves_nothing_of_it(where, r
 # --- through the log --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make(publisher, redis_url, weights_url, run_id, where):
-    made = []
-
-    def synchronizer(role="trainer", rank=0):
-        epoch = publisher.epoch if role == "trainer" else 0
-        urls = {"redis_url": redis_url, "weights_url": weights_url}
-        options = {"role": role, "rank": rank, "transport": where.name, "full_every": 4}
-        made.append(Synchronizer(run_id, epoch, **urls, **options))
-        return made[-1]
-
-    yield synchronizer
-    for one in made:
-        one.close()
-
-
 async def test_joiners_at_any_time_get_every_version_and_the_log_says_how_it_travelled(
-    make, log, redis_url, run_id
+    make_synchronizer, log, redis_url, run_id
 ):
-    trainer, steady = make(), make("explorer", 1)
+    trainer, steady = make_synchronizer(), make_synchronizer("explorer", 1)
     tensors, model = {"a": torch.zeros(4000), "b": torch.rand(100)}, None
     async with reducer_task(redis_url, run_id):
         for step in range(10):
@@ -377,7 +360,7 @@ async def test_joiners_at_any_time_get_every_version_and_the_log_says_how_it_tra
             model = model or Holder(tensors)
             steady.apply(model, event)
             assert_has(model, tensors)
-            late, joined = make("explorer", 2), Holder(tensors)
+            late, joined = make_synchronizer("explorer", 2), Holder(tensors)
             late.apply(joined, event)
             assert_has(joined, tensors)
             late.close()
@@ -401,9 +384,9 @@ async def test_joiners_at_any_time_get_every_version_and_the_log_says_how_it_tra
 
 
 async def test_an_explorer_whose_model_was_changed_takes_what_the_version_rests_on(
-    make, log, redis_url, run_id
+    make_synchronizer, log, redis_url, run_id
 ):
-    trainer, explorer = make(), make("explorer", 1)
+    trainer, explorer = make_synchronizer(), make_synchronizer("explorer", 1)
     tensors = {"a": torch.zeros(4000)}
     model = Holder(tensors)
     async with reducer_task(redis_url, run_id):
@@ -419,16 +402,16 @@ async def test_an_explorer_whose_model_was_changed_takes_what_the_version_rests_
 
 
 async def test_a_trainer_begins_with_a_full_version_and_rests_on_none_that_is_not_ready(
-    make, log, redis_url, run_id
+    make_synchronizer, log, redis_url, run_id
 ):
-    first, tensors = make(), {"a": torch.zeros(1000)}
+    first, tensors = make_synchronizer(), {"a": torch.zeros(1000)}
     for step in range(2):  # nobody announces anything
         publish(first, tensors, step)
     async with reducer_task(redis_url, run_id):
         await ready(log, 1)
         publish(first, tensors, 2)
         await ready(log, 2)
-        publish(make(), tensors, 3)
+        publish(make_synchronizer(), tensors, 3)
         await ready(log, 3)
     told = [decode_envelope(entry.payload).event for entry in await log.read()]
     parts = [one for one in told if isinstance(one, VersionPartPublished)]
