@@ -1,5 +1,7 @@
 """The contract: what is on the wire, and what a reader refuses."""
 
+from contextlib import nullcontext
+
 import msgspec
 import pytest
 
@@ -127,6 +129,15 @@ def manifest(**changes):
 def test_a_manifest_survives_the_wire():
     assert decode_manifest(encode(manifest())) == manifest()
     assert manifest().nbytes == 26
+
+
+def test_a_tensor_lies_behind_the_one_before_or_at_the_next_aligned_place():
+    one, other = (TensorEntry(name=name, dtype="int8", shape=(1,), offset=0) for name in "ab")
+    for offset, fits in ((0, False), (1, True), (2, False), (63, False), (64, True), (128, False)):
+        chunks = (Chunk(nbytes=offset + 1, digest=DIGEST),)
+        moved = msgspec.structs.replace(other, offset=offset)
+        with nullcontext() if fits else pytest.raises(ValueError, match="next multiple of 64"):
+            manifest(tensors=(one, moved), chunks=chunks)
 
 
 @pytest.mark.parametrize(

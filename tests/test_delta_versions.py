@@ -24,7 +24,7 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.patch import Installed, ModelDiffers
 from trinity_events.weights.tracking import LastPublished
-from trinity_schemas import VersionPartPublished, WeightsApplied, decode_envelope
+from trinity_schemas import ALIGNMENT, VersionPartPublished, WeightsApplied, decode_envelope
 
 CHUNK = 4096
 
@@ -143,7 +143,7 @@ def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, t
         tensors["never changed"] = steady.get_buffer("never changed").clone()
         tensors["minus zero"][step] = 0.0
         tensors["minus zero"][max(0, step - 1)] = -0.0  # as it was: it travels all the same
-    assert read[0] == whole[0]
+    assert whole[0] <= read[0] < whole[0] + len(tensors) * ALIGNMENT
     assert all(0 < one < whole[0] / 2 for one in read[1:])
     told = trainer.report.delta
     assert told.skip >= 1

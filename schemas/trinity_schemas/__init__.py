@@ -72,9 +72,10 @@ from .keys import (
     manifest_key,
     meeting_key,
 )
-from .manifest import Chunk, PartBase, TensorEntry, WeightManifest, version_digest
+from .manifest import ALIGNMENT, Chunk, PartBase, TensorEntry, WeightManifest, version_digest
 
 __all__ = [
+    "ALIGNMENT",
     "ANNOUNCEMENT_TYPES",
     "EVENT_TYPES",
     "MAX_EVENT_BYTES",

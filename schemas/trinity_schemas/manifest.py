@@ -27,8 +27,10 @@ DTYPE_BYTES: dict[str, int] = {
     "float8_e5m2": 1,
 }
 
-Dimension = Annotated[int, Meta(ge=0, le=2**48)]
+ALIGNMENT = 64
+"""Bytes of which a tensor's place is a multiple, where its writer aligns them: a cache line."""
 
+Dimension = Annotated[int, Meta(ge=0, le=2**48)]
 
 Shape = Annotated[tuple[Dimension, ...], Meta(max_length=32)]
 
@@ -41,8 +43,9 @@ Encoding = Annotated[
 class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One tensor, or one rank's shard of it.
 
-    ``offset`` is where it begins in the part's bytes, row-major, unpadded. A shard also says of
-    which tensor it is a part: that one's shape, and where in each dimension the shard begins.
+    ``offset`` is where it begins in the part's bytes, row-major, unpadded: behind the one before,
+    or at the next multiple of :data:`ALIGNMENT`, with zeros in between. A shard also says
+    of which tensor it is a part: that one's shape, and where in each dimension the shard begins.
 
     In a part that rests on a base, it may be there as what changed of it, in ``stored`` bytes, or
     not at all where nothing did. Its ``digest`` is then that of all its bytes.
@@ -116,8 +119,9 @@ class Chunk(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
 class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's part of a version: its tensors, laid end to end, cut into chunks.
 
-    Decoding checks that tensors tile the bytes without gap or overlap and that the chunks add
-    up to them, so that nothing is allocated by a number that the rest contradicts.
+    Decoding checks that tensors tile the bytes without overlap, and with no gap but to the next
+    aligned place, and that the chunks add up to them, so that nothing is allocated by a number
+    that the rest contradicts.
     """
 
     run_id: RunId
@@ -143,7 +147,12 @@ class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             if size is None:
                 raise ValueError(f"tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}")
             if tensor.offset != end:
-                raise ValueError(f"tensor {tensor.name!r} begins at {tensor.offset}, not at {end}")
+                if tensor.offset != end + -end % ALIGNMENT:
+                    raise ValueError(
+                        f"tensor {tensor.name!r} begins at {tensor.offset}, not at {end} "
+                        f"or the next multiple of {ALIGNMENT}"
+                    )
+                end = tensor.offset
             if tensor.begins is None and tensor.global_shape is None:
                 names.add(tensor.name)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from typing import NamedTuple
 
 import torch
@@ -126,7 +126,7 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     for name, pieces in version.by_name().items():
         if len(pieces) > 1 or pieces[0].entry.begins is not None:
             raise IncompatibleWeights(f"{name!r} comes in shards: they have to be copied together")
-    for name, tensor in version.tensors():
+    for name, tensor in list(version.tensors()):  # all of them first: one may not be what it was
         targets[name].data = tensor
 
 
@@ -143,10 +143,13 @@ def _copy(pieces: list[tuple[int, int, int]]) -> None:
     if threads == 1 or sum(nbytes for _, _, nbytes in pieces) < _WORTH:
         _copy_some(pieces)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        shares = [pool.submit(_copy_some, pieces[index::threads]) for index in range(threads)]
-        for share in shares:
-            share.result()
+    first, *others = (pieces[index::threads] for index in range(threads))
+    helpers = [threading.Thread(target=_copy_some, args=(share,)) for share in others]
+    for helper in helpers:
+        helper.start()
+    _copy_some(first)
+    for helper in helpers:
+        helper.join()
 
 
 def _copy_some(pieces: list[tuple[int, int, int]]) -> None:

@@ -196,8 +196,8 @@ class Segment:
         return self._memory
 
     def trim(self, nbytes: int) -> None:
-        """Give back what is behind so many bytes."""
-        size = _rounded(nbytes)
+        """Give back what is behind so many bytes, but for the rest of a MiB: to grow costs more."""
+        size = _rounded(nbytes, _LEAST)
         if size < self._size:
             os.ftruncate(self._descriptor, size)
             self._size = size
@@ -226,5 +226,5 @@ class Segment:
         self._size = size
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+def _rounded(nbytes: int, unit: int = mmap.PAGESIZE) -> int:
+    return -(-nbytes // unit) * unit

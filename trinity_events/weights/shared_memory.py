@@ -39,7 +39,7 @@ from .shared_part import (
 )
 from .under_way import Follower, read_along
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 """Small enough to be digested while it is still in the processor's cache."""
 MOST_SEGMENTS = 8
 """Of one publisher. Two versions are kept and one is written; others are there while read."""

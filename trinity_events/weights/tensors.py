@@ -78,7 +78,11 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def address(memory: memoryview) -> int:
     """Where memory begins."""
-    return int(np.frombuffer(memory, np.uint8).ctypes.data) if len(memory) else 0
+    if not len(memory):
+        return 0
+    if memory.readonly:
+        return int(np.frombuffer(memory, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a tenth of the time
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
@@ -107,14 +111,13 @@ def as_tensor(buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
         entry: Where the tensor lies in it.
     """
     dtype = DTYPES[entry.dtype]
-    data = buffer[entry.offset : entry.offset + entry.nbytes]
+    nbytes = entry.nbytes
+    if not nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    data = buffer[entry.offset : entry.offset + nbytes]
     if data.data_ptr() % dtype.itemsize:
         data = data.clone()
-    return (
-        data.view(dtype).reshape(entry.shape)
-        if entry.nbytes
-        else torch.empty(entry.shape, dtype=dtype)
-    )
+    return data.view(dtype).view(entry.shape)
 
 
 def digest(data: Buffer) -> str:
