@@ -16,7 +16,7 @@ from .original import WeightsThroughRay
 from .report import PERFORMANCE
 from .stage import Stage
 from .weights_consumers import consumer_rows
-from .weights_contenders import Timed, contenders
+from .weights_contenders import Contenders, Timed, contenders
 from .weights_peer import BLOCK, Model, peer
 
 TITLE = "weights, from publish to applied in another process"
@@ -40,6 +40,8 @@ class Turn(NamedTuple):
     original: int
     consumers: int = 0
     """Up to how many consumers take it at once, where that is measured."""
+    alone: bool = False
+    """Whether our own path alone is measured: there is no room for more."""
 
 
 class Size(NamedTuple):
@@ -62,6 +64,7 @@ SIZES = {
         (
             Turn("64 MiB in 200 tensors", Model(200, 167_772), 15, 5),
             Turn("512 MiB in 200 tensors", Model(200, 1_342_177), 10, 3, consumers=8),
+            Turn("4 GiB in 200 tensors", Model(200, 10_737_418), 10, 0, alone=True),
             Turn("20,000 small tensors", Model(20_000, 1_024), 10, 0),
         ),
         "8 min",
@@ -77,7 +80,10 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     with EmbeddedServer(on.folder, "weights", durable=False).attached() as url:
         for turn in size.turns:
             say(f"  {turn.name}")
-            found = measured(turn, url, noise, original=0 if missing else turn.original)
+            if turn.alone:
+                found = measured_alone(turn, url, noise)
+            else:
+                found = measured(turn, url, noise, original=0 if missing else turn.original)
             rows += found.rows
             totals.append((turn.model, found.seconds))
             if turn.consumers:
@@ -115,6 +121,25 @@ def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
             return Measured(rows, median([one.all for one in found["shm"]]))
     finally:
         bare.unlink(missing_ok=True)
+
+
+def measured_alone(turn: Turn, url: str, noise: Noise) -> Measured:
+    """One model, through shared memory with one version kept, and nothing beside it."""
+    with peer(turn.model, url, None) as other:
+        ours = Contenders(turn.model, [other], url, kept=1)
+        try:
+            path = {"shm": lambda: ours.through("shm", along=True)}
+            for _ in range(_WARM):
+                path["shm"]()
+            found = taking_turns(path, turn.rounds, noise)["shm"]
+        finally:
+            ours.close()
+    times, stall = [one.all for one in found], [one.publish for one in found]
+    rows = [
+        Row(what=f"{turn.name}, {what}", figure=figure(turn.model, took), spread=spread(took))
+        for what, took in (("shared memory", times), ("stall while it is published", stall))
+    ]
+    return Measured(rows, median(times))
 
 
 def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:

@@ -36,9 +36,10 @@ class Contenders:
         model: What its tensors look like.
         others: The other ends; each takes every version, as long as nobody else is chosen.
         url: Of a server.
+        kept: Versions that are there at a time.
     """
 
-    def __init__(self, model: Model, others: list[Peer], url: str) -> None:
+    def __init__(self, model: Model, others: list[Peer], url: str, kept: int = KEPT) -> None:
         self.others = others
         self.newest: StepReady | None = None
         self._source = model.parameters(1.0)
@@ -46,6 +47,7 @@ class Contenders:
         self._published: dict[str, list[int]] = {name: [] for name in self._stores}
         self._steps = count()
         self._staging = Staging()
+        self._kept = kept
 
     def close(self) -> None:
         """Let go of everything."""
@@ -134,7 +136,7 @@ class Contenders:
             raise RuntimeError(f"over {transport} {found} was applied, not {number}")
         published = self._published[transport]
         published.append(ready.step)
-        while len(published) > KEPT:
+        while len(published) > self._kept:
             self._stores[transport].delete(PartRef(RUN, 1, published.pop(0), 0))
         self.newest = ready
         return Timed(all_of_it, seconds)
