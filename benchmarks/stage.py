@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ REST_DEADLINE = 180.0
 _LOOK, _LOOKS = 0.25, 3
 _IDLE = 0.15
 """Share of a core that is no work: a reducer looks after its lead and its files."""
+_GLANCE = 0.02
 _A_PAGE = 1000
 _A_MILLISECOND = 100
 """Entries that a filled log has a millisecond; a busy trainer sends fewer."""
@@ -203,19 +204,31 @@ def spent_by(*arguments: str, home: Path) -> Spent:
             stderr=subprocess.STDOUT,
         )
         try:
-            _, status, usage = os.wait4(started.pid, 0)
+            peak = peak_of(started)
         except BaseException:
             started.kill()
+            started.wait()
             raise
         seconds = time.perf_counter() - began
-        # Waited for here, so that its usage is known; Popen is told that there is no more to do.
-        started.returncode = os.waitstatus_to_exitcode(status)
         if started.returncode:
             said.seek(0)
             told = said.read().decode(errors="replace")[-2000:]
             raise RuntimeError(f"{' '.join(arguments)} exited {started.returncode}: {told}")
-    # Kilobytes, but on macOS.
-    return Spent(seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+    return Spent(seconds, peak)
+
+
+def peak_of(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process; returns the largest resident set that it was seen to have, in bytes.
+
+    What the kernel tells at its end counts in ours, which it had before it became its own.
+    """
+    watched, peak = psutil.Process(process.pid), 0
+    while True:
+        with suppress(psutil.Error):  # it has just ended
+            peak = max(peak, watched.memory_info().rss)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GLANCE)
+            return peak
 
 
 def list_run(client: redis.Redis, run_id: str) -> None:

@@ -4,10 +4,13 @@ import asyncio
 import subprocess
 import sys
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import anyio
 
 from tests.histories import committed, opened, part
+from trinity_events.archive import Recording, read_recording, record_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream
 from trinity_events.reducer import reduce_run
 from trinity_events.server import connect
@@ -86,3 +89,12 @@ async def publish_steps(publisher: AsyncPublisher, steps) -> None:
 
 async def count_announcements(log: RedisEventLog) -> int:
     return await log._redis.xlen(log.keys.announcements)
+
+
+async def recorded(log, archive=None) -> Recording:
+    """A run's log by way of a file, its parts as lists."""
+    with TemporaryDirectory() as room:
+        path = Path(room) / "log.jsonl"
+        await record_run(log, path, archive)
+        recording = read_recording(path)
+        return Recording(recording.header, *(list(part) for part in recording[1:]))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.histories import committed, finished, registration, started
-from tests.pipeline import announced, publish_steps, reducer_task
+from tests.pipeline import announced, publish_steps, recorded, reducer_task
 from trinity_events.archive import (
     Archive,
     ArchiveMissing,
@@ -18,7 +18,6 @@ from trinity_events.archive import (
     read_recording,
     record_run,
     verify,
-    write_lines,
 )
 from trinity_events.archive.export import RunExists
 from trinity_events.history import SnapshotUnreadable, current_state
@@ -45,14 +44,17 @@ async def finished_run(publisher, log, redis_url, run_id, tmp_path):
 
 @pytest.fixture
 async def exported(finished_run, log, tmp_path):
-    recording = await record_run(log)
     path = tmp_path / "run.jsonl"
-    write_lines(path, recording.header, recording.lines())
+    await record_run(log, path)
     return path
 
 
 async def test_an_export_read_back_is_the_run_bit_for_bit(exported, log):
-    assert read_recording(exported) == await record_run(log)
+    recording = read_recording(exported)
+    assert list(recording.events) == await log.read()
+    assert list(recording.announcements) == await log.read(stream=Stream.ANNOUNCEMENTS)
+    assert list(recording.dead) == await log.dead_letters() != []
+    assert recording.header.position == await log.last_id()
     for line in exported.read_text().splitlines():
         json.loads(line)
 
@@ -64,19 +66,19 @@ async def test_an_imported_run_is_the_run_on_another_server(exported, log, run_i
             await import_recording(client, read_recording(exported))
             elsewhere = type(log)(client, run_id)
             assert await current_state(elsewhere) == state
-            assert await record_run(elsewhere) == await record_run(log)
+            assert await recorded(elsewhere) == await recorded(log)
             assert [one.subject for one in await elsewhere.standing()] != []
             # A reducer that finds it announces nothing again.
             await anyio.sleep(0.3)
-            count = len(read_recording(exported).announcements)
+            count = len(list(read_recording(exported).announcements))
             assert len(await announced(elsewhere, count)) == count
 
 
 async def test_an_import_never_touches_a_run_that_is_there(exported, client, log):
-    before = await record_run(log)
+    before = await recorded(log)
     with pytest.raises(RunExists, match="left as it is"):
         await import_recording(client, read_recording(exported))
-    assert await record_run(log) == before
+    assert await recorded(log) == before
 
 
 def lines(path):
@@ -128,7 +130,7 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
 
 async def test_a_sound_run_verifies_and_its_oddities_are_listed(finished_run, log):
     snapshot, _ = await log.load()
-    report = verify(await record_run(log), snapshot, finished_run)
+    report = verify(await recorded(log), snapshot, finished_run)
     assert report.sound
     assert report.checked == ("announcements", "snapshot", "iteration files")
     said = [finding.what for finding in report.findings]
@@ -137,11 +139,11 @@ async def test_a_sound_run_verifies_and_its_oddities_are_listed(finished_run, lo
 
 
 async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publisher):
-    recording = await record_run(log)
+    recording = await recorded(log)
     snapshot, _ = await log.load()
-    fewer = msgspec.structs.replace(recording, announcements=recording.announcements[:-1])
+    fewer = recording._replace(announcements=recording.announcements[:-1])
     other = [*recording.announcements[:-1], Entry("9999999999999-0", b"forged")]
-    forged = msgspec.structs.replace(recording, announcements=other)
+    forged = recording._replace(announcements=other)
     assert not verify(fewer).sound
     assert "announcement 8 is not the one" in verify(forged).findings[0].what
     changed = msgspec.msgpack.encode(
@@ -161,7 +163,7 @@ async def test_verify_finds_an_iteration_file_that_lies(
         with anyio.fail_after(10):
             while not path.exists():
                 await anyio.sleep(0.01)
-    recording = await record_run(log)
+    recording = await recorded(log)
     assert verify(recording, run_folder=tmp_path / run_id).sound
     path.write_text("8")
     [finding] = verify(recording, run_folder=tmp_path / run_id).findings
@@ -192,10 +194,10 @@ async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):
         b"%d" % number for number in range(10)
     ] * 4
     assert len(await log.read()) == 20, "the two newest segments stay on the server"
-    recording = await record_run(log, archive)
+    recording = await recorded(log, archive)
     assert len(recording.events) == 40
     with pytest.raises(ArchiveMissing, match="name that with --checkpoint-root"):
-        await record_run(log)
+        await recorded(log)
 
 
 async def test_what_a_group_has_not_acknowledged_or_read_is_not_trimmed(log, run_id, tmp_path):
@@ -222,7 +224,7 @@ async def test_a_segment_that_is_missing_is_noticed(log, run_id, tmp_path):
     for missing in (segments[1], segments[0]):
         missing.unlink()
         with pytest.raises(ArchiveMissing, match="a segment was moved or deleted"):
-            await record_run(log, archive)
+            await recorded(log, archive)
 
 
 async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log, run_id, tmp_path):

@@ -4,8 +4,8 @@ import threading
 
 import anyio
 
-from tests.pipeline import announced, events_of, publish_steps, reducer_task, until
-from trinity_events.archive import Archive, record_run, verify
+from tests.pipeline import announced, events_of, publish_steps, recorded, reducer_task, until
+from trinity_events.archive import Archive, verify
 from trinity_events.history import Replay, current_state, load_monitor
 from trinity_events.log import AsyncPublisher, MemoryEventLog, Stream, new_producer, opening
 from trinity_events.reducer import Policy, reduce
@@ -29,7 +29,7 @@ async def test_the_server_keeps_the_newest_entries_alone_and_the_archive_all(
         # Two segments of thirty entries or so, and what came since the last snapshot.
         await until(lambda: _left(log, Stream.EVENTS, 120))
         await until(lambda: _left(log, Stream.ANNOUNCEMENTS, 120))
-    recording = await record_run(log, archive)
+    recording = await recorded(log, archive)
     assert len(recording.events) == 301
     assert verify(recording, (await log.load())[0]).sound
     replay = Replay(run_id)

@@ -5,9 +5,9 @@ import socket
 import pytest
 import redis
 
-from tests.pipeline import publish_steps, reducer_task
+from tests.pipeline import publish_steps, recorded, reducer_task
 from trinity_events import StepReady, subscribe
-from trinity_events.archive import Archive, record_run, verify
+from trinity_events.archive import Archive, verify
 from trinity_events.archive.export import import_recording, whole_stream
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.history import PAGE
@@ -70,7 +70,7 @@ async def test_an_import_that_is_cut_off_leaves_the_name_free(
 ):
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])
-    recording = await record_run(log)
+    recording = await recorded(log)
     with EmbeddedServer(tmp_path).attached() as other:
         async with connect(other) as elsewhere:
             with monkeypatch.context() as broken:
@@ -93,7 +93,7 @@ async def test_a_recording_that_ends_before_its_position_is_not_sound(
             async for event in events:
                 if event.step == 2:
                     break
-    recording = await record_run(log)
+    recording = await recorded(log)
     assert verify(recording, None).sound
     del recording.events[4:]
     del recording.announcements[:]

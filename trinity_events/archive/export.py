@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import redis
 import redis.asyncio
-from msgspec import Struct
 
-from trinity_schemas import ContractError, decode_envelope
+from trinity_schemas import ContractError, Envelope, decode_envelope
 
 from ..core import MonitorState
 from ..core.standing import stands, subject
@@ -21,7 +21,15 @@ from ..history import PAGE
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
 from ..log.raw import FIELD
-from .format import ArchiveMissing, Header, Line, line_of, read_lines
+from .format import (
+    ArchiveMissing,
+    Header,
+    Line,
+    LineStream,
+    line_of,
+    lines_written,
+    read_lines,
+)
 from .segments import Archive
 
 _AT_ONCE = 500
@@ -31,22 +39,39 @@ class RunExists(TrinityError):
     """The run that is to be imported is on the server already."""
 
 
-class Recording(Struct, frozen=True, kw_only=True):
-    """A run's log in memory: what a file, or a server with its archive, holds of it."""
+class Recording(NamedTuple):
+    """A run's log, of which each part can be gone through again and again."""
 
     header: Header
-    events: list[Entry]
-    announcements: list[Entry]
-    dead: list[DeadLetter]
+    events: Iterable[Entry]
+    announcements: Iterable[Entry]
+    dead: Iterable[DeadLetter]
 
-    def lines(self) -> Iterator[Line]:
-        """The lines of its file."""
-        for entry in self.events:
-            yield line_of("events", entry)
-        for entry in self.announcements:
-            yield line_of("announcements", entry)
-        for entry, reason in self.dead:
-            yield line_of("dead", entry, reason)
+
+class _Entries:
+    """The entries of one stream in a file, read anew each time: a log may be larger than memory."""
+
+    def __init__(self, path: Path, stream: Stream) -> None:
+        self._path = path
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (line.entry for line in _lines_of(self._path, self._stream.value))
+
+
+class _DeadLetters:
+    """The dead letters in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __iter__(self) -> Iterator[DeadLetter]:
+        lines = _lines_of(self._path, "dead")
+        return (DeadLetter(line.entry, line.reason or "") for line in lines)
+
+
+def _lines_of(path: Path, stream: LineStream) -> Iterator[Line]:
+    return (line for line in read_lines(path)[1] if line.stream == stream)
 
 
 async def whole_stream(
@@ -80,33 +105,52 @@ async def whole_stream(
             )
 
 
-async def record_run(log: RedisEventLog, archive: Archive | None = None) -> Recording:
-    """All of a run's log."""
+async def record_run(
+    log: RedisEventLog,
+    path: Path,
+    archive: Archive | None = None,
+    line: Callable[[LineStream, Entry], Line] = line_of,
+) -> int:
+    """Write all of a run's log to a file; returns how many entries that are.
+
+    Args:
+        log: The run's log.
+        path: The file.
+        archive: What is kept of the log in files.
+        line: Makes the line of an entry.
+    """
     # A reducer may be at work: what it has announced must be of the position that is recorded.
     while True:
         _, reached = await log.load()
         announced = position(await log.last_id(Stream.ANNOUNCEMENTS))
         if (await log.load())[1] == reached:
             break
-    announcements = whole_stream(log, Stream.ANNOUNCEMENTS, archive)
-    return Recording(
-        header=Header(run_id=log.run_id, position=reached),
-        events=[entry async for entry in whole_stream(log, Stream.EVENTS, archive)],
-        announcements=[e async for e in announcements if position(e.id) <= announced],
-        dead=await log.dead_letters(),
-    )
+    count = 0
+    with lines_written(path, Header(run_id=log.run_id, position=reached)) as write:
+        async for entry in whole_stream(log, Stream.EVENTS, archive):
+            write(line("events", entry))
+            count += 1
+        async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):
+            if position(entry.id) <= announced:
+                write(line("announcements", entry))
+                count += 1
+        for entry, reason in await log.dead_letters():
+            write(line_of("dead", entry, reason))
+            count += 1
+    return count
 
 
 def read_recording(path: Path) -> Recording:
-    """A file that ``export`` wrote. Raises BadRecording."""
+    """A file that ``export`` wrote, looked through once. Raises BadRecording."""
     header, lines = read_lines(path)
-    recording = Recording(header=header, events=[], announcements=[], dead=[])
-    for line in lines:
-        if line.stream == "dead":
-            recording.dead.append(DeadLetter(line.entry, line.reason or ""))
-        else:
-            getattr(recording, line.stream).append(line.entry)
-    return recording
+    for _ in lines:
+        pass
+    return Recording(
+        header=header,
+        events=_Entries(path, Stream.EVENTS),
+        announcements=_Entries(path, Stream.ANNOUNCEMENTS),
+        dead=_DeadLetters(path),
+    )
 
 
 async def import_recording(client: redis.asyncio.Redis, recording: Recording) -> None:
@@ -135,39 +179,34 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
 
 
 async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Recording) -> None:
-    keys = log.keys
     server: Any = client
-    for key, entries in (
-        (keys.events, recording.events),
-        (keys.announcements, recording.announcements),
-    ):
-        for first in range(0, len(entries), _AT_ONCE):
-            async with server.pipeline(transaction=False) as pipe:
-                for entry in entries[first : first + _AT_ONCE]:
-                    pipe.xadd(key, {FIELD: entry.payload}, id=entry.id)
-                await pipe.execute()
+    keys, state = log.keys, MonitorState(run_id=log.run_id)
+    standing: dict[str, bytes] = {}
+    async for _, envelope in _added(server, keys.events, recording.events):
+        state.epoch = max(state.epoch, envelope.epoch)
+    async for entry, envelope in _added(server, keys.announcements, recording.announcements):
+        if stands(envelope, state):
+            standing[subject(envelope)] = entry.id.encode() + b" " + entry.payload
     async with server.pipeline(transaction=True) as pipe:
         for entry, reason in recording.dead:
             pipe.xadd(keys.dead, {"id": entry.id, "reason": reason, "e": entry.payload})
-        state = MonitorState(run_id=log.run_id, epoch=_last_epoch(recording))
-        for entry in recording.announcements:
-            try:
-                envelope = decode_envelope(entry.payload)
-            except ContractError:
-                continue
-            if stands(envelope, state):
-                value = entry.id.encode() + b" " + entry.payload
-                pipe.hset(keys.current, subject(envelope), value)
+        if standing:
+            pipe.hset(keys.current, mapping=standing)
         pipe.set(keys.epoch, state.epoch)
         pipe.set(keys.position, recording.header.position)
         await pipe.execute()
 
 
-def _last_epoch(recording: Recording) -> int:
-    epochs = [0]
-    for entry in recording.events:
-        try:
-            epochs.append(decode_envelope(entry.payload).epoch)
-        except ContractError:
-            continue
-    return max(epochs)
+async def _added(
+    server: Any, key: str, entries: Iterable[Entry]
+) -> AsyncIterator[tuple[Entry, Envelope]]:
+    """Put entries into a stream; yields those that can be decoded, once they are there."""
+    left = iter(entries)
+    while batch := list(islice(left, _AT_ONCE)):
+        async with server.pipeline(transaction=False) as pipe:
+            for entry in batch:
+                pipe.xadd(key, {FIELD: entry.payload}, id=entry.id)
+            await pipe.execute()
+        for entry in batch:
+            with suppress(ContractError):
+                yield entry, decode_envelope(entry.payload)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,19 +76,22 @@ def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line
     return Line(stream=stream, id=entry.id, payload=entry.payload, reason=reason, envelope=shown)
 
 
-def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> int:
-    """Write the file whole or not at all, and durably; returns how many entries it has."""
+@contextmanager
+def lines_written(path: Path, header: Header) -> Iterator[Callable[[Line], None]]:
+    """Write a file, line by line: whole at the end of the block, and durably, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, not a file")
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-    count, encode = 0, msgspec.json.Encoder().encode
+    encode = msgspec.json.Encoder().encode
     try:
         with temporary.open("wb") as file:
             file.write(encode(header) + b"\n")
-            for line in lines:
+
+            def write(line: Line) -> None:
                 file.write(encode(line) + b"\n")
-                count += 1
+
+            yield write
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -100,7 +103,13 @@ def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> int:
         os.fsync(folder)
     finally:
         os.close(folder)
-    return count
+
+
+def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> None:
+    """Write a file whole and durably, or not at all."""
+    with lines_written(path, header) as write:
+        for line in lines:
+            write(line)
 
 
 def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ from trinity_schemas import encode
 
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
 from ..history import fold
-from ..log import ORIGIN, position
+from ..log import ORIGIN, Entry, position
 from .export import Recording
 
 Severity = Literal["mismatch", "anomaly", "open"]
@@ -61,18 +62,20 @@ def verify(
     if snapshot is not None:
         checked.append("snapshot")
     monitor = Monitor(MonitorState(run_id=recording.header.run_id))
-    announced: list[bytes] = []
+    announcements = _Announcements(recording.announcements)
     plan = plan_files(monitor.state)
     reached = position(recording.header.position)
+    entries, end = 0, ORIGIN
     for entry in recording.events:
+        entries, end = entries + 1, entry.id
         envelopes, _ = fold(monitor, [entry])
         if position(entry.id) <= reached:
-            announced += [encode(one) for one in envelopes]
+            for one in envelopes:
+                announcements.expect(encode(one))
             if entry.id == recording.header.position:
                 plan = plan_files(monitor.state)
         if kept is not None and entry.id == kept.position and kept != monitor.state:
             findings.append(_mismatch(f"the snapshot at {entry.id} is not what the log folds to"))
-    end = recording.events[-1].id if recording.events else ORIGIN
     if position(end) < reached:
         findings.append(
             _mismatch(
@@ -80,7 +83,7 @@ def verify(
                 "folded: the file was cut off, or the server lost its data"
             )
         )
-    findings += _compare_announcements(announced, [e.payload for e in recording.announcements])
+    findings += announcements.findings()
     if run_folder is not None:
         checked.append("iteration files")
         findings += _compare_files(plan, run_folder)
@@ -95,8 +98,8 @@ def verify(
     findings += _orphans(monitor.state)
     return Report(
         run_id=recording.header.run_id,
-        entries=len(recording.events),
-        announcements=len(recording.announcements),
+        entries=entries,
+        announcements=announcements.found,
         checked=tuple(checked),
         findings=tuple(findings),
     )
@@ -116,13 +119,34 @@ def _decoded(snapshot: bytes | None, findings: list[Finding]) -> MonitorState | 
         return None
 
 
-def _compare_announcements(expected: list[bytes], found: list[bytes]) -> list[Finding]:
-    for number, (one, other) in enumerate(zip(expected, found, strict=False), start=1):
-        if one != other:
-            return [_mismatch(f"announcement {number} is not the one that the log gives")]
-    if len(expected) != len(found):
-        return [_mismatch(f"the log gives {len(expected)} announcements, {len(found)} are there")]
-    return []
+class _Announcements:
+    """Those that are there, beside those that the log gives, in their order."""
+
+    def __init__(self, there: Iterable[Entry]) -> None:
+        self.found = 0
+        self._there = iter(there)
+        self._expected = 0
+        self._differs: int | None = None
+
+    def expect(self, payload: bytes) -> None:
+        """The log gives this one next."""
+        self._expected += 1
+        entry = next(self._there, None)
+        if entry is not None:
+            self.found += 1
+            if entry.payload != payload and self._differs is None:
+                self._differs = self._expected
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with them, once the log has no more."""
+        self.found += sum(1 for _ in self._there)
+        if self._differs is not None:
+            return [_mismatch(f"announcement {self._differs} is not the one that the log gives")]
+        if self._expected != self.found:
+            return [
+                _mismatch(f"the log gives {self._expected} announcements, {self.found} are there")
+            ]
+        return []
 
 
 def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:

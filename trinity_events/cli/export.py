@@ -8,7 +8,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..archive import Recording, import_recording, read_recording, record_run, write_lines
+from ..archive import Recording, import_recording, read_recording, record_run
 from ..archive.segments import Archive
 from ..errors import TrinityError
 from .options import (
@@ -42,9 +42,8 @@ def export(
     Example: trinity-events export demo-1 --output demo-1.jsonl
     """
     path = output or Path(f"{run}.jsonl")
-    recording = anyio.run(record, redis_url, run, checkpoint_root(root))
     try:
-        count = write_lines(path, recording.header, recording.lines())
+        count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
     except OSError as error:
         raise NotWritten(
             f"{path} cannot be written ({error.strerror or error}): name another with --output"
@@ -65,10 +64,9 @@ def import_(path: File, redis_url: RedisUrl = None) -> None:
     )
 
 
-async def record(redis_url: str | None, run: str, root: Path) -> Recording:
-    """A run's whole log, from its server and its archive."""
+async def _export(redis_url: str | None, run: str, path: Path, root: Path) -> int:
     async with log_of(redis_url, run) as log:
-        return await record_run(log, Archive(root / run, run))
+        return await record_run(log, path, Archive(root / run, run))
 
 
 async def _import(redis_url: str | None, recording: Recording) -> None:

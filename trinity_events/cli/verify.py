@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import anyio
@@ -11,6 +12,7 @@ import typer
 
 from ..archive import Report, read_recording, record_run
 from ..archive import verify as check
+from ..archive.format import bare_line
 from ..archive.segments import Archive
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 
@@ -50,11 +52,13 @@ def recorded_file(run_or_file: str) -> Path | None:
 
 
 async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
-    async with log_of(redis_url, run) as log:
-        recording = await record_run(log, Archive(root / run, run))
-        snapshot, _ = await log.load()
     folder = root / run
-    return check(recording, snapshot, folder if folder.is_dir() else None)
+    with TemporaryDirectory(prefix="trinity-events-") as room:
+        path = Path(room) / "log.jsonl"
+        async with log_of(redis_url, run) as log:
+            await record_run(log, path, Archive(folder, run), bare_line)
+            snapshot, _ = await log.load()
+        return check(read_recording(path), snapshot, folder if folder.is_dir() else None)
 
 
 def _print(report: Report) -> None:
