@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -20,7 +21,8 @@ from trinity_events.archive import (
     verify,
 )
 from trinity_events.archive.export import RunExists
-from trinity_events.history import SnapshotUnreadable, current_state
+from trinity_events.core import Monitor, MonitorState, encode_state
+from trinity_events.history import SnapshotUnreadable, current_state, fold, load_monitor
 from trinity_events.log import ORIGIN, Entry, Stream
 from trinity_events.reducer.retention import Retention
 from trinity_events.server import EmbeddedServer, connect
@@ -233,6 +235,24 @@ async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log
         await keep(log, archive, 10)
     await log._redis.set(log.keys.snapshot, b"\x01")
     with pytest.raises(SnapshotUnreadable, match="its log is trimmed"):
+        await current_state(log)
+
+
+async def test_a_snapshot_that_is_older_than_what_is_left_of_the_log_is_folded_anew(
+    log, run_id, tmp_path
+):
+    archive = Archive(tmp_path, run_id)
+    await keep(log, archive, 10)
+    old = MonitorState(run_id=run_id, position=(await log.read())[4].id)
+    for _ in range(3):
+        await keep(log, archive, 10)
+    whole = Monitor(MonitorState(run_id=run_id))
+    fold(whole, list(archive.read(Stream.EVENTS)))
+    keys = log.keys
+    await log._redis.mset({keys.snapshot: encode_state(old), keys.position: await log.last_id()})
+    loaded = await load_monitor(log, partial(archive.read, Stream.EVENTS))
+    assert loaded.monitor.state == whole.state
+    with pytest.raises(SnapshotUnreadable, match=f"the snapshot is of {old.position}, its log is"):
         await current_state(log)
 
 

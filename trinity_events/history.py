@@ -144,21 +144,30 @@ async def _reachable(log: EventLog, reached: str) -> str:
 async def _load_state(
     log: EventLog, snapshot: bytes | None, reached: str, archived: Archived | None
 ) -> MonitorState:
-    state = MonitorState(run_id=log.run_id)
-    why = "there is no snapshot"
+    state, why = MonitorState(run_id=log.run_id), "there is no snapshot"
+    left = await log.first_left(Stream.EVENTS)
+
+    def goes_on(state: MonitorState) -> bool:
+        """Whether what is left of the log has all that comes after a state."""
+        if left is None:
+            return True
+        return position(state.position) >= min(position(left), position(reached)) > position(ORIGIN)
+
     if snapshot is not None:
         try:
-            return decode_state(snapshot)
+            decoded = decode_state(snapshot)
+            if goes_on(decoded):
+                return decoded
+            why = f"the snapshot is of {decoded.position}"
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             why = f"the snapshot is not readable ({error})"
-            logger.warning("of run %s %s: folding anew", log.run_id, why)
-    left = await log.first_left(Stream.EVENTS)
+        logger.warning("of run %s %s: folding anew", log.run_id, why)
     if left is None:
         return state
     if archived is not None:
         # In a thread: the lead is to be kept meanwhile.
         state = await anyio.to_thread.run_sync(_refold, archived, log.run_id, reached)
-    if position(state.position) >= min(position(left), position(reached)) > position(ORIGIN):
+    if goes_on(state):
         return state
     if snapshot is None and state.position == ORIGIN:
         logger.error(
