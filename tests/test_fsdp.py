@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import multiprocessing
 import os
 import pickle
 import random
@@ -13,9 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 
 from tests.pipeline import announced, reducer_task  # noqa: E402
+from tests.rank_processes import Rank, RankGroup, RankProcesses  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
@@ -80,95 +79,42 @@ class Where:
     weights_url: str
     model_folder: Path
     run_folder: Path
-    meeting_place: Path
 
 
-@dataclass
-class Rank:
-    """What one rank holds between two commands."""
-
-    number: int
-    where: Where = None
-    engine: FSDPEngine = None
-    publisher: Publisher = None
-    worker: TrainWorker = None
-    exits: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def synchronizer(self, kind: type[Synchronizer] = Synchronizer, **but: str) -> Synchronizer:
-        where = self.where
-        urls = {"redis_url": where.redis_url, "weights_url": where.weights_url} | but
-        made = kind(
-            where.run_id, where.epoch, role="actor", rank=self.number, chunk_bytes=65536, **urls
-        )
-        self.exits.callback(made.close)
-        return made
+def synchronizer_of(
+    rank: Rank, kind: type[Synchronizer] = Synchronizer, **but: str
+) -> Synchronizer:
+    """The rank's end of weight versions, closed when it leaves its group."""
+    where = rank.held.where
+    urls = {"redis_url": where.redis_url, "weights_url": where.weights_url} | but
+    made = kind(
+        where.run_id, where.epoch, role="actor", rank=rank.number, chunk_bytes=65536, **urls
+    )
+    rank.exits.callback(made.close)
+    return made
 
 
-class Pair:
-    """Two processes that stay for the whole module: importing torch is paid for once."""
+class Ranks:
+    """Ranks that run functions of this module while the test's own tasks go on."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes = []
-        self._processes = []
-        for rank in range(WORLD):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
 
     async def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returns on each rank; raises what it raised on one."""
-        answers = await self.answers(function, *args)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
+        return await anyio.to_thread.run_sync(self._group, function, *args)
 
     async def answers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returned or raised on each rank."""
-        asked = [self.ask(rank, function, *args) for rank in range(WORLD)]
-        return [await answer() for answer in asked]
-
-    def ask(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """Start the function on one rank; the answer is what it returned or raised."""
-        pipe = self._pipes[rank]
-        pipe.send_bytes(pickle.dumps((function, args)))
-
-        def receive() -> Any:
-            assert pipe.poll(30), f"rank {rank} did not answer {function.__name__}"
-            return pickle.loads(pipe.recv_bytes())
-
-        return lambda: anyio.to_thread.run_sync(receive)
-
-    def close(self) -> None:
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.kill()
-            process.join()
-            pipe.close()
+        return await anyio.to_thread.run_sync(self._group.answers, function, *args)
 
 
-def _serve(pipe, number: int) -> None:
-    torch.set_num_threads(1)
-    rank = Rank(number)
-    with contextlib.suppress(EOFError):
-        while True:
-            function, args = pickle.loads(pipe.recv_bytes())
-            try:
-                answer = function(rank, *args)
-            except Exception as error:
-                error.add_note(traceback.format_exc())
-                answer = error
-            # As plain bytes: torch would hand tensors over through shared memory.
-            pipe.send_bytes(pickle.dumps(answer))
-
-
-@pytest.fixture(scope="module")
-def processes():
-    pair = Pair()
-    yield pair
-    pair.close()
+@pytest.fixture
+def processes(rank_processes) -> RankProcesses:
+    """The ranks' processes, in no group."""
+    rank_processes.leave()
+    rank_processes.start(WORLD)
+    return rank_processes
 
 
 @pytest.fixture(scope="module")
@@ -187,27 +133,23 @@ def where(publisher, redis_url, weights_url, run_id, folder, tmp_path) -> Where:
         weights_url=weights_url,
         model_folder=folder,
         run_folder=tmp_path / run_id,
-        meeting_place=tmp_path / "meeting-place",
     )
 
 
 @pytest.fixture
-async def ranks(processes, where):
-    """The two processes in a new process group, each with an engine of its own."""
-    await processes(_join, where)
-    yield processes
-    await processes(_leave)
+async def ranks(rank_group, where):
+    """Two processes in a new process group, each with an engine of its own."""
+    ranks = Ranks(rank_group(WORLD))
+    await ranks(_begin, where)
+    return ranks
 
 
-def _join(rank: Rank, where: Where) -> None:
-    rank.where = where
-    dist.init_process_group(
-        "gloo", init_method=where.meeting_place.as_uri(), rank=rank.number, world_size=WORLD
-    )
-    rank.engine = _new_engine(where)
+def _begin(rank: Rank, where: Where) -> None:
+    rank.held.where = where
+    rank.held.engine = _new_engine(where)
     log = SyncEventLog(open_client(where.redis_url), where.run_id)
     rank.exits.callback(log.close)
-    rank.publisher = Publisher(log, where.epoch, new_producer("actor", rank.number))
+    rank.held.publisher = Publisher(log, where.epoch, new_producer("actor", rank.number))
 
 
 def _new_engine(where: Where) -> FSDPEngine:
@@ -218,28 +160,23 @@ def _new_engine(where: Where) -> FSDPEngine:
     return engine
 
 
-def _leave(rank: Rank) -> None:
-    rank.exits.close()
-    dist.destroy_process_group()
-
-
 def _full_weights(rank: Rank) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value.clone()) for name, value in rank.engine.get_per_tensor_param()]
+    return [(name, value.clone()) for name, value in rank.held.engine.get_per_tensor_param()]
 
 
 def _take_step(rank: Rank, seed: int) -> float:
     """An optimizer step on tokens of the rank's own; returns the gradient norm."""
     generator = torch.Generator().manual_seed(10 * seed + rank.number)
     tokens = torch.randint(3, 90, (4, 16), generator=generator)
-    loss = rank.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return rank.engine.optimizer_step(loss)
+    loss = rank.held.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return rank.held.engine.optimizer_step(loss)
 
 
 # --- weights in memory ------------------------------------------------------------------------
 
 
 def upload(rank: Rank, step: int) -> None:
-    fsdp_upload_state_dict(rank.engine, rank.synchronizer(), step, logger)
+    fsdp_upload_state_dict(rank.held.engine, synchronizer_of(rank), step, logger)
 
 
 async def ready(log, kind: str, step: int) -> StepReady:
@@ -315,9 +252,9 @@ class FailingSynchronizer(Synchronizer):
 
 
 def upload_that_fails(rank: Rank, step: int) -> None:
-    synchronizer = rank.synchronizer(FailingSynchronizer)
+    synchronizer = synchronizer_of(rank, FailingSynchronizer)
     try:
-        fsdp_upload_state_dict(rank.engine, synchronizer, step, logger)
+        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger)
     finally:
         synchronizer.flush()
 
@@ -346,7 +283,7 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
 
 
 def upload_shards(rank: Rank, step: int) -> None:
-    fsdp_upload_state_dict(rank.engine, rank.synchronizer(), step, logger, sharded=True)
+    fsdp_upload_state_dict(rank.held.engine, synchronizer_of(rank), step, logger, sharded=True)
 
 
 async def test_a_model_that_applies_every_ranks_shards_equals_the_trainers_bit_for_bit(
@@ -371,9 +308,9 @@ class FailsOnRank1(Synchronizer):
 
 
 def upload_shards_that_fail(rank: Rank, step: int) -> None:
-    synchronizer = rank.synchronizer(FailsOnRank1)
+    synchronizer = synchronizer_of(rank, FailsOnRank1)
     try:
-        fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, sharded=True)
+        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, sharded=True)
     finally:
         synchronizer.flush()
 
@@ -408,10 +345,10 @@ class HeldSynchronizer(Synchronizer):
 
 def upload_snapshot_then_train(rank: Rank, step: int) -> list[tuple[str, torch.Tensor]]:
     before = _full_weights(rank)
-    synchronizer = rank.synchronizer(HeldSynchronizer)
+    synchronizer = synchronizer_of(rank, HeldSynchronizer)
     synchronizer.gate = threading.Event()
     snapshots = SnapshotUploads(synchronizer, 20)
-    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, snapshots=snapshots)
+    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, snapshots=snapshots)
     _take_step(rank, 1)
     synchronizer.gate.set()
     snapshots.close()
@@ -430,11 +367,13 @@ async def test_a_snapshot_is_of_the_moment_although_training_goes_on_before_it_i
 
 
 def upload_snapshots_that_fail(rank: Rank, step: int) -> None:
-    synchronizer = rank.synchronizer(FailsOnRank1)
+    synchronizer = synchronizer_of(rank, FailsOnRank1)
     snapshots = SnapshotUploads(synchronizer, 20)
-    fsdp_upload_state_dict(rank.engine, synchronizer, step, logger, snapshots=snapshots)
+    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, snapshots=snapshots)
     try:
-        fsdp_upload_state_dict(rank.engine, synchronizer, step + 1, logger, snapshots=snapshots)
+        fsdp_upload_state_dict(
+            rank.held.engine, synchronizer, step + 1, logger, snapshots=snapshots
+        )
     finally:
         synchronizer.flush()
 
@@ -496,9 +435,9 @@ async def test_shards_lie_where_they_say_and_every_element_comes_from_one_rank(r
 
 
 def upload_without_server(rank: Rank, step: int) -> None:
-    synchronizer = rank.synchronizer(weights_url=NO_SERVER)
+    synchronizer = synchronizer_of(rank, weights_url=NO_SERVER)
     try:
-        fsdp_upload_state_dict(rank.engine, synchronizer, step, logger)
+        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger)
     finally:
         synchronizer.flush()
 
@@ -544,17 +483,18 @@ def synced_paths() -> Iterator[set[str]]:
 
 def save_and_overwrite(rank: Rank, folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Save, overwrite the weights, and only then let the save go; returns what it should hold."""
-    publisher = HeldPublisher(rank.publisher.log, rank.where.epoch, rank.publisher.producer)
+    held = rank.held
+    publisher = HeldPublisher(held.publisher.log, held.where.epoch, held.publisher.producer)
     publisher.gate = threading.Event()
-    coordinator = CheckpointCoordinator(publisher, rank.where.run_folder)
+    coordinator = CheckpointCoordinator(publisher, held.where.run_folder)
     shards = {
-        name: value.to_local().clone() for name, value in rank.engine.module.state_dict().items()
+        name: value.to_local().clone() for name, value in held.engine.module.state_dict().items()
     }
     with synced_paths() as synced:
-        fsdp_save_state_dict(rank.engine, str(folder), 5, coordinator, logger)
+        fsdp_save_state_dict(held.engine, str(folder), 5, coordinator, logger)
         assert not shard(folder, rank.number).exists()
         with torch.no_grad():
-            for parameter in rank.engine.module.parameters():
+            for parameter in held.engine.module.parameters():
                 parameter.to_local().fill_(7.0)
         publisher.gate.set()
         coordinator.wait_all()
@@ -651,33 +591,33 @@ def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):
 
 
 def save_checkpoint(rank: Rank, folder: Path) -> None:
-    rank.engine.save_checkpoint(str(folder))
+    rank.held.engine.save_checkpoint(str(folder))
 
 
 def load_checkpoint(rank: Rank, folder: Path) -> None:
-    rank.engine.load_checkpoint(str(folder))
+    rank.held.engine.load_checkpoint(str(folder))
 
 
 def replace_engine(rank: Rank) -> None:
-    rank.engine = _new_engine(rank.where)
+    rank.held.engine = _new_engine(rank.held.where)
 
 
 def everything(rank: Rank) -> dict[str, Any]:
     """Model, optimizer and scheduler, as plain tensors and values."""
-    optimizer = rank.engine.optimizer.state_dict()
+    optimizer = rank.held.engine.optimizer.state_dict()
     state = {
         f"{index}.{name}": value
         for index, values in optimizer["state"].items()
         for name, value in values.items()
     }
-    tensors = dict(rank.engine.module.state_dict()) | state
+    tensors = dict(rank.held.engine.module.state_dict()) | state
     return {
         "tensors": {
             name: value.to_local() if hasattr(value, "to_local") else value
             for name, value in tensors.items()
         },
         "groups": optimizer["param_groups"],
-        "scheduler": rank.engine.scheduler.state_dict(),
+        "scheduler": rank.held.engine.scheduler.state_dict(),
         "rng": torch.get_rng_state().tolist(),
     }
 
@@ -768,21 +708,21 @@ def run_config(where: Where, trainers: int) -> RunConfig:
 
 
 def make_worker(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
-    rank.worker = TrainWorker(config, rank.number)
-    return rank.worker.address() if rank.number == 0 else None
+    rank.held.worker = TrainWorker(config, rank.number)
+    return rank.held.worker.address() if rank.number == 0 else None
 
 
 def set_up_worker(rank: Rank, host: str, port: int) -> None:
-    rank.worker.setup(host, port)
-    rank.engine = rank.worker._engine
+    rank.held.worker.setup(host, port)
+    rank.held.engine = rank.held.worker._engine
 
 
 def train(rank: Rank, groups: list[ExperienceGroup]) -> dict[str, float]:
-    return rank.worker.train_step(groups[rank.number :: dist.get_world_size()])
+    return rank.held.worker.train_step(groups[rank.number :: dist.get_world_size()])
 
 
 def shut_worker_down(rank: Rank) -> None:
-    rank.worker.shutdown()
+    rank.held.worker.shutdown()
 
 
 @dataclass
@@ -814,9 +754,10 @@ async def test_training_on_two_ranks_equals_training_on_one(processes, where):
     ]
     assert tokens[0] > 3 * tokens[1], "the ranks' shares differ"
 
-    alone = await processes.ask(0, train_alone, run_config(where, 1), steps)()
-    address, _ = await processes(make_worker, run_config(where, WORLD))
-    together, second = await processes(train_from_the_start, address, steps)
+    [alone] = await Ranks(RankGroup(processes, 1))(train_alone, run_config(where, 1), steps)
+    both_ranks = Ranks(RankGroup(processes, WORLD))
+    address, _ = await both_ranks(make_worker, run_config(where, WORLD))
+    together, second = await both_ranks(train_from_the_start, address, steps)
 
     assert together.metrics == second.metrics, "metrics are of all ranks"
     assert together.metrics[0]["response_tokens"] == sum(tokens)
@@ -831,10 +772,11 @@ async def test_training_on_two_ranks_equals_training_on_one(processes, where):
 @pytest.fixture
 async def trainers(processes, where):
     """The two processes as the fleet's workers."""
-    address, _ = await processes(make_worker, run_config(where, WORLD))
-    await processes(set_up_worker, *address)
-    yield processes
-    await processes(shut_worker_down)
+    ranks = Ranks(RankGroup(processes, WORLD))
+    address, _ = await ranks(make_worker, run_config(where, WORLD))
+    await ranks(set_up_worker, *address)
+    yield ranks
+    await ranks(shut_worker_down)
 
 
 async def test_a_share_that_cannot_be_trained_on_fails_on_all_ranks_and_the_next_works(
