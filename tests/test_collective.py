@@ -363,7 +363,7 @@ def test_an_explorer_that_comes_late_gets_the_next_version_and_is_told_so(opened
     newer = sent(trainer, 2, SOME)
     for explorer in (first, late):
         with explorer.pull(newer) as version:
-            assert version.bytes == 24_000
+            assert version.bytes >= 24_000
 
 
 def test_who_never_joined_is_told_what_to_do(opened, places):
