@@ -1,8 +1,8 @@
 """The peer of the reducer: reads the same entries with the same client, and only decodes them.
 
 Usage: python -m benchmarks.reading URL RUN client|log; prints JSON: entries, seconds, cpu. With
-``client`` it calls the client as anyone would; with ``log`` it reads as the reducer does, past the
-client's own building of dictionaries.
+``client`` it calls the client as anyone would; with ``log`` it reads and decodes as the reducer
+does, past the client's own building of dictionaries, and recognising senders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import anyio
 from trinity_events.log import ORIGIN, RedisEventLog
 from trinity_events.log.raw import FIELD
 from trinity_events.server import connect
-from trinity_schemas import RunKeys, decode_envelope
+from trinity_schemas import EnvelopeReader, RunKeys, decode_envelope
 
 PAGE = 2000
 """As many as the reducer reads at once."""
@@ -28,6 +28,7 @@ async def read_and_decode(url: str, run_id: str, how: str) -> dict[str, float]:
     """Timed from the end of the first page on, as the reducer is."""
     async with connect(url) as client:
         log, page = RedisEventLog(client, run_id), partial(_page_of_client, client, run_id)
+        reader = EnvelopeReader()
         after, began, cpu, entries = ORIGIN, 0.0, 0.0, 0
         while True:
             if how == "client":
@@ -37,7 +38,7 @@ async def read_and_decode(url: str, run_id: str, how: str) -> dict[str, float]:
             else:
                 found = await log.read(after, limit=PAGE)
                 for entry in found:
-                    decode_envelope(entry.payload)
+                    reader.decode(entry.payload)
             if not found:
                 break
             if after == ORIGIN:

@@ -10,6 +10,7 @@ from trinity_schemas import (
     MAX_EVENT_BYTES,
     Chunk,
     ContractError,
+    EnvelopeReader,
     ExperienceGroup,
     PartBase,
     RunKeys,
@@ -74,6 +75,51 @@ def test_unknown_event_types_are_told_apart_from_broken_ones():
 def test_foreign_bytes_are_refused(payload):
     with pytest.raises(ContractError):
         decode_envelope(payload)
+
+
+def spliced(*fields):
+    """An envelope with these fields before its own, as they come, also twice."""
+    names = ("run_id", "epoch", "producer", "sequence", "occurred_at", "event")
+    pairs = [*fields, *((name, to_json(envelope())[name]) for name in names)]
+    pack = msgspec.msgpack.encode
+    return bytes([0x80 + len(pairs)]) + b"".join(pack(name) + pack(one) for name, one in pairs)
+
+
+STRANGER = {"role": "no slug", "rank": 0, "node": "n", "incarnation": "i"}
+UNUSUAL = {
+    "the usual": spliced(),
+    "a trace": spliced(("trace", {"traceparent": "00-1"})),
+    "an unknown field": spliced(("later", 1)),
+    "another sender": changed(producer={**STRANGER, "role": "worker"}),
+    "a sender that is no sender": changed(producer=STRANGER),
+    "another run": changed(run_id="another"),
+    "a run that is no slug": changed(run_id="no slug"),
+    "two senders": spliced(("producer", STRANGER)),
+    "two runs": spliced(("run_id", "no slug")),
+    "an event twice": spliced(("event", {"type": "run-closed", "reason": "finished"})),
+    "no event": msgspec.msgpack.encode({"run_id": "r"}),
+    "an unknown event": changed(event={"type": "from-the-future"}),
+    "a broken sequence": changed(sequence=0),
+    "text": b"not msgpack at all",
+    "nothing": b"",
+    "too much": spliced() + b" " * MAX_EVENT_BYTES,
+    "too much of the usual": changed(event={**to_json(finished(3)), "more": "m" * MAX_EVENT_BYTES}),
+}
+
+
+def outcome(decode, payload):
+    try:
+        return decode(payload)
+    except ContractError as error:
+        return type(error), str(error), getattr(error, "sender", None)
+
+
+@pytest.mark.parametrize("payload", UNUSUAL.values(), ids=UNUSUAL)
+def test_a_reader_that_knows_the_sender_says_what_one_says_that_does_not(payload):
+    reader = EnvelopeReader(most=1)
+    for _ in range(2):
+        assert outcome(reader.decode, spliced()) == envelope()
+        assert outcome(reader.decode, payload) == outcome(decode_envelope, payload)
 
 
 def test_an_oversized_event_is_refused_by_its_sender_and_by_its_readers():

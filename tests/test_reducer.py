@@ -258,9 +258,9 @@ async def test_others_have_their_turns_while_a_long_batch_is_folded(run_id, monk
     log, turns = Held(run_id), []
     plain = reduce.fold
 
-    def noted(monitor, found):
+    def noted(*batch):
         turns.append("fold")
-        return plain(monitor, found)
+        return plain(*batch)
 
     monkeypatch.setattr(reduce, "fold", noted)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import anyio.to_thread
 import msgspec
 
-from trinity_schemas import ContractError, Envelope, decode_envelope
+from trinity_schemas import ContractError, Envelope, EnvelopeReader, decode_envelope
 
 from .core import Monitor, MonitorState, decode_state
 from .errors import TrinityError
@@ -18,6 +18,9 @@ from .log import ORIGIN, DeadLetter, Entry, EventLog, Stream, position
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
+
+Decode = Callable[[bytes], Envelope]
+"""That of an :class:`EnvelopeReader`, where many entries are read; or :func:`decode_envelope`."""
 
 
 class Folded(NamedTuple):
@@ -47,9 +50,9 @@ async def read_all(
         after = found[-1].id
 
 
-def envelope_of(run_id: str, payload: bytes) -> Envelope:
+def envelope_of(run_id: str, payload: bytes, decode: Decode = decode_envelope) -> Envelope:
     """The envelope of an entry of the run. Raises ContractError, also when it is another run's."""
-    envelope = decode_envelope(payload)
+    envelope = decode(payload)
     if envelope.run_id != run_id:
         raise _of_another(envelope.run_id, run_id)
     return envelope
@@ -65,12 +68,14 @@ def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLette
     return DeadLetter(entry, str(error))
 
 
-def fold(monitor: Monitor, found: list[Entry]) -> tuple[list[Envelope], list[DeadLetter]]:
+def fold(
+    monitor: Monitor, found: list[Entry], decode: Decode = decode_envelope
+) -> tuple[list[Envelope], list[DeadLetter]]:
     """Fold entries; returns what they made true, and those that could not be decoded."""
     announcements: list[Envelope] = []
     dead: list[DeadLetter] = []
     # Bound once: this loop is what a reducer's speed is made of.
-    apply, decode, run_id = monitor.apply, decode_envelope, monitor.state.run_id
+    apply, run_id = monitor.apply, monitor.state.run_id
     for entry_id, payload in found:
         try:
             envelope = decode(payload)
@@ -108,7 +113,7 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
     snapshot, reached = await log.load()
     through = await _reachable(log, reached)
     monitor = Monitor(await _load_state(log, snapshot, through, archived))
-    state, silent = monitor.state, 0
+    state, silent, decode = monitor.state, 0, EnvelopeReader().decode
     while position(state.position) < position(through):
         found = await log.read(state.position, through=through, limit=PAGE)
         if not found:
@@ -119,7 +124,7 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
                 state.position,
             )
             break
-        fold(monitor, found)
+        fold(monitor, found, decode)
         silent += len(found)
     # Also where the snapshot has gone further: ids that come are above the log's end alone.
     state.position = through
@@ -191,11 +196,11 @@ async def _load_state(
 
 
 def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
-    monitor = Monitor(MonitorState(run_id=run_id))
+    monitor, decode = Monitor(MonitorState(run_id=run_id)), EnvelopeReader().decode
     for entry in archived(ORIGIN):
         if position(entry.id) > position(reached):
             break
-        fold(monitor, [entry])
+        fold(monitor, [entry], decode)
     return monitor.state
 
 
@@ -218,6 +223,7 @@ class Replay:
 
     def __init__(self, run_id: str, until: str | None = None) -> None:
         self.monitor = Monitor(MonitorState(run_id=run_id))
+        self._decode = EnvelopeReader().decode
         self._until_id = self._until_step = None
         if until is not None:
             if until.isascii() and until.isdigit():
@@ -255,7 +261,7 @@ class Replay:
     def _fold(self, entry: Entry) -> Folded:
         """Fold one entry, and keep its envelope for whoever shows it."""
         try:
-            envelope = envelope_of(self.state.run_id, entry.payload)
+            envelope = envelope_of(self.state.run_id, entry.payload, self._decode)
         except ContractError as error:
             set_aside(self.monitor, entry, error)
             return Folded(entry, None, [])

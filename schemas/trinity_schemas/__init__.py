@@ -73,6 +73,7 @@ from .keys import (
     meeting_key,
 )
 from .manifest import ALIGNMENT, Chunk, PartBase, TensorEntry, WeightManifest, version_digest
+from .reader import EnvelopeReader
 
 __all__ = [
     "ALIGNMENT",
@@ -89,6 +90,7 @@ __all__ = [
     "ContractError",
     "DeadlineReached",
     "Envelope",
+    "EnvelopeReader",
     "Event",
     "ExperienceGroup",
     "ExpiredAttempt",

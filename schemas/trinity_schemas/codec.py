@@ -42,7 +42,8 @@ _envelopes = msgspec.msgpack.Decoder(Envelope)
 _senders = msgspec.msgpack.Decoder(Sender)
 _manifests = msgspec.msgpack.Decoder(WeightManifest)
 _experiences = msgspec.msgpack.Decoder(ExperienceGroup)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoders raise."""
 T = TypeVar("T")
 _anything = msgspec.msgpack.Decoder()
 
@@ -76,7 +77,7 @@ def decode_envelope(payload: bytes) -> Envelope:
                 f"event type {tag[:64]!r} is not known to this version", _sender(payload)
             ) from None
         raise ContractError(f"not an event envelope: {error}") from None
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ContractError(f"not MessagePack: {error}") from None
 
 
@@ -101,7 +102,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, wha
     try:
         _check_size(payload, limit)
         return decoder.decode(payload)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ContractError(f"not {what}: {error}") from None
 
 
@@ -113,7 +114,7 @@ def _check_size(payload: bytes, limit: int) -> None:
 def _sender(payload: bytes) -> Sender | None:
     try:
         return _senders.decode(payload)
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
 
 
@@ -121,7 +122,7 @@ def _unknown_tag(payload: bytes) -> str | None:
     """The event's tag, when that alone is why the envelope did not decode."""
     try:
         raw = _anything.decode(payload)
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
     event = raw.get("event") if isinstance(raw, dict) else None
     tag = event.get("type") if isinstance(event, dict) else None

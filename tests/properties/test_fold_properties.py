@@ -26,6 +26,7 @@ from trinity_events.core.fold import KEPT_STEPS_AT_MOST
 from trinity_events.history import fold
 from trinity_events.log import Entry
 from trinity_schemas import (
+    EnvelopeReader,
     RunOpened,
     RunResumed,
     StepReady,
@@ -198,11 +199,15 @@ def mutated(draw, history):
 @given(anything(most=12).flatmap(mutated))
 def test_no_spoiled_entry_stops_the_fold(found):
     monitor = Monitor(MonitorState(run_id=RUN))
-    _, dead = fold(monitor, found)
+    announcements, dead = fold(monitor, found)
     assert monitor.state.position == found[-1].id if found else monitor.state.entries == 0
     assert monitor.state.entries == len(found)
     assert monitor.state.dead_letters == len(dead)
     decode_state(encode_state(monitor.state))
+    # Who recognises senders by their bytes sees the same.
+    other = Monitor(MonitorState(run_id=RUN))
+    assert fold(other, found, EnvelopeReader().decode) == (announcements, dead)
+    assert other.state == monitor.state
 
 
 @examples(150)

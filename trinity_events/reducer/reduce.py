@@ -12,7 +12,7 @@ import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
 
-from trinity_schemas import Envelope, SaveGranted, encode
+from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.overdue import holders
@@ -95,6 +95,7 @@ class Reducer:
         self._beside = beside
         self.reached = reached
         """The position of the last commit that was taken."""
+        self._decode = EnvelopeReader().decode
         self._after = ORIGIN
         self._since_snapshot = 0
         self._snapshot_at = ORIGIN
@@ -198,7 +199,7 @@ class Reducer:
         for start in range(0, len(found), SLICE):
             if start or not last:
                 await anyio.lowlevel.checkpoint()
-            announcements, dead = fold(monitor, found[start : start + SLICE])
+            announcements, dead = fold(monitor, found[start : start + SLICE], self._decode)
             step.announcements += announcements
             step.dead += dead
         if self._commit is not None and not await self._commit.result():
