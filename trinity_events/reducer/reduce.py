@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 5_000
 """Entries between two snapshots."""
 BATCH = 2000
-SLICE = 250
-"""Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile."""
+SLICE = 125
+"""Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile, and
+the next batch comes in as many pieces as a socket holds."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
 _SHORTEST_WAIT = 0.01
