@@ -40,7 +40,7 @@ FOR_FASTSTREAM = "bench:faststream"
 LIVE, BARE = "live reducer", "reducer without an archive"
 LOOP, RAW_LOOP = (
     "client's read and decode loop",
-    "the same loop, read and decoded as the reducer does",
+    "the same loop in the reducer's way",
 )
 FOLLOWER, MEMBER = "FastStream subscriber", "FastStream subscriber in a group"
 
