@@ -38,10 +38,7 @@ FILLED = "bench:events"
 FOR_FASTSTREAM = "bench:faststream"
 
 LIVE, BARE = "live reducer", "reducer without an archive"
-LOOP, RAW_LOOP = (
-    "client's read and decode loop",
-    "the same loop in the reducer's way",
-)
+LOOP, RAW_LOOP = "client's read and decode loop", "the same loop in the reducer's way"
 FOLLOWER, MEMBER = "FastStream subscriber", "FastStream subscriber in a group"
 
 OF_THE_LOOP = Asked("at least", 0.6)

@@ -116,7 +116,12 @@ MUTANTS = (
     _mutant(
         "what was folded before is not loaded",
         50,
-        (history, "load_monitor", "fold(monitor, found)", "monitor.state.position = reached"),
+        (
+            history,
+            "load_monitor",
+            "fold(monitor, found, decode)",
+            "monitor.state.position = reached",
+        ),
     ),
     _mutant(
         "what was folded before is announced again",
