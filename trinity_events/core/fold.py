@@ -92,11 +92,6 @@ _UNFENCED_EVENTS = (WeightsApplied, ExplorerStatusChanged, SyncRequested, Consum
 _EPOCH_EVENTS = (RunOpened, RunResumed)
 
 
-def milliseconds(entry_id: str) -> int:
-    """The time of an entry, as the server stamped it."""
-    return int(entry_id.partition("-")[0])
-
-
 class Monitor:
     """Folds a run's log into its :class:`MonitorState`.
 
@@ -121,7 +116,11 @@ class Monitor:
         if handler is None:
             self._anomaly("announcement-among-events", event_tag(event))
             return []
-        if not self._in_order(envelope.producer, envelope.sequence):
+        # The usual case of `_in_order`: of few senders one goes on where it was.
+        who, sequence, sequences = envelope.producer.incarnation, envelope.sequence, state.sequences
+        if sequences.get(who, 0) + 1 == sequence and len(sequences) < REORDERED_PRODUCERS:
+            sequences[who] = sequence
+        elif not self._in_order(envelope.producer, sequence):
             return []
         current = envelope.epoch == state.epoch and type(event) not in _EPOCH_EVENTS
         if (not current or not state.epoch) and not self._admit_epoch(envelope):
@@ -148,34 +147,31 @@ class Monitor:
 
     @property
     def _now(self) -> int:
-        return milliseconds(self._entry_id)
+        """Milliseconds, as the server stamped the entry."""
+        return int(self._entry_id.partition("-")[0])
 
     def _flush(self) -> list[Envelope]:
-        state = self.state
-        envelopes = []
-        for event in self._out:
-            state.announced += 1
-            envelopes.append(
-                Envelope(
-                    run_id=state.run_id,
-                    epoch=state.epoch,
-                    producer=MONITOR,
-                    sequence=state.announced,
-                    occurred_at=self._now / 1000,
-                    event=event,
-                )
-            )
+        state, out, now = self.state, self._out, self._now / 1000
+        first = state.announced + 1
+        state.announced += len(out)
         self._out = []
-        return envelopes
+        return [
+            Envelope(
+                run_id=state.run_id,
+                epoch=state.epoch,
+                producer=MONITOR,
+                sequence=sequence,
+                occurred_at=now,
+                event=event,
+            )
+            for sequence, event in enumerate(out, first)
+        ]
 
     # --- who may speak ---------------------------------------------------------------------
 
     def _in_order(self, producer: Producer, sequence: int) -> bool:
         sequences = self.state.sequences
         last = sequences.get(producer.incarnation, 0)
-        if sequence == last + 1 and len(sequences) < REORDERED_PRODUCERS:
-            sequences[producer.incarnation] = sequence
-            return True
         # Taken out and put back: the dictionary's order is that of last use, oldest first.
         sequences.pop(producer.incarnation, None)
         sequences[producer.incarnation] = max(last, sequence)
@@ -457,20 +453,22 @@ class Monitor:
             self._settle(event.step, "weights")
 
     def _part_published(self, event: VersionPartPublished, _: Envelope) -> None:
-        version = self._version(event.step)
+        step = event.step
+        version = self._version(step)
         if version is None:
             return
-        kind = self.state.steps[event.step].kinds["weights"]
+        kind = self.state.steps[step].kinds["weights"]
         # A retry replaces what a failed attempt left, until the version is ready.
         if kind.outcome is None:
+            delta = event.delta
             version.parts[event.rank] = PublishedPart(
                 rank=event.rank,
                 manifest_digest=event.manifest_digest,
                 bytes=event.bytes,
-                base=event.delta.base if event.delta else None,
+                base=None if delta is None else delta.base,
             )
             if kind.committed_at is not None:  # most come before it
-                self._settle(event.step, "weights")
+                self._settle(step, "weights")
 
     def _applied(self, event: WeightsApplied, envelope: Envelope) -> None:
         explorer = self._explorer(envelope.producer)
@@ -585,9 +583,10 @@ class Monitor:
         )
         if kind == "weights":
             self.state.versions.append(at)
-            bases = sorted({part.base for part in parts if part.base is not None})
+            bases = {part.base for part in parts if part.base is not None}
             if bases:
-                self.state.resting.append(Resting(version=at, bases=tuple(bases[:KEPT_BASES])))
+                kept = tuple(sorted(bases)[:KEPT_BASES])
+                self.state.resting.append(Resting(version=at, bases=kept))
             self._retire()
         elif kind == "checkpoint":
             self.state.whole.append(at.step)
@@ -620,20 +619,20 @@ class Monitor:
         found = self.state.steps.get(step)
         if found is None:
             return
+        at = StepRef(self.state.epoch, step)
         for name, kind in found.kinds.items():
-            if kind.outcome is None or not self._is_behind(step, name):
+            pointer = self.state.ready.get(name)
+            if kind.outcome is None or pointer is None or pointer.at <= at:
                 return
-        folders = {kind: staged_folder(found, kind) for kind in found.kinds}
+        folders = {
+            name: None if name == "weights" else staged_folder(found, name) for name in found.kinds
+        }
         for name, kind in found.kinds.items():
             if not kind.compacted:
                 kind.folder = folders[name]
                 kind.compacted = True
                 kind.registrations, kind.slots = {}, {}
         found.version = None
-
-    def _is_behind(self, step: int, kind: Kind) -> bool:
-        pointer = self.state.ready.get(kind)
-        return pointer is not None and pointer.at > StepRef(self.state.epoch, step)
 
     def _forget(self) -> None:
         """Drop the oldest steps of which nothing more can come, so that the state stays small."""
@@ -678,13 +677,15 @@ class Monitor:
         return found
 
     def _version(self, step: int) -> VersionState | None:
+        found = self.state.steps.get(step)
+        if found is not None and found.version is not None:
+            return found.version
         if self._kind(step, "weights") is None:
             return None
-        found = self.state.steps[step]
-        if found.version is None:
-            # A part may come before the event that opens its version.
-            found.version = VersionState(ranks=(), transport="", opened_at=self._now)
-        return found.version
+        # A part may come before the event that opens its version.
+        version = VersionState(ranks=(), transport="", opened_at=self._now)
+        self.state.steps[step].version = version
+        return version
 
     def _slot(self, slot: Slot) -> SlotState | None:
         kind = self._kind(slot.step, slot.kind)
