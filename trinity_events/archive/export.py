@@ -128,14 +128,14 @@ async def record_run(
     count = 0
     with lines_written(path, Header(run_id=log.run_id, position=reached)) as write:
         async for entry in whole_stream(log, Stream.EVENTS, archive):
-            write(line("events", entry))
+            write([line("events", entry)])
             count += 1
         async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):
             if position(entry.id) <= announced:
-                write(line("announcements", entry))
+                write([line("announcements", entry)])
                 count += 1
         for entry, reason in await log.dead_letters():
-            write(line_of("dead", entry, reason))
+            write([line_of("dead", entry, reason)])
             count += 1
     return count
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ from ..log import ORIGIN, Entry, position
 
 FORMAT = "trinity-events-log"
 FORMAT_VERSION = 1
+_A_PAGE = 500
+"""Lines that are encoded at once."""
 
 LineStream = Literal["events", "announcements", "dead"]
 
@@ -77,19 +80,20 @@ def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line
 
 
 @contextmanager
-def lines_written(path: Path, header: Header) -> Iterator[Callable[[Line], None]]:
-    """Write a file, line by line: whole at the end of the block, and durably, or not at all."""
+def lines_written(path: Path, header: Header) -> Iterator[Callable[[Sequence[Line]], None]]:
+    """Write a file bit by bit: whole at the end of the block, and durably, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, not a file")
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-    encode = msgspec.json.Encoder().encode
+    encoder = msgspec.json.Encoder()
     try:
         with temporary.open("wb") as file:
-            file.write(encode(header) + b"\n")
+            file.write(encoder.encode(header) + b"
+")
 
-            def write(line: Line) -> None:
-                file.write(encode(line) + b"\n")
+            def write(lines: Sequence[Line]) -> None:
+                file.write(encoder.encode_lines(lines))
 
             yield write
             file.flush()
@@ -107,9 +111,10 @@ def lines_written(path: Path, header: Header) -> Iterator[Callable[[Line], None]
 
 def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> None:
     """Write a file whole and durably, or not at all."""
+    source = iter(lines)
     with lines_written(path, header) as write:
-        for line in lines:
-            write(line)
+        while page := list(islice(source, _A_PAGE)):
+            write(page)
 
 
 def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
