@@ -23,6 +23,7 @@ from tests.properties.generated import (
 from tests.properties.oracle import Oracle, complete
 from trinity_events.core import Monitor, MonitorState, decode_state, encode_state
 from trinity_events.core.fold import KEPT_STEPS_AT_MOST
+from trinity_events.core.standing import newest, stands, subject
 from trinity_events.history import fold
 from trinity_events.log import Entry
 from trinity_schemas import (
@@ -173,13 +174,20 @@ def test_a_snapshot_taken_at_any_entry_goes_on_as_if_it_had_not_been(history, cu
 @examples(100)
 @given(anything(most=25))
 def test_announcements_are_numbered_caused_and_readable(history):
-    monitor, number = new_monitor(), 0
+    monitor, made = new_monitor(), []
     for entry in history:
         for one in monitor.apply(*entry):
-            number += 1
-            assert one.sequence == number
+            made.append(one)
+            assert one.sequence == len(made)
             assert getattr(one.event, "caused_by", entry[0]) == entry[0]
             assert decode_envelope(encode(one)) == one
+    # What stands after all of them is named in one go as it would be one by one.
+    stood = {subject(one): one for one in made if stands(one, monitor.state)}
+    named = [
+        (name, one) for name, one in zip(newest(made, monitor.state), made, strict=True) if name
+    ]
+    assert len(named) == len(stood)
+    assert dict(named) == stood
 
 
 @st.composite

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     Envelope,
@@ -29,6 +31,18 @@ def subject(envelope: Envelope) -> str:
     event = envelope.event
     assert isinstance(event, ANNOUNCEMENT_TYPES)
     return f"{event_tag(event)}/{getattr(event, 'kind', 'weights')}"
+
+
+def newest(announcements: Sequence[Envelope], state: MonitorState) -> list[str]:
+    """The subject of each that stands, and that none of the others follows; empty for the rest."""
+    subjects = [""] * len(announcements)
+    found = set[tuple[type, str]]()
+    for at, one in reversed(list(enumerate(announcements))):
+        about = type(one.event), getattr(one.event, "kind", "weights")
+        if about not in found and stands(one, state):
+            found.add(about)
+            subjects[at] = subject(one)
+    return subjects
 
 
 def stands(envelope: Envelope, state: MonitorState) -> bool:

@@ -16,7 +16,7 @@ from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.overdue import holders
-from ..core.standing import OF_AN_EPOCH, stands, subject
+from ..core.standing import OF_AN_EPOCH, newest
 from ..history import fold, load_monitor
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, Stream, position
 from .checkpoints import CheckpointFiles
@@ -224,16 +224,16 @@ class Reducer:
         due = ended or self._since_snapshot >= SNAPSHOT_EVERY
         if due:
             self._since_snapshot = 0
+        made = step.announcements
         commit = Commit(
             token=self._token,
             after=self._after,
             position=state.position,
-            announcements=[
-                (subject(one) if stands(one, state) else "", encode(one))
-                for one in step.announcements
-            ],
+            announcements=list(
+                zip(newest(made, state), [encode(one) for one in made], strict=True)
+            ),
             retracted=OF_AN_EPOCH if state.epoch != step.epoch else (),
-            grants=[e.event.save_id for e in step.announcements if type(e.event) is SaveGranted],
+            grants=[one.event.save_id for one in made if type(one.event) is SaveGranted],
             dead_letters=step.dead,
             snapshot=encode_state(state) if due else None,
         )
