@@ -23,21 +23,22 @@ RUN = "bench-growth"
 AHEAD = 20_000
 """Entries that may wait to be folded: a backlog is not what is measured."""
 LOOKS, BETWEEN = 4, 90
-"""Looks for each figure, and steps between two of them: together more than one segment."""
+"""Looks for each figure, and steps between two of them: together from one snapshot to the next."""
 STEADY = Asked("at most", 1.2)
 
 
 class Size(NamedTuple):
-    """After how many steps to look, and how long it takes."""
+    """After how many steps to look, how many looks before do not count, how long it takes."""
 
     steps: tuple[int, ...]
+    settling: int
     takes: str
 
 
 SIZES = {
-    "tiny": Size((100, 1_000), "5 s"),
-    "small": Size((1_000, 3_000, 10_000), "15 s"),
-    "full": Size((1_000, 10_000, 100_000), "1 to 2 min"),
+    "tiny": Size((100, 1_000), 0, "5 s"),
+    "small": Size((1_000, 3_000, 10_000), 8, "45 s"),
+    "full": Size((1_000, 10_000, 100_000), 8, "1 to 2 min"),
 }
 
 
@@ -51,38 +52,59 @@ class Memory(NamedTuple):
     behind: int
     """Entries on the server when the last was folded."""
     left: int
-    """Entries on the server once nothing was left to do."""
+    """Entries on the server once nothing was left to do, between two snapshots."""
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Feed the run to a live reducer that archives and trims, and look from time to time."""
-    filler = Filler(on.client, RunKeys.of(RUN).events)
-    events = training(RUN)
+    """Feed the run to a live reducer that archives and trims, and look from time to time.
+
+    Where the snapshots and the segments of a long way come to lie is chance, and what is on the
+    server goes up and down with them. So the way goes on at the pace of the looks, until the
+    segments are those of that pace, before the looks count: at each size they see the same.
+    """
+    # The server keeps as many slow commands as it is told to; those of the filling are no growth.
+    client: Any = on.client
+    client.config_set("slowlog-max-len", 0)
+    feed = Feed(on)
     seen: list[Memory] = []
     with reducer(on, RUN) as started:
         for steps in size.steps:
             noise.beat()
             say(f"  up to step {steps:,}, event {length(steps):,}")
             looks = []
-            for look in range(LOOKS):
-                count = length(steps + look * BETWEEN)
-                while filler.filled.entries < count:
-                    page = min(1000, count - filler.filled.entries)
-                    keep_pace(on.client, filler.add(islice(events, page)))
-                wait_for_position(on.client, RUN, filler.filled.last_id, START_DEADLINE)
-                looks.append(looked(on, started.pid, steps, count))
-            seen.append(most_of(looks))
+            for look in range(size.settling + LOOKS):
+                feed.up_to(length(steps + look * BETWEEN))
+                looks.append(looked(on, started.pid, steps))
+            seen.append(most_of(looks[-LOOKS:])._replace(behind=looks[0].behind))
     notes = [
         f"The events: {MIX}. Archive and trimming are on.",
         "Memory is the reducer's resident set and the server's used memory, once nothing is left "
-        f"to do: the most of {LOOKS} looks, {BETWEEN} steps apart, since what is not archived yet "
-        "goes up and down.",
-        "Fed as fast as it folds. Entries on the server when the last was folded, and once it was "
-        "archived: "
+        f"to do: the most of {LOOKS} looks, {BETWEEN} steps apart, over one whole period, since "
+        f"what is not archived yet goes up and down. They begin {size.settling * BETWEEN} steps "
+        "later, when the segments are those of that pace.",
+        "Fed as fast as it folds. Entries on the server when the last was folded, and at most "
+        "between two snapshots: "
         + ", ".join(f"{o.behind:,} and {o.left:,} after {o.steps:,} steps" for o in seen)
         + ".",
     ]
     return Findings(rows_of(seen), notes)
+
+
+class Feed:
+    """The run's events, appended as fast as they are folded."""
+
+    def __init__(self, on: Stage) -> None:
+        self._client = on.client
+        self._filler = Filler(on.client, RunKeys.of(RUN).events)
+        self._events = training(RUN)
+
+    def up_to(self, count: int) -> None:
+        """Append until there were so many in all, and wait until they are folded."""
+        filler = self._filler
+        while filler.filled.entries < count:
+            page = min(1000, count - filler.filled.entries)
+            keep_pace(self._client, filler.add(islice(self._events, page)))
+        wait_for_position(self._client, RUN, filler.filled.last_id, START_DEADLINE)
 
 
 def most_of(looks: list[Memory]) -> Memory:
@@ -90,7 +112,6 @@ def most_of(looks: list[Memory]) -> Memory:
     return looks[0]._replace(
         reducer=max(one.reducer for one in looks),
         server=max(one.server for one in looks),
-        behind=max(one.behind for one in looks),
         left=max(one.left for one in looks),
     )
 
@@ -109,7 +130,7 @@ def keep_pace(client: redis.Redis, filled: Filled) -> None:
         time.sleep(0.02)
 
 
-def looked(on: Stage, pid: int, steps: int, events: int) -> Memory:
+def looked(on: Stage, pid: int, steps: int) -> Memory:
     """The memory, once all is archived and trimmed."""
     client: Any = on.client
     process = psutil.Process(pid)
@@ -117,7 +138,7 @@ def looked(on: Stage, pid: int, steps: int, events: int) -> Memory:
     rest(process)
     return Memory(
         steps=steps,
-        events=events,
+        events=length(steps),
         reducer=process.memory_info().rss,
         server=on.server["used_memory"],
         behind=behind,
