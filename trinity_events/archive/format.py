@@ -89,8 +89,7 @@ def lines_written(path: Path, header: Header) -> Iterator[Callable[[Sequence[Lin
     encoder = msgspec.json.Encoder()
     try:
         with temporary.open("wb") as file:
-            file.write(encoder.encode(header) + b"
-")
+            file.write(encoder.encode(header) + b"\n")
 
             def write(lines: Sequence[Line]) -> None:
                 file.write(encoder.encode_lines(lines))
