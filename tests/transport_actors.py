@@ -1,6 +1,7 @@
 """Publishers and readers of weight parts in processes of their own, which are killed."""
 
 import os
+import secrets
 import signal
 import time
 from contextlib import contextmanager
@@ -12,17 +13,21 @@ import torch
 
 from trinity_events.server import open_client
 from trinity_events.weights import (
+    CollectiveStore,
     PartRef,
     PartWriter,
     RayStore,
     RedisChunkStore,
     SharedMemoryStore,
 )
+from trinity_events.weights.collective.frames import FrameSender
 from trinity_events.weights.under_way import Follower
 
 STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
 SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]
 CHUNK = 4096
+TIMEOUT = 5.0
+"""Of collective groups."""
 
 
 class Where(NamedTuple):
@@ -33,8 +38,10 @@ class Where(NamedTuple):
     ray_address: str = ""
     ray_auth: str = "disabled"
     """As Ray put it into the environment of the process that started the cluster."""
+    run_id: str = ""
+    """The run whose collective group it is."""
 
-    def store(self):
+    def store(self, *, reads=False):
         if self.name == "shm":
             return SharedMemoryStore()
         if self.name == "ray":
@@ -44,7 +51,29 @@ class Where(NamedTuple):
             if not ray.is_initialized():  # in a process of its own
                 ray.init(address=self.ray_address, log_to_driver=False, logging_level=40)
             return RayStore()
+        if self.name == "collective":
+            return Meeting.opened(self, reads=reads)
         return RedisChunkStore(open_client(self.weights_url))
+
+
+class Meeting(CollectiveStore):
+    """A collective group that sends once all of a test's readers are there."""
+
+    readers = 1
+
+    @classmethod
+    def opened(cls, where: Where, *, reads: bool):
+        """An end of the group; who reads is in it from now on."""
+        name = f"explorer-{secrets.token_hex(4)}"
+        made = cls(open_client(where.weights_url), where.run_id, name, timeout=TIMEOUT)
+        if reads:
+            made.join()
+        return made
+
+    def begin(self, part, chunk_bytes=None):
+        if self._trainer is None or len(self._trainer._members) < self.readers:
+            self.set_up(part.epoch, self.readers, 20)
+        return super().begin(part, chunk_bytes)
 
 
 @contextmanager
@@ -92,6 +121,10 @@ def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
         # The object is put; nobody was told of it.
         with mock.patch.object(RayStore, "_own_directory", stop):
             writer.seal()
+    elif stage == "sealing" and where.name == "collective":
+        # All bytes are sent; what is left is the manifest.
+        with mock.patch.object(FrameSender, "finish", stop):
+            writer.seal()
     elif stage == "sealing":
         with mock.patch("redis.Redis.set", stop):
             writer.seal()
@@ -100,9 +133,10 @@ def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
 
 
 def reads(told, where: Where, part: PartRef) -> None:
-    """Open a part, and read it for ever."""
-    source = where.store().open(part)
-    told.send(source is not None)
+    """Open a part, and read it for ever; what is sent is read by who is there when it is."""
+    store = where.store(reads=True)
+    source = store.open(part)
+    told.send(source is not None or where.name == "collective")
     time.sleep(600)
 
 
