@@ -10,6 +10,7 @@ import time
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 import torch
 
@@ -31,12 +32,18 @@ from trinity_schemas import (
     SaveFailed,
     StepReady,
     StepRef,
+    SyncRequested,
     VersionOpened,
     WeightsApplied,
     decode_envelope,
     version_digest,
 )
 from trinity_workers.collectives import CollectiveBroken, PeerFailed
+from trinity_workers.config import RunSettings
+from trinity_workers.explorer import Explorer
+from trinity_workers.explorer.along import ReadingAlong
+from trinity_workers.explorer.versions import NewestVersion
+from trinity_workers.trainer.requests import WeightRequests
 
 pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
@@ -338,6 +345,59 @@ def test_an_explorer_that_comes_late_gets_the_next_version_and_is_told_so(opened
     for explorer in (first, late):
         with explorer.pull(newer) as version:
             assert version.bytes >= 24_000
+
+
+async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_again(
+    opened, places, committer, log
+):
+    trainer, _ = opened("trainer"), opened("explorer", 0)
+    trainer.setup_weight_sync_group(1, 10)
+    trained = Tiny(seed=7)
+    config = RunSettings(transport="collective", explorers=2).placed(
+        run_id=places.run_id,
+        epoch=places.epoch,
+        redis_url=places.redis_url,
+        weights_url=places.weights_url,
+        checkpoint_folder=places.folder,
+    )
+
+    async def send():
+        await off(sent, trainer, 1, trained.named_parameters())
+
+    requests = WeightRequests(places.run_id, places.redis_url, send)
+    versions = NewestVersion(places.run_id, places.epoch, places.redis_url, sent=True)
+    began = await log.last_id()
+    async with reducer_task(places.redis_url, places.run_id):
+        await send()
+        committer.commit(1)
+        event = await ready(log, 1)
+        late = Explorer(config, 1)
+        late.join()
+        late._model, late._along = Tiny(seed=1), ReadingAlong(config, late._synchronizer)
+        with anyio.fail_after(20):
+            async with requests.heard(began), anyio.create_task_group() as tasks:
+                tasks.start_soon(versions.follow)
+                async with requests.answered():
+                    await late._refresh(versions, 1)
+                tasks.cancel_scope.cancel()
+    assert_equal(dict(late._model.state_dict()), dict(trained.state_dict()))
+    await off(late.leave)
+    heard = [one.event for one in await told(log)]
+    [asked] = [one for one in heard if isinstance(one, SyncRequested)]
+    assert asked.wanted == StepRef(places.epoch, 1)
+    [applied] = [one for one in heard if isinstance(one, WeightsApplied)]
+    assert applied.digest == event.version_digest, "what was sent again is what was announced"
+
+
+def test_a_version_is_not_asked_for_that_would_not_be_sent(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    first = sent(trainer, 1, SOME)
+    sent(trainer, 2, SOME)
+    assert not explorer.request_weights(first), "a newer one is here, and will be announced"
+    kept = msgspec.structs.replace(first, step=3, transport="redis")
+    assert not explorer.request_weights(kept)
+    assert explorer.request_weights(msgspec.structs.replace(first, step=3))
 
 
 def test_who_never_joined_is_told_what_to_do(opened, places):

@@ -205,6 +205,33 @@ def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(p
     assert (folder / "model" / "config.json").is_file()
 
 
+def test_explorers_of_a_collective_group_come_and_go(processes):
+    """The trainer waits for experiences of one that died; who takes its place asks for weights."""
+    reducer = processes.start("reducer")
+    explorers = [processes.start("explorer", "--rank", rank, "--json") for rank in "01"]
+    trainer = processes.start(
+        *("trainer", "--weights", "collective", "--explorers", "2", "--steps", "15"),
+        *("--save-interval", "0", "--json"),
+    )
+    processes.wait_for_announcements(4, trainer)
+    explorers[1].kill()
+    explorers[1] = processes.start("explorer", "--rank", "1", "--json")
+
+    status, out, error = ended(trainer, 120)
+    assert status == 0, error
+    assert "weights travel by a collective group" in error
+    summary = json.loads(out)
+    assert summary["transport"] == "collective"
+    assert summary["log"]["versions_published"] == 16
+    assert summary["log"]["versions_unaccounted"] == 0
+    for rank, explorer in enumerate(explorers):
+        status, out, error = ended(explorer)
+        assert status == 0, error
+        assert json.loads(out)["rank"] == rank
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+
+
 def test_sigterm_stops_the_trainer_and_the_log_says_so(processes):
     reducer = processes.start("reducer")
     trainer = processes.start("trainer", "--steps", "100000")

@@ -42,6 +42,7 @@ class ExplorerEnd:
         self._place = place
         self._staging = staging
         self._ended = threading.Event()
+        self._met = threading.Event()
         self._channel: Channel | None = None
         self._group: Group | None = None
         self._position = ORIGIN
@@ -50,6 +51,10 @@ class ExplorerEnd:
         """Why it joins no more, if it does not."""
         self._thread = threading.Thread(target=self._run, name="weight-sync-group", daemon=True)
         self._thread.start()
+
+    def is_met(self, seconds: float) -> bool:
+        """Whether the trainer knows of us, or does within so long: it sends to whom it knows."""
+        return self._met.wait(seconds)
 
     def close(self) -> None:
         """Leave the group, for good."""
@@ -96,6 +101,7 @@ class ExplorerEnd:
         try:
             hello = Hello(run_id=self._run_id, token=info.token, name=self._name)
             self._channel.send(hello, _CONNECTING)
+            self._met.set()
             while not self._ended.is_set():
                 try:
                     self._heed(self._channel, info)
@@ -105,6 +111,7 @@ class ExplorerEnd:
         except ChannelClosed as error:
             logger.debug("the trainer's end of the collective group closed: %s", error)
         finally:
+            self._met.clear()
             self._leave()
             self._channel.close()
         return True

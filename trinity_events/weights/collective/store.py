@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 
 import redis
 
+from trinity_schemas import StepRef
+
 from ...errors import GroupBroken
 from ..base import Check, PartRef, checked
 from .explorer_end import ExplorerEnd
@@ -22,6 +24,9 @@ TIMEOUT = 30.0
 
 The trainer's other ranks wait meanwhile: their own timeout must be several times as long.
 """
+
+_MEETING = 10.0
+"""Seconds that an explorer is given to reach the trainer, before it asks for anything."""
 
 
 class CollectiveStore:
@@ -70,6 +75,13 @@ class CollectiveStore:
         """Take part in the trainer's groups from now on, in a thread of its own."""
         if self._explorer is None:
             self._explorer = ExplorerEnd(self._run_id, self._who, self._place, self._staging)
+
+    def would_get(self, version: StepRef) -> bool:
+        """Whether an explorer would get what is sent from now on, and has nothing newer."""
+        newest = self._staging.newest()
+        if newest is not None and StepRef(newest.epoch, newest.step) > version:
+            return False
+        return self._explorer is not None and self._explorer.is_met(_MEETING)
 
     def found(self) -> WeightSyncInfo | None:
         """Where the trainer is, as far as this process knows."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trinity_schemas import StepReady, StepRef, SyncRequested
+
 from .place import WeightSyncInfo
 from .store import CollectiveStore
 
@@ -25,6 +27,9 @@ class CollectiveGroups:
     if TYPE_CHECKING:
 
         def _store_of(self, transport: str) -> Any: ...
+
+        @property
+        def _publisher(self) -> Any: ...
 
     def get_weight_sync_info(self) -> WeightSyncInfo | None:
         """Where the group meets.
@@ -55,6 +60,21 @@ class CollectiveGroups:
     def join_weight_sync_group(self) -> None:
         """On an explorer: take part in the trainer's groups from now on, in the background."""
         self._groups.join()
+
+    def request_weights(self, ready: StepReady) -> bool:
+        """On an explorer: ask the trainer for a version that was sent before we were there.
+
+        It sends what it has then, as soon as it waits for explorers, and says so in the log.
+        Returns False, and asks for nothing, of a version that is not sent, and when a newer one
+        has come already or the trainer is not found.
+        """
+        if ready.transport != CollectiveStore.name:
+            return False
+        wanted = StepRef(ready.epoch, ready.step)
+        if not self._groups.would_get(wanted):
+            return False
+        self._publisher.publish(SyncRequested(wanted=wanted))
+        return True
 
     def teardown_weight_sync_group(self) -> None:
         """End the group; it can be set up, or joined, again."""

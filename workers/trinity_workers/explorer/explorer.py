@@ -25,6 +25,7 @@ from trinity_schemas import (
 
 from ..config import RunConfig
 from ..experiences import ExperienceWriter
+from ..first_error import first_error
 from ..learning.policy import load_policy
 from ..learning.rollout import Rollout, generate, sampled_accuracy
 from ..learning.tasks import Question, make_task
@@ -104,14 +105,16 @@ class Explorer:
             return await self._run()
         except BaseExceptionGroup as errors:
             # One error is what went wrong; a group of it would not survive the way through Ray.
-            error = _first_error(errors)
+            error = first_error(errors)
             raise error from error.__cause__
         finally:
             self.leave()
 
     async def _run(self) -> ExplorationResult:
         config = self.config
-        versions = NewestVersion(config.run_id, config.epoch, config.redis_url)
+        versions = NewestVersion(
+            config.run_id, config.epoch, config.redis_url, sent=config.transport == "collective"
+        )
         # The most that may be under way: every step up to the newest that weights allow.
         ahead = config.sync_interval * (config.sync_offset + 2)
         async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
@@ -138,7 +141,7 @@ class Explorer:
         config = self.config
         before = after = None
         groups = 0
-        standing = await versions.wait(0, after=None, deadline=config.sync_timeout)
+        standing = await versions.wait(0, deadline=config.sync_timeout)
         self._pass_over(standing.step)
         for step in range(standing.step + 1, config.steps + 1):
             await self._refresh(versions, config.version_wanted(step))
@@ -171,13 +174,13 @@ class Explorer:
         """Serve the newest version, which must be of ``step`` or later.
 
         One that is gone was retired while we looked; one that is not what was announced is never
-        used. In either case a newer one will do.
+        used. In either case a newer one will do. One that was sent before we were there is asked
+        for: the trainer may be waiting for us.
         """
-        unusable: StepRef | None = None
         reason: TrinityError | None = None
         while True:
             try:
-                ready = await versions.wait(step, after=unusable, deadline=self.config.sync_timeout)
+                ready = await versions.wait(step, deadline=self.config.sync_timeout)
             except DeadlineExceeded as late:
                 if reason is None:
                     raise
@@ -190,7 +193,9 @@ class Explorer:
                     await anyio.to_thread.run_sync(self._apply, ready)
             except (VersionUnavailable, CorruptVersion) as error:
                 logger.warning("explorer %d waits for newer weights: %s", self.rank, error)
-                unusable, reason = newest, error
+                reason = error
+                versions.pass_over(newest)
+                await anyio.to_thread.run_sync(self._synchronizer.request_weights, ready)
             else:
                 return
 
@@ -253,8 +258,3 @@ class Explorer:
 
 def _first(questions: Iterator[Question], count: int) -> list[Question]:
     return [next(questions) for _ in range(count)]
-
-
-def _first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -6,7 +6,7 @@ import anyio
 
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.subscriptions import subscribe
-from trinity_schemas import RunClosed, StepReady, StepRef
+from trinity_schemas import RunClosed, StepReady, StepRef, VersionPartPublished
 
 
 class RunEnded(TrinityError):
@@ -14,20 +14,31 @@ class RunEnded(TrinityError):
 
 
 class NewestVersion:
-    """Follows a run's ready weight versions of one epoch, and keeps the newest."""
+    """Follows a run's ready weight versions of one epoch, and keeps the newest.
 
-    def __init__(self, run_id: str, epoch: int, redis_url: str) -> None:
+    Args:
+        run_id: The run.
+        epoch: The epoch.
+        redis_url: The server of the log.
+        sent: Whether versions are sent, and not kept: then one may be sent again.
+    """
+
+    def __init__(self, run_id: str, epoch: int, redis_url: str, *, sent: bool = False) -> None:
         self._run_id = run_id
         self._epoch = epoch
         self._redis_url = redis_url
+        self._sent = sent
         self._changed = anyio.Condition()
         self.newest: StepReady | None = None
+        self._passed_over: StepRef | None = None
         self._closed: RunClosed | None = None
 
     async def follow(self) -> None:
         """Follow until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_end)
+            if self._sent:
+                tasks.start_soon(self._follow_sent)
             async with subscribe(self._run_id, StepReady, redis_url=self._redis_url) as events:
                 async for delivered in events:
                     event = delivered.event
@@ -45,8 +56,22 @@ class NewestVersion:
                         self._closed = delivered.event
                         self._changed.notify_all()
 
-    async def wait(self, step: int, *, after: StepRef | None, deadline: float) -> StepReady:
-        """The newest version, once it is of ``step`` or later and later than ``after``.
+    async def _follow_sent(self) -> None:
+        events = subscribe(self._run_id, VersionPartPublished, redis_url=self._redis_url)
+        async with events:
+            async for delivered in events:
+                ref = StepRef(delivered.envelope.epoch, delivered.event.step)
+                if ref == self._passed_over:
+                    async with self._changed:
+                        self._passed_over = None
+                        self._changed.notify_all()
+
+    def pass_over(self, version: StepRef) -> None:
+        """A version is no use, as long as it is not sent again."""
+        self._passed_over = version
+
+    async def wait(self, step: int, *, deadline: float) -> StepReady:
+        """The newest version, once it is of ``step`` or later and was not passed over.
 
         Raises:
             RunEnded: when the run is closed before that.
@@ -59,7 +84,7 @@ class NewestVersion:
                     if (
                         newest is not None
                         and newest.step >= step
-                        and (after is None or StepRef(newest.epoch, newest.step) > after)
+                        and StepRef(newest.epoch, newest.step) != self._passed_over
                     ):
                         return newest
                     if self._closed is not None:

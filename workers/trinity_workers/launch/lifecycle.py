@@ -15,6 +15,7 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, posi
 from trinity_schemas import RunClosed
 
 from ..config import RunConfig
+from ..first_error import first_error
 
 _REDUCER_DEADLINE = 30.0
 _SHORT_DEADLINE = 3.0
@@ -92,18 +93,6 @@ async def _close(
         f"the end of run {config.run_id} was not folded within {deadline:g} s: "
         "is its reducer running?"
     )
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first error of a group of groups, preferring those that are meant for people."""
-    leaves = [error]
-    while any(isinstance(leaf, BaseExceptionGroup) for leaf in leaves):
-        leaves = [
-            one
-            for leaf in leaves
-            for one in (leaf.exceptions if isinstance(leaf, BaseExceptionGroup) else (leaf,))
-        ]
-    return next((leaf for leaf in leaves if isinstance(leaf, TrinityError)), leaves[0])
 
 
 def _sentence(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from trinity_schemas import ExperienceGroup, TrainerStatusChanged
 
 from ..config import RunConfig
 from ..experiences import ExperienceReader
+from .requests import WeightRequests
 from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Trainer:
     def __init__(self, config: RunConfig, engine: TrainEngineWrapper | None = None) -> None:
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
+        self._requests = WeightRequests(config.run_id, config.redis_url, self.sync_weight)
         self._exits = AsyncExitStack()
 
     @classmethod
@@ -56,9 +58,9 @@ class Trainer:
         """Start the workers, and publish the weights that the run starts from."""
         config = self.config
         client = await self._exits.enter_async_context(connect(config.redis_url))
-        self._publisher = AsyncPublisher(
-            RedisEventLog(client, config.run_id), config.epoch, new_producer("trainer")
-        )
+        log = RedisEventLog(client, config.run_id)
+        self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))
+        self._began_at = await log.last_id()
         self._experiences = ExperienceReader(client, config.run_id, config.epoch)
         await self.engine.prepare()
         await self._publisher.publish(TrainerStatusChanged(status="running"))
@@ -66,6 +68,13 @@ class Trainer:
 
     async def train(self) -> TrainingResult:
         """Train to the last step; raises what went wrong, after saying that it stopped."""
+        if not self._sends:
+            return await self._train()
+        async with self._requests.heard(self._began_at):
+            return await self._train()
+        raise AssertionError("unreachable")
+
+    async def _train(self) -> TrainingResult:
         began = time.monotonic()
         rewards: list[float] = []
         scores: list[float] = []
@@ -73,9 +82,7 @@ class Trainer:
         try:
             while self.train_step_num < self.config.steps:
                 step = self.train_step_num + 1
-                groups, entry_ids = await self._experiences.take(
-                    step, self.config.prompts_per_step, deadline=self.config.sync_timeout
-                )
+                groups, entry_ids = await self._take(step)
                 metrics = await self.train_step(groups)
                 await self._experiences.ack(entry_ids)
                 rewards.append(metrics["reward"])
@@ -97,6 +104,18 @@ class Trainer:
             seconds=time.monotonic() - began,
             dropped_groups=self._experiences.dropped,
         )
+
+    async def _take(self, step: int) -> tuple[list[ExperienceGroup], list[bytes]]:
+        """The step's experiences, once all are there; whoever lacks weights to make them gets some.
+
+        Raises DeadlineExceeded.
+        """
+        count, deadline = self.config.prompts_per_step, self.config.sync_timeout
+        if not self._sends:
+            return await self._experiences.take(step, count, deadline=deadline)
+        async with self._requests.answered():
+            return await self._experiences.take(step, count, deadline=deadline)
+        raise AssertionError("unreachable")
 
     async def train_step(self, exps: Sequence[ExperienceGroup]) -> dict[str, float]:
         """Take one step; returns the engine's metrics and the experiences' own."""
@@ -120,7 +139,8 @@ class Trainer:
 
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
-        if self.config.transport == "collective":
+        if self._sends:
+            self._requests.sending()
             await self.engine.sync_weight_nccl(metrics)
         else:
             await self.engine.upload_state_dict(metrics)
@@ -135,6 +155,11 @@ class Trainer:
         """Stop the workers and let go of the server."""
         await self.engine.shutdown()
         await self._exits.aclose()
+
+    @property
+    def _sends(self) -> bool:
+        """Whether weights are sent to who is there, and not kept."""
+        return self.config.transport == "collective"
 
     @property
     def train_step_num(self) -> int:
