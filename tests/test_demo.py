@@ -83,12 +83,16 @@ def test_every_version_was_applied_or_superseded_before_it_was_pulled(finished):
 
 def test_weights_went_by_the_best_transport_and_the_summary_and_the_log_say_so(finished, cli):
     run_id, summary = finished
-    best = chosen_transport("auto", explorers_here=True).name
+    best, why = chosen_transport("auto", explorers_here=True)
     lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
     events = [line["event"] for line in lines]
     told = [one for one in events if one["type"] == "version-opened"]
     told += [one for one in events if one["type"] == "step-ready" and one["kind"] == "weights"]
     assert {one["transport"] for one in told} == {summary["transport"]} == {best}
+    [opened] = [one for one in events if one["type"] == "run-opened"]
+    assert opened["transport"] == {"name": best, "reason": why}
+    shown = " ".join(cli("status", run_id, env={"COLUMNS": "200"}).stdout.split())
+    assert f"weights travel by {best}: {why}" in shown
     assert not list(users_folder().glob(f"*/{run_id}~*")), "nothing is left in shared memory"
 
 

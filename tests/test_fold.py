@@ -36,6 +36,7 @@ from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
     AppliedPhases,
+    ChosenTransport,
     ConsumerDetached,
     DeadlineReached,
     ExpiredAttempt,
@@ -291,6 +292,18 @@ def test_what_an_old_epoch_left_open_is_superseded_by_the_new_one():
         ("weights", 1, 2),
     }
     assert [(one.epoch, one.step) for one in of(said, VersionRetired)] == [(1, 7)]
+
+
+def test_the_state_says_how_the_present_epochs_weights_travel_and_why():
+    history = History(opened=False)
+    chosen = ChosenTransport(name="ray", reason="every explorer is in this Ray cluster")
+    history.add(RunOpened(transport=chosen))
+    assert history.fold()[0].state.transport == chosen
+    other = ChosenTransport(name="redis", reason="explorers may be on any host")
+    history.add(RunResumed(step=3, transport=other), epoch=2)
+    assert history.fold()[0].state.transport == other
+    history.add(RunOpened(), epoch=3)
+    assert history.fold()[0].state.transport is None
 
 
 def test_old_weight_versions_are_retired():

@@ -45,6 +45,13 @@ class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="t
 # --- the run -------------------------------------------------------------------------------
 
 
+class ChosenTransport(Struct, frozen=True, kw_only=True):
+    """How the run's weights are to travel, and why so."""
+
+    name: Transport
+    reason: Annotated[Text, Meta(description="In words.")]
+
+
 class RunOpened(_Event, frozen=True):
     """A trainer took a new epoch of the run and starts from its beginning."""
 
@@ -53,6 +60,9 @@ class RunOpened(_Event, frozen=True):
         Text | None, Meta(description="JSON of what the run is, without places or secrets.")
     ] = None
     save_strategy: SaveStrategy = "unrestricted"
+    transport: Annotated[
+        ChosenTransport | None, Meta(description="How its weights are to travel, and why so.")
+    ] = None
 
 
 class RunResumed(_Event, frozen=True):
@@ -63,6 +73,9 @@ class RunResumed(_Event, frozen=True):
         Text | None, Meta(description="JSON of what the run is, without places or secrets.")
     ] = None
     save_strategy: SaveStrategy = "unrestricted"
+    transport: Annotated[
+        ChosenTransport | None, Meta(description="How its weights are to travel, and why so.")
+    ] = None
 
 
 class RunClosed(_Event, frozen=True):

@@ -236,6 +236,7 @@ class Monitor:
             del state.carried[folder]
         state.epoch = epoch
         state.strategy = opening.save_strategy
+        state.transport = opening.transport
         state.attempts, state.queue, state.turns = {}, {}, {}
         state.whole = [one for one in state.whole if one <= step]
         state.trainer_step = step

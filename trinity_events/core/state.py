@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct, field
 
 from trinity_schemas import (
+    ChosenTransport,
     ExplorerStatus,
     Kind,
     Producer,
@@ -175,6 +176,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Those of them that rest on others."""
     strategy: SaveStrategy = "unrestricted"
     """Which saves of the current epoch may run at once."""
+    transport: ChosenTransport | None = None
+    """How the current epoch's weights are to travel, and why so, where its opening says."""
     attempts: dict[str, Attempt] = field(default_factory=dict)
     """Saves under way in the current epoch, by save id, oldest first."""
     queue: dict[str, list[str]] = field(default_factory=dict)

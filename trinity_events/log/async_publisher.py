@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 
 from trinity_schemas import (
+    ChosenTransport,
     Event,
     Producer,
     RunOpened,
@@ -86,13 +87,14 @@ async def open_run(
     resume_from: int | None = None,
     config: str | None = None,
     save_strategy: SaveStrategy = "unrestricted",
+    transport: ChosenTransport | None = None,
     deadline: float = 60.0,
 ) -> int:
     """Take a new epoch of the run, from its beginning or from a step; returns the epoch.
 
     ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
-    ``save_strategy`` says which saves may run side by side. A server that is away is waited for,
-    for ``deadline`` seconds.
+    ``save_strategy`` says which saves may run side by side, ``transport`` how weights are to travel
+    and why so, for those who watch. A server that is away is waited for, for ``deadline`` seconds.
 
     Listed in the index first: a crash in between leaves an empty run, never an unlisted one.
     And again after: a reducer that let go of the run just before hears of it.
@@ -102,9 +104,11 @@ async def open_run(
         PermissionDenied: when the server's access rules forbid it.
     """
     log = RedisEventLog(client, run_id)
-    event: Event = RunOpened(config=config, save_strategy=save_strategy)
+    event: Event = RunOpened(config=config, save_strategy=save_strategy, transport=transport)
     if resume_from is not None:
-        event = RunResumed(step=resume_from, config=config, save_strategy=save_strategy)
+        event = RunResumed(
+            step=resume_from, config=config, save_strategy=save_strategy, transport=transport
+        )
     give_up = time.monotonic() + deadline
     what = f"run {run_id} was not opened"
 

@@ -58,6 +58,10 @@ def status_panel(state: MonitorState) -> RenderableType:
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
         explorers.add_row(name, explorer.status, serves, _when(explorer.applied_at))
+    travel = []
+    if state.transport is not None:
+        chosen = f"{state.transport.name}: {state.transport.reason}"
+        travel = [Text.assemble(("weights travel by ", "dim"), chosen)]
     lines = [
         Text(explain(state, step), style="yellow")
         for step, found in sorted(state.steps.items())
@@ -68,7 +72,7 @@ def status_panel(state: MonitorState) -> RenderableType:
         lines.append(Text(f"Anomalies: {counts}.", style="red"))
         last = state.anomalies[-1]
         lines.append(Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"))
-    return Group(head, Text(), ready, Text(), explorers, *lines)
+    return Group(head, *travel, Text(), ready, Text(), explorers, *lines)
 
 
 def _pointer(state: MonitorState, kind: str) -> str:

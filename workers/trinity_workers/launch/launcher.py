@@ -74,12 +74,13 @@ async def run_trainer(options: LaunchOptions) -> DemoSummary:
 async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
     """Run what is to run here: every part when this process is alone, else the trainer."""
     began = time.monotonic()
-    transport, reason = chosen_transport(
+    chosen = chosen_transport(
         options.transport,
         explorers_here=alone,
         publish=options.settings.publish,
         deltas=options.settings.weights_full_every > 1,
     )
+    transport = chosen.name
     settings = structs.replace(options.settings, transport=transport)
     view = ProgressView(options.run_id, settings.steps)
     async with AsyncExitStack() as exits:
@@ -99,12 +100,15 @@ async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
                 options.run_id,
                 config=settings.to_text(),
                 save_strategy=settings.save_strategy,
+                transport=chosen.told(),
             ),
             redis_url=redis_url,
             weights_url=weights_url,
             checkpoint_folder=options.checkpoint_root / options.run_id,
         )
-        view.say(f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {reason}")
+        view.say(
+            f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
+        )
         log = RedisEventLog(client, config.run_id)
         async with closing(client, config):
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")

@@ -8,6 +8,7 @@ import torch.distributed
 
 from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.weights.segments import SHARED_MEMORY, available, free_bytes
+from trinity_schemas import ChosenTransport
 
 from ..config import BadSettings, PublishName, TransportName
 
@@ -22,6 +23,10 @@ class Chosen(NamedTuple):
 
     name: TransportName
     reason: str
+
+    def told(self) -> ChosenTransport:
+        """As the event says it that opens the run."""
+        return ChosenTransport(name=self.name, reason=self.reason)
 
 
 def chosen_transport(
