@@ -12,6 +12,7 @@ from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
 from .boxes import Box, contains, whole
+from .into_device import copy_pairs
 from .patch import checked, overlay
 from .pull import Piece, PulledVersion, shape_of, shares
 from .tensors import DTYPES, as_tensor, copy_bytes, is_plain
@@ -108,8 +109,7 @@ def install(fit: Fit) -> None:
     if fit.plain:  # so that autograd knows
         torch.autograd.graph.increment_version(fit.plain)
     with torch.no_grad():
-        for target, tensor in fit.pairs:
-            target.copy_(tensor)
+        copy_pairs(fit.pairs)
         for target, delta in fit.deltas:
             overlay(target, delta)
 

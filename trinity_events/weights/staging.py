@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from .lanes import Lane, lane_of
 from .tensors import copy_bytes, is_plain
 
 _ALIGNED = 64
@@ -15,30 +17,51 @@ class Staging:
     """One piece of memory, used again and again; it grows to the largest that was asked for.
 
     The first touch of a page costs several times the copy into it. Where there is a GPU the memory
-    is pinned, so that its own engine copies into it.
+    is pinned, and the GPU copies into it by itself.
+
+    Args:
+        lane: Takes the copies that come from a device, by default that of the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane | None = None) -> None:
+        self._lane = lane
+        self._under_way: list[tuple[Lane, Any]] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
         self._rooms: list[torch.Tensor] = []
 
     def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the CPU, row-major, until the next call: one copy of each, and no more."""
+        """Copies on the CPU, row-major, until the next call: one copy of each, and no more.
+
+        Those of tensors on a GPU are begun, and are there after :meth:`settle`. What the GPU is
+        told to do from now on comes behind them: the tensors may be changed at once.
+        """
+        self.settle()  # what is under way goes into the memory that is used again
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
         if layout != self._layout:  # versions of one model are alike: views cost more than copies
             self._rooms = self._laid_out(tensors)
             self._layout = layout
-        waits = False
+        lanes: dict[torch.device, Lane] = {}
         for room, tensor in zip(self._rooms, tensors, strict=True):
-            if is_plain(tensor):
+            if self._lane is None and is_plain(tensor):
                 copy_bytes(room.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             elif tensor.nbytes:
-                room.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-                waits = waits or tensor.is_cuda
-        if waits:
-            torch.cuda.synchronize()
+                if tensor.device not in lanes:
+                    lanes[tensor.device] = self._lane or lane_of(tensor.device)
+                    lanes[tensor.device].begin()
+                lanes[tensor.device].copy(room, tensor.detach())
+        for lane in lanes.values():
+            mark = lane.mark()
+            lane.hold_back(mark)
+            self._under_way.append((lane, mark))
         return self._rooms
+
+    def settle(self) -> bool:
+        """Wait until all that was copied is there; returns whether it came from a GPU."""
+        under_way, self._under_way = self._under_way, []
+        for lane, mark in under_way:
+            lane.wait(mark)
+        return any(lane.pinned for lane, _ in under_way)
 
     def _laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
@@ -46,7 +69,7 @@ class Staging:
             # Let go of the old one first: there are never two.
             self._rooms, self._layout = [], []
             self._memory = torch.empty(0, dtype=torch.uint8)
-            pinned = torch.cuda.is_available()
+            pinned = any(tensor.is_cuda for tensor in tensors)
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         rooms, begin = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):

@@ -11,6 +11,8 @@ from typing_extensions import Buffer
 
 from trinity_schemas import TensorEntry
 
+from .lanes import on_host
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -66,7 +68,7 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
     gather = getattr(tensor, "full_tensor", None)
     if gather is not None:
         tensor = gather()
-    return tensor.detach().cpu().resolve_neg().contiguous().as_subclass(torch.Tensor)
+    return on_host(tensor.detach()).resolve_neg().contiguous().as_subclass(torch.Tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

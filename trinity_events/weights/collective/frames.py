@@ -74,7 +74,8 @@ class FrameSender:
         slot.held.append(words)
         slot.works.append(self._group.broadcast(words))
         if data is not None:
-            sent = data.to(self._group.device)
+            # Pinned, and not written again before it is sent: nobody waits for the copy alone.
+            sent = data.to(self._group.device, non_blocking=True)
             slot.held.append(sent)
             slot.works.append(self._group.broadcast(sent))
 

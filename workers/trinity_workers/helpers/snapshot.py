@@ -19,6 +19,10 @@ from .parts import give_up, write_shards
 class SnapshotUploads:
     """Copies a rank's shards into staging memory, and publishes them from a thread of its own.
 
+    From a GPU the copies are only begun here: the thread waits for them, and what the GPU is told
+    to do next comes behind them. The stall that is told of then lasts until they are there, which
+    is the most that training can have been held.
+
     The thread takes part in no collective: when one rank's fails, its part never comes, the log
     says why, and so the version is never seen.
 
@@ -64,7 +68,9 @@ class SnapshotUploads:
                 give_up(self._synchronizer, None, global_step, error, logger)
         self._step = global_step
         stall = time.monotonic() - began
-        self._sending = self._thread.submit(self._send, held, global_step, rank, stall, logger)
+        self._sending = self._thread.submit(
+            self._send, held, global_step, rank, began, stall, logger
+        )
 
     def wait(self) -> None:
         """Wait until what was begun is published; raises what failed in it, once."""
@@ -90,10 +96,18 @@ class SnapshotUploads:
             self._thread.shutdown(wait=False)
 
     def _send(
-        self, shards: list[LocalShard], step: int, rank: int, stall: float, logger: Logger
+        self,
+        shards: list[LocalShard],
+        step: int,
+        rank: int,
+        began: float,
+        stall: float,
+        logger: Logger,
     ) -> None:
         writer: PartWriter | None = None
         try:
+            if self._staging.settle():  # a GPU trains on meanwhile only as far as it may
+                stall = time.monotonic() - began
             writer = self._synchronizer.part_writer(step, rank)
             report = write_shards(writer, shards)
             self._synchronizer.part_published(step, rank, report, stall)
