@@ -26,6 +26,7 @@ from trinity_events.errors import (
     GroupBroken,
     VersionUnavailable,
 )
+from trinity_events.weights.collective.groups import backend_for
 from trinity_events.weights.collective.messages import Channel, Hello
 from trinity_schemas import (
     PublishedPart,
@@ -445,6 +446,19 @@ def test_explorers_that_do_not_come_are_an_error_that_says_who_is_there(opened):
     trainer.setup_weight_sync_group(1, 10)
     with pytest.raises(DeadlineExceeded, match=r"1 of 2 explorers .* 0\.3 s \(there: explorer-3\)"):
         trainer.setup_weight_sync_group(2, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [
+        (["a", "b", "c"], "nccl"),
+        (["a", "b", "b"], "gloo"),
+        (["a", None], "gloo"),
+        ([None, None], "gloo"),
+    ],
+)
+def test_nccl_is_taken_where_each_has_a_gpu_of_its_own(gpus, backend):
+    assert backend_for(gpus) == backend
 
 
 def test_strangers_do_not_get_in(opened):

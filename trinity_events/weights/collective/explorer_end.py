@@ -12,7 +12,7 @@ from ...log.faults import FAULTS, passes, pauses
 from ...log.position import ORIGIN
 from ..base import PartRef
 from .frames import Frame, FrameReceiver
-from .groups import Group, open_store
+from .groups import Group, gpu_here, open_store
 from .messages import Call, Channel, ChannelClosed, Hello, Present, Received, Seat, Sending
 from .place import MeetingPlace, WeightSyncInfo
 from .staging import Staging
@@ -99,7 +99,7 @@ class ExplorerEnd:
             return False
         self._channel = Channel(connected)
         try:
-            hello = Hello(run_id=self._run_id, token=info.token, name=self._name)
+            hello = Hello(run_id=self._run_id, token=info.token, name=self._name, gpu=gpu_here())
             self._channel.send(hello, _CONNECTING)
             self._met.set()
             while not self._ended.is_set():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +16,16 @@ from ...errors import GroupBroken
 logger = logging.getLogger(__name__)
 
 
-def backend_here() -> str:
-    """NCCL where this process has a GPU and torch was built for it, else Gloo."""
-    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+def gpu_here() -> str | None:
+    """Which GPU this process would use NCCL on; None where it has none, or torch no NCCL."""
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def backend_for(gpus: Sequence[str | None]) -> str:
+    """NCCL where each rank has a GPU of its own, else Gloo: NCCL takes no two ranks on one."""
+    return "nccl" if None not in gpus and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def open_store(host: str, port: int, timeout: float, *, master: bool) -> Any:

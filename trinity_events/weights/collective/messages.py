@@ -36,6 +36,8 @@ class Hello(_Message, frozen=True):
     run_id: RunId
     token: str
     name: str
+    gpu: str | None = None
+    """Which one it has, where it has one and NCCL."""
 
 
 class Call(_Message, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ...errors import DeadlineExceeded, GroupBroken
 from ..base import PartRef
-from .groups import Group, backend_here, open_store
+from .groups import Group, backend_for, gpu_here, open_store
 from .messages import (
     Call,
     Channel,
@@ -72,6 +72,7 @@ class TrainerEnd:
             token=secrets.token_hex(16),
         )
         self._members: dict[str, Channel] = {}
+        self._gpus: dict[str, str | None] = {}
         self._generation = 0
         self._number = 0
         self._seated: tuple[str, ...] = ()
@@ -176,6 +177,7 @@ class TrainerEnd:
         if hello.name in self._members:
             self._drop(hello.name, "it came again")
         self._members[hello.name] = channel
+        self._gpus[hello.name] = hello.gpu
         self._seated = tuple(name for name in self._seated if name != hello.name)
 
     def _form(self) -> None:
@@ -213,7 +215,8 @@ class TrainerEnd:
                 self._drop(name, f"it did not answer within {patience:g} s")
 
     def _make(self, names: tuple[str, ...]) -> Group:
-        backend, world = backend_here(), len(names) + 1
+        backend = backend_for([gpu_here(), *(self._gpus[name] for name in names)])
+        world = len(names) + 1
         for rank, name in enumerate(names, start=1):
             seat = Seat(
                 generation=self._generation,
@@ -252,3 +255,4 @@ class TrainerEnd:
     def _drop(self, name: str, why: str) -> None:
         logger.warning("collective group: %s leaves: %s", name, why)
         self._members.pop(name).close()
+        del self._gpus[name]
