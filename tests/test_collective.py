@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 import pytest
+import redis
 import torch
 
 from tests import collective_actors as at
@@ -28,6 +29,7 @@ from trinity_events.errors import (
 )
 from trinity_events.weights.collective.groups import backend_for
 from trinity_events.weights.collective.messages import Channel, Hello
+from trinity_events.weights.collective.place import own_address
 from trinity_schemas import (
     PublishedPart,
     SaveFailed,
@@ -459,6 +461,39 @@ def test_explorers_that_do_not_come_are_an_error_that_says_who_is_there(opened):
 )
 def test_nccl_is_taken_where_each_has_a_gpu_of_its_own(gpus, backend):
     assert backend_for(gpus) == backend
+
+
+def test_a_trainer_is_found_at_the_address_by_which_it_reaches_the_server(monkeypatch):
+    class Probe:
+        def __init__(self, *_):
+            self.towards = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def connect(self, where):
+            if where[0] == "nowhere":
+                raise OSError("no such host")
+            self.towards = where
+
+        def getsockname(self):
+            return ("127.0.0.1" if self.towards[0] == "localhost" else "10.1.2.3", 4)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.9.9.9")
+    clients = {url: redis.Redis.from_url(url) for url in SERVERS}
+    assert {url: own_address(client) for url, client in clients.items()} == SERVERS
+
+
+SERVERS = {
+    "redis://elsewhere:7000": "10.1.2.3",
+    "redis://localhost:7000": "10.9.9.9",
+    "redis://nowhere:7000": "10.9.9.9",
+    "unix:///run/redis.sock": "10.9.9.9",
+}
 
 
 def test_strangers_do_not_get_in(opened):

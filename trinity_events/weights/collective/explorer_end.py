@@ -132,7 +132,7 @@ class ExplorerEnd:
             self._leave()
             channel.send(Present(generation=message.generation), _CONNECTING)
         elif isinstance(message, Seat):
-            self._sit_down(message, info)
+            self._sit_down(message, info, channel.own_address)
             if self._group is not None:
                 channel.send(Present(generation=message.generation), _CONNECTING)
         elif isinstance(message, Sending):
@@ -140,11 +140,11 @@ class ExplorerEnd:
             told = Received(generation=message.generation, number=message.number, error=error)
             channel.send(told, _CONNECTING)
 
-    def _sit_down(self, seat: Seat, info: WeightSyncInfo) -> None:
+    def _sit_down(self, seat: Seat, info: WeightSyncInfo, address: str) -> None:
         try:
             store: Any = open_store(info.address, seat.store_port, seat.timeout, master=False)
             self._group = Group(
-                store, seat.generation, seat.rank, seat.world, seat.backend, seat.timeout
+                store, seat.generation, seat.rank, seat.world, seat.backend, seat.timeout, address
             )
         except (GroupBroken, RuntimeError) as error:
             logger.warning("%s could not join the collective group: %s", self._name, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,20 +42,31 @@ def open_store(host: str, port: int, timeout: float, *, master: bool) -> Any:
 class Group:
     """The process group. Rank 0 sends, the others receive; every wait ends within the timeout.
 
+    ``address`` is the one that others reach this process at; NCCL finds out by itself.
+
     Raises GroupBroken when it cannot be made, and so do its methods when a peer is gone.
     """
 
     def __init__(
-        self, store: Any, generation: int, rank: int, world: int, backend: str, timeout: float
+        self,
+        store: Any,
+        generation: int,
+        rank: int,
+        world: int,
+        backend: str,
+        timeout: float,
+        address: str,
     ) -> None:
         self._timeout = timedelta(seconds=timeout)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         # Raw groups, since a process group of torch.distributed's own needs a world that both the
         # trainer and the explorers are in.
-        make: Callable[..., Any] = _nccl_group if backend == "nccl" else dist.ProcessGroupGloo
         prefixed = PrefixStore(f"weights-{generation}", store)
         try:
-            self._group = make(prefixed, rank, world, self._timeout)
+            if backend == "nccl":
+                self._group: Any = _nccl_group(prefixed, rank, world, self._timeout)
+            else:
+                self._group = _gloo_group(prefixed, rank, world, self._timeout, address)
         except RuntimeError as error:
             raise GroupBroken(f"the collective group could not be made: {_first(error)}") from None
 
@@ -89,6 +100,15 @@ def _nccl_group(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: str) -> Any:
+    made: Any = dist.ProcessGroupGloo
+    options = made._Options()
+    options._timeout = timeout
+    # By default it takes what the host's name stands for, which often is the loopback.
+    options._devices = [made.create_device(hostname=address)]
+    return made(store, rank, world, options)
 
 
 def _broken(error: RuntimeError) -> GroupBroken:

@@ -108,6 +108,14 @@ class Channel:
         except OSError:
             return "an unknown address"
 
+    @property
+    def own_address(self) -> str:
+        """This end's, by which the other host reaches it. Raises ChannelClosed when it is gone."""
+        try:
+            return str(self._socket.getsockname()[0])
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+
     def send(self, message: Message, seconds: float) -> None:
         """Send a message. Raises ChannelClosed, also when it takes longer than ``seconds``."""
         body = msgspec.msgpack.encode(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import msgspec
@@ -29,6 +30,29 @@ class WeightSyncInfo(Struct, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.msgpack.Decoder(WeightSyncInfo)
+
+
+def own_address(client: redis.Redis) -> str:
+    """The address at which those reach this host who reach that server.
+
+    The one that this host reaches the server from, which explorers reach too. Of a server on this
+    very host, or one that is not told of by a host alone, what the host's name stands for.
+    """
+    pool: Any = getattr(client, "connection_pool", None)
+    where = getattr(pool, "connection_kwargs", {})
+    found = _towards(where["host"], where.get("port", 6379)) if where.get("host") else None
+    return found or socket.gethostbyname(socket.gethostname())
+
+
+def _towards(host: str, port: int) -> str | None:
+    """From which address packets to a host go, if it is not the loopback; none is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            address = str(probe.getsockname()[0])
+    except OSError:  # no such host, or one of IPv6 alone
+        return None
+    return None if address.startswith("127.") else address
 
 
 class MeetingPlace:

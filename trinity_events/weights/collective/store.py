@@ -13,7 +13,7 @@ from ...errors import GroupBroken
 from ..base import Check, PartRef, checked
 from .explorer_end import ExplorerEnd
 from .frames import Frame, FrameSender
-from .place import MeetingPlace, WeightSyncInfo
+from .place import MeetingPlace, WeightSyncInfo, own_address
 from .staging import Buffer, Staging
 from .trainer_end import TrainerEnd
 
@@ -62,7 +62,13 @@ class CollectiveStore:
     def listen(self, epoch: int) -> WeightSyncInfo:
         """Let explorers find us; from then on we are the trainer's rank 0."""
         if self._trainer is None:
-            self._trainer = TrainerEnd(self._run_id, epoch, self._place, timeout=self._timeout)
+            self._trainer = TrainerEnd(
+                self._run_id,
+                epoch,
+                self._place,
+                timeout=self._timeout,
+                host=own_address(self._redis),
+            )
         return self._trainer.info
 
     def set_up(self, epoch: int, explorers: int, patience: float) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class TrainerEnd:
         epoch: Its epoch.
         place: Where explorers learn of us.
         timeout: Seconds within which a peer that died, or hangs, is an error to all others.
-        host: The address that explorers reach us at; this host's own when left out.
+        host: The address that explorers reach us at.
     """
 
     def __init__(
@@ -56,18 +56,17 @@ class TrainerEnd:
         place: MeetingPlace,
         *,
         timeout: float,
-        host: str | None = None,
+        host: str,
     ) -> None:
         self._run_id = run_id
         self._place = place
         self._timeout = timeout
-        address = host or socket.gethostbyname(socket.gethostname())
-        self._listener = socket.create_server((address, 0), backlog=1024)
-        self._store: Any = open_store(address, 0, timeout, master=True)
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._store: Any = open_store(host, 0, timeout, master=True)
         self.info = WeightSyncInfo(
             run_id=run_id,
             epoch=epoch,
-            address=address,
+            address=host,
             port=self._listener.getsockname()[1],
             token=secrets.token_hex(16),
         )
@@ -227,7 +226,9 @@ class TrainerEnd:
                 timeout=self._timeout,
             )
             self._members[name].send(seat, self._timeout)
-        group = Group(self._store, self._generation, 0, world, backend, self._timeout)
+        group = Group(
+            self._store, self._generation, 0, world, backend, self._timeout, self.info.address
+        )
         until = time.monotonic() + self._timeout
         for name in names:
             if self._answer(name, Present, until) is None:
