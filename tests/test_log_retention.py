@@ -44,6 +44,7 @@ async def _left(log, stream, most):
 async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkeypatch):
     monkeypatch.setattr(reduce, "BATCH", 10)
     monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 20)
+    monkeypatch.setattr(reduce, "_UNKEPT", 2)  # that it was there before makes it wait
     log, kept, folded_at = MemoryEventLog(run_id), [], []
     await _fill(log, 50)
     token, _ = await log.lead(60)
@@ -77,8 +78,7 @@ async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run
     monkeypatch.setattr(reduce, "BATCH", 10)
     monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
     monkeypatch.setattr(reduce, "_UNKEPT", 2)
-    log, kept = MemoryEventLog(run_id), []
-    await _fill(log, 50)
+    log, kept = FilledLater(run_id), []
     token, _ = await log.lead(60)
 
     async def keep(position):
@@ -92,16 +92,34 @@ async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run
                 await reduce.Reducer(log, None, token, keep).run()
 
         tasks.start_soon(run)
+        await log.fill(50)
         await until(lambda: len(kept) > 3)
         scope.cancel()
+
+
+class FilledLater(MemoryEventLog):
+    """Its entries come all at once, after a reducer has begun."""
+
+    def __init__(self, run_id):
+        super().__init__(run_id)
+        self._begun, self._filled = anyio.Event(), anyio.Event()
+
+    async def read(self, *args, **kwargs):
+        self._begun.set()
+        await self._filled.wait()
+        return await super().read(*args, **kwargs)
+
+    async def fill(self, steps):
+        await self._begun.wait()
+        await _fill(self, steps)
+        self._filled.set()
 
 
 async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, monkeypatch):
     monkeypatch.setattr(reduce, "BATCH", 10)
     monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
     monkeypatch.setattr(reduce, "_UNKEPT", 2)
-    log, goes_on, asked = MemoryEventLog(run_id), anyio.Event(), anyio.Event()
-    await _fill(log, 50)
+    log, goes_on, asked = FilledLater(run_id), anyio.Event(), anyio.Event()
     token, _ = await log.lead(60)
 
     async def keep(position):
@@ -116,6 +134,7 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
                 await reduce.Reducer(log, None, token, keep).run()
 
         tasks.start_soon(run)
+        await log.fill(50)
         await asked.wait()
         for _ in range(1000):  # it had every chance to go on
             await anyio.sleep(0)

@@ -36,8 +36,9 @@ RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
 _SHORTEST_WAIT = 0.01
 _UNKEPT = 40
-"""Snapshots after which the log is archived although there is a backlog to fold; a backlog that
-comes faster than it can be archived is folded no faster, so that the server is not filled."""
+"""Snapshots after which the log is archived although there is a backlog to fold; one that comes
+faster than it can be archived is folded no faster, so that the server is not filled. What was on
+the server when we began is folded first: it takes no more room there while it waits."""
 
 
 class _Step:
@@ -100,6 +101,7 @@ class Reducer:
         self._after = ORIGIN
         self._since_snapshot = 0
         self._snapshot_at = ORIGIN
+        self._began_before = ORIGIN
         self._unkept = 0
         self._reconciled_at = 0.0
         self._stale = False
@@ -148,6 +150,7 @@ class Reducer:
                 loaded.position,
             )
         self.reached = loaded.position
+        self._began_before = await self._log.last_id()
         return loaded.monitor
 
     async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:
@@ -156,7 +159,7 @@ class Reducer:
         found = await self._log.read(state.position, limit=BATCH)
         while True:
             if len(found) == BATCH:
-                if self._unkept >= _UNKEPT:
+                if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
                     await self._log_chore.at_rest()  # what is not archived stays on the server
                     self._wish_to_keep()
                 more = partial(self._log.read, found[-1].id, limit=BATCH)
@@ -173,6 +176,9 @@ class Reducer:
                     return True
                 if position(await self._log.last_id()) < position(state.position):
                     return False  # the server has less than it had: what is left is loaded
+
+    def _is_past_the_beginning(self, entry_id: str) -> bool:
+        return position(entry_id) > position(self._began_before)
 
     async def _wait(self, state: MonitorState) -> list[Entry]:
         """Wait for entries; all there was is folded and committed by now.
