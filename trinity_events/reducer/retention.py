@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 1_000}
 """The most of a segment; an announcement lists what it rests on, and is larger than an event."""
+_TRIM_EVERY = 10
+"""Segments of a long backlog; the server does nothing else while it trims."""
 
 
 class Retention:
@@ -51,10 +53,15 @@ class Retention:
 
     async def _keep(self, stream: Stream, position: str) -> None:
         through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
-        after = await anyio.to_thread.run_sync(self._archive.through, stream)
+        after, kept = await anyio.to_thread.run_sync(self._archive.through, stream), 0
         while found := await self._segment(stream, after, through):
             await anyio.to_thread.run_sync(self._archive.add, stream, found, after)
-            after = found[-1].id
+            after, kept = found[-1].id, kept + 1
+            if kept % _TRIM_EVERY == 0:
+                await self._trim(stream, position)
+        await self._trim(stream, position)
+
+    async def _trim(self, stream: Stream, position: str) -> None:
         limit = await anyio.to_thread.run_sync(self._archive.trim_limit, stream)
         if limit is None:
             return
