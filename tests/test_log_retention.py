@@ -8,7 +8,7 @@ from tests.pipeline import announced, events_of, publish_steps, recorded, reduce
 from trinity_events.archive import Archive, verify
 from trinity_events.history import Replay, current_state, load_monitor
 from trinity_events.log import AsyncPublisher, MemoryEventLog, Stream, new_producer, opening
-from trinity_events.reducer import Policy, reduce
+from trinity_events.reducer import Policy, reduce, retention
 from trinity_events.reducer.retention import Retention
 from trinity_schemas import ConsumerDetached, RunOpened, StepReady
 
@@ -158,6 +158,27 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
     token, _ = await log.lead(60)
     await Retention(log, archive, token)(folded)
     assert (await log.read(limit=1))[0].id == folded
+
+
+async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
+    publisher, log, run_id, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(retention, "_TRIM_EVERY", 2)
+    monkeypatch.setattr(retention, "PAGE", 3)
+    monkeypatch.setitem(retention.SEGMENT_ENTRIES, Stream.EVENTS, 3)
+    await publish_steps(publisher, range(1, 11))
+    end, trimmed, plain = await log.last_id(), [], log.trim
+
+    async def noted(stream, *args, **kwargs):
+        trimmed.append(await plain(stream, *args, **kwargs))
+        return trimmed[-1]
+
+    monkeypatch.setattr(log, "trim", noted)
+    token, _ = await log.lead(60)
+    await Retention(log, Archive(tmp_path / run_id, run_id), token)(end)
+    left = len(await log.read())
+    assert left == 31 - sum(trimmed)
+    assert max(trimmed) <= 6 < sum(trimmed), "two segments of three at once"
 
 
 async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
