@@ -22,14 +22,13 @@ from tests.histories import (
     started,
 )
 from trinity_events.core import decode_state, encode_state, explain, removable
-from trinity_events.core.fold import (
-    _HANDLERS,
+from trinity_events.core.fold import _HANDLERS, MONITOR
+from trinity_events.core.limits import (
     KEPT_ATTEMPTS,
     KEPT_DETACHED,
     KEPT_EXPLORERS,
     KEPT_STEPS,
     KEPT_VERSIONS,
-    MONITOR,
 )
 from trinity_events.core.standing import stands
 from trinity_schemas import (

@@ -26,7 +26,7 @@ from tests.histories import (
 )
 from trinity_events import CheckpointCoordinator
 from trinity_events.core import FilePlan, IterationFile, encode_state
-from trinity_events.core.fold import KEPT_STEPS
+from trinity_events.core.limits import KEPT_STEPS
 from trinity_events.errors import SaveError
 from trinity_events.log import (
     AsyncPublisher,

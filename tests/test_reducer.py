@@ -19,7 +19,7 @@ from tests.pipeline import (
     until,
 )
 from trinity_events.core import decode_state
-from trinity_events.core.fold import KEPT_VERSIONS
+from trinity_events.core.limits import KEPT_VERSIONS
 from trinity_events.history import Replay, current_state, read_all
 from trinity_events.log import (
     AsyncPublisher,

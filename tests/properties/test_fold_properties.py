@@ -22,7 +22,7 @@ from tests.properties.generated import (
 )
 from tests.properties.oracle import Oracle, complete
 from trinity_events.core import Monitor, MonitorState, decode_state, encode_state
-from trinity_events.core.fold import KEPT_STEPS_AT_MOST
+from trinity_events.core.limits import KEPT_STEPS_AT_MOST
 from trinity_events.core.standing import newest, stands, subject
 from trinity_events.history import fold
 from trinity_events.log import Entry

@@ -14,8 +14,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from .fold import KINDS
-from .state import MonitorState
+from .state import KINDS, MonitorState
 
 OF_AN_EPOCH = tuple(
     f"{event_tag(one)}/{kind}"

@@ -22,6 +22,7 @@ from trinity_schemas import (
 )
 
 ORIGIN = "0-0"
+KINDS: tuple[Kind, ...] = ("state_dict", "checkpoint", "weights")
 
 
 class Attempt(Struct, kw_only=True, omit_defaults=True):

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from ..core.fold import KEPT_WHOLE
+from ..core.limits import KEPT_WHOLE
 from ..errors import TrinityError
 
 STEP_DEADLINE = 600.0

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import MonitorState, explain
-from ..core.fold import KINDS
+from ..core.state import KINDS
 
 
 def runs_table(states: Iterable[MonitorState]) -> Table:

@@ -1,0 +1,24 @@
+"""How much of a run the fold keeps, so that its state stays small."""
+
+from __future__ import annotations
+
+KEPT_VERSIONS = 2
+KEPT_BASES = 64
+"""That one version rests on: as many as ranks began with a full version at other times."""
+KEPT_STEPS = 128
+KEPT_STEPS_AT_MOST = 4096
+KEPT_ANOMALIES = 32
+KEPT_CARRIED = 16
+KEPT_PRODUCERS = 16_384
+REORDERED_PRODUCERS = 4096
+"""Of fewer, none is forgotten soon, and their order is not kept."""
+KEPT_ATTEMPTS = 8
+"""Of a slot, failed and waiting each."""
+KEPT_EXPLORERS = 4096
+KEPT_DETACHED = 32
+KEPT_WHOLE = 1024
+KEPT_UNDER_WAY = 16_384
+"""Attempts under way at once; of more, the oldest are given up."""
+LONGEST_REASON = 4000
+MOST_PROOFS = 2048
+"""Saves that an announcement lists; it counts them all."""

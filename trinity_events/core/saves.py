@@ -1,0 +1,234 @@
+"""The part of the fold that hears of saves: what is expected, attempts, turns, ends."""
+
+from __future__ import annotations
+
+from trinity_schemas import (
+    DeadlineReached,
+    Envelope,
+    Kind,
+    LeaseExpired,
+    Producer,
+    Registration,
+    SaveFailed,
+    SaveFinished,
+    SaveGranted,
+    SaveProgressed,
+    SaveProof,
+    SaveRequested,
+    SaveStarted,
+    Slot,
+    StepCommitted,
+    StepFailed,
+    ThreadCountRegistered,
+)
+
+from . import admission
+from .complete import missing, staged_in
+from .known import keep_last, who_is, words_of
+from .limits import KEPT_ATTEMPTS, KEPT_UNDER_WAY, LONGEST_REASON
+from .readiness import Readiness
+from .state import Attempt, SlotState
+
+
+class Saves(Readiness):
+    """What is said of saves, and of their turns."""
+
+    def _registered(self, event: ThreadCountRegistered, _: Envelope) -> None:
+        if self._register(event.step, event.registration):
+            self._settle(event.step, event.registration.kind)
+
+    def _register(self, step: int, registration: Registration) -> bool:
+        kind = self._kind(step, registration.kind)
+        if kind is None or kind.compacted:
+            return False
+        kind.registrations[registration.registration_id] = registration
+        return True
+
+    def _save_requested(self, event: SaveRequested, envelope: Envelope) -> None:
+        state = self.state
+        if event.save_id in state.attempts:
+            if event.save_id not in state.turns:
+                self._end_unended(event.slot, envelope.producer)
+            return
+        slot = self._slot(event.slot)
+        if slot is not None and slot.proof is None:
+            slot.failed.pop(event.save_id, None)
+            slot.waiting[event.save_id] = self._now
+            keep_last(slot.waiting, KEPT_ATTEMPTS)
+        if event.process is None and not admission.limits(state):
+            return  # recorded before turns were granted
+        # Also for a slot that is finished or forgotten: whoever asks waits for an answer.
+        self._end_unended(event.slot, envelope.producer)
+        self._under_way(event.save_id, event.slot, envelope.producer, event.lease)
+        group = admission.group_of(state, event, envelope.producer)
+        self._grant(admission.ask(state, event.save_id, group))
+
+    def _save_started(self, event: SaveStarted, envelope: Envelope) -> None:
+        slot = self._slot(event.slot)
+        if slot is None or slot.proof is not None or event.save_id in slot.failed:
+            if event.save_id not in self.state.attempts:
+                return  # over before it began: sent late, or by who was taken for dead
+        else:
+            slot.waiting.pop(event.save_id, None)
+            slot.running[event.save_id] = self._now
+        if admission.limits(self.state) and event.save_id not in self.state.turns:
+            who = who_is(envelope.producer)
+            self._anomaly("out-of-turn", f"{who} began {words_of(event.slot)} without a turn")
+        attempt = self._under_way(event.save_id, event.slot, envelope.producer, event.lease)
+        attempt.started = True
+        attempt.since = self._now
+
+    def _save_progressed(self, event: SaveProgressed, _: Envelope) -> None:
+        slot = self._find_slot(event.slot)
+        if slot is not None and event.save_id in slot.running:
+            slot.progress[event.save_id] = event.bytes
+
+    def _save_finished(self, event: SaveFinished, _: Envelope) -> None:
+        self._end_attempt(event.save_id)
+        slot = self._slot(event.slot)
+        if slot is None:
+            return
+        _end(slot, event.save_id)
+        slot.failed.pop(event.save_id, None)
+        kind = self.state.steps[event.slot.step].kinds[event.slot.kind]
+        if slot.proof is None:
+            kind.finished += 1
+        elif slot.proof.save_id == event.save_id:
+            return
+        elif kind.outcome is not None or staged_in(event.path) == staged_in(slot.path):
+            self._anomaly("late-attempt", f"{words_of(event.slot)} was finished before")
+            return
+        slot.proof = SaveProof(
+            slot=event.slot, save_id=event.save_id, bytes=event.bytes, digest=event.digest
+        )
+        slot.path = event.path
+        self._settle(event.slot.step, event.slot.kind)
+
+    def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
+        self._fail_attempt(event.save_id, event.slot, f"{event.error_type}: {event.message}")
+
+    def _lease_expired(self, event: LeaseExpired, _: Envelope) -> None:
+        silence = f"nothing was heard of {who_is(event.holder)} on {event.holder.node}"
+        for attempt in event.attempts:
+            slot = self._find_slot(attempt.slot)
+            # What the attempt itself said of its failure stands.
+            if slot is None or attempt.save_id not in slot.failed:
+                why = f"{silence} for {event.lease:g} s"
+                self._fail_attempt(attempt.save_id, attempt.slot, why)
+
+    def _fail_attempt(self, save_id: str, at: Slot, why: str) -> None:
+        self._end_attempt(save_id)
+        slot = self._slot(at)
+        if slot is None:
+            return
+        _end(slot, save_id)
+        if slot.proof is not None:
+            return
+        reason = f"{words_of(at)} failed: {why}"[:LONGEST_REASON]
+        slot.failed[save_id] = reason
+        keep_last(slot.failed, KEPT_ATTEMPTS)
+        self._fail(at.step, at.kind, reason)
+
+    def _deadline_reached(self, event: DeadlineReached, _: Envelope) -> None:
+        step = self.state.steps.get(event.step)
+        kind = None if step is None else step.kinds.get(event.kind)
+        if step is None or kind is None or kind.committed_at is None:
+            return
+        lacks = ", ".join(missing(step, event.kind, self._now))
+        reason = f"{event.kind} of step {event.step} was not complete {event.seconds:g} s "
+        reason += f"after its commit: it lacks {lacks}"
+        self._fail(event.step, event.kind, reason[:LONGEST_REASON])
+        if kind.with_state_dict and not step.kinds["state_dict"].settled:
+            # It has no commit of its own, and so no deadline: it shares its checkpoint's.
+            self._fail(event.step, "state_dict", reason[:LONGEST_REASON])
+
+    def _fail(self, step: int, kind: Kind, reason: str) -> None:
+        """Announce the failure, unless the kind is ready or was failed before."""
+        kind_state = self.state.steps[step].kinds[kind]
+        if not kind_state.settled:
+            kind_state.failure = reason
+            self._out.append(
+                StepFailed(
+                    epoch=self.state.epoch,
+                    step=step,
+                    kind=kind,
+                    caused_by=self._entry_id,
+                    reason=reason,
+                )
+            )
+            checkpoint = self.state.steps[step].kinds.get("checkpoint")
+            if kind == "state_dict" and checkpoint is not None and checkpoint.with_state_dict:
+                self._fail(step, "checkpoint", reason)  # it rests on it
+
+    def _committed(self, event: StepCommitted, _: Envelope) -> None:
+        kind = self._kind(event.step, event.kind)
+        if kind is None:
+            return
+        self.state.trainer_step = max(self.state.trainer_step, event.step)
+        for registration in event.registrations:
+            self._register(event.step, registration)
+        if kind.committed_at is None:
+            kind.committed_at = self._now
+            if event.kind == "checkpoint":
+                # Decided here, where the trainer's own order decides it: what the workers'
+                # events overtake must not.
+                state_dict = self.state.steps[event.step].kinds.get("state_dict")
+                kind.with_state_dict = state_dict is not None and (
+                    state_dict.compacted or bool(state_dict.registrations)
+                )
+                if kind.with_state_dict and state_dict is not None and state_dict.is_failed:
+                    self._fail(event.step, "checkpoint", state_dict.failure or "")
+        # All registrations first: a commit of one kind may settle another.
+        self._settle(event.step, event.kind)
+        for registration in event.registrations:
+            if registration.kind != event.kind:
+                self._settle(event.step, registration.kind)
+
+    # --- turns -----------------------------------------------------------------------------
+
+    def _under_way(self, save_id: str, slot: Slot, who: Producer, lease: float | None) -> Attempt:
+        attempts = self.state.attempts
+        found = attempts.get(save_id)
+        if found is None:
+            since = self._now
+            found = attempts[save_id] = Attempt(slot=slot, holder=who, since=since, lease=lease)
+            if len(attempts) > KEPT_UNDER_WAY:
+                self._end_attempt(next(iter(attempts)))
+        return found
+
+    def _end_attempt(self, save_id: str) -> None:
+        """Nothing more is expected of the attempt: its turn, if it has one, passes on."""
+        state = self.state
+        if state.attempts.pop(save_id, None) is not None and admission.limits(state):
+            self._grant(admission.leave(state, save_id))
+
+    def _end_unended(self, slot: Slot, who: Producer) -> None:
+        """Saves of one name follow each other: one that has a turn still was ended unheard."""
+        attempts = self.state.attempts
+        for save_id in list(self.state.turns):
+            attempt = attempts.get(save_id)
+            same = attempt is not None and attempt.slot.name == slot.name
+            if same and attempt is not None and attempt.holder == who:
+                self._anomaly(
+                    "unended-turn", f"the end of {words_of(attempt.slot)} is not in the log"
+                )
+                self._end_attempt(save_id)
+
+    def _grant(self, save_ids: list[str]) -> None:
+        for save_id in save_ids:
+            attempt = self.state.attempts[save_id]
+            self._out.append(
+                SaveGranted(
+                    epoch=self.state.epoch,
+                    save_id=save_id,
+                    slot=attempt.slot,
+                    caused_by=self._entry_id,
+                    lease=attempt.lease or 0.0,
+                )
+            )
+
+
+def _end(slot: SlotState, save_id: str) -> None:
+    """Nothing of the attempt is under way any more."""
+    for under_way in (slot.waiting, slot.running, slot.progress):
+        under_way.pop(save_id, None)
