@@ -6,6 +6,7 @@ from pathlib import Path
 import anyio
 import pytest
 import redis
+import torch
 
 from tests.histories import History, committed, registration, started
 from tests.pipeline import publish_steps, reducer_task
@@ -29,10 +30,17 @@ from trinity_events.log import (
 )
 from trinity_events.log.scripts import Scripts
 from trinity_events.server import connect, connect_sync, open_client
-from trinity_events.weights import PartRef, WeightSyncInfo
+from trinity_events.weights import PartRef, PartWriter, WeightSyncInfo
 from trinity_events.weights.collective.place import MeetingPlace
 from trinity_events.weights.redis_store import RedisChunkStore
-from trinity_schemas import ExplorerStatusChanged, RunKeys, SaveStarted, encode, explorer_key
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    RunKeys,
+    SaveStarted,
+    chunk_key,
+    encode,
+    explorer_key,
+)
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 DOCS = Path(__file__).parent.parent / "docs" / "security.md"
@@ -147,14 +155,16 @@ def test_what_ranks_and_explorers_do_is_allowed_to_them(clean):
         assert not log.granted("save", 0.01)
         part = PartRef(RUN, 1, 1, 0)
         store = RedisChunkStore(rank)
-        sink = store.begin(part, chunk_bytes=5)
-        sink.room()[:] = b"chunk"
-        sink.put(5)
-        sink.seal(b"manifest")
+        writer = PartWriter(store, part)
+        writer.add("a", torch.ones(3))
+        writer.seal()
         source = RedisChunkStore(explorer).open(part)
-        assert source.manifest == b"manifest"
-        assert source.read([5], lambda *_: None) == b"chunk"
-        sink.discard()
+        store.delete(part)
+        assert len(source.read([12], lambda *_: None)) == 12
+        source.close()
+        store.begin(part)
+        assert rank.get(chunk_key(*part, 0)) is None, "it is freed"
+        writer.discard()
 
 
 async def test_the_reducer_may_put_a_recorded_run_on_the_server(clean):

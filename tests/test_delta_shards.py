@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.pipeline import reducer_task
+from tests.test_shards import verified
 from tests.test_transports import announcement
 from tests.test_weights import bits, ready
 from tests.transport_actors import Where
@@ -16,7 +17,6 @@ from trinity_events.weights import (
     PartWriter,
     check_fit,
     install,
-    pull,
     pull_version,
 )
 from trinity_events.weights.boxes import Box, Place
@@ -83,11 +83,8 @@ def ranks(stores, run_id):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Which bytes a pull verified."""
-    sizes = []
-    digest = pull.digest
-    monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
-    return sizes
+    """Sizes of what a pull verified."""
+    return verified(monkeypatch)
 
 
 def start():

@@ -20,10 +20,11 @@ from trinity_events.weights import (
     install,
     pull,
     pull_version,
+    redis_values,
 )
 from trinity_events.weights.boxes import Box, Place
 from trinity_events.weights.segments import available
-from trinity_events.weights.tensors import DTYPES
+from trinity_events.weights.tensors import DTYPES, Digesting
 from trinity_workers.helpers.shards import owners
 
 CHUNK = 64
@@ -47,10 +48,32 @@ def part(run_id):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Which bytes a pull verified."""
+    """Sizes of what a pull verified."""
+    return verified(monkeypatch)
+
+
+def verified(monkeypatch) -> list[int]:
+    """Sizes of what pulls verify from now on: what lies there, or as it comes from the server."""
     sizes = []
+
+    class Seen(Digesting):
+        def __init__(self):
+            super().__init__()
+            update, self.nbytes = self.update, 0
+
+            def noted(data):
+                self.nbytes += len(data)
+                update(data)
+
+            self.update = noted
+
+        def digest(self):
+            sizes.append(self.nbytes)
+            return super().digest()
+
     digest = pull.digest
     monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
+    monkeypatch.setattr(redis_values, "Digesting", Seen)
     return sizes
 
 

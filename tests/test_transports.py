@@ -396,6 +396,29 @@ def test_a_version_stays_as_it_is_while_it_is_held(ours, theirs, part):
         assert_same(dict(version.tensors()), SOME)
 
 
+def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
+    ours, theirs, part, where
+):
+    put(ours, part)
+    before = references() if where.name == "ray" else 0
+    source = theirs.open(part)
+    ours.delete(part)
+    assert theirs.open(part) is None, "nobody begins to read it any more"
+    for step in range(2, 5):
+        put(ours, part._replace(step=step), [("other", torch.rand(6000))])
+        ours.delete(part._replace(step=step))
+    sent = b"".join(bytes(bits(tensor).numpy().data) for _, tensor in SOME)
+    assert source.read([CHUNK] * 5 + [len(sent) - 5 * CHUNK], lambda *_: None) == sent
+    source.close()
+    if where.name == "ray":
+        until(lambda: references() < before)
+    elif where.name == "redis":
+        ours.begin(part)
+        assert left(where, part.run_id) == []
+    else:
+        assert all(segment.take() for segment in ours._idle)
+
+
 def test_a_reader_that_never_ends_holds_up_nobody_else(ours, theirs, opened, where, part):
     other = opened(where, reads=True)
     if where.name == "collective":
@@ -447,7 +470,7 @@ def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, their
     if not sends:
         put(ours, part)
     before = references() if where.name == "ray" else 0
-    with actor(reads, where, part) as (process, got_it):
+    with actor(reads, where._replace(lease=1.0), part) as (process, got_it):
         assert got_it
         if sends:
             ours.readers = 2
@@ -455,6 +478,8 @@ def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, their
             ours.readers = 1
         ours.delete(part)
         kill(process)
+    if where.name == "redis":  # its lease ends by the server's clock
+        until(lambda: ours.begin(part) and not left(where, part.run_id))
     if where.name == "ray":  # the object is freed, though who read it never let go
         until(lambda: references() < before)
     for step in range(2, 6):

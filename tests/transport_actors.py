@@ -40,6 +40,8 @@ class Where(NamedTuple):
     """As Ray put it into the environment of the process that started the cluster."""
     run_id: str = ""
     """The run whose collective group it is."""
+    lease: float = 30.0
+    """Of readers over Redis, in seconds."""
 
     def store(self, *, reads=False):
         if self.name == "shm":
@@ -53,7 +55,7 @@ class Where(NamedTuple):
             return RayStore()
         if self.name == "collective":
             return Meeting.opened(self, reads=reads)
-        return RedisChunkStore(open_client(self.weights_url))
+        return RedisChunkStore(open_client(self.weights_url), lease=self.lease)
 
 
 class Meeting(CollectiveStore):

@@ -70,6 +70,7 @@ from .keys import (
     explorer_key,
     grant_key,
     heartbeat_key,
+    leases_key,
     manifest_key,
     meeting_key,
 )
@@ -147,6 +148,7 @@ __all__ = [
     "explorer_key",
     "grant_key",
     "heartbeat_key",
+    "leases_key",
     "manifest_key",
     "meeting_key",
     "to_json",

@@ -66,6 +66,11 @@ def chunk_key(run_id: str, epoch: int, step: int, rank: int, index: int) -> str:
     return f"{_part(run_id, epoch, step, rank)}:{index}"
 
 
+def leases_key(run_id: str, epoch: int, step: int, rank: int) -> str:
+    """Who reads one rank's part of a version, and until when by the server's clock."""
+    return f"{_part(run_id, epoch, step, rank)}:leases"
+
+
 def meeting_key(run_id: str) -> str:
     """Where a trainer says where its collective group meets."""
     return f"trinity-weights:{{{check_run_id(run_id)}}}:meeting"

@@ -1,4 +1,4 @@
-"""The scripts beside this file, on a server."""
+"""Scripts that lie beside our modules, on a server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import redis.asyncio
 
 
 @cache
-def _text(name: str) -> str:
-    return files(__package__).joinpath(f"{name}.lua").read_text()
+def _text(name: str, package: str) -> str:
+    return files(package).joinpath(f"{name}.lua").read_text()
 
 
-def lua_script(client: redis.Redis | redis.asyncio.Redis, name: str) -> Any:
-    """One of the scripts beside this file, as the client has them."""
-    return client.register_script(_text(name))
+def lua_script(
+    client: redis.Redis | redis.asyncio.Redis, name: str, package: str = __package__
+) -> Any:
+    """One of the scripts of a package, this one by default, as the client has them."""
+    return client.register_script(_text(name, package))
 
 
 class Scripts:
@@ -27,13 +29,16 @@ class Scripts:
     What a call returns is the client's: an awaitable of an asynchronous one.
     """
 
-    def __init__(self, client: redis.Redis | redis.asyncio.Redis) -> None:
+    def __init__(
+        self, client: redis.Redis | redis.asyncio.Redis, package: str = __package__
+    ) -> None:
         self._client = client
+        self._package = package
         self._made: dict[str, Any] = {}
 
     def __call__(self, name: str, *, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
         """Run a script."""
         made = self._made.get(name)
         if made is None:
-            made = self._made[name] = lua_script(self._client, name)
+            made = self._made[name] = lua_script(self._client, name, self._package)
         return made(keys=keys, args=args)

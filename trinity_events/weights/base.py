@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Container, Generator, Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 
 class PartRef(NamedTuple):
@@ -66,6 +66,26 @@ class PartSink(Protocol):
         ...
 
 
+@runtime_checkable
+class SendsFrom(Protocol):
+    """A sink that can take a chunk from where it lies: it needs no room, and no copy."""
+
+    chunk_bytes: int
+    """The largest size of a chunk."""
+
+    def send(self, data: memoryview) -> str:
+        """Keep these bytes as the next chunk; returns their digest, taken while they were sent.
+
+        They may change once this has returned; the memory is let go of by the next chunk but one,
+        or by :meth:`settle`.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Let go of all memory that was given."""
+        ...
+
+
 class PartSource(Protocol):
     """One part, which stays as it is until it is closed, as far as the transport can see to it."""
 
@@ -123,4 +143,29 @@ class ReadsAlong(Protocol):
         Nothing is promised of what was read so: only a part that is sealed, and whose manifest is
         the one announced, is ever used. Returns once all are sealed, or after ``deadline`` seconds.
         """
+        ...
+
+
+Room: TypeAlias = tuple[int, Sequence[memoryview]]
+"""A chunk's index, and the memory that it is to fill, in pieces."""
+
+
+class Received(NamedTuple):
+    """A chunk that was received into memory of the reader's, in pieces."""
+
+    number: int
+    """The chunk's index."""
+    into: Sequence[memoryview]
+    length: int | None
+    """Of the chunk: None when it is gone; when it is not its memory's, nothing was received."""
+    digested: str | None
+    """Its digest, where that was taken while it came."""
+
+
+@runtime_checkable
+class ReceivesInto(Protocol):
+    """A part whose bytes lie elsewhere, and can be received straight to where they belong."""
+
+    def receive(self, rooms: Iterable[Room]) -> Generator[Received]:
+        """Receive chunks, as they are asked for, into these rooms."""
         ...

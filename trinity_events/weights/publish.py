@@ -10,13 +10,20 @@ from typing_extensions import Buffer
 
 from trinity_schemas import ALIGNMENT, Chunk, PartDelta, TensorEntry, WeightManifest, encode
 
-from .base import ChunkStore, PartRef
+from .base import ChunkStore, PartRef, SendsFrom
 from .boxes import Place
 from .tensors import address, as_bytes, as_plain, copy_bytes, digest, dtype_name
 from .tracking import LastPublished
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)
+_LARGE = 1 << 20
+"""Bytes of a tensor from which on it is sent from where it lies, where the transport can do so.
+
+Many small chunks cost more than the copies that they save.
+"""
+_LONG = 8 << 20
+"""Bytes of a tensor whose memory is let go of at once, and not by the next one."""
 
 
 class PublishedPartReport(Struct, frozen=True, kw_only=True):
@@ -60,6 +67,7 @@ class PartWriter:
         self._part = part
         self._last = last
         self._sink = store.begin(part, chunk_bytes)
+        self._direct = self._sink if isinstance(self._sink, SendsFrom) else None
         self._room: memoryview | None = None
         self._address = self._size = 0
         """Of the room."""
@@ -90,7 +98,9 @@ class PartWriter:
                 global_shape=place.global_shape,
                 begins=place.begins,
             )
-        if self._last is None:
+        if self._last is None and self._direct is not None and tensor.nbytes >= _LARGE:
+            self._send(entry, self._direct, as_bytes(tensor))
+        elif self._last is None:
             self._append(entry, tensor.data_ptr(), tensor.nbytes)
         else:
             entry, data = self._last.shrunk(entry, as_bytes(tensor))
@@ -116,6 +126,18 @@ class PartWriter:
             left -= fits
             if self._filled == self._size:
                 self._put()
+
+    def _send(self, entry: TensorEntry, sink: SendsFrom, data: memoryview) -> None:
+        """Append a large tensor from where it lies, in chunks of its own."""
+        self._append(entry, 0, 0)
+        if self._filled:
+            self._put()
+        self._offset += len(data)
+        for begin in range(0, len(data), sink.chunk_bytes):
+            piece = data[begin : begin + sink.chunk_bytes]
+            self._chunks.append(Chunk(nbytes=len(piece), digest=sink.send(piece)))
+        if len(data) >= _LONG:
+            sink.settle()
 
     def seal(self) -> PublishedPartReport:
         """Put what is left and the manifest: from now on the part can be read."""
@@ -156,8 +178,11 @@ class PartWriter:
     def _put(self) -> None:
         assert self._room is not None
         data = self._room[: self._filled]
-        self._chunks.append(Chunk(nbytes=len(data), digest=digest(data)))
-        self._sink.put(len(data))
+        if self._direct is not None:  # digests it while it is sent
+            self._chunks.append(Chunk(nbytes=len(data), digest=self._direct.send(data)))
+        else:
+            self._chunks.append(Chunk(nbytes=len(data), digest=digest(data)))
+            self._sink.put(len(data))
         self._room, self._filled = None, 0
 
 

@@ -12,9 +12,17 @@ from typing import Any
 
 import redis
 
+from .tensors import Digesting
+
 _AT_ONCE = 256
 """Bytes that are read while a reply's first line is looked for; what follows is in our buffer."""
 _LONGEST_LINE = 4096
+_MOST_PIECES = 1000
+"""Of memory, that one call of the kernel fills."""
+_PIECE = 256 << 10
+"""Bytes that are digested at once, and then sent."""
+_SENT_AHEAD = 1 << 20
+"""Bytes that the kernel holds while the server is busy; its own choice is a fifth of that."""
 _PLAIN = (redis.connection.Connection, redis.connection.UnixDomainSocketConnection)
 
 
@@ -29,7 +37,10 @@ class BulkConnection:
         # redis-py has connected, named its user and chosen the database; its buffers are empty.
         self._connection = connected
         self._socket: socket.socket = connected._sock
+        if self._socket.family == socket.AF_UNIX:  # of others the kernel finds the best
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_AHEAD)
         self._rest = bytearray()
+        self._behind = memoryview(bytearray(_AT_ONCE))
 
     @classmethod
     def of(cls, client: Any) -> BulkConnection | None:
@@ -41,31 +52,50 @@ class BulkConnection:
         connection.connect()
         return cls(connection)
 
-    def set(self, key: str, value: memoryview, expire: int) -> None:
-        """SET with an expiry in seconds. Raises BulkError, also for what the server refuses."""
+    def send(self, key: str, value: memoryview, expire: int, seen: Digesting | None = None) -> None:
+        """Begin a SET with an expiry in seconds, whose answer :meth:`stored` takes.
+
+        The kernel has all of the value when this returns, and ``seen`` has digested it: piece by
+        piece, since the server copies one piece while we digest the next. Raises BulkError.
+        """
         name, seconds = key.encode(), str(expire).encode()
         head = b"*5\r\n$3\r\nSET\r\n" + _bulk(name) + b"$%d\r\n" % len(value)
         tail = b"\r\n$2\r\nEX\r\n" + _bulk(seconds)
+        size = _PIECE if seen is not None else max(1, len(value))
+        parts = [memoryview(head)]
         try:
-            self._send([memoryview(head), value, memoryview(tail)])
+            for begin in range(0, len(value), size):
+                parts.append(value[begin : begin + size])
+                if seen is not None:
+                    seen.update(parts[-1])
+                if begin + size < len(value):
+                    self._send(parts)
+                    parts = []
+            self._send([*parts, memoryview(tail)])
+        except OSError as error:
+            raise BulkError(str(error)) from None
+
+    def stored(self) -> None:
+        """The next answer to a SET. Raises BulkError, also for what the server refused."""
+        try:
             line = self._line()
         except OSError as error:
             raise BulkError(str(error)) from None
         if line != b"+OK":
             raise BulkError(line.decode(errors="replace"))
 
-    def ask(self, keys: Sequence[str]) -> None:
-        """Send a GET for each of the keys, whose answers :meth:`take` takes in their order."""
+    def ask(self, key: str) -> None:
+        """Begin a GET, whose answer :meth:`take` takes. Raises BulkError."""
         try:
-            for key in keys:
-                self._send([memoryview(b"*2\r\n$3\r\nGET\r\n" + _bulk(key.encode()))])
+            self._send([memoryview(b"*2\r\n$3\r\nGET\r\n" + _bulk(key.encode()))])
         except OSError as error:
             raise BulkError(str(error)) from None
 
-    def take(self, into: memoryview) -> int | None:
-        """The next value, which is to fill ``into``; returns its length, None when it is not there.
+    def take(self, into: Sequence[memoryview], seen: Digesting) -> int | None:
+        """The next answer to a GET: a value that is to fill these pieces of memory, in order.
 
-        Nothing of one of another length is read: the connection is of no use then.
+        Returns its length, None when it is not there; ``seen`` has digested it. Nothing of one of
+        another length is read: the connection is of no use then.
 
         Raises BulkError, also for what the server refuses.
         """
@@ -76,10 +106,10 @@ class BulkConnection:
             if not line.startswith(b"$") or not line[1:].isdigit():
                 raise BulkError(line.decode(errors="replace"))
             length = int(line[1:])
-            if length != len(into):
+            if length != sum(map(len, into)):
                 self.close()
                 return length
-            self._fill(into)
+            self._fill([piece for piece in into if len(piece)], seen)
             if self._exactly(2) != b"\r\n":
                 raise BulkError("a value did not end where it should")
         except OSError as error:
@@ -107,15 +137,31 @@ class BulkConnection:
         del self._rest[: end + 2]
         return line
 
-    def _fill(self, into: memoryview) -> None:
-        here = min(len(self._rest), len(into))
-        into[:here] = self._rest[:here]
-        del self._rest[:here]
-        while here < len(into):
-            count = self._socket.recv_into(into[here:])
-            if not count:
-                raise BulkError("the server closed the connection")
-            here += count
+    def _fill(self, pieces: list[memoryview], seen: Digesting) -> None:
+        first = 0
+        while first < len(pieces):
+            count = min(len(self._rest), len(pieces[first]))
+            if count:
+                pieces[first][:count] = self._rest[:count]
+                del self._rest[:count]
+            else:
+                count = self._receive(pieces[first : first + _MOST_PIECES], len(pieces) - first)
+            while count and first < len(pieces):
+                came = pieces[first][:count]
+                seen.update(came)
+                count -= len(came)
+                pieces[first] = pieces[first][len(came) :]
+                first += not len(pieces[first])
+            self._rest += self._behind[:count]
+
+    def _receive(self, rooms: list[memoryview], left: int) -> int:
+        if len(rooms) == left:
+            # What comes behind them is welcome too: it saves two calls for each value.
+            rooms.append(self._behind)
+        count: int = self._socket.recvmsg_into(rooms)[0]
+        if not count:
+            raise BulkError("the server closed the connection")
+        return count
 
     def _exactly(self, count: int) -> bytes:
         while len(self._rest) < count:

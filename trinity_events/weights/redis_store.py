@@ -2,48 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
+from contextlib import closing
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import redis
+from numpy.typing import NDArray
 
 from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
-from .base import Check, PartRef
-from .redis_bulk import BulkConnection, BulkError
+from ..log.scripts import Scripts
+from .base import Check, PartRef, Received, Room
+from .redis_leases import LEASE, Lease, Retired, unlink
+from .redis_values import Asked, LargeValues
+
+Bytes: TypeAlias = NDArray[np.uint8]
 
 ORPHANED_AFTER = 6 * 3600
 """Seconds after which chunks that nobody freed expire."""
-CHUNK_BYTES = 1 << 20
-"""Small enough to be digested and sent while it is still in the processor's cache."""
-_IN_FLIGHT = 16
+CHUNK_BYTES = 2 << 20
+"""Each costs the server and us some time, whatever its size."""
 
 
 class RedisChunkStore:
-    """Implements :class:`~trinity_events.weights.ChunkStore`."""
+    """Implements :class:`~trinity_events.weights.ChunkStore`.
+
+    Who reads a part holds a lease on it by the server's clock: it is freed only once it is
+    superseded and nobody reads it.
+
+    Args:
+        client: To the server.
+        expire: Seconds after which chunks that nobody freed expire.
+        lease: Seconds after which the lease of a reader that died ends.
+    """
 
     name = "redis"
 
-    def __init__(self, client: redis.Redis, *, expire: int = ORPHANED_AFTER) -> None:
+    def __init__(
+        self, client: redis.Redis, *, expire: int = ORPHANED_AFTER, lease: float = LEASE
+    ) -> None:
         self._redis: Any = client
         self._expire = expire
-        self._bulk = _Bulk(client)
+        self._lease = lease
+        self._values = LargeValues(client)
+        self._scripts = Scripts(client, __package__)
+        self._retired = Retired(self._scripts, client)
+        self._memory = _Memory()
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
-        """Begin a part. It holds one chunk in memory, whatever the size of the model."""
-        return RedisSink(self._redis, self._bulk, part, chunk_bytes or CHUNK_BYTES, self._expire)
+        """Begin a part. It holds two chunks in memory, whatever the size of the model."""
+        self._retired.free()
+        return RedisSink(self._redis, self._values, part, chunk_bytes or CHUNK_BYTES, self._expire)
 
     def open(self, part: PartRef) -> RedisSource | None:
-        """The part, or None when it is not there."""
+        """The part under a lease of ours, or None when it is not there."""
+        lease = Lease(self._scripts, self._redis, part, self._lease)
         manifest: bytes | None = self._redis.get(manifest_key(*part))
         if manifest is None:
+            lease.end()
             return None
-        return RedisSource(self._redis, self._bulk, part, manifest)
+        return RedisSource(self._values, self._memory, part, manifest, lease)
 
     def delete(self, part: PartRef) -> None:
-        """Forget the part."""
+        """Let nobody begin to read the part; free it once nobody reads it."""
         manifest: bytes | None = self._redis.get(manifest_key(*part))
         if manifest is None:
             return
@@ -51,164 +74,136 @@ class RedisChunkStore:
             chunks = len(decode_manifest(manifest).chunks)
         except ContractError:
             chunks = 0  # not ours; its chunks expire
-        _unlink(self._redis, part, chunks)
+        self._retired.add(part, chunks)
 
     def missing(self, part: PartRef) -> str:
         """Why the part may not be there, in words."""
         return "retired, expired, or on another server"
 
     def close(self) -> None:
-        """Close the connections."""
-        self._bulk.close()
+        """Close the connections. What is still read is not freed here: it expires."""
+        self._values.close()
         self._redis.close()
 
 
-class _Bulk:
-    """The connection for large values, as long as there can be one; made when it is needed."""
-
-    def __init__(self, client: Any) -> None:
-        self._redis = client
-        self._made: BulkConnection | None = None
-
-    def set(self, key: str, value: memoryview, expire: int) -> bool:
-        """SET; False when it must be done the client's way, which also says what is wrong."""
-        try:
-            connection = self._connection()
-            if connection is not None:
-                connection.set(key, value, expire)
-        except (BulkError, redis.RedisError, OSError):
-            self.close()
-            return False
-        return connection is not None
-
-    def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> list[int | None] | None:
-        """GET straight into memory; lengths, or None when it must be done the client's way.
-
-        Nothing after a value of another length than its memory has is asked for.
-        """
-        found: list[int | None] = []
-        try:
-            connection = self._connection()
-            if connection is None:
-                return None
-            connection.ask(keys)
-            for room in into:
-                found.append(connection.take(room))
-                if found[-1] not in (None, len(room)):
-                    self.close()
-                    break
-        except (BulkError, redis.RedisError, OSError):
-            self.close()
-            return None
-        except BaseException:  # it is in the middle of an answer
-            self.close()
-            raise
-        return found
-
-    def close(self) -> None:
-        """Close the connection; the next use makes another."""
-        if self._made is not None:
-            self._made.close()
-            self._made = None
-
-    def _connection(self) -> BulkConnection | None:
-        if self._made is None:
-            self._made = BulkConnection.of(self._redis)
-        return self._made
-
-
 class RedisSink:
-    """Implements :class:`~trinity_events.weights.base.PartSink`."""
+    """Implements :class:`~trinity_events.weights.base.PartSink`.
+
+    One chunk is filled while the one before is on its way.
+    """
 
     def __init__(
-        self, client: Any, bulk: _Bulk, part: PartRef, chunk_bytes: int, expire: int
+        self, client: Any, values: LargeValues, part: PartRef, chunk_bytes: int, expire: int
     ) -> None:
         self._redis = client
-        self._bulk = bulk
+        self._values = values
         self._part = part
         self._expire = expire
-        self._buffer = memoryview(bytearray(chunk_bytes))
+        self.chunk_bytes = chunk_bytes
+        self._rooms = [np.empty(chunk_bytes, np.uint8).data for _ in range(2)]
         self._chunks = 0
 
     def room(self) -> memoryview:
-        """The same memory for every chunk."""
-        return self._buffer
+        """One of two pieces of memory, by turns."""
+        return self._rooms[self._chunks % 2]
 
     def put(self, nbytes: int) -> None:
         """Send the chunk."""
-        key, data = chunk_key(*self._part, self._chunks), self._buffer[:nbytes]
+        key, data = chunk_key(*self._part, self._chunks), self.room()[:nbytes]
         # Counted before: what is sent in vain is taken back like what arrived.
         self._chunks += 1
-        if not self._bulk.set(key, data, self._expire):
-            self._redis.set(key, data, ex=self._expire)
+        self._values.set(key, data, self._expire)
+
+    def send(self, data: memoryview) -> str:
+        """Send a chunk from where it lies."""
+        key = chunk_key(*self._part, self._chunks)
+        self._chunks += 1
+        return self._values.set_digested(key, data, self._expire)
+
+    def settle(self) -> None:
+        """Wait until the server has all that was sent."""
+        self._values.settle()
 
     def seal(self, manifest: bytes) -> None:
-        """Send the manifest."""
+        """Send the manifest, once the server has all chunks."""
+        self._values.settle()
         self._redis.set(manifest_key(*self._part), manifest, ex=self._expire)
 
     def discard(self) -> None:
         """Forget what was sent, the manifest first."""
-        _unlink(self._redis, self._part, self._chunks)
+        self._values.settle()  # nothing comes behind it
+        unlink(self._redis, self._part, self._chunks)
 
 
 class RedisSource:
-    """Implements :class:`~trinity_events.weights.base.PartSource`. The server holds no lease."""
+    """Implements :class:`~trinity_events.weights.base.PartSource`."""
 
-    def __init__(self, client: Any, bulk: _Bulk, part: PartRef, manifest: bytes) -> None:
+    def __init__(
+        self, values: LargeValues, memory: _Memory, part: PartRef, manifest: bytes, lease: Lease
+    ) -> None:
         self.manifest = manifest
-        self._redis = client
-        self._bulk = bulk
+        self._values = values
+        self._memory = memory
         self._part = part
+        self._lease = lease
+        self._taken: list[Bytes] = []
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> memoryview:
-        """The bytes, received straight into memory of their own.
+        """The bytes, received straight into memory that is the caller's until :meth:`close`.
 
-        Pages of what is not wanted are never touched.
+        Pages of what is not wanted are not touched.
         """
-        memory = np.empty(sum(sizes), np.uint8).data
         offsets = [0, *accumulate(sizes)]
-        indices = [index for index in range(len(sizes)) if wanted is None or index in wanted]
-        for first in range(0, len(indices), _IN_FLIGHT):
-            window = indices[first : first + _IN_FLIGHT]
-            # All keys of a part have one hash tag, so this works on a cluster too.
-            keys = [chunk_key(*self._part, index) for index in window]
-            rooms = [memory[offsets[index] : offsets[index + 1]] for index in window]
-            if not self._directly(window, keys, rooms, check):
-                self._copied(window, keys, rooms, check)
+        self._taken.append(self._memory.take(offsets[-1]))
+        memory = self._taken[-1].data[: offsets[-1]]
+        rooms = (
+            (index, [memory[offsets[index] : offsets[index + 1]]])
+            for index in range(len(sizes))
+            if wanted is None or index in wanted
+        )
+        with closing(self.receive(rooms)) as received:
+            for index, [room], length, digested in received:
+                whole = length == len(room)
+                found = room if whole else None if length is None else memoryview(b"")
+                check(index, found, digested)
         return memory
 
-    def _directly(
-        self,
-        indices: Sequence[int],
-        keys: Sequence[str],
-        rooms: Sequence[memoryview],
-        check: Check,
-    ) -> bool:
-        lengths = self._bulk.get(keys, rooms)
-        if lengths is None:
-            return False
-        for index, length, room in zip(indices, lengths, rooms, strict=False):
-            whole = length == len(room)
-            check(index, room if whole else None if length is None else memoryview(b""))
-        return True
-
-    def _copied(
-        self,
-        indices: Sequence[int],
-        keys: Sequence[str],
-        rooms: Sequence[memoryview],
-        check: Check,
-    ) -> None:
-        found = self._redis.mget(keys)
-        for index, data, room in zip(indices, found, rooms, strict=True):
-            check(index, None if data is None else memoryview(data))
-            room[:] = data
+    def receive(self, rooms: Iterable[Room]) -> Generator[Received]:
+        """Chunks by their index, each into pieces of the caller's memory."""
+        asked = (Asked(index, chunk_key(*self._part, index), into) for index, into in rooms)
+        with closing(self._values.get(asked)) as found:
+            for one in found:
+                self._lease.renew()
+                yield one
 
     def close(self) -> None:
-        """Nothing is held."""
+        """End the lease; the memory is another version's now."""
+        self._lease.end()
+        for one in self._taken:
+            self._memory.give(one)
+        self._taken = []
 
 
-def _unlink(client: Any, part: PartRef, chunks: int) -> None:
-    client.unlink(manifest_key(*part), *(chunk_key(*part, index) for index in range(chunks)))
+class _Memory:
+    """Where versions are received: the first touch of a page costs as much as receiving it.
+
+    It is used again, and never more than was in use at once: what does not fit makes room.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """Memory of so many bytes at least, undefined."""
+        fitting = [index for index, one in enumerate(self._spare) if len(one) >= nbytes]
+        if fitting:
+            return self._spare.pop(min(fitting, key=lambda index: len(self._spare[index])))
+        if self._spare:
+            self._spare.remove(max(self._spare, key=len))
+        return np.empty(nbytes, np.uint8)
+
+    def give(self, memory: Bytes) -> None:
+        """It may be used again."""
+        self._spare.append(memory)

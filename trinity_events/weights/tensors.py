@@ -125,3 +125,15 @@ def as_tensor(buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 def digest(data: Buffer) -> str:
     """XXH3 of 128 bits: finds what broke by accident, at the speed of memory."""
     return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+class Digesting:
+    """The digest of what comes piece by piece, each of which is best still in the cache."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+        self.update = self._state.update
+
+    def digest(self) -> str:
+        """Of all that came."""
+        return f"xxh3:{self._state.hexdigest()}"

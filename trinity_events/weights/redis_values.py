@@ -1,0 +1,162 @@
+"""Large values on a Redis server: by a connection of their own, or the client's way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import redis
+
+from .base import Received
+from .redis_bulk import BulkConnection, BulkError
+from .tensors import Digesting, digest
+
+_ASKED = 4
+"""Values that are asked for at a time: one is received while the server turns to the next."""
+
+
+class Asked(NamedTuple):
+    """A chunk to be read, and the memory that it is to fill, in pieces."""
+
+    number: int
+    """The chunk's index."""
+    key: str
+    into: Sequence[memoryview]
+
+
+class _Owed(NamedTuple):
+    key: str
+    value: memoryview
+    expire: int
+    digested: str | None = None
+
+
+class LargeValues:
+    """SET and GET of large values, for one thread at a time.
+
+    The connection of their own is made when it is needed, where there can be one; when it breaks,
+    what was under way is done again by the client, which also says what is wrong.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._redis = client
+        self._made: BulkConnection | None = None
+        self._owed: deque[_Owed] = deque()
+
+    def set(self, key: str, value: memoryview, expire: int) -> None:
+        """SET. The value must stay as it is until the next one was set, or :meth:`settle`."""
+        self._set(_Owed(key, value, expire))
+
+    def set_digested(self, key: str, value: memoryview, expire: int) -> str:
+        """SET; returns the value's digest.
+
+        The memory is ours until the next one was set, or :meth:`settle`, but the value in it may
+        change as soon as this returns. Should it have to be sent again by then, that raises
+        ConnectionError.
+        """
+        seen = Digesting()
+        if not self._set(_Owed(key, value, expire), seen):
+            return digest(value)
+        digested = seen.digest()
+        self._owed[-1] = self._owed[-1]._replace(digested=digested)
+        return digested
+
+    def _set(self, owed: _Owed, seen: Digesting | None = None) -> bool:
+        """Whether the value is on its way; else the server has it already."""
+        self._owed.append(owed)
+        try:
+            connection = self._connection()
+            if connection is not None:
+                connection.send(owed.key, owed.value, owed.expire, seen)
+                # The server took the value before while this one was copied and digested.
+                self._settle(connection, but=1)
+                return True
+        except (BulkError, redis.RedisError, OSError):
+            self.close()
+        except BaseException:  # it is in the middle of a value
+            self._owed.clear()
+            self.close()
+            raise
+        self._redo()
+        return False
+
+    def settle(self) -> None:
+        """Wait until the server has all that was set."""
+        if self._made is not None:
+            try:
+                self._settle(self._made, but=0)
+            except BulkError:
+                self.close()
+        self._redo()
+
+    def get(self, asked: Iterable[Asked]) -> Generator[Received]:
+        """GET values straight into their memory.
+
+        Yields of each its length: None when it is not there. One of another length than its memory
+        is not read.
+        """
+        self.settle()
+        coming, left = deque[Asked](), iter(asked)
+        try:
+            connection = self._connection()
+            while connection is not None:
+                for one in islice(left, _ASKED - len(coming)):
+                    coming.append(one)
+                    connection.ask(one.key)
+                if not coming:
+                    return
+                seen = Digesting()
+                length = connection.take(coming[0].into, seen)
+                number, _, into = coming.popleft()
+                if length not in (None, sum(map(len, into))):
+                    self.close()
+                    connection = None
+                yield Received(number, into, length, seen.digest())
+        except (BulkError, redis.RedisError, OSError):
+            self.close()
+        except BaseException:  # it is in the middle of an answer
+            self.close()
+            raise
+        while coming or (coming := deque(islice(left, _ASKED))):
+            yield from self._copied(coming)
+            coming = deque()
+
+    def close(self) -> None:
+        """Close the connection; the next use makes another."""
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+    def _connection(self) -> BulkConnection | None:
+        if self._made is None:
+            self._made = BulkConnection.of(self._redis)
+        return self._made
+
+    def _settle(self, connection: BulkConnection, but: int) -> None:
+        while len(self._owed) > but:
+            connection.stored()
+            self._owed.popleft()
+
+    def _redo(self) -> None:
+        owed, self._owed = self._owed, deque()
+        for key, value, expire, digested in owed:
+            if digested is not None and digest(value) != digested:
+                raise ConnectionError(
+                    "the connection to the weights' server broke, and what was on its way has "
+                    "changed meanwhile: publish the version again"
+                )
+            self._redis.set(key, value, ex=expire)
+
+    def _copied(self, asked: Sequence[Asked]) -> Generator[Received]:
+        # All keys of a part have one hash tag, so this works on a cluster too.
+        found = self._redis.mget([one.key for one in asked])
+        for one, data in zip(asked, found, strict=True):
+            if data is not None and len(data) == sum(map(len, one.into)):
+                begin = 0
+                for piece in one.into:
+                    piece[:] = data[begin : begin + len(piece)]
+                    begin += len(piece)
+            length = None if data is None else len(data)
+            yield Received(one.number, one.into, length, None)
