@@ -49,12 +49,13 @@ class RedisChunkStore:
         self._values = LargeValues(client)
         self._scripts = Scripts(client, __package__)
         self._retired = Retired(self._scripts, client)
-        self._memory = _Memory()
+        self._memory, self._rooms = _Memory(), _Memory()
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
         """Begin a part. It holds two chunks in memory, whatever the size of the model."""
         self._retired.free()
-        return RedisSink(self._redis, self._values, part, chunk_bytes or CHUNK_BYTES, self._expire)
+        size = chunk_bytes or CHUNK_BYTES
+        return RedisSink(self._redis, self._values, self._rooms, part, size, self._expire)
 
     def open(self, part: PartRef) -> RedisSource | None:
         """The part under a lease of ours, or None when it is not there."""
@@ -93,19 +94,29 @@ class RedisSink:
     """
 
     def __init__(
-        self, client: Any, values: LargeValues, part: PartRef, chunk_bytes: int, expire: int
+        self,
+        client: Any,
+        values: LargeValues,
+        rooms: _Memory,
+        part: PartRef,
+        chunk_bytes: int,
+        expire: int,
     ) -> None:
         self._redis = client
         self._values = values
+        self._rooms = rooms
         self._part = part
         self._expire = expire
         self.chunk_bytes = chunk_bytes
-        self._rooms = [np.empty(chunk_bytes, np.uint8).data for _ in range(2)]
+        self._memory: Bytes | None = None
         self._chunks = 0
 
     def room(self) -> memoryview:
         """One of two pieces of memory, by turns."""
-        return self._rooms[self._chunks % 2]
+        if self._memory is None:
+            self._memory = self._rooms.take(2 * self.chunk_bytes)
+        begin = self._chunks % 2 * self.chunk_bytes
+        return self._memory.data[begin : begin + self.chunk_bytes]
 
     def put(self, nbytes: int) -> None:
         """Send the chunk."""
@@ -126,13 +137,19 @@ class RedisSink:
 
     def seal(self, manifest: bytes) -> None:
         """Send the manifest, once the server has all chunks."""
-        self._values.settle()
+        self._settle()
         self._redis.set(manifest_key(*self._part), manifest, ex=self._expire)
 
     def discard(self) -> None:
         """Forget what was sent, the manifest first."""
-        self._values.settle()  # nothing comes behind it
+        self._settle()  # nothing comes behind it
         unlink(self._redis, self._part, self._chunks)
+
+    def _settle(self) -> None:
+        self._values.settle()
+        if self._memory is not None:
+            self._rooms.give(self._memory)
+            self._memory = None
 
 
 class RedisSource:
