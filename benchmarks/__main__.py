@@ -21,6 +21,7 @@ from . import (
     replay,
     weights,
     weights_delta,
+    weights_ray,
     weights_redis,
 )
 from .measure import Noise, say
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights": weights,
     "weights_delta": weights_delta,
     "weights_redis": weights_redis,
+    "weights_ray": weights_ray,
     "megatron_stream": megatron_stream,
 }
 SIZES = ("tiny", "small", "full")

@@ -175,16 +175,22 @@ def torch_bytes() -> torch.dtype:
 
 
 class WeightsThroughRay:
-    """The way of a version from this process through one actor into another."""
+    """The way of a version from this process through one actor into another.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        model: What its tensors look like.
+        versions: For how many Ray's object store has room.
+    """
+
+    def __init__(self, model: Model, versions: int = 4) -> None:
         self._model = model
+        self._versions = versions
         self._synced = 0
 
     def __enter__(self) -> WeightsThroughRay:
         import ray
 
-        start_ray(object_store=4 * self._model.nbytes + (200 << 20))
+        start_ray(object_store=self._versions * self._model.nbytes + (200 << 20))
         self._source = self._model.parameters()
         self._keeper: Any = ray.remote(WeightKeeper).options(num_cpus=0).remote()
         taker: Any = ray.remote(WeightTaker).options(num_cpus=0)

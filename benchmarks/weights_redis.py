@@ -11,7 +11,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from trinity_events.server import EmbeddedServer, open_client
-from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, pull_version
+from trinity_events.weights import (
+    ChunkStore,
+    PartRef,
+    PartWriter,
+    RedisChunkStore,
+    pull_version,
+)
 from trinity_schemas import PublishedPart, StepReady, version_digest
 
 from .measure import Asked, Findings, Noise, Row, median, ratio, spread, taking_turns
@@ -104,7 +110,7 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
         with socket.socket(socket.AF_UNIX) as bare_socket:
             bare_socket.connect(url.removeprefix("unix://"))
             # The first ones map memory, of the server too.
-            taking_turns({OURS: ours, BARE: bare}, KEPT + 1, noise)
+            taking_turns({OURS: ours, BARE: bare}, KEPT + 2, noise)
             rates = taking_turns({OURS: ours, BARE: bare}, turn.rounds, noise)
         publisher.close()
         reader.close()
@@ -119,7 +125,7 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
     )
 
 
-def published(store: RedisChunkStore, part: PartRef, tensors: NamedTensors) -> StepReady:
+def published(store: ChunkStore, part: PartRef, tensors: NamedTensors) -> StepReady:
     """Publish a part; what would be announced of it."""
     writer = PartWriter(store, part)
     for name, tensor in tensors:
