@@ -18,6 +18,7 @@ from trinity_events.weights import (
     adopt,
     check_fit,
     install,
+    load,
     pull,
     pull_version,
     redis_values,
@@ -55,25 +56,20 @@ def checked(monkeypatch):
 def verified(monkeypatch) -> list[int]:
     """Sizes of what pulls verify from now on: what lies there, or as it comes from the server."""
     sizes = []
+    digest, received = pull.digest, redis_values.Received
 
     class Seen(Digesting):
-        def __init__(self):
-            super().__init__()
-            update, self.nbytes = self.update, 0
-
-            def noted(data):
-                self.nbytes += len(data)
-                update(data)
-
-            self.update = noted
-
         def digest(self):
-            sizes.append(self.nbytes)
+            sizes.append(CHUNK)
             return super().digest()
 
-    digest = pull.digest
+    def noted(number, into, length, digested):
+        sizes.append(length)
+        return received(number, into, length, digested)
+
     monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
-    monkeypatch.setattr(redis_values, "Digesting", Seen)
+    monkeypatch.setattr(redis_values, "Received", noted)
+    monkeypatch.setattr(load, "Digesting", Seen)
     return sizes
 
 

@@ -290,3 +290,20 @@ async def test_an_adapter_is_published_and_applied_alone(trainer, explorer, log)
     publish(trainer, adapter, 2)
     with pytest.raises(IncompatibleWeights, match=r"no 'base\.weight', which the model needs"):
         explorer.apply(model, await ready(log, 2))
+
+
+async def test_an_explorer_that_joins_loads_a_version_straight_into_its_model_and_says_so(
+    trainer, explorer, log, weights_client
+):
+    source, module = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
+    publish(trainer, dict(source.named_parameters()), 1)
+    event = await ready(log, 1)
+    explorer.load(module, event)
+    assert torch.equal(module.weight, source.weight)
+    explorer.flush()
+    said = [decode_envelope(entry.payload).event for entry in await log.read()]
+    [applied] = [one for one in said if isinstance(one, WeightsApplied)]
+    assert (applied.digest, applied.bytes) == (event.version_digest, 4 * 31 * 40 - 40)
+    weights_client.setrange(chunk_key(explorer.run_id, event.epoch, 1, 0, 0), 5, b"\x55")
+    with pytest.raises(CorruptVersion, match=r"chunk 0 .* the model has some of it"):
+        explorer.load(module, event)

@@ -4,6 +4,7 @@ from .base import ChunkStore, PartRef, PartSink, PartSource
 from .boxes import Box, Place
 from .collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
 from .install import Fit, adopt, check_fit, install
+from .load import load_version
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
 from .ray_store import RayStore
@@ -34,5 +35,6 @@ __all__ = [
     "adopt",
     "check_fit",
     "install",
+    "load_version",
     "pull_version",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -76,6 +77,36 @@ def fault_in_cover(wanted: Box, boxes: Sequence[Box]) -> str | None:
                 return f"it comes twice at {list(max(one.offsets, other.offsets))}"
     missing = wanted.volume - sum(part.volume for part in parts)
     return f"{missing} of {wanted.volume} elements are missing" if missing else None
+
+
+def runs(held: Box, outer: Box, inner: Box, itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """Which bytes of a row-major tensor that holds ``held`` go where in one that holds ``outer``.
+
+    Of ``inner``, which both have: where each run begins in the one and in the other, and how many
+    bytes it is, in ascending order.
+    """
+    if not inner.volume:
+        return
+    # Behind this dimension both have what inner has, so that its elements lie together.
+    last = len(inner.shape)
+    while last and inner.shape[last - 1] == held.shape[last - 1] == outer.shape[last - 1]:
+        last -= 1
+    split = max(0, last - 1)
+    places = [
+        [
+            (offset - begin, itemsize * math.prod(box.shape[index + 1 :]))
+            for index, (offset, begin) in enumerate(zip(inner.offsets, box.offsets, strict=True))
+        ]
+        for box in (held, outer)
+    ]
+    firsts = [sum(begin * stride for begin, stride in place) for place in places]
+    nbytes = itemsize * math.prod(inner.shape[split:])
+    for steps in product(*(range(size) for size in inner.shape[:split])):
+        source, target = (
+            first + sum(step * stride for step, (_, stride) in zip(steps, place, strict=False))
+            for first, place in zip(firsts, places, strict=True)
+        )
+        yield source, target, nbytes
 
 
 def chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:

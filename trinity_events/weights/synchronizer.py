@@ -35,6 +35,7 @@ from ..server import open_client
 from .base import ChunkStore, Ended, PartRef, ReadsAlong
 from .collective import TIMEOUT, CollectiveGroups, CollectiveStore
 from .install import check_fit, install
+from .load import Based, load_version
 from .patch import Installed, ModelDiffers
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
@@ -351,6 +352,35 @@ class Synchronizer(CollectiveGroups):
                 digest=version.digest,
                 bytes=version.bytes,
                 verified_at=verified_at,
+                phases=phases,
+            )
+        )
+        return phases
+
+    def load(
+        self, module: torch.nn.Module, ready: StepReady, wanted: Wanted | None = None
+    ) -> AppliedPhases:
+        """Fill a module that nobody serves from yet, such as a late joiner's, and report it.
+
+        As :meth:`apply`, but with no room for the version: each chunk goes straight to where it
+        belongs, and is verified there. So what fails midway leaves the module with some of it:
+        nobody may serve from it then before another version is whole. Deltas are applied.
+        """
+        began = time.monotonic()
+        store = self._store_of(ready.transport or RedisChunkStore.name)
+        self._installed.forget()
+        try:
+            loaded = load_version(store, self.run_id, ready, module, wanted)
+        except Based:
+            return self.apply(module, ready, wanted)
+        assert ready.version_digest is not None
+        phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
+        self._publisher.publish(
+            WeightsApplied(
+                version=StepRef(ready.epoch, ready.step),
+                digest=ready.version_digest,
+                bytes=loaded,
+                verified_at=time.time(),
                 phases=phases,
             )
         )

@@ -1,0 +1,144 @@
+"""Loading straight into a model that nobody serves from, with no room for the version."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.test_boxes import boxes_in
+from tests.test_shards import module_of, publish, rows, verified
+from tests.test_transports import announcement
+from tests.transport_actors import Where
+from trinity_events.errors import IncompatibleWeights, VersionUnavailable
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, load_version
+from trinity_events.weights.boxes import Box, common, runs, whole
+from trinity_events.weights.load import Based
+from trinity_events.weights.segments import available
+from trinity_events.weights.tracking import LastPublished
+
+
+@pytest.fixture(
+    params=["redis", pytest.param("shm", marks=pytest.mark.skipif(not available(), reason="none"))]
+)
+def stores(request, weights_url):
+    """Those of two publishing ranks, and a reader's."""
+    made = [Where(request.param, weights_url).store() for _ in range(3)]
+    yield made
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def part(run_id):
+    return PartRef(run_id, 1, 1, 0)
+
+
+@pytest.fixture
+def load(stores, part):
+    def load(event, module, wanted=None):
+        loaded = load_version(stores[-1], part.run_id, event, module, wanted)
+        if isinstance(stores[-1], RedisChunkStore):
+            assert stores[-1]._memory._spare == [], "there was no room for the version"
+        return loaded
+
+    return load
+
+
+@st.composite
+def three_boxes(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    return shape, draw(boxes_in(shape)), draw(boxes_in(shape))
+
+
+@given(three_boxes(), st.sampled_from([1, 2, 4]))
+def test_runs_bring_what_two_boxes_have_in_common_from_one_to_the_other(drawn, itemsize):
+    shape, held, outer = drawn
+    inner = common(held, outer)
+    if inner is None:
+        return
+    whole_one = torch.arange(whole(shape).volume).reshape(shape)
+    source = whole_one[held.inside(whole(shape))].contiguous().flatten()
+    target = torch.full(outer.shape, -1)
+    flat, last = target.view(-1), -1
+    for begin, at, nbytes in runs(held, outer, inner, itemsize):
+        assert begin > last and not (begin % itemsize or at % itemsize or nbytes % itemsize)
+        one, other, count = begin // itemsize, at // itemsize, nbytes // itemsize
+        flat[other : other + count] = source[one : one + count]
+        last = begin
+    expected = torch.full(outer.shape, -1)
+    expected[inner.inside(outer)] = whole_one[inner.inside(whole(shape))]
+    assert torch.equal(target, expected)
+
+
+def test_shards_whole_tensors_and_odd_leaves_are_loaded_where_they_belong(stores, part, load):
+    weight, odd = torch.rand(50, 30), torch.randint(0, 256, (7,), dtype=torch.uint8)
+    low, high = rows(weight, 31)
+    left = weight[:, :10].contiguous(), (0, 0), (50, 30)
+    right = weight[:, 10:].contiguous(), (0, 10), (50, 30)
+    event = publish(
+        stores,
+        part,
+        [("odd", odd), ("rows", *low), ("columns", *left), ("none", torch.empty(0, 3))],
+        [("rows", *high), ("alone", torch.tensor(2.5)), ("columns", *right)],
+    )
+    module = module_of(rows=(50, 30), columns=(50, 30), alone=(), none=(0, 3))
+    module["odd"] = torch.nn.Parameter(torch.zeros(7, dtype=torch.uint8), requires_grad=False)
+    # One whose elements lie otherwise is filled by way of memory beside it.
+    module["columns"].data = torch.zeros(30, 50).t()
+    squared = (module["rows"] ** 2).sum()
+    assert load(event, module) == 2 * weight.nbytes + odd.nbytes + 4
+    assert torch.equal(module["rows"], weight) and torch.equal(module["columns"], weight)
+    assert torch.equal(module["odd"], odd) and module["alone"] == 2.5
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+def test_a_slice_reads_the_chunks_that_it_needs_and_no_others(stores, part, load, monkeypatch):
+    weight = torch.rand(64, 32)
+    event = publish(stores, part, *[[("weight", *shard)] for shard in rows(weight, 24)])
+    module, sizes = module_of(weight=(10, 8)), verified(monkeypatch)
+    load(event, module, {"weight": Box((20, 16), (10, 8))})
+    assert torch.equal(module["weight"], weight[20:30, 16:24])
+    assert sum(sizes) == 10 * 64, "a row has two chunks, of which the slice needs one, half of it"
+
+
+def test_large_tensors_come_in_pieces_of_many_chunks(stores, part, load):
+    tensors = [("large", torch.rand(1 << 20)), ("small", torch.rand(7)), ("odd", torch.rand(999))]
+    event = publish(stores, part, tensors, chunk_bytes=None)
+    module = module_of(large=1 << 20, small=7, odd=999)
+    load(event, module)
+    for name, tensor in tensors:
+        assert torch.equal(module[name], tensor)
+
+
+def test_what_does_not_fit_or_is_not_there_is_refused_before_anything_changes(stores, part, load):
+    event = publish(stores, part, [("a", torch.ones(4)), ("b", torch.ones(2))])
+    for module, wanted, said in (
+        (module_of(a=4, b=3), None, "'b' is torch.float32"),
+        (module_of(a=4), None, "no 'b', which the version brings"),
+        (module_of(a=4, b=2, c=1), None, "no 'c', which the model needs"),
+        (module_of(a=4), {"c": None}, "no 'c', which is wanted"),
+        (module_of(a=4), {"a": Box((2,), (4,))}, r"of 'a' \[4\] from \[2\] is wanted"),
+    ):
+        with pytest.raises(IncompatibleWeights, match=said):
+            load(event, module, wanted)
+        assert (module["a"] == 0).all()
+    for store in stores:
+        store.delete(part)
+    with pytest.raises(VersionUnavailable, match="are not there"):
+        load(event, module_of(a=4, b=2))
+
+
+def test_a_delta_is_not_loaded_and_nothing_changes(stores, part):
+    tensor, last = torch.rand(1000), LastPublished(8)
+    for step in (1, 2):
+        here = part._replace(step=step)
+        last.begin(here, lambda _: True)
+        writer = PartWriter(stores[0], here, last=last)
+        writer.add("a", tensor)
+        event = announcement(here, writer.seal())
+        tensor[0] += 1
+    module = module_of(a=1000)
+    with pytest.raises(Based):
+        load_version(stores[-1], part.run_id, event, module)
+    assert (module["a"] == 0).all()
