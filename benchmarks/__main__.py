@@ -20,6 +20,7 @@ from . import (
     megatron_stream,
     replay,
     weights,
+    weights_collective,
     weights_delta,
     weights_ray,
     weights_redis,
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights_delta": weights_delta,
     "weights_redis": weights_redis,
     "weights_ray": weights_ray,
+    "weights_collective": weights_collective,
     "megatron_stream": megatron_stream,
 }
 SIZES = ("tiny", "small", "full")
