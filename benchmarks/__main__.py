@@ -20,10 +20,9 @@ from . import (
     megatron_stream,
     replay,
     weights,
-    weights_collective,
     weights_delta,
-    weights_ray,
     weights_redis,
+    weights_transports,
 )
 from .measure import Noise, say
 from .report import Report, keep, machine, show
@@ -38,8 +37,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights": weights,
     "weights_delta": weights_delta,
     "weights_redis": weights_redis,
-    "weights_ray": weights_ray,
-    "weights_collective": weights_collective,
+    "weights_transports": weights_transports,
     "megatron_stream": megatron_stream,
 }
 SIZES = ("tiny", "small", "full")

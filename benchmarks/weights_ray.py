@@ -4,54 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from trinity_events.weights import PartRef, RayStore
 from trinity_schemas import StepReady
 
-from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
+from .ends import Turn, row
+from .measure import Asked, Noise, Row, taking_turns
 from .original import LAST, WeightsThroughRay
-from .report import PERFORMANCE
-from .stage import Stage
 from .weights_peer import RUN, Model, apply
 from .weights_redis import KEPT, published
 
-TITLE = "weights through Ray, from publish to applied in another process"
-PLACE = PERFORMANCE
 ORIGINAL = Asked("at least", 10)
 CAREFUL = Asked("at least", 1.0)
+OURS = "Ray's object store"
 _VERSIONS = 7
 """Room in Ray's object store: three of ours, what the others put, and what is not freed yet."""
 _WARM = 3
-
-
-class Turn(NamedTuple):
-    """A model, and over how many rounds."""
-
-    name: str
-    model: Model
-    rounds: int
-
-
-class Size(NamedTuple):
-    """Models, and how long it takes."""
-
-    turns: tuple[Turn, ...]
-    takes: str
-
-
-SMALL = Turn("64 MiB in 200 tensors", Model(200, 167_772), 5)
-SIZES = {
-    "tiny": Size((Turn("1 MiB in 20 tensors", Model(20, 26_214), 2),), "15 s"),
-    "small": Size((SMALL,), "30 s"),
-    "full": Size(
-        (SMALL._replace(rounds=10), Turn("512 MiB in 200 tensors", Model(200, 1_342_177), 5)),
-        "2 min",
-    ),
-}
 
 
 class Taker:
@@ -106,25 +77,16 @@ class Ours:
         self._store.close()
 
 
-def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Measure each model's ways through one Ray by turns."""
-    if find_spec("ray") is None:
-        return Findings([], ["Left out: Ray is not installed (make setup)."])
-    rows = [row for turn in size.turns for row in measured(turn, noise)]
-    notes = [
-        "Tensors are bf16. Ratios are of speeds: above 1, ours is faster. Ours digests everything "
-        "once on each side; the others digest nothing.",
-        "The original's path is a small model of it: the whole state dict is sent to a Ray actor, "
-        "and another fetches it tensor by tensor into its model. Used with care, tensors are put "
-        "once, as arrays, and copied from where Ray keeps them.",
-        "Rounds: " + ", ".join(f"{one.rounds} of {one.name}" for one in size.turns) + ".",
-    ]
-    return Findings(rows, notes)
+NOTES = (
+    "Through Ray, ours digests everything once on each side; the others digest nothing. The "
+    "original's path is a small model of it: the whole state dict is sent to a Ray actor, and "
+    "another fetches it tensor by tensor into its model. Used with care, tensors are put once, as "
+    "arrays, and copied from where Ray keeps them.",
+)
 
 
 def measured(turn: Turn, noise: Noise) -> list[Row]:
     """One model."""
-    say(f"  {turn.name}")
     with WeightsThroughRay(turn.model, _VERSIONS) as path:
         ours = Ours(turn.model)
         them = {"ours": ours.sync, "original": path.sync, "careful": path.sync_with_care}
@@ -134,22 +96,6 @@ def measured(turn: Turn, noise: Noise) -> list[Row]:
         found = taking_turns(them, turn.rounds, noise)
         ours.close()
     return [
-        Row(
-            what=f"{turn.name}, Ray's object store",
-            figure=_figure(turn.model, found["ours"]),
-            peer=peer,
-            peer_figure=_figure(turn.model, found[name]),
-            ratio=ratio(found[name], found["ours"]),
-            asked=asked,
-            spread=spread(found["ours"]),
-        )
-        for name, peer, asked in (
-            ("original", "the original's path", ORIGINAL),
-            ("careful", "Ray, used with care", CAREFUL),
-        )
+        row(turn, OURS, "the original's path", found["ours"], found["original"], ORIGINAL),
+        row(turn, OURS, "Ray, used with care", found["ours"], found["careful"], CAREFUL),
     ]
-
-
-def _figure(model: Model, seconds: list[float]) -> str:
-    middle = median(seconds)
-    return f"{middle * 1000:,.1f} ms, {model.nbytes / middle / (1 << 30):.2f} GiB/s"

@@ -23,7 +23,10 @@ class PartRef(NamedTuple):
 
 
 class Check(Protocol):
-    """Is given each chunk's index and bytes, None when it is gone; raises when it will not do."""
+    """Is given each chunk's index and bytes, None when it is gone; raises when it will not do.
+
+    It may be called by several threads at once.
+    """
 
     def __call__(self, index: int, data: memoryview | None, digested: str | None = None) -> None:
         """``digested`` is the digest of these very bytes, taken while they were written."""

@@ -8,9 +8,11 @@ the process too; which actor to ask is a word in the cluster's key-value store.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,9 @@ DEADLINE = 60.0
 NAMESPACE = "trinity-events"
 _PREFIX = "trinity-weights"
 _LEAST = 1 << 20
+_WORTH = 8 << 20
+"""Bytes from which on several threads digest them."""
+_MOST_THREADS = 4
 
 
 class Directory:
@@ -101,9 +106,9 @@ class RayStore:
             reference = self._ray.put(self._staging[:nbytes])
             name, directory = self._own_directory()
             told = directory.keep.remote(part, manifest, [reference])
-            self._ray.get(told, timeout=DEADLINE)
-            _point(part, name)
+            _point(part, name)  # while the directory keeps it
             self._pointers.add(_key(part))
+            self._ray.get(told, timeout=DEADLINE)
         self._published.pop(part, None)
         self._published[part] = reference
         for oldest in list(self._published)[: -self._most]:
@@ -246,7 +251,17 @@ class RaySource:
 
         Raises VersionUnavailable when the publisher ended, or Ray lost the object.
         """
-        return checked(self._fetched(), sizes, check, wanted)
+        data = self._fetched()
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        if threads == 1 or len(data) < _WORTH:
+            return checked(data, sizes, check, wanted)
+        indices = [index for index in range(len(sizes)) if wanted is None or index in wanted]
+        with ThreadPoolExecutor(threads) as pool:
+            found = [
+                pool.submit(checked, data, sizes, check, set(indices[first::threads]))
+                for first in range(threads)
+            ]
+        return [one.result() for one in found][0]  # noqa: RUF015 (all of them may raise)
 
     def close(self) -> None:
         """Let go of the object."""

@@ -1,0 +1,233 @@
+"""How much memory a version takes beside the models, at either end of each transport."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trinity_events.server import open_client
+from trinity_events.weights import (
+    ChunkStore,
+    CollectiveStore,
+    PartRef,
+    RayStore,
+    RedisChunkStore,
+    SharedMemoryStore,
+    load_version,
+)
+from trinity_events.weights.staging import Staging
+from trinity_schemas import StepReady
+
+from .ends import Turn, end
+from .measure import Asked, Row, say
+from .original import start_ray
+from .weights_peer import DEADLINE, RUN, Model, apply
+from .weights_redis import KEPT, published
+
+STAGED = Asked("at most", 1.1)
+"""Of the model's size; what is asked is one copy, and something is always on its way."""
+_VERSIONS = 5
+_EVERY = 0.001
+_STREAM, _SNAPSHOT, _APPLY, _LOAD = "publisher", "publisher of snapshots", "consumer", "joiner"
+
+
+WAYS = (
+    ("shm", _STREAM, _APPLY),
+    ("shm", _SNAPSHOT, _LOAD),
+    ("redis", _STREAM, _APPLY),
+    ("redis", _SNAPSHOT, _LOAD),
+    ("ray", _STREAM, _APPLY),
+    ("collective", _STREAM, _APPLY),
+)
+_NAMES = {"shm": "shared memory", "redis": "Redis", "ray": "Ray", "collective": "collective group"}
+
+
+class Cluster(NamedTuple):
+    """Where Ray is, if it is."""
+
+    address: str
+    auth: str
+    """As Ray put it into the environment of the process that started it."""
+
+
+class Peak(NamedTuple):
+    """Bytes above those before the first version."""
+
+    own: int
+    """Of the process alone."""
+    shared: int
+    """That it has mapped with others: segments, Ray's object store."""
+
+
+NOTES = (
+    f"Memory: of {_VERSIONS} versions one after the other, of which {KEPT} are kept; looked at "
+    "every millisecond. Ratios there are of the peak of a process's own memory to the model's "
+    "size. Shared is what it maps together with others: segments, Ray's object store. Over Redis "
+    "the versions are in the server's memory.",
+    "A joiner fills a model that nobody serves from, straight; a consumer holds what it will copy "
+    "until all of it is verified, unless that can be read where it lies.",
+)
+
+
+def memory_rows(turn: Turn, url: str, *, ray: bool) -> list[Row]:
+    """Both ends of each transport, each in a process of its own."""
+    rows = []
+    for transport, publisher, consumer in WAYS:
+        if transport == "ray" and not ray:
+            continue
+        say(f"  {turn.name}: memory, {_NAMES[transport]}, {publisher}, {consumer}")
+        found = measured(transport, publisher, consumer, turn.model, url)
+        for who, peak in zip((publisher, consumer), found, strict=True):
+            rows.append(_row(turn, transport, who, peak))
+    return rows
+
+
+def measured(
+    transport: str, publisher: str, consumer: str, model: Model, url: str
+) -> tuple[Peak, Peak]:
+    """The peaks of both ends."""
+    with (
+        _cluster(transport, model) as where,
+        end(serve, transport, publisher, model, url, where) as ours,
+        end(serve, transport, consumer, model, url, where) as theirs,
+    ):
+        if transport == "collective":
+            ours.ask("listen")
+            theirs.ask("join")
+            ours.ask("set up")
+        for one in (ours, theirs):
+            one.ask("watch")
+        for step in range(1, 1 + _VERSIONS):
+            theirs.ask("take", ours.ask("publish", step))
+        return ours.ask("peak"), theirs.ask("peak")
+
+
+@contextmanager
+def _cluster(transport: str, model: Model) -> Iterator[Cluster]:
+    if transport != "ray":
+        yield Cluster("", "")
+        return
+    import ray
+
+    start_ray(object_store=(KEPT + 3) * model.nbytes + (200 << 20))
+    try:
+        auth = os.environ.get("RAY_AUTH_MODE", "disabled")
+        yield Cluster(ray.get_runtime_context().gcs_address, auth)
+    finally:
+        ray.shutdown()
+
+
+def serve(
+    requests: Connection, transport: str, role: str, model: Model, url: str, where: Cluster
+) -> None:
+    """One end: answers until nobody asks any more."""
+    store = _store(transport, role, url, where)
+    do = (_publisher if role in (_STREAM, _SNAPSHOT) else _consumer)(store, role, model)
+    watch = Watch()
+    asked: dict[str, Callable[..., Any]] = {"watch": watch.begin, "peak": watch.peak, **do}
+    if isinstance(store, CollectiveStore):
+        asked["listen"] = lambda: store.listen(1) and None
+        asked["join"] = store.join
+        asked["set up"] = lambda: store.set_up(1, 1, DEADLINE)
+    try:
+        while True:
+            what, *arguments = requests.recv()
+            requests.send(asked[what](*arguments))
+    except EOFError:
+        store.close()
+
+
+def _store(transport: str, role: str, url: str, where: Cluster) -> ChunkStore:
+    if transport == "shm":
+        return SharedMemoryStore()
+    if transport == "redis":
+        return RedisChunkStore(open_client(url))
+    if transport == "collective":
+        return CollectiveStore(open_client(url), RUN, role)
+    os.environ["RAY_AUTH_MODE"] = where.auth
+    import ray
+
+    ray.init(address=where.address, log_to_driver=False, logging_level=logging.ERROR)
+    return RayStore()
+
+
+def _publisher(store: ChunkStore, role: str, model: Model) -> dict[str, Callable[..., Any]]:
+    source, staging, kept = model.parameters(1.0), Staging(), deque[PartRef]()
+
+    def publish(step: int) -> StepReady:
+        part, tensors = PartRef(RUN, 1, step, 0), list(source.values())
+        if role == _SNAPSHOT:
+            tensors = staging.copied(tensors)
+        ready = published(store, part, list(zip(source, tensors, strict=True)))
+        kept.append(part)
+        while len(kept) > KEPT:
+            store.delete(kept.popleft())
+        return ready
+
+    return {"publish": publish}
+
+
+def _consumer(store: ChunkStore, role: str, model: Model) -> dict[str, Callable[..., Any]]:
+    module = torch.nn.ParameterDict(model.parameters())
+
+    def take(ready: StepReady) -> None:
+        if role == _LOAD:
+            load_version(store, RUN, ready, module)
+        else:
+            apply(store, module, ready, digests=True)
+
+    return {"take": take}
+
+
+class Watch:
+    """Looks at this process's memory again and again."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._before = self._most = Peak(0, 0)
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def begin(self) -> None:
+        """From now on."""
+        self._before = self._most = memory()
+        self._thread.start()
+
+    def peak(self) -> Peak:
+        """The most that there was, above what there was when it began."""
+        self._ended.set()
+        self._thread.join()
+        return Peak(*(most - was for most, was in zip(self._most, self._before, strict=True)))
+
+    def _look(self) -> None:
+        while not self._ended.is_set():
+            self._most = Peak(*map(max, zip(self._most, memory(), strict=True)))
+            time.sleep(_EVERY)
+
+
+def memory() -> Peak:
+    """What this process has in memory now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = dict(line.split(":", 1) for line in lines)
+    return Peak(*(1024 * int(found[name].split()[0]) for name in ("RssAnon", "RssShmem")))
+
+
+def _row(turn: Turn, transport: str, who: str, peak: Peak) -> Row:
+    shared = f", shared {peak.shared / 2**20:,.1f} MiB" if peak.shared >= 1 << 20 else ""
+    return Row(
+        what=f"{turn.name}, peak extra memory of a {who}, {_NAMES[transport]}",
+        figure=f"{peak.own / 2**20:,.1f} MiB{shared}",
+        peer="the model",
+        peer_figure=f"{turn.model.nbytes / 2**20:,.0f} MiB",
+        ratio=peak.own / turn.model.nbytes,
+        asked=STAGED if who == _SNAPSHOT else None,
+    )
