@@ -12,7 +12,8 @@ from trinity_events.weights import PartRef
 from trinity_events.weights.redis_leases import LONGEST
 from trinity_schemas import chunk_key, leases_key
 
-SIZES = [CHUNK] * 5 + [24_000 - 5 * CHUNK]
+SIZES = [CHUNK] * 5 + [24_160 - 5 * CHUNK]
+"""Of six tensors of 4,000 bytes, aligned."""
 
 
 @pytest.fixture
