@@ -346,6 +346,17 @@ class Synchronizer(CollectiveGroups):
             if wanted is None:
                 self._installed.note(module, ready, version)
         phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
+        self.applied(version, verified_at, phases)
+        return phases
+
+    def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
+        """Say that this process serves a version, which somebody else installed as it was pulled.
+
+        Args:
+            version: What it serves, all of it.
+            verified_at: When its last byte was verified, Unix seconds.
+            phases: How long what took.
+        """
         self._publisher.publish(
             WeightsApplied(
                 version=version.ref,
@@ -355,7 +366,6 @@ class Synchronizer(CollectiveGroups):
                 phases=phases,
             )
         )
-        return phases
 
     def load(
         self, module: torch.nn.Module, ready: StepReady, wanted: Wanted | None = None

@@ -1,0 +1,1 @@
+"""Against veRL itself, where it is installed: ``make verl``."""

@@ -1,0 +1,40 @@
+"""veRL in the ranks' processes; here it is never imported, for its imports warn of many things."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+
+from tests.verl.ranks import import_verl
+
+IMPORTS = 300
+"""Seconds that the first import of veRL may take, with two ranks on a slow machine."""
+
+
+def pytest_collection_modifyitems(items):
+    if find_spec("verl") is None:
+        skip = pytest.mark.skip(reason="veRL is not installed: run make verl")
+        for item in items:
+            if "tests/verl/" in item.path.as_posix():
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def verl_processes(rank_processes):
+    """Two processes that have imported veRL, which takes a while."""
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.verl.cpu_platform"
+    os.environ["VERL_PLATFORM"] = "cpu"
+    rank_processes.start(2)
+    asked = [rank_processes.ask(rank, import_verl) for rank in range(2)]
+    for answer in [one(IMPORTS) for one in asked]:
+        if isinstance(answer, BaseException):
+            raise answer
+    return rank_processes
+
+
+@pytest.fixture
+def ranks(verl_processes, rank_group):
+    """Two ranks over Gloo."""
+    return rank_group(2)

@@ -1,0 +1,95 @@
+"""Registers ``trinity`` with veRL, which imports this as its ``custom_backend_module``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from .meeting import Meeting, Place, here, met
+from .receiver import Receiver
+from .sender import Sender
+from .settings import NAME, settings_of
+from .streaming import Weights, drain
+
+logger = logging.getLogger(__name__)
+
+
+@CheckpointEngineRegistry.register(NAME)
+class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """One process's end of the weights, as veRL's trainers and rollouts make it.
+
+    Args:
+        bucket_size: veRL's, in bytes; chunks have the size that is best for the transport.
+        is_master: Whether this is the trainer's rank 0, which publishes.
+        options: See :class:`~trinity_workers.verl.settings.Settings`.
+    """
+
+    def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:
+        del bucket_size
+        self._settings = settings_of(options)
+        self._sender = Sender(self._settings) if is_master else None
+        self._receiver: Receiver | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Where this process is; the trainer's rank 0 opens the run.
+
+        Raises PublishError, ServerUnreachable or PermissionDenied when there is no log.
+        """
+        return {"place": here(self._sender.open() if self._sender else None)}
+
+    @classmethod
+    def build_topology(
+        cls, trainer_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """What :meth:`init_process_group` is given in each process, of what all have prepared."""
+        places: list[Place] = [one["place"] for one in metadata]
+        meeting = met(places, rollout_world_size)
+        return (
+            {"rank": [None] * trainer_world_size, "meeting": [meeting] * trainer_world_size},
+            {
+                "rank": list(range(rollout_world_size)),
+                "meeting": [meeting] * rollout_world_size,
+            },
+        )
+
+    def init_process_group(self, rank: int | None, meeting: Meeting) -> None:
+        """Take note of the others. ``rank`` is the rollout's; None in a trainer."""
+        if self._sender is not None:
+            self._sender.meet(meeting)
+        if rank is None:
+            return
+        receiver = self._receiver
+        if receiver is not None and (receiver.run_id, receiver.rank) != (
+            meeting.opened.run_id,
+            rank,
+        ):
+            receiver.close()
+            receiver = None
+        self._receiver = receiver or Receiver(self._settings, rank, meeting)
+        self._receiver.meet(meeting)
+
+    async def send_weights(
+        self, weights: Weights, global_steps: int | None = None
+    ) -> dict[str, float] | None:
+        """Publish the weights as the version of that step; all ranks gather, rank 0 sends."""
+        if self._sender is not None:
+            return await self._sender.send(weights, global_steps)
+        await drain(weights, None)
+        return None
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The tensors of the version of that step, or an error; see :class:`Receiver`."""
+        assert self._receiver is not None, "veRL calls init_process_group before"
+        async for named in self._receiver.receive(global_steps):
+            yield named
+
+    def finalize(self) -> None:
+        """The update is done: a rollout says what it serves, and lets go of the version."""
+        if self._receiver is not None:
+            self._receiver.finish()

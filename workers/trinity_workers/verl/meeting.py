@@ -1,0 +1,87 @@
+"""What trainer and rollouts are told of each other before weights travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from trinity_events.errors import SharedMemoryUnusable
+from trinity_events.weights.segments import SHARED_MEMORY, available, free_bytes
+
+from ..config import TransportName
+from ..launch.transport import ENOUGH, TransportChoice
+
+
+class Opened(Struct, frozen=True, kw_only=True):
+    """The run, as the trainer's rank 0 has it."""
+
+    run_id: str
+    epoch: int
+    transport: TransportChoice
+    """As the configuration says."""
+    said: str
+    """Position of the newest event: what comes of this update is later."""
+    announced: str
+    """Position of the newest announcement."""
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where one process is."""
+
+    host: str
+    """Equal for two processes that share memory by files."""
+    room: bool
+    """Whether there is enough of that for weights."""
+    opened: Opened | None = None
+
+
+class Meeting(Struct, frozen=True, kw_only=True):
+    """What everybody is told."""
+
+    opened: Opened
+    transport: TransportName
+    rollouts: int
+    """How many processes receive."""
+
+
+def here(opened: Opened | None = None) -> Place:
+    """Where this process is."""
+    if not available():
+        return Place(host=_host(None), room=False, opened=opened)
+    return Place(host=_host(SHARED_MEMORY), room=free_bytes() >= ENOUGH, opened=opened)
+
+
+def _host(shared: Path | None) -> str:
+    """One boot of one machine, and of its shared memories the one that is seen from here."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    booted = boot.read_text().strip() if boot.exists() else "?"
+    return f"{booted}/{shared.stat().st_dev if shared else '-'}"
+
+
+def met(places: Sequence[Place], rollouts: int) -> Meeting:
+    """What comes of where everybody is; the trainer's rank 0 is among them.
+
+    Raises SharedMemoryUnusable when that was asked for, and somebody is on another host.
+    """
+    opened = next(place.opened for place in places if place.opened is not None)
+    return Meeting(
+        opened=opened, transport=transport_between(opened.transport, places), rollouts=rollouts
+    )
+
+
+def transport_between(asked: TransportChoice, places: Sequence[Place]) -> TransportName:
+    """How weights travel: as asked; else through shared memory where all are on one host.
+
+    veRL's processes are in one Ray cluster, so that its object store reaches them all.
+    """
+    together = len({place.host for place in places}) == 1
+    if asked == "shm" and not together:
+        raise SharedMemoryUnusable(
+            "veRL's trainer and rollouts are on several hosts, or in several containers, which "
+            "share no memory: leave the transport out, or ask for ray or redis"
+        )
+    if asked != "auto":
+        return asked
+    return "shm" if together and all(place.room for place in places) else "ray"

@@ -1,0 +1,176 @@
+"""A rollout's end: waits for a version, pulls it, and hands its tensors on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, suppress
+
+import torch
+from msgspec import Struct
+
+from trinity_events import Synchronizer
+from trinity_events.errors import TrinityError
+from trinity_events.weights import PulledVersion, SharedMemoryStore
+from trinity_events.weights.collective import CollectiveStore
+from trinity_schemas import AppliedPhases, StepReady, VersionOpened
+
+from .bases import Bases
+from .meeting import Meeting
+from .settings import Settings
+from .thread import OneThread
+from .waiting import announced
+
+logger = logging.getLogger(__name__)
+
+
+class Taken(Struct, kw_only=True):
+    """The version that is being handed on."""
+
+    version: PulledVersion
+    fetch: float
+    """Seconds that it took to be announced, fetched and verified."""
+    verified_at: float
+    """Unix seconds."""
+    since: float
+    """When it was verified, on the clock of :func:`time.monotonic`."""
+    whole: bool = False
+    """Whether every tensor was asked for."""
+
+
+class Receiver:
+    """Takes the versions of one run, one after the other.
+
+    A version is held until the update is finished, for its tensors may be looked at until then.
+    Everything that waits for a server is done in one thread of its own.
+    """
+
+    def __init__(self, settings: Settings, rank: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self.run_id = meeting.opened.run_id
+        self._settings = settings
+        self._meeting = meeting
+        self._device = _device(settings.device)
+        self._bases = Bases()
+        self._held = ExitStack()
+        self._taken: Taken | None = None
+        self._thread = OneThread()
+        self._synchronizer = Synchronizer(
+            self.run_id,
+            0,
+            redis_url=settings.redis_url,
+            weights_url=settings.weights_url,
+            role="explorer",
+            rank=rank,
+        )
+
+    def meet(self, meeting: Meeting) -> None:
+        """Take note of what the next version will be; what was held of the last is let go."""
+        self._meeting = meeting
+        self._thread.wait(self._let_go)
+        if meeting.transport == CollectiveStore.name:
+            self._thread.wait(self._synchronizer.join_weight_sync_group)
+
+    async def receive(self, step: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The tensors of the version of that step, every one of them verified.
+
+        On a CPU they are for reading alone, and until :meth:`finish`.
+
+        Raises:
+            VersionUnavailable: when it will not come, or is gone.
+            DeadlineExceeded: when it was not announced in time.
+            CorruptVersion: when what is there is not what was announced.
+        """
+        began = time.monotonic()
+        ready = await self._announced(step)
+        version = await self._thread.begin(self._pull, ready)
+        now = time.monotonic()
+        self._taken = taken = Taken(
+            version=version, fetch=now - began, verified_at=time.time(), since=now
+        )
+        tensors = version.tensors()
+        while (named := await self._next(tensors, version)) is not None:
+            yield named
+        taken.whole = True
+
+    def finish(self) -> None:
+        """The engine serves what it was given: say so, if it was given everything."""
+        self._thread.wait(self._finish)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._thread.wait(self._close)
+        self._thread.end()
+
+    async def _announced(self, step: int | None) -> StepReady:
+        """Wait for the version; where its bytes can be seen before, verify them meanwhile."""
+        settings, opened = self._settings, self._meeting.opened
+        stop, along = threading.Event(), None
+        if step is not None and self._meeting.transport == SharedMemoryStore.name:
+            coming = VersionOpened(step=step, ranks=(0,), transport=SharedMemoryStore.name)
+            along = self._thread.begin(
+                self._synchronizer.read_along, opened.epoch, coming, stop, settings.deadline
+            )
+        try:
+            return await announced(settings.redis_url, opened, step, settings.deadline)
+        finally:
+            stop.set()
+            if along is not None:
+                with suppress(TrinityError, OSError):  # the pull will find it too, and say more
+                    await along
+
+    async def _next(
+        self, tensors: Iterator[tuple[str, torch.Tensor]], version: PulledVersion
+    ) -> tuple[str, torch.Tensor] | None:
+        """The next tensor, on the device; what takes longer than a view is the thread's."""
+        if self._device is None and all(manifest.base is None for manifest, _ in version.parts):
+            return next(tensors, None)
+        return await self._thread.begin(self._moved, tensors)
+
+    # --- in the thread ---------------------------------------------------------------------
+
+    def _pull(self, ready: StepReady) -> PulledVersion:
+        self._let_go()
+        have = self._bases.known
+        pulled = self._held.enter_context(self._synchronizer.pull(ready, have=have))
+        version = self._bases.completed(pulled)
+        if self._settings.full_every > 1:
+            self._bases.keep(ready, pulled, self._held)
+        return version
+
+    def _moved(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> tuple[str, torch.Tensor] | None:
+        for name, tensor in tensors:
+            return name, tensor if self._device is None else tensor.to(self._device)
+        return None
+
+    def _finish(self) -> None:
+        taken = self._taken
+        try:
+            if taken is not None and taken.whole:
+                phases = AppliedPhases(fetch=taken.fetch, pause=time.monotonic() - taken.since)
+                self._synchronizer.applied(taken.version, taken.verified_at, phases)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._taken = None
+        self._held.close()
+
+    def _close(self) -> None:
+        self._let_go()
+        self._bases.forget()
+        self._synchronizer.close()
+
+
+def _device(name: str | None) -> torch.device | None:
+    """Where tensors are to go; None is where they lie, in this host's memory."""
+    if name is not None:
+        return None if name == "cpu" else torch.device(name)
+    if not torch.accelerator.is_available():
+        return None
+    index = torch.accelerator.current_device_index()
+    return torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]

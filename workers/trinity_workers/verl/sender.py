@@ -1,0 +1,177 @@
+"""The trainer's rank 0: publishes what veRL's engine gathers, as versions of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import suppress
+
+from trinity_events import Synchronizer
+from trinity_events.errors import TrinityError
+from trinity_events.log import RedisEventLog, Stream, open_run
+from trinity_events.server import connect
+from trinity_events.weights import PartWriter, PublishedPartReport
+
+from ..collectives import CollectiveBroken
+from ..config import TransportName
+from ..helpers.parts import give_up
+from .meeting import Meeting, Opened
+from .settings import Settings
+from .streaming import Take, Weights, drain
+from .thread import OneThread
+
+logger = logging.getLogger(__name__)
+
+
+class Sender:
+    """Opens the run, and publishes its versions.
+
+    Everything that waits for a server is done in one thread of its own.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._run_id = settings.run_id or f"verl-{secrets.token_hex(4)}"
+        self._epoch = 0
+        self._last: int | None = None
+        """Step of the newest version that is published."""
+        self._transport: TransportName | None = None
+        self._rollouts = 0
+        self._synchronizer: Synchronizer | None = None
+        self._thread = OneThread()
+
+    def open(self) -> Opened:
+        """The run, opened when it is asked for first, and where its log is now."""
+        return self._thread.wait(self._open_run)
+
+    def meet(self, meeting: Meeting) -> None:
+        """Take note of how weights are to travel, and to how many."""
+        self._rollouts = meeting.rollouts
+        if meeting.transport != self._transport:
+            self._transport = meeting.transport
+            self._thread.wait(self._forget_synchronizer)
+
+    async def send(self, weights: Weights, global_steps: int | None) -> dict[str, float]:
+        """Publish a version; on return it is in the log, whole. Raises when it will not be seen.
+
+        Args:
+            weights: Full tensors by name; always exhausted, for other ranks gather them too.
+            global_steps: The step that names the version; None is the next.
+        """
+        began = time.monotonic()
+        step = global_steps
+        if step is None:
+            step = 1 if self._last is None else self._last + 1
+        writer: PartWriter | None = None
+        error: Exception | None = None
+        try:
+            writer = await self._thread.begin(self._begin, step)
+        except Exception as caught:
+            error = caught
+        try:
+            error = await drain(
+                weights,
+                None if writer is None else self._taken_by(writer),
+                error,
+                # A second collective at the same time may stand in the gathers' way.
+                ahead=self._transport != "collective",
+            )
+        except Exception as caught:
+            error = CollectiveBroken(
+                f"the weights of step {step} could not be gathered, because a rank died, was too "
+                f"slow or failed: {caught}"
+            )
+            error.__cause__ = caught
+        if error is None:
+            assert writer is not None
+            try:
+                report = await self._thread.begin(self._finish, step, writer, began)
+            except Exception as caught:
+                error = caught
+        if error is not None:
+            await self._thread.begin(self._give_up, step, writer, error)
+            raise error
+        self._last = step
+        return {
+            "checkpoint_engine/payload_mbytes": report.bytes / (1 << 20),
+            "checkpoint_engine/publish_seconds": time.monotonic() - began,
+        }
+
+    def _taken_by(self, writer: PartWriter) -> Take:
+        return lambda name, tensor: self._thread.begin(writer.add, name, tensor)
+
+    def close(self) -> None:
+        """Let go of the servers, and of what is published through memory."""
+        self._thread.wait(self._forget_synchronizer)
+        self._thread.end()
+
+    # --- in the thread ---------------------------------------------------------------------
+
+    def _open_run(self, resume_from: int | None = None) -> Opened:
+        return asyncio.run(self._opened(resume_from))
+
+    async def _opened(self, resume_from: int | None) -> Opened:
+        async with connect(self._settings.redis_url) as client:
+            if not self._epoch or resume_from is not None:
+                self._epoch = await open_run(
+                    client,
+                    self._run_id,
+                    resume_from=resume_from,
+                    deadline=self._settings.deadline,
+                )
+                logger.info("veRL's weights are versions of run %s", self._run_id)
+            log = RedisEventLog(client, self._run_id)
+            return Opened(
+                run_id=self._run_id,
+                epoch=self._epoch,
+                transport=self._settings.transport,
+                said=await log.last_id(Stream.EVENTS),
+                announced=await log.last_id(Stream.ANNOUNCEMENTS),
+            )
+
+    def _begin(self, step: int) -> PartWriter:
+        if self._last is not None and step <= self._last:
+            # The trainer went back, or sends a step's weights once more: a version never changes,
+            # so they are those of another epoch.
+            self._forget_synchronizer()
+            self._open_run(resume_from=step)
+            self._last = None
+        synchronizer = self._made()
+        if self._transport == "collective":
+            synchronizer.setup_weight_sync_group(self._rollouts, timeout=self._settings.deadline)
+        synchronizer.open_version(step, ranks=(0,))
+        return synchronizer.part_writer(step, 0)
+
+    def _finish(self, step: int, writer: PartWriter, began: float) -> PublishedPartReport:
+        report = writer.seal()
+        synchronizer = self._made()
+        synchronizer.part_published(step, 0, report, time.monotonic() - began)
+        synchronizer.commit(step)
+        synchronizer.flush()
+        logger.info("step %d: published %d bytes", step, report.bytes)
+        return report
+
+    def _give_up(self, step: int, writer: PartWriter | None, error: Exception) -> None:
+        with suppress(TrinityError, OSError):  # the error itself says more
+            give_up(self._made(), writer, step, error, logger)
+            self._made().flush()
+
+    def _made(self) -> Synchronizer:
+        if self._synchronizer is None:
+            assert self._transport is not None
+            self._synchronizer = Synchronizer(
+                self._run_id,
+                self._epoch,
+                redis_url=self._settings.redis_url,
+                weights_url=self._settings.weights_url,
+                transport=self._transport,
+                full_every=self._settings.full_every,
+            )
+        return self._synchronizer
+
+    def _forget_synchronizer(self) -> None:
+        synchronizer, self._synchronizer = self._synchronizer, None
+        if synchronizer is not None:
+            synchronizer.close()

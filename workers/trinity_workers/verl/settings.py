@@ -1,0 +1,75 @@
+"""What veRL's configuration, and the environment, say of how weights are to travel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from trinity_schemas import check_run_id
+
+from ..config import BadSettings, Positive
+from ..launch.transport import TransportChoice
+
+NAME = "trinity"
+"""Of the backend, in veRL's configuration."""
+
+
+class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The ``engine_kwargs`` of the backend. Every process of the trainer and the rollouts has them.
+
+    Times are seconds.
+    """
+
+    redis_url: str
+    """The server of the log, as every one of these processes reaches it."""
+    weights_url: str | None = None
+    """The server of the chunks; the log's when left out."""
+    run_id: str | None = None
+    """The run; by default one that the trainer makes up."""
+    transport: TransportChoice = "auto"
+    full_every: Positive = 1
+    """Versions from one published in full to the next; between them only what changed travels."""
+    deadline: Annotated[float, Meta(gt=0)] = 300.0
+    """Longest wait for weights, from when they were asked for."""
+    device: str | None = None
+    """Where a rollout is given its tensors; by default on its accelerator, where it has one."""
+
+
+def settings_of(options: Mapping[str, Any]) -> Settings:
+    """The settings, checked. Raises BadSettings, in one sentence."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, variable in (
+        ("redis_url", "TRINITY_REDIS_URL"),
+        ("weights_url", "TRINITY_WEIGHTS_REDIS_URL"),
+    ):
+        if name not in given and os.environ.get(variable):
+            given[name] = os.environ[variable]
+    if "redis_url" not in given:
+        raise BadSettings(
+            f"veRL's backend {NAME!r} was not told of a server: set engine_kwargs.{NAME}.redis_url "
+            "in its configuration, or TRINITY_REDIS_URL in every process; trinity-events serve "
+            "starts one"
+        )
+    try:
+        found = msgspec.convert(given, Settings)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Settings.__struct_fields__)
+        raise BadSettings(
+            f"engine_kwargs.{NAME} of veRL's configuration cannot be used: {error}; it may have "
+            f"{known}"
+        ) from None
+    if found.transport == "collective" and found.full_every > 1:
+        raise BadSettings(
+            f"a collective group is sent full tensors, and engine_kwargs.{NAME}.full_every asks "
+            "for deltas: leave that out, or choose another transport"
+        )
+    if found.run_id is not None:
+        try:
+            check_run_id(found.run_id)
+        except ValueError as error:
+            raise BadSettings(f"engine_kwargs.{NAME}.run_id cannot be used: {error}") from None
+    return found

@@ -1,0 +1,62 @@
+"""Weights as veRL's engines give them: gathered on all ranks, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from typing import TypeAlias
+
+import torch
+
+Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]]
+Take: TypeAlias = Callable[[str, torch.Tensor], Awaitable[None]]
+"""Begins to take a tensor; awaited, it has."""
+
+
+async def drain(
+    weights: Weights, take: Take | None, error: Exception | None = None, *, ahead: bool = True
+) -> Exception | None:
+    """Advance every gather, and let each tensor be taken; returns what went wrong in that.
+
+    Gathers are of the event loop's thread, which is the training's; between two of them the loop
+    goes on. After an error they are advanced all the same: other ranks are inside of them.
+
+    Args:
+        weights: What is gathered as it is asked for.
+        take: Takes a tensor in another thread; None on ranks that only gather.
+        error: What went wrong before: nothing is taken then.
+        ahead: Whether the next may be gathered while one is taken; at most two are held.
+
+    Raises whatever ends the gathers themselves, once the last tensor is taken.
+    """
+    under_way: Awaitable[None] | None = None
+    try:
+        async for name, tensor in _each(weights):
+            if under_way is not None:
+                error, under_way = await _outcome(under_way), None
+            if take is not None and error is None:
+                under_way = take(name, tensor)
+                if not ahead:
+                    error, under_way = await _outcome(under_way), None
+    finally:
+        if under_way is not None:
+            error = await _outcome(under_way)
+    return error
+
+
+async def _each(weights: Weights) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    if isinstance(weights, AsyncIterable):
+        async for named in weights:
+            yield named
+        return
+    for named in weights:
+        yield named
+        await asyncio.sleep(0)
+
+
+async def _outcome(under_way: Awaitable[None]) -> Exception | None:
+    try:
+        await under_way
+    except Exception as error:
+        return error
+    return None

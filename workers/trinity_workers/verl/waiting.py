@@ -1,0 +1,100 @@
+"""Waiting for the version that veRL's trainer is about to publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import anyio
+
+from trinity_events.core.explain import explain
+from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
+from trinity_events.history import current_state
+from trinity_events.log import RedisEventLog, position
+from trinity_events.server import connect
+from trinity_events.subscriptions import Subscription, subscribe
+from trinity_schemas import StepFailed, StepReady, StepSuperseded
+
+from .meeting import Opened
+
+Answer: TypeAlias = StepReady | StepFailed | StepSuperseded
+
+_ASKING = 10.0
+"""Seconds in which the log has to say what was missing."""
+
+
+async def announced(redis_url: str, opened: Opened, step: int | None, deadline: float) -> StepReady:
+    """The announcement of the version, once it is ready.
+
+    Args:
+        redis_url: The server of the log.
+        opened: The run, and from where on its word counts.
+        step: Which version; None is the next.
+        deadline: Seconds.
+
+    Raises:
+        VersionUnavailable: when it was given up, or another one was published in its place.
+        DeadlineExceeded: when it was not ready in time; the message says what was missing.
+    """
+    what = f"the weights of {'the next step' if step is None else f'step {step}'}"
+    with anyio.move_on_after(deadline):
+        return await _announced(redis_url, opened, step, what)
+    raise DeadlineExceeded(
+        f"{what} of run {opened.run_id} were not announced within {deadline:g} s: "
+        f"{await _missing(redis_url, opened, step)}"
+    )
+
+
+async def _announced(redis_url: str, opened: Opened, step: int | None, what: str) -> StepReady:
+    is_later = _later_than(opened)
+    events: Subscription[Any] = subscribe(
+        opened.run_id,
+        StepReady,
+        StepFailed,
+        StepSuperseded,
+        start=opened.announced,
+        redis_url=redis_url,
+    )
+    async with events:
+        async for delivered in events:
+            event: Answer = delivered.event
+            if event.kind != "weights" or not is_later(event):
+                continue
+            if isinstance(event, StepReady):
+                if step is None or event.step == step:
+                    return event
+                raise VersionUnavailable(
+                    f"{what} of run {opened.run_id} were asked for, but the trainer published "
+                    f"those of step {event.step}: both have to be given the same global_steps"
+                )
+            if step is None or event.step == step:
+                raise VersionUnavailable(f"{what} of run {opened.run_id} {_why_not(event)}")
+    raise AssertionError("unreachable")
+
+
+def _later_than(opened: Opened) -> Callable[[Answer], bool]:
+    """Whether an announcement follows from what was said since; not from an earlier attempt."""
+    since = position(opened.said)
+    return lambda event: event.epoch >= opened.epoch and position(event.caused_by) > since
+
+
+def _why_not(event: StepFailed | StepSuperseded) -> str:
+    if isinstance(event, StepFailed):
+        return f"will not come: {event.reason}"
+    return f"were superseded by those of step {event.by.step}"
+
+
+async def _missing(redis_url: str, opened: Opened, step: int | None) -> str:
+    look = (
+        "look whether a reducer and the trainer's rank 0 are running, with "
+        f"trinity-events status {opened.run_id}"
+    )
+    if step is None:
+        return look
+    try:
+        with anyio.fail_after(_ASKING):
+            async with connect(redis_url, retry=False) as client:
+                state = await current_state(RedisEventLog(client, opened.run_id))
+    except (TrinityError, OSError, TimeoutError) as error:
+        return f"the log could not be asked why ({error}): {look}"
+    return f"{explain(state, step).rstrip('.')}: {look}"
