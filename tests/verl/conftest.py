@@ -1,4 +1,4 @@
-"""veRL in the ranks' processes; here it is never imported, for its imports warn of many things."""
+"""veRL in processes of their own: its imports warn of many things."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+def speak_to_verl():
+    """Let processes that start from now on, and import veRL, compute on the CPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.verl.cpu_platform"
+    os.environ["VERL_PLATFORM"] = "cpu"
+
+
 @pytest.fixture(scope="session")
 def verl_processes(rank_processes):
     """Two processes that have imported veRL, which takes a while."""
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.verl.cpu_platform"
-    os.environ["VERL_PLATFORM"] = "cpu"
+    speak_to_verl()
     rank_processes.start(2)
     asked = [rank_processes.ask(rank, import_verl) for rank in range(2)]
     for answer in [one(IMPORTS) for one in asked]:

@@ -94,9 +94,13 @@ def local_shards(rank: Rank) -> dict[str, torch.Tensor]:
 
 
 def take_step(rank: Rank, seed: int) -> float:
-    """An optimizer step of veRL's, on tokens of the rank's own; returns the gradient norm."""
-    engine = rank.held.engine
-    generator = torch.Generator().manual_seed(10 * seed + rank.number)
+    """An optimizer step; returns the gradient norm."""
+    return optimizer_step(rank.held.engine, rank.number, seed)
+
+
+def optimizer_step(engine: Any, rank: int, seed: int) -> float:
+    """A step of veRL's own optimizer, on tokens of the rank's own; returns the gradient norm."""
+    generator = torch.Generator().manual_seed(10 * seed + rank)
     tokens = torch.randint(3, 90, (4, 16), generator=generator)
     with engine.train_mode():
         engine.optimizer_zero_grad()
