@@ -5,8 +5,10 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
+VERL_VERSIONS ?= 0.9.1 0.8.0
 
-.PHONY: setup demo test bench chaos simulate base-install schemas docs lint format clean
+.PHONY: setup demo test bench chaos simulate verl base-install schemas docs lint format clean
 
 setup: $(VENV)/installed
 
@@ -33,6 +35,20 @@ chaos: setup
 simulate: setup
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS))
 
+# The tests that need veRL itself. make verl-0.9.1 is of one release.
+verl: $(VERL_VERSIONS:%=verl-%)
+
+verl-%: $(VENV)-verl-%/installed
+	$(<D)/bin/pytest tests/verl
+
+.PRECIOUS: $(VENV)-verl-%/installed
+$(VENV)-verl-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(@D)/bin/pip install --quiet -c constraints.txt -e '.[all,dev,verl]'
+	$(@D)/bin/pip install --quiet --no-deps verl==$*
+	touch $@
+
 base-install: setup
 	tests/install/base_install.sh
 
@@ -54,4 +70,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-verl-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

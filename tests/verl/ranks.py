@@ -143,6 +143,17 @@ def upload(rank: Rank, step: int, how: str) -> None:
     to.flush()
 
 
+def publish_adapter(rank: Rank, step: int) -> dict[str, torch.Tensor]:
+    """Publish what the engine gives of its adapter alone, as a subset; returns that."""
+    gathered = dict(rank.held.engine.get_per_tensor_param(base_sync_done=True)[0])
+    if rank.number == 0:
+        to = synchronizer(rank)
+        to.open_version(step)
+        to.publish(gathered.items(), step, subset=True)
+        to.flush()
+    return gathered
+
+
 class FailsAtThirdTensor(PartWriter):
     def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
         if len(self._tensors) == 2:

@@ -16,6 +16,7 @@ from trinity_events.coordinator import staged_path
 from trinity_schemas import SaveFailed, VersionPartPublished, decode_envelope
 from trinity_workers.collectives import PeerFailed
 from trinity_workers.engines.files import read_state
+from trinity_workers.helpers.shards import ShardsRefused
 from trinity_workers.learning.policy import create_policy
 
 pytestmark = pytest.mark.timeout(420)  # its own deadlines are shorter, and say what is missing
@@ -162,3 +163,35 @@ async def test_explorers_of_a_group_get_what_the_engine_itself_gives(
         assert_equal(await anyio.to_thread.run_sync(pull), given)
     finally:
         explorer.close()
+
+
+ADAPTER = {"lora_rank": 4, "lora_alpha": 8}
+
+
+async def test_a_merged_adapter_is_uploaded_as_the_engine_merges_it(ranks, where, log, committer):
+    ranks(at.begin, where, lora={"merge": True}, **ADAPTER)
+    base = ranks(at.full_weights)[0]
+    for seed in (1, 2):
+        ranks(at.take_step, seed)
+    ranks(at.upload, 1, "full")
+    committer.commit(1)
+    given = ranks(at.full_weights)[0]
+    found = await pulled(where, log, 1)
+    assert_equal(found, given)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    merged = not torch.equal(found[name], base[name])
+    # 0.8.0 gives the weights without the adapter; what it gives is what is published.
+    assert merged == (not ranks(at.import_verl)[0].startswith("0.8."))
+    with pytest.raises(ShardsRefused, match="adapters"):
+        ranks(at.upload, 2, "shards")
+
+
+async def test_an_adapter_alone_is_a_version_of_its_own(ranks, where, log, committer):
+    ranks(at.begin, where, lora={"merge": False}, **ADAPTER)
+    ranks(at.take_step, 1)
+    adapter, again = ranks(at.publish_adapter, 1)
+    committer.commit(1)
+    assert_equal(adapter, again)
+    assert all("lora_" in name for name in adapter)
+    assert_equal(await pulled(where, log, 1), adapter)
+    assert len((await ready(log, "weights", 1)).parts) == 1

@@ -77,12 +77,18 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
     dimension; of what is not in a mesh at all, the ranks take turns.
 
     Raises:
-        ShardsRefused: for FSDP1, whose flat parameters are no shards of tensors, and for layouts
-            other than even chunks and replicas.
+        ShardsRefused: for FSDP1, whose flat parameters are no shards of tensors, for models with
+            adapters, whose parameters are not the model's, and for layouts other than even chunks
+            and replicas.
     """
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules()):
         raise ShardsRefused(
             "FSDP1 keeps flat parameters, which are no shards of tensors: upload with sharded=False"
+        )
+    if hasattr(module, "peft_config"):
+        raise ShardsRefused(
+            "the model has adapters (PEFT), which an engine merges, or leaves out, as it gathers: "
+            "upload with sharded=False"
         )
     rank, ranks = rank_and_world()
     for index, (name, parameter) in enumerate(module.named_parameters()):
