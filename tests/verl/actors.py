@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from verl.checkpoint_engine.base import (
     CheckpointEngineManager,
     CheckpointEngineRegistry,
@@ -29,10 +28,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 BACKEND = "trinity_workers.verl.backend"
+ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 
 
 def checkpoint_engine(**options: Any) -> dict[str, Any]:
-    """The part of veRL's configuration that switches the backend on."""
+    """What the part of veRL's configuration comes to that switches the backend on."""
     return {
         "backend": "trinity",
         "custom_backend_module": BACKEND,
@@ -57,12 +57,12 @@ def actor_config(model_folder: Path, **options: Any) -> Any:
                 "actor_rollout_ref.actor.optim.total_training_steps=10",
                 "actor_rollout_ref.rollout.name=vllm",
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+                f"{ENGINE}.backend=trinity",
+                f"{ENGINE}.custom_backend_module={BACKEND}",
+                *(f"+{ENGINE}.engine_kwargs.trinity.{name}={options[name]}" for name in options),
             ],
         )
-    config = whole.actor_rollout_ref
-    OmegaConf.set_struct(config, False)
-    config.rollout.checkpoint_engine.update(checkpoint_engine(**options))
-    return config
+    return whole.actor_rollout_ref
 
 
 class CpuActor(ActorRolloutRefWorker):
@@ -205,27 +205,40 @@ class Fleet:
     def __init__(self, model_folder: Path, **options: Any) -> None:
         import ray
 
-        config = actor_config(model_folder, **options)
-        self.trainer = _group(ray.remote(CpuActor), 2, config=config)
-        rollout = RolloutConfig(
-            name="vllm", checkpoint_engine=CheckpointEngineConfig(**checkpoint_engine(**options))
-        )
-        model = HFModelConfig(path=str(model_folder))
+        self._config = actor_config(model_folder, **options)
+        self._engine = CheckpointEngineConfig(**checkpoint_engine(**options))
+        self._options = options
+        self.trainer = self._new_trainer()
         self.rollouts = _group(
             ray.remote(CpuRollout),
             2,
-            rollout_config=rollout,
-            model_config=model,
+            rollout_config=RolloutConfig(name="vllm", checkpoint_engine=self._engine),
+            model_config=HFModelConfig(path=str(model_folder)),
             server_adapter=Collecting(),
         )
         self.trainer.init_model()
         self.replicas = [Replica([one]) for one in self.rollouts.workers]
-        self.manager = CheckpointEngineManager(
-            CheckpointEngineConfig(**checkpoint_engine(**options)), self.trainer, self.replicas
-        )
+        self.manager = CheckpointEngineManager(self._engine, self.trainer, self.replicas)
+
+    def _new_trainer(self) -> RayWorkerGroup:
+        import ray
+
+        return _group(ray.remote(CpuActor), 2, config=self._config)
+
+    def replace_trainer(self) -> None:
+        """Another trainer, as after a crash; the rollouts stay."""
+        import ray
+
+        for one in self.trainer.workers:
+            ray.kill(one)
+        self.trainer = self._new_trainer()
+        self.trainer.init_model()
+        self.trainer.configure(self._options)
+        self.manager = CheckpointEngineManager(self._engine, self.trainer, self.replicas)
 
     def configure(self, **options: Any) -> None:
         """Other options from now on."""
+        self._options = options
         self.trainer.configure(options)
         self.rollouts.configure(options)
 
