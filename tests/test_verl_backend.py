@@ -231,6 +231,33 @@ async def test_weights_that_do_not_come_are_an_error_that_says_what_is_missing(
     assert "Nothing is known of step 1" in str(late.value)
 
 
+@pytest.mark.parametrize("transport", ["redis", "shm"])
+async def test_an_update_that_another_one_follows_waits_no_longer(make_ends, reducer, transport):
+    if transport == "shm" and not available():
+        pytest.skip("the host has no shared memory as files")
+    ends = make_ends(transport=transport, deadline=60.0)
+    ends.meet()
+    waits = asyncio.create_task(taken(ends.receivers[0], 1))
+    while ends.receivers[0]._waiting is None:
+        await asyncio.sleep(0)
+    with anyio.fail_after(20):
+        _, seen = await ends.update(AWKWARD, 2)
+        with pytest.raises(VersionUnavailable, match=r"step 1 .* another update began"):
+            await waits
+    assert seen == [as_bits(AWKWARD)]
+
+
+async def test_a_version_that_is_let_go_for_another_update_is_not_handed_on(make_ends, reducer):
+    ends = make_ends()
+    ends.meet()
+    await ends.sender.send(iter(AWKWARD.items()), 1)
+    half = ends.receivers[0].receive(1)
+    await anext(half)
+    ends.meet()
+    with pytest.raises(VersionUnavailable, match="another update began"):
+        await anext(half)
+
+
 async def test_the_event_loop_goes_on_while_tensors_are_published(make_ends, reducer):
     ends = make_ends()
     ends.meet()

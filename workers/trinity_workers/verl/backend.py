@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._settings = settings_of(options)
         self._sender = Sender(self._settings) if is_master else None
         self._receiver: Receiver | None = None
+        self._sending = asyncio.Lock()
 
     def prepare(self) -> dict[str, Any]:
         """Where this process is; the trainer's rank 0 opens the run.
@@ -75,11 +77,15 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(
         self, weights: Weights, global_steps: int | None = None
     ) -> dict[str, float] | None:
-        """Publish the weights as the version of that step; all ranks gather, rank 0 sends."""
-        if self._sender is not None:
-            return await self._sender.send(weights, global_steps)
-        await drain(weights, None)
-        return None
+        """Publish the weights as the version of that step; all ranks gather, rank 0 sends.
+
+        One after the other: an update that failed elsewhere may still be gathered.
+        """
+        async with self._sending:
+            if self._sender is not None:
+                return await self._sender.send(weights, global_steps)
+            await drain(weights, None)
+            return None
 
     async def receive_weights(
         self, global_steps: int | None = None

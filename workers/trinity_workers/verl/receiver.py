@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 from msgspec import Struct
 
 from trinity_events import Synchronizer
-from trinity_events.errors import TrinityError
+from trinity_events.errors import TrinityError, VersionUnavailable
 from trinity_events.weights import PulledVersion, SharedMemoryStore
 from trinity_events.weights.collective import CollectiveStore
 from trinity_schemas import AppliedPhases, StepReady, VersionOpened
@@ -51,11 +52,13 @@ class Receiver:
         self.rank = rank
         self.run_id = meeting.opened.run_id
         self._settings = settings
-        self._meeting = meeting
+        self._meeting: Meeting | None = meeting
         self._device = _device(settings.device)
         self._bases = Bases()
         self._held = ExitStack()
         self._taken: Taken | None = None
+        self._stop = threading.Event()
+        self._waiting: asyncio.Future[StepReady] | None = None
         self._thread = OneThread()
         self._synchronizer = Synchronizer(
             self.run_id,
@@ -67,7 +70,11 @@ class Receiver:
         )
 
     def meet(self, meeting: Meeting) -> None:
-        """Take note of what the next version will be; what was held of the last is let go."""
+        """Take note of what the next version will be; what was held of the last is let go.
+
+        An update that failed elsewhere may still wait here: it is over now.
+        """
+        self._supersede()
         self._meeting = meeting
         self._thread.wait(self._let_go)
         if meeting.transport == CollectiveStore.name:
@@ -79,19 +86,21 @@ class Receiver:
         On a CPU they are for reading alone, and until :meth:`finish`.
 
         Raises:
-            VersionUnavailable: when it will not come, or is gone.
+            VersionUnavailable: when it will not come, is gone, or another update began meanwhile.
             DeadlineExceeded: when it was not announced in time.
             CorruptVersion: when what is there is not what was announced.
         """
-        began = time.monotonic()
-        ready = await self._announced(step)
+        began, meeting = time.monotonic(), self._meeting
+        ready = await self._announced(step, meeting)
         version = await self._thread.begin(self._pull, ready)
+        self._check(meeting, step)
         now = time.monotonic()
         self._taken = taken = Taken(
             version=version, fetch=now - began, verified_at=time.time(), since=now
         )
         tensors = version.tensors()
         while (named := await self._next(tensors, version)) is not None:
+            self._check(meeting, step)
             yield named
         taken.whole = True
 
@@ -101,21 +110,48 @@ class Receiver:
 
     def close(self) -> None:
         """Let go of everything."""
+        self._supersede()
         self._thread.wait(self._close)
         self._thread.end()
 
-    async def _announced(self, step: int | None) -> StepReady:
+    def _supersede(self) -> None:
+        """End the wait of the last update, if it is still there."""
+        self._stop.set()
+        if self._waiting is not None:
+            self._waiting.get_loop().call_soon_threadsafe(self._waiting.cancel)
+            self._waiting = None
+        self._meeting = None
+
+    def _check(self, meeting: Meeting | None, step: int | None) -> None:
+        if self._meeting is not meeting:
+            raise VersionUnavailable(
+                f"the weights of {'the next step' if step is None else f'step {step}'} of run "
+                f"{self.run_id} are not wanted any more: another update began"
+            )
+
+    async def _announced(self, step: int | None, meeting: Meeting | None) -> StepReady:
         """Wait for the version; where its bytes can be seen before, verify them meanwhile."""
-        settings, opened = self._settings, self._meeting.opened
-        stop, along = threading.Event(), None
-        if step is not None and self._meeting.transport == SharedMemoryStore.name:
+        assert meeting is not None, "meet comes before"
+        settings, opened = self._settings, meeting.opened
+        self._stop = stop = threading.Event()
+        along = None
+        if step is not None and meeting.transport == SharedMemoryStore.name:
             coming = VersionOpened(step=step, ranks=(0,), transport=SharedMemoryStore.name)
             along = self._thread.begin(
                 self._synchronizer.read_along, opened.epoch, coming, stop, settings.deadline
             )
+        self._waiting = waiting = asyncio.ensure_future(
+            announced(settings.redis_url, opened, step, settings.deadline)
+        )
         try:
-            return await announced(settings.redis_url, opened, step, settings.deadline)
+            return await waiting
+        except asyncio.CancelledError:
+            self._check(meeting, step)
+            waiting.cancel()
+            raise
         finally:
+            if self._waiting is waiting:
+                self._waiting = None
             stop.set()
             if along is not None:
                 with suppress(TrinityError, OSError):  # the pull will find it too, and say more
