@@ -102,6 +102,7 @@ class Receiver:
         while (named := await self._next(tensors, version)) is not None:
             self._check(meeting, step)
             yield named
+            self._check(meeting, step)
         taken.whole = True
 
     def finish(self) -> None:
