@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trinity_events.server import EmbeddedServer, open_client
 from trinity_events.weights import CollectiveStore, PartRef
-from trinity_events.weights.collective.store import CHUNK_BYTES
+from trinity_events.weights.transports.collective.store import CHUNK_BYTES
 
 from .ends import Turn, end, row
 from .measure import Noise, Row, taking_turns

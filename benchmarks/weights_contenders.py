@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity_events.weights import PartRef, PartWriter
-from trinity_events.weights.staging import Staging
+from trinity_events.weights.devices.staging import Staging
 from trinity_schemas import PublishedPart, StepReady, version_digest
 
 from .original import LAST

@@ -15,10 +15,10 @@ import torch
 
 from trinity_events.server import EmbeddedServer
 from trinity_events.weights import ChunkStore, PartRef, PartWriter, PublishedPartReport
+from trinity_events.weights.deltas.patch import Installed
+from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.install import check_fit, install
-from trinity_events.weights.patch import Installed
 from trinity_events.weights.pull import pull_version
-from trinity_events.weights.tracking import LastPublished
 from trinity_schemas import PublishedPart, StepReady, version_digest
 
 from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns

@@ -25,7 +25,7 @@ from trinity_events.weights import (
     SharedMemoryStore,
     load_version,
 )
-from trinity_events.weights.staging import Staging
+from trinity_events.weights.devices.staging import Staging
 from trinity_schemas import StepReady
 
 from .ends import Turn, end

@@ -30,9 +30,8 @@ from trinity_events.log import (
 )
 from trinity_events.log.scripts import Scripts
 from trinity_events.server import connect, connect_sync, open_client
-from trinity_events.weights import PartRef, PartWriter, WeightSyncInfo
-from trinity_events.weights.collective.place import MeetingPlace
-from trinity_events.weights.redis_store import RedisChunkStore
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
+from trinity_events.weights.transports.collective.place import MeetingPlace
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunKeys,

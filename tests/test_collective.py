@@ -27,9 +27,9 @@ from trinity_events.errors import (
     GroupBroken,
     VersionUnavailable,
 )
-from trinity_events.weights.collective.groups import backend_for
-from trinity_events.weights.collective.messages import Channel, Hello
-from trinity_events.weights.collective.place import own_address
+from trinity_events.weights.transports.collective.groups import backend_for
+from trinity_events.weights.transports.collective.messages import Channel, Hello
+from trinity_events.weights.transports.collective.place import own_address
 from trinity_schemas import (
     PublishedPart,
     SaveFailed,

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import delta
-from trinity_events.weights.delta import BLOCK, Changes, blocks, decoded, digest_with, encoded
+from trinity_events.weights.deltas.changes import (
+    BLOCK,
+    Changes,
+    blocks,
+    decoded,
+    digest_with,
+    encoded,
+)
 from trinity_events.weights.tensors import digest
 
 ITEMSIZES = (1, 2, 4, 8)

@@ -20,9 +20,9 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.boxes import Box, Place
-from trinity_events.weights.patch import Installed, ModelDiffers
-from trinity_events.weights.segments import available
-from trinity_events.weights.tracking import LastPublished
+from trinity_events.weights.deltas.patch import Installed, ModelDiffers
+from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import VersionPartPublished, decode_envelope
 from trinity_workers.engines.base import LocalShard
 from trinity_workers.helpers.snapshot import SnapshotUploads

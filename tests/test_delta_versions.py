@@ -22,8 +22,8 @@ from trinity_events.weights import (
     pull_version,
     tracking,
 )
-from trinity_events.weights.patch import Installed, ModelDiffers
-from trinity_events.weights.tracking import LastPublished
+from trinity_events.weights.deltas.patch import Installed, ModelDiffers
+from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_schemas import ALIGNMENT, VersionPartPublished, WeightsApplied, decode_envelope
 
 CHUNK = 4096

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.tensor  # to load sharded tensors
 
 from trinity_events.server import connect_sync
-from trinity_events.weights.segments import users_folder
+from trinity_events.weights.transports.shared_memory.segments import users_folder
 from trinity_schemas import RunKeys
 from trinity_workers.launch.transport import chosen_transport
 

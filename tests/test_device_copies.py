@@ -5,11 +5,11 @@ import torch
 
 from tests.test_weights import awkward, bits
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, check_fit, install
-from trinity_events.weights.into_device import IntoDevice, copy_pairs
-from trinity_events.weights.lanes import CudaLane, HostLane, on_host
+from trinity_events.weights.devices.into_device import IntoDevice, copy_pairs
+from trinity_events.weights.devices.lanes import CudaLane, HostLane, on_host
+from trinity_events.weights.devices.staging import Staging
 from trinity_events.weights.pull import pull_version
-from trinity_events.weights.segments import available
-from trinity_events.weights.staging import Staging
+from trinity_events.weights.transports.shared_memory import available
 
 GPU = pytest.param(
     "cuda",

@@ -12,9 +12,9 @@ from tests.transport_actors import Where
 from trinity_events.errors import IncompatibleWeights, VersionUnavailable
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, load_version
 from trinity_events.weights.boxes import Box, common, runs, whole
+from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.load import Based
-from trinity_events.weights.segments import available
-from trinity_events.weights.tracking import LastPublished
+from trinity_events.weights.transports.shared_memory import available
 
 
 @pytest.fixture(

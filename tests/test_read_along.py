@@ -14,8 +14,8 @@ from tests.transport_actors import CHUNK, SOME, Where, actor, kill, publishes_un
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, pull
-from trinity_events.weights.segments import available, users_folder
-from trinity_events.weights.under_way import Follower
+from trinity_events.weights.transports.shared_memory.segments import available, users_folder
+from trinity_events.weights.transports.shared_memory.under_way import Follower
 from trinity_workers.explorer.along import ReadingAlong
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")

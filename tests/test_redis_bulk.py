@@ -11,7 +11,7 @@ from tests.test_transports import announcement, assert_same, put, read
 from tests.transport_actors import SOME, Where
 from trinity_events.server import open_client
 from trinity_events.weights import PartRef, PartWriter
-from trinity_events.weights.redis_bulk import BulkConnection
+from trinity_events.weights.transports.redis.bulk import BulkConnection
 from trinity_schemas import decode_manifest
 
 

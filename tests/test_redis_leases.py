@@ -9,7 +9,7 @@ from tests.test_transports import put
 from tests.transport_actors import CHUNK, Where
 from trinity_events.server import open_client
 from trinity_events.weights import PartRef
-from trinity_events.weights.redis_leases import LONGEST
+from trinity_events.weights.transports.redis.leases import LONGEST
 from trinity_schemas import chunk_key, leases_key
 
 SIZES = [CHUNK] * 5 + [24_160 - 5 * CHUNK]
@@ -50,7 +50,7 @@ def there(source) -> list[bool]:
 
 def test_a_lease_is_renewed_by_what_is_read(ours, theirs, part, client):
     put(ours, part)
-    with mock.patch("trinity_events.weights.redis_leases.time.monotonic") as clock:
+    with mock.patch("trinity_events.weights.transports.redis.leases.time.monotonic") as clock:
         clock.return_value = 100.0
         source = theirs.open(part)
         renewed = []

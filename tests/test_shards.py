@@ -24,8 +24,8 @@ from trinity_events.weights import (
     redis_values,
 )
 from trinity_events.weights.boxes import Box, Place
-from trinity_events.weights.segments import available
 from trinity_events.weights.tensors import DTYPES, Digesting
+from trinity_events.weights.transports.shared_memory import available
 from trinity_workers.helpers.shards import owners
 
 CHUNK = 64

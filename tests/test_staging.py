@@ -3,7 +3,7 @@
 import torch
 
 from tests.test_weights import awkward, bits
-from trinity_events.weights.staging import Staging
+from trinity_events.weights.devices.staging import Staging
 
 
 def test_copies_are_bit_for_bit_and_of_their_own():

@@ -34,8 +34,13 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.publish import manifest_digest
-from trinity_events.weights.ray_store import NAMESPACE, _pointed
-from trinity_events.weights.segments import Owner, available, sweep, users_folder
+from trinity_events.weights.transports.ray_store import NAMESPACE, _pointed
+from trinity_events.weights.transports.shared_memory.segments import (
+    Owner,
+    available,
+    sweep,
+    users_folder,
+)
 from trinity_schemas import (
     ALIGNMENT,
     PublishedPart,

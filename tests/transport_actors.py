@@ -20,8 +20,8 @@ from trinity_events.weights import (
     RedisChunkStore,
     SharedMemoryStore,
 )
-from trinity_events.weights.collective.frames import FrameSender
-from trinity_events.weights.under_way import Follower
+from trinity_events.weights.transports.collective.frames import FrameSender
+from trinity_events.weights.transports.shared_memory.under_way import Follower
 
 STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
 SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]

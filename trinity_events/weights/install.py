@@ -12,8 +12,8 @@ from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
 from .boxes import Box, contains, whole
-from .into_device import copy_pairs
-from .patch import checked, overlay
+from .deltas.patch import checked, overlay
+from .devices.into_device import copy_pairs
 from .pull import Piece, PulledVersion, shape_of, shares
 from .tensors import DTYPES, as_tensor, copy_bytes, is_plain
 

@@ -19,12 +19,12 @@ from typing_extensions import Buffer
 from trinity_schemas import StepReady, WeightManifest
 
 from ..errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
-from .base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
 from .boxes import Box, contains, whole
 from .install import _check_covered, _misfit, _saved_buffers
 from .landing import Landing, Run, Some, by_chunk
 from .pull import Piece, Wanted, _read_manifest, shape_of, shares
 from .tensors import DTYPES, Digesting
+from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
 
 _NOWHERE = torch.empty(0, dtype=torch.uint8)
 

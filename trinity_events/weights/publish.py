@@ -10,10 +10,10 @@ from typing_extensions import Buffer
 
 from trinity_schemas import ALIGNMENT, Chunk, PartDelta, TensorEntry, WeightManifest, encode
 
-from .base import ChunkStore, PartRef, SendsFrom
 from .boxes import Place
+from .deltas.tracking import LastPublished
 from .tensors import address, as_bytes, as_plain, copy_bytes, digest, dtype_name
-from .tracking import LastPublished
+from .transports.base import ChunkStore, PartRef, SendsFrom
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)

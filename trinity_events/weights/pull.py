@@ -23,11 +23,11 @@ from trinity_schemas import (
 )
 
 from ..errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
-from .base import ChunkStore, PartRef, PartSource
 from .boxes import Box, byte_spans, common, fault_in_cover, whole
+from .deltas.rebuild import FullPart, Key, rebuilt
 from .publish import manifest_digest
-from .rebuild import FullPart, Key, rebuilt
 from .tensors import DTYPES, as_buffer, digest
+from .transports.base import ChunkStore, PartRef, PartSource
 
 Wanted: TypeAlias = Mapping[str, Box | None]
 """Tensors by name, and of each the part that is wanted; None is all of it."""

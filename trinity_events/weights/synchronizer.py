@@ -32,17 +32,17 @@ from trinity_schemas import (
 from ..errors import VersionUnavailable
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
 from ..server import open_client
-from .base import ChunkStore, Ended, PartRef, ReadsAlong
-from .collective import TIMEOUT, CollectiveGroups, CollectiveStore
+from .deltas.patch import Installed, ModelDiffers
+from .deltas.tracking import LastPublished
 from .install import check_fit, install
 from .load import Based, load_version
-from .patch import Installed, ModelDiffers
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
-from .ray_store import RayStore
-from .redis_store import RedisChunkStore
-from .shared_memory import SharedMemoryStore
-from .tracking import LastPublished
+from .transports.base import ChunkStore, Ended, PartRef, ReadsAlong
+from .transports.collective import TIMEOUT, CollectiveGroups, CollectiveStore
+from .transports.ray_store import RayStore
+from .transports.redis.store import RedisChunkStore
+from .transports.shared_memory.store import SharedMemoryStore
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 
 from trinity_schemas import TensorEntry
 
-from .lanes import on_host
+from .devices.lanes import on_host
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = {

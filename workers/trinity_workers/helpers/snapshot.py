@@ -9,7 +9,7 @@ from logging import Logger
 
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.weights import PartWriter, Synchronizer
-from trinity_events.weights.staging import Staging
+from trinity_events.weights.devices.staging import Staging
 
 from ..collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard

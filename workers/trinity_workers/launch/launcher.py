@@ -20,7 +20,7 @@ from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
 from trinity_events.server import connect, serving, serving_weights
 from trinity_events.server.connect import redacted
-from trinity_events.weights.segments import sweep
+from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ContractError, StepRef, decode_envelope
 
 from ..config import RunConfig, RunSettings

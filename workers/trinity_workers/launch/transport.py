@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch.distributed
 
 from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
-from trinity_events.weights.segments import SHARED_MEMORY, available, free_bytes
+from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
 from ..config import BadSettings, PublishName, TransportName

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 
 from trinity_events.weights import PulledVersion
-from trinity_events.weights.rebuild import FullPart
+from trinity_events.weights.deltas.rebuild import FullPart
 from trinity_schemas import StepReady
 
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from trinity_events import Synchronizer
 from trinity_events.errors import TrinityError, VersionUnavailable
 from trinity_events.weights import PulledVersion, SharedMemoryStore
-from trinity_events.weights.collective import CollectiveStore
+from trinity_events.weights.transports.collective import CollectiveStore
 from trinity_schemas import AppliedPhases, StepReady, VersionOpened
 
 from .bases import Bases

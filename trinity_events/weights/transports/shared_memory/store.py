@@ -6,7 +6,7 @@ shared lock for as long as it reads. A segment is written again only under the e
 never while anybody reads it; and locks end with their processes.
 
 While a part is written it can be found by another name, and its bytes be digested as they come:
-see :mod:`~trinity_events.weights.under_way`.
+see :mod:`~trinity_events.weights.transports.shared_memory.under_way`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import SharedMemoryUnusable
-from .base import Ended, PartRef
-from .segments import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
-from .shared_part import (
+from ....errors import SharedMemoryUnusable
+from ..base import Ended, PartRef
+from .part import (
     DATA,
     FILLED,
     FILLED_AT,
@@ -37,6 +36,7 @@ from .shared_part import (
     let_go,
     name_while_written,
 )
+from .segments import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 from .under_way import Follower, read_along
 
 CHUNK_BYTES = 512 << 10
@@ -241,7 +241,7 @@ class SharedMemoryStore:
 
 
 class SharedMemorySink:
-    """Implements :class:`~trinity_events.weights.base.PartSink`: chunks lie end to end."""
+    """Implements :class:`~trinity_events.weights.PartSink`: chunks lie end to end."""
 
     def __init__(self, store: SharedMemoryStore, part: PartRef, chunk_bytes: int) -> None:
         self._store = store

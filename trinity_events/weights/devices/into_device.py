@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from ..tensors import copy_bytes
 from .lanes import Lane, lane_of
-from .tensors import copy_bytes
 
 SLOT_BYTES = 16 << 20
 _ALIGNED = 64

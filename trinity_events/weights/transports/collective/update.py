@@ -14,7 +14,7 @@ from .place import WeightSyncInfo
 from .store import CollectiveStore
 
 if TYPE_CHECKING:
-    from ..publish import PublishedPartReport
+    from ...publish import PublishedPartReport
 
 logger = logging.getLogger(__name__)
 

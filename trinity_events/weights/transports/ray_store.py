@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import RayUnusable, VersionUnavailable
+from ...errors import RayUnusable, VersionUnavailable
 from .base import Check, PartRef, checked
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class RayStore:
 
 
 class RaySink:
-    """Implements :class:`~trinity_events.weights.base.PartSink`: chunks are staged end to end.
+    """Implements :class:`~trinity_events.weights.PartSink`: chunks are staged end to end.
 
     Ray copies an object into its store when it is put, so the part is staged whole before: one
     copy of the model in this process, used again from version to version.
@@ -232,7 +232,7 @@ class RaySink:
 
 
 class RaySource:
-    """Implements :class:`~trinity_events.weights.base.PartSource`: the object where it lies.
+    """Implements :class:`~trinity_events.weights.PartSource`: the object where it lies.
 
     Ray keeps it for as long as anybody has it. On another node than the publisher's, Ray fetches
     it into that node's store first.

@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 
-from .tensors import Digesting
+from ...tensors import Digesting
 
 _AT_ONCE = 256
 """Bytes that are read while a reply's first line is looked for; what follows is in our buffer."""

@@ -15,10 +15,10 @@ import numpy as np
 from trinity_schemas import PartBase, PartDelta, StepRef, TensorEntry
 from trinity_schemas.manifest import DTYPE_BYTES
 
-from .base import PartRef
-from .delta import BLOCK, Changes, Positions, Words, blocks, encoded, words
+from ..tensors import digest
+from ..transports.base import PartRef
+from .changes import BLOCK, Changes, Positions, Words, blocks, encoded, words
 from .rebuild import Key
-from .tensors import digest
 
 MOST_OF_A_TENSOR = 0.5
 """Share of a tensor's bytes above which its delta is not worth the work on both sides."""

@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Any, TypeVar
 
-from ...errors import DeadlineExceeded, GroupBroken
+from ....errors import DeadlineExceeded, GroupBroken
 from ..base import PartRef
 from .groups import Group, backend_for, gpu_here, open_store
 from .messages import (

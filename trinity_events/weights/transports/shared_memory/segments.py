@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import SharedMemoryUnusable
+from ....errors import SharedMemoryUnusable
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _LOCK = "owner"

@@ -7,9 +7,9 @@ import socket
 import threading
 from typing import Any
 
-from ...errors import GroupBroken
-from ...log.faults import FAULTS, passes, pauses
-from ...log.position import ORIGIN
+from ....errors import GroupBroken
+from ....log.faults import FAULTS, passes, pauses
+from ....log.position import ORIGIN
 from ..base import PartRef
 from .frames import Frame, FrameReceiver
 from .groups import Group, gpu_here, open_store

@@ -11,8 +11,8 @@ import redis
 
 from trinity_schemas import chunk_key, leases_key, manifest_key
 
-from ..log.scripts import Scripts
-from .base import PartRef
+from ....log.scripts import Scripts
+from ..base import PartRef
 
 LEASE = 30.0
 """Seconds after which the lease of a reader that died, or that gets nothing, ends."""

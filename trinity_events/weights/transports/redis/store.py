@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
-from ..log.scripts import Scripts
-from .base import Check, PartRef, Received, Room
-from .redis_leases import LEASE, Lease, Retired, unlink
-from .redis_values import Asked, LargeValues
+from ....log.scripts import Scripts
+from ..base import Check, PartRef, Received, Room
+from .leases import LEASE, Lease, Retired, unlink
+from .values import Asked, LargeValues
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -88,7 +88,7 @@ class RedisChunkStore:
 
 
 class RedisSink:
-    """Implements :class:`~trinity_events.weights.base.PartSink`.
+    """Implements :class:`~trinity_events.weights.PartSink`.
 
     One chunk is filled while the one before is on its way.
     """
@@ -153,7 +153,7 @@ class RedisSink:
 
 
 class RedisSource:
-    """Implements :class:`~trinity_events.weights.base.PartSource`."""
+    """Implements :class:`~trinity_events.weights.PartSource`."""
 
     def __init__(
         self, values: LargeValues, memory: _Memory, part: PartRef, manifest: bytes, lease: Lease

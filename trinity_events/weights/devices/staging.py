@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..tensors import copy_bytes, is_plain
 from .lanes import Lane, lane_of
-from .tensors import copy_bytes, is_plain
 
 _ALIGNED = 64
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
-from ..errors import CorruptVersion
-from .base import Check, PartRef
+from ....errors import CorruptVersion
+from ..base import Check, PartRef
 from .segments import end_beside, locked
 
 DATA = 4096
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 
 
 class SharedMemorySource:
-    """Implements :class:`~trinity_events.weights.base.PartSource`: the bytes where they lie.
+    """Implements :class:`~trinity_events.weights.PartSource`: the bytes where they lie.
 
     While it is open nothing is written to the segment.
 

@@ -9,7 +9,7 @@ import redis
 
 from trinity_schemas import StepRef
 
-from ...errors import GroupBroken
+from ....errors import GroupBroken
 from ..base import Check, PartRef, checked
 from .explorer_end import ExplorerEnd
 from .frames import Frame, FrameSender
@@ -151,7 +151,7 @@ class CollectiveStore:
 
 
 class CollectiveSink:
-    """Implements :class:`~trinity_events.weights.base.PartSink`: chunks are buckets."""
+    """Implements :class:`~trinity_events.weights.PartSink`: chunks are buckets."""
 
     def __init__(self, trainer: TrainerEnd, part: PartRef, chunk_bytes: int) -> None:
         self._trainer = trainer
@@ -198,7 +198,7 @@ class CollectiveSink:
 
 
 class CollectiveSource:
-    """Implements :class:`~trinity_events.weights.base.PartSource`: what is staged here."""
+    """Implements :class:`~trinity_events.weights.PartSource`: what is staged here."""
 
     def __init__(self, staging: Staging, buffer: Buffer) -> None:
         self.manifest = buffer.manifest

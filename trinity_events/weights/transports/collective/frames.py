@@ -13,7 +13,7 @@ import torch
 
 from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
-from ...errors import GroupBroken
+from ....errors import GroupBroken
 from .groups import Group
 
 MOST_BYTES = 256 << 20

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ...errors import GroupBroken
+from ....errors import GroupBroken
 
 logger = logging.getLogger(__name__)
 

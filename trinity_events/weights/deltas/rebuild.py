@@ -9,9 +9,9 @@ import torch
 from trinity_schemas import TensorEntry, WeightManifest
 from trinity_schemas.manifest import DTYPE_BYTES
 
-from ..errors import CorruptVersion
-from .delta import digest_with, overwrite, words
-from .tensors import as_bytes, as_tensor, digest
+from ...errors import CorruptVersion
+from ..tensors import as_bytes, as_tensor, digest
+from .changes import digest_with, overwrite, words
 
 Key: TypeAlias = tuple[str, tuple[int, ...] | None]
 """A tensor's name, and where its shard begins."""

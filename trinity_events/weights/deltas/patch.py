@@ -9,11 +9,11 @@ import torch
 
 from trinity_schemas import StepReady
 
-from ..errors import CorruptVersion
-from .delta import decoded, overwrite, words
-from .pull import Piece, PulledVersion
+from ...errors import CorruptVersion
+from ..pull import Piece, PulledVersion
+from ..tensors import as_bytes
+from .changes import decoded, overwrite, words
 from .rebuild import based, delta_of, differs, makes
-from .tensors import as_bytes
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Of as many bytes; torch has few operations on the unsigned ones."""

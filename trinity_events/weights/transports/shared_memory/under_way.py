@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .base import Ended, PartRef
-from .segments import locked, read_beside
-from .shared_part import (
+from ...tensors import digest
+from ..base import Ended, PartRef
+from .part import (
     DATA,
     FILLED,
     FILLED_AT,
@@ -29,7 +29,7 @@ from .shared_part import (
     let_go,
     name_while_written,
 )
-from .tensors import digest
+from .segments import locked, read_beside
 
 _AT_ONCE = 16
 """Chunks that one part may take before the next has its turn."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import redis
 
-from .base import Received
-from .redis_bulk import BulkConnection, BulkError
-from .tensors import Digesting, digest
+from ...tensors import Digesting, digest
+from ..base import Received
+from .bulk import BulkConnection, BulkError
 
 _ASKED = 4
 """Values that are asked for at a time: one is received while the server turns to the next."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..errors import CorruptVersion
+from ...errors import CorruptVersion
 
 Words = npt.NDArray[Any]
 """A tensor's elements as unsigned integers of their size, [elements]."""

@@ -1,0 +1,1 @@
+"""What changed between two versions, and the versions made of it."""

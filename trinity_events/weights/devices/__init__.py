@@ -1,0 +1,1 @@
+"""Copies from and to a GPU, on streams of their own."""

@@ -1,0 +1,1 @@
+"""The ways that a version's parts travel, behind one port."""
