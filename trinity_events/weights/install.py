@@ -14,6 +14,7 @@ from ..errors import IncompatibleWeights
 from .boxes import Box, contains, whole
 from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
+from .fitting import check_covered, misfit, targets_of
 from .pull import Piece, PulledVersion, shape_of, shares
 from .tensors import DTYPES, as_tensor, copy_bytes, is_plain
 
@@ -66,8 +67,7 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
         ModelDiffers: when the model has not what the version rests on.
         CorruptVersion: when what the version rests on does not make it.
     """
-    targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    targets.update(_saved_buffers(module))
+    targets = targets_of(module)
     fit, names = Fit([], [], [], [], []), set[str]()
     pieces: dict[str, list[Piece]] = {}
     if version.wanted is None:
@@ -89,7 +89,7 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
     names.update(pieces)
     subset = any(manifest.subset for manifest, _ in version.parts)
     if version.wanted is None and not subset and len(names) < len(targets):
-        _check_covered(targets, names)
+        check_covered(targets, names)
     return fit
 
 
@@ -166,7 +166,7 @@ def _fit_whole(
 ) -> None:
     target = targets.get(entry.name)
     if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
-        raise _misfit(entry.name, target, entry.dtype, entry.shape)
+        raise misfit(entry.name, target, entry.dtype, entry.shape)
     if is_plain(target) and not target.is_inference():
         fit.plain.append(target)
         fit.sources.append(begin + entry.offset)
@@ -186,7 +186,7 @@ def _fit_pieces(
         )
     target, dtype = targets.get(name), pieces[0].entry.dtype
     if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
-        raise _misfit(name, target, dtype, box.shape)
+        raise misfit(name, target, dtype, box.shape)
     for part, piece in shares(name, pieces, box):
         view = target.detach()[part.inside(box)]
         if piece.entry.encoding == "dense" or part != piece.box:
@@ -197,27 +197,3 @@ def _fit_pieces(
             fit.copy(view, source)
         if delta:
             fit.deltas.append((view, delta))
-
-
-def _misfit(
-    name: str, target: torch.Tensor | None, dtype: str, shape: tuple[int, ...]
-) -> IncompatibleWeights:
-    if target is None:
-        return IncompatibleWeights(f"the model has no {name!r}, which the version brings")
-    return IncompatibleWeights(
-        f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
-        f"{DTYPES[dtype]} {list(shape)} in the version"
-    )
-
-
-def _check_covered(targets: dict[str, torch.Tensor], names: set[str]) -> None:
-    covered = {targets[name].data_ptr() for name in names}
-    for name, target in targets.items():
-        if name not in names and target.numel() and target.data_ptr() not in covered:
-            raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
-
-
-def _saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    buffers = dict(module.named_buffers())
-    saved = module.state_dict(keep_vars=True) if buffers else {}
-    return {name: buffer for name, buffer in buffers.items() if name in saved}

@@ -20,9 +20,9 @@ from trinity_schemas import StepReady, WeightManifest
 
 from ..errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
 from .boxes import Box, contains, whole
-from .install import _check_covered, _misfit, _saved_buffers
+from .fitting import check_covered, misfit, targets_of
 from .landing import Landing, Run, Some, by_chunk
-from .pull import Piece, Wanted, _read_manifest, shape_of, shares
+from .pull import Piece, Wanted, read_manifest, shape_of, shares
 from .tensors import DTYPES, Digesting
 from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
 
@@ -84,15 +84,14 @@ def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, i
     if source is None:
         raise VersionUnavailable(f"the {ref} are not there: {store.missing(ref)}")
     held.enter_context(closing(source))
-    return _Part(ref, source, _read_manifest(source.manifest, ref, announced))
+    return _Part(ref, source, read_manifest(source.manifest, ref, announced))
 
 
 def _planned(
     module: torch.nn.Module, parts: Sequence[_Part], wanted: Wanted | None
 ) -> list[list[Some]]:
     """What of each part goes where."""
-    targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    targets.update(_saved_buffers(module))
+    targets = targets_of(module)
     pieces: dict[str, list[tuple[int, Piece]]] = {}
     for number, part in enumerate(parts):
         for entry in part.manifest.tensors:
@@ -107,7 +106,7 @@ def _planned(
         _plan_tensor(plan, targets, name, pieces[name], box)
     subset = any(part.manifest.subset for part in parts)
     if wanted is None and not subset and len(names) < len(targets):
-        _check_covered(targets, set(names))
+        check_covered(targets, set(names))
     return plan
 
 
@@ -129,7 +128,7 @@ def _plan_tensor(
         )
     target = targets.get(name)
     if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
-        raise _misfit(name, target, dtype, box.shape)
+        raise misfit(name, target, dtype, box.shape)
     landing, itemsize = Landing(target), DTYPES[dtype].itemsize
     for inner, piece in shares(name, shards, box):
         some = Some(piece.entry.offset, landing, piece.box, box, inner, itemsize)

@@ -215,7 +215,7 @@ def _read_part(
     chunks: Callable[[WeightManifest], Container[int]] | None = None,
 ) -> tuple[WeightManifest, torch.Tensor]:
     """A part, or those chunks of it that are told by its manifest."""
-    manifest = _read_manifest(source.manifest, part, announced)
+    manifest = read_manifest(source.manifest, part, announced)
 
     def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
         if data is None:
@@ -288,7 +288,8 @@ def _chunks_with(manifest: WeightManifest, spans: Iterable[tuple[int, int]]) -> 
     return found
 
 
-def _read_manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
+def read_manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
+    """The manifest, once its digest is the announced one; raises CorruptVersion otherwise."""
     if manifest_digest(raw) != announced.manifest_digest:
         raise CorruptVersion(f"the manifest of the {part} is not the one that was announced")
     try:
