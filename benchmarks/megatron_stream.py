@@ -41,7 +41,8 @@ MODELS = {
     "small": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408},
     "large": {"hidden_size": 1024, "num_hidden_layers": 16, "intermediate_size": 2816},
 }
-LAYOUTS = {"TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
+LAYOUTS = {"TP 2": (2, 1), "PP 2": (1, 2)}
+"""Tensor and pipeline parallelism."""
 VOCABULARY = 16_384
 CHUNK_BYTES = 4 << 20
 PAGE_BYTES = 4096
@@ -155,7 +156,9 @@ def write_config(model: str, folder: Path) -> None:
 
     sizes = MODELS[model]
     Qwen3Config(
-        **sizes,
+        hidden_size=sizes["hidden_size"],
+        num_hidden_layers=sizes["num_hidden_layers"],
+        intermediate_size=sizes["intermediate_size"],
         vocab_size=VOCABULARY,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -269,10 +272,11 @@ def measure_all(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+    tensor, pipeline = LAYOUTS[layout]
     engine = MegatronEngine(
         Path(folder),
         device=torch.device("cpu"),
-        layout=ParallelLayout(**LAYOUTS[layout]),
+        layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
         load_weights=False,
     )
     for chunk in engine.module:

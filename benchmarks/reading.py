@@ -59,4 +59,5 @@ async def _page_of_client(client: Any, run_id: str, after: str) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(anyio.run(read_and_decode, *sys.argv[1:])))
+    _, where, run, way = sys.argv
+    print(json.dumps(anyio.run(read_and_decode, where, run, way)))

@@ -11,7 +11,8 @@ import numpy as np
 
 from trinity_events.server import EmbeddedServer
 
-from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
+from .ends import figure, row
+from .measure import Asked, Findings, Noise, Row, median, say, spread, taking_turns
 from .original import WeightsThroughRay
 from .report import PERFORMANCE
 from .stage import Stage
@@ -176,26 +177,6 @@ def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
     ]
 
 
-def row(
-    turn: Turn,
-    what: str,
-    ours: list[float],
-    peer: str,
-    theirs: list[float],
-    asked: Asked | None = None,
-) -> Row:
-    """The seconds of ours beside those of a peer, by speed."""
-    return Row(
-        what=f"{turn.name}, {what}",
-        figure=figure(turn.model, ours),
-        peer=peer,
-        peer_figure=figure(turn.model, theirs),
-        ratio=ratio(theirs, ours),
-        asked=asked,
-        spread=spread(ours),
-    )
-
-
 def fitted(totals: list[tuple[Model, float]]) -> Row:
     """What a tensor costs, whatever its size: time = a * tensors + bytes / bandwidth."""
     sizes = np.array([[model.tensors, model.nbytes] for model, _ in totals], float)
@@ -204,12 +185,6 @@ def fitted(totals: list[tuple[Model, float]]) -> Row:
         what="fit over these models: a tensor, whatever its size",
         figure=f"{a * 1e6:.2f} µs, and {1 / per_byte / (1 << 30):.2f} GiB/s",
     )
-
-
-def figure(model: Model, seconds: list[float]) -> str:
-    """The median, for people."""
-    middle = median(seconds)
-    return f"{middle * 1000:,.1f} ms, {model.nbytes / middle / (1 << 30):.2f} GiB/s"
 
 
 def notes_of(size: Size, *, missing: bool) -> list[str]:

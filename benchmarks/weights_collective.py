@@ -83,9 +83,11 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> list[Row]:
         them = {"ours": ours, "bare": bare}
         taking_turns(them, _WARM, Noise())
         found = taking_turns(them, turn.rounds, noise)
+    whole = {name: [one.whole for one in found[name]] for name in them}
+    applied = {name: [one.applied for one in found[name]] for name in them}
     return [
-        row(turn, WHOLE, BARE, *([one.whole for one in found[name]] for name in them)),
-        row(turn, APPLIED, COPIED, *([one.applied for one in found[name]] for name in them)),
+        row(turn, WHOLE, whole["ours"], BARE, whole["bare"]),
+        row(turn, APPLIED, applied["ours"], COPIED, applied["bare"]),
     ]
 
 

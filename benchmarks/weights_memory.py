@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,6 +128,10 @@ def _cluster(transport: str, model: Model) -> Iterator[Cluster]:
         ray.shutdown()
 
 
+def _listen(store: CollectiveStore) -> None:
+    store.listen(1)  # what it returns stays in its process
+
+
 def serve(
     requests: Connection, transport: str, role: str, model: Model, url: str, where: Cluster
 ) -> None:
@@ -136,7 +141,7 @@ def serve(
     watch = Watch()
     asked: dict[str, Callable[..., Any]] = {"watch": watch.begin, "peak": watch.peak, **do}
     if isinstance(store, CollectiveStore):
-        asked["listen"] = lambda: store.listen(1) and None
+        asked["listen"] = partial(_listen, store)
         asked["join"] = store.join
         asked["set up"] = lambda: store.set_up(1, 1, DEADLINE)
     try:

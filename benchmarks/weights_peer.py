@@ -6,10 +6,11 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -109,9 +110,18 @@ class Peer:
 @contextmanager
 def peer(model: Model, url: str, bare: Path | None) -> Iterator[Peer]:
     """A process with a model of zeros; without a bare file it copies no bare blocks."""
-    processes = get_context("spawn")
+    with process_of(get_context("spawn"), serve, model, url, bare) as started:
+        yield started
+
+
+@contextmanager
+def process_of(
+    processes: BaseContext, serve: Callable[..., None], *arguments: Any
+) -> Iterator[Peer]:
+    """A process that answers what it is asked through its first argument."""
     ours, theirs = processes.Pipe()
-    started = processes.Process(target=serve, args=(theirs, model, url, bare), daemon=True)
+    # Typeshed has Process in each kind of context, and not in what they have in common.
+    started = processes.Process(target=serve, args=(theirs, *arguments), daemon=True)  # type: ignore[attr-defined]
     started.start()
     theirs.close()
     try:
@@ -132,7 +142,8 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
     if bare is not None:
         flat = memoryview(bytearray(model.nbytes))
         mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ))
-    stores = {name: store_of(name, url) for name in ("shm", "redis")}
+    shared = SharedMemoryStore()
+    stores: dict[str, ChunkStore] = {"shm": shared, "redis": store_of("redis", url)}
     along: threading.Thread | None = None
     serving: torch.nn.ParameterDict | None = None
     served, held = ExitStack(), ExitStack()
@@ -142,7 +153,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
             if what == "along":
                 [part] = arguments
                 along = threading.Thread(
-                    target=stores["shm"].read_along, args=([part], threading.Event(), DEADLINE)
+                    target=shared.read_along, args=([part], threading.Event(), DEADLINE)
                 )
                 along.start()
             elif what == "apply":

@@ -96,6 +96,6 @@ def measured(turn: Turn, noise: Noise) -> list[Row]:
         found = taking_turns(them, turn.rounds, noise)
         ours.close()
     return [
-        row(turn, OURS, "the original's path", found["ours"], found["original"], ORIGINAL),
-        row(turn, OURS, "Ray, used with care", found["ours"], found["careful"], CAREFUL),
+        row(turn, OURS, found["ours"], "the original's path", found["original"], ORIGINAL),
+        row(turn, OURS, found["ours"], "Ray, used with care", found["careful"], CAREFUL),
     ]

@@ -1,0 +1,38 @@
+"""Whether a version's tensors fit those of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from ..errors import IncompatibleWeights
+from .tensors import DTYPES
+
+
+def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a version fills, by all of their names: parameters, and saved buffers."""
+    targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers())
+    saved = module.state_dict(keep_vars=True) if buffers else {}
+    return targets | {name: buffer for name, buffer in buffers.items() if name in saved}
+
+
+def misfit(
+    name: str, target: torch.Tensor | None, dtype: str, shape: tuple[int, ...]
+) -> IncompatibleWeights:
+    """What is wrong with a tensor of the version, in words."""
+    if target is None:
+        return IncompatibleWeights(f"the model has no {name!r}, which the version brings")
+    return IncompatibleWeights(
+        f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
+        f"{DTYPES[dtype]} {list(shape)} in the version"
+    )
+
+
+def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+    """Raise IncompatibleWeights when the model needs what is not among these names, tied or not."""
+    covered = {targets[name].data_ptr() for name in names}
+    for name, target in targets.items():
+        if name not in names and target.numel() and target.data_ptr() not in covered:
+            raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
