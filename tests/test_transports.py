@@ -401,6 +401,7 @@ def test_a_version_stays_as_it_is_while_it_is_held(ours, theirs, part):
         assert_same(dict(version.tensors()), SOME)
 
 
+@all_but("collective", "a version that explorers have is theirs: nothing retires it there")
 def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
     ours, theirs, part, where
 ):
