@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_events.errors import CorruptVersion
-from trinity_events.weights import delta
+from trinity_events.weights.deltas import changes as coding
 from trinity_events.weights.deltas.changes import (
     BLOCK,
     Changes,
@@ -38,7 +38,7 @@ def made(base, new):
 
 def random_words(elements, itemsize, seed=0):
     data = np.random.default_rng(seed).integers(0, 256, elements * itemsize, np.uint8)
-    return delta.words(data, itemsize).copy()
+    return coding.words(data, itemsize).copy()
 
 
 def changed_in(base, share, seed=1):
@@ -58,7 +58,7 @@ def test_a_delta_over_its_base_is_the_new_tensor_bit_for_bit(elements, share, it
     assert digest_with(base, coded) == digest(new)
     patched = base.copy()
     for _ in range(2):  # to overwrite again changes nothing
-        delta.overwrite(patched, coded)
+        coding.overwrite(patched, coded)
         assert np.array_equal(patched, new)
     assert digest_with(patched, coded) == digest(new)
 
@@ -99,7 +99,7 @@ def test_any_change_comes_back(pair):
     found = list(decoded(coded, len(base), base.itemsize))
     assert all(np.all(np.diff(one.positions.astype(np.int64)) > 0) for one in found)
     patched = base.copy()
-    delta.overwrite(patched, coded)
+    coding.overwrite(patched, coded)
     assert np.array_equal(patched, new)
     assert digest_with(base, coded) == digest(new)
 
@@ -134,13 +134,13 @@ def is_used(base, coded):
         foretold = digest_with(base, coded)
     except CorruptVersion:
         return False
-    delta.overwrite(patched, coded)
+    coding.overwrite(patched, coded)
     assert digest(patched) == foretold
     return True
 
 
 def table(*rows):
-    return np.array(list(rows), delta._HEADER).tobytes()
+    return np.array(list(rows), coding._HEADER).tobytes()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from trinity_events.weights import (
     check_fit,
     install,
     pull_version,
-    tracking,
 )
+from trinity_events.weights.deltas import tracking
 from trinity_events.weights.deltas.patch import Installed, ModelDiffers
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_schemas import ALIGNMENT, VersionPartPublished, WeightsApplied, decode_envelope

@@ -21,10 +21,10 @@ from trinity_events.weights import (
     load,
     pull,
     pull_version,
-    redis_values,
 )
 from trinity_events.weights.boxes import Box, Place
 from trinity_events.weights.tensors import DTYPES, Digesting
+from trinity_events.weights.transports.redis import values
 from trinity_events.weights.transports.shared_memory import available
 from trinity_workers.helpers.shards import owners
 
@@ -56,7 +56,7 @@ def checked(monkeypatch):
 def verified(monkeypatch) -> list[int]:
     """Sizes of what pulls verify from now on: what lies there, or as it comes from the server."""
     sizes = []
-    digest, received = pull.digest, redis_values.Received
+    digest, received = pull.digest, values.Received
 
     class Seen(Digesting):
         def digest(self):
@@ -68,7 +68,7 @@ def verified(monkeypatch) -> list[int]:
         return received(number, into, length, digested)
 
     monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
-    monkeypatch.setattr(redis_values, "Received", noted)
+    monkeypatch.setattr(values, "Received", noted)
     monkeypatch.setattr(load, "Digesting", Seen)
     return sizes
 
