@@ -28,6 +28,7 @@ LIMIT = Asked("at least", 0.75)
 BEATEN = Asked("at least", 1.0)
 ORIGINAL = Asked("at least", 25)
 CAREFUL = Asked("at least", 1.5)
+AT_REST = "shared memory, into a model at rest"
 SNAPSHOT = Asked("at least", 0.77)
 """At most 1.3 copies, as a ratio of speeds."""
 
@@ -154,6 +155,7 @@ def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
         row(turn, "shared memory", ours, "begun when announced", times["shm, announced first"]),
         row(turn, "shared memory", ours, "the same without digests", times["shm, no digests"]),
         row(turn, "shared memory", ours, "Redis", times["redis"]),
+        row(turn, AT_REST, times["shm, at rest"], "bare two-process pipeline", bare, LIMIT),
         row(
             turn,
             "shared memory, served where it lies",
@@ -197,7 +199,8 @@ def notes_of(size: Size, *, missing: bool) -> list[str]:
         "process copies the last ones out of it, in one flat piece each, and checks nothing.",
         "Shared memory: the other process digests chunks while they are written, and copies them "
         "into its model once the version is announced. Begun when announced: it does both only "
-        "then. Served where it lies: its model's tensors become the segment's own.",
+        "then. Into a model at rest: nobody serves from it, so it takes each chunk as soon as that "
+        "is digested. Served where it lies: its model's tensors become the segment's own.",
         "A snapshot is a copy of all tensors into memory that is used again; that much is asked to "
         "be at most 1.3 memory copies, which is a ratio of 0.77.",
     ]

@@ -61,6 +61,7 @@ class Contenders:
         digests: bool = True,
         along: bool = False,
         late: int = 0,
+        at_rest: bool = False,
     ) -> Timed:
         """Publish, and let the others apply.
 
@@ -69,14 +70,15 @@ class Contenders:
             digests: Whether anything is digested.
             along: Whether the others read along.
             late: How many of them, the last ones, begin only when the version is announced.
+            at_rest: Whether nobody serves from their models, which take what they read along.
         """
         number = self._number()
         began = time.perf_counter()
         with nullcontext() if digests else undigested("publish"):
             readers = self.others[: len(self.others) - late] if along else []
-            ready, seconds = self._publish(transport, readers)
+            ready, seconds = self._publish(transport, readers, at_rest=at_rest)
         for other in self.others:
-            other.say("apply", transport, digests, ready)
+            other.say(*(("load", ready) if at_rest else ("apply", transport, digests, ready)))
         applied = [other.wait() for other in self.others]
         return self._done(transport, began, seconds, ready, applied, number)
 
@@ -102,10 +104,12 @@ class Contenders:
         self._source[LAST][-1] = number
         return number
 
-    def _publish(self, transport: str, readers: list[Peer]) -> tuple[StepReady, float]:
+    def _publish(
+        self, transport: str, readers: list[Peer], *, at_rest: bool = False
+    ) -> tuple[StepReady, float]:
         part, began = PartRef(RUN, 1, next(self._steps), 0), time.perf_counter()
         for other in readers:
-            other.say("along", part)
+            other.say("along", part, at_rest)
         writer = PartWriter(self._stores[transport], part)
         for name, tensor in self._source.items():
             writer.add(name, tensor)
@@ -177,6 +181,7 @@ def contenders(
         with bare_copies(model, other, bare) as (pipeline, copy):
             yield {
                 "shm": lambda: ours.through("shm", along=True),
+                "shm, at rest": lambda: ours.through("shm", along=True, at_rest=True),
                 "shm, announced first": lambda: ours.through("shm"),
                 "shm, no digests": lambda: ours.through("shm", digests=False),
                 "shm, in place": ours.in_place,

@@ -20,13 +20,17 @@ import torch
 from trinity_events.server import open_client
 from trinity_events.weights import (
     ChunkStore,
+    PartRef,
     RedisChunkStore,
     SharedMemoryStore,
     adopt,
     check_fit,
     install,
+    load_version,
     pull_version,
 )
+from trinity_events.weights.ahead import Ahead
+from trinity_events.weights.transports.base import Taker
 from trinity_schemas import StepReady
 
 from .original import LAST
@@ -144,29 +148,29 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
         mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ))
     shared = SharedMemoryStore()
     stores: dict[str, ChunkStore] = {"shm": shared, "redis": store_of("redis", url)}
-    along: threading.Thread | None = None
+    ahead = Ahead()
+    along: Along | None = None
     serving: torch.nn.ParameterDict | None = None
     served, held = ExitStack(), ExitStack()
     try:
         while True:
             what, *arguments = requests.recv()
+            if along is not None:  # what it reads is announced
+                along.end()
+                along = None
             if what == "along":
-                [part] = arguments
-                along = threading.Thread(
-                    target=shared.read_along, args=([part], threading.Event(), DEADLINE)
-                )
-                along.start()
+                part, at_rest = arguments
+                along = Along(shared, part, ahead.begin(module) if at_rest else None)
             elif what == "apply":
                 transport, digests, ready = arguments
-                if along is not None:
-                    along.join()
-                    along = None
                 requests.send(apply(stores[transport], module, ready, digests=digests))
+            elif what == "load":
+                [ready] = arguments
+                ahead.note(module, load_version(shared, RUN, ready, module, ahead=ahead))
+                ahead.abandon()
+                requests.send(float(module.get_parameter(LAST).detach()[-1]))
             elif what == "adopt":
                 [ready] = arguments
-                if along is not None:
-                    along.join()
-                    along = None
                 version = served.enter_context(pull_version(stores["shm"], RUN, ready))
                 serving = serving or torch.nn.ParameterDict(model.parameters())
                 adopt(serving, version)
@@ -185,6 +189,22 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
         held.close()
         for store in stores.values():
             store.close()
+
+
+class Along:
+    """Reads a part along with its publisher, until it is announced."""
+
+    def __init__(self, store: SharedMemoryStore, part: PartRef, taker: Taker | None) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=store.read_along, args=([part], self._stop, DEADLINE, taker)
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """The part was announced."""
+        self._stop.set()
+        self._thread.join()
 
 
 def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, digests: bool) -> float:

@@ -52,12 +52,12 @@ def digested(monkeypatch):
 
 
 @contextmanager
-def reading(store, parts, deadline=30.0):
+def reading(store, parts, deadline=30.0, taker=None):
     """Reads along in the block; how it ended is known behind it."""
     told = SimpleNamespace(ended=None, stop=threading.Event())
 
     def run():
-        told.ended = store.read_along(parts, told.stop, deadline)
+        told.ended = store.read_along(parts, told.stop, deadline, taker)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -194,9 +194,9 @@ def test_what_was_digested_too_early_is_digested_again_and_what_is_broken_is_fou
         read(theirs, part.run_id, event)
 
 
-async def test_an_explorer_reads_along_what_the_log_says_is_begun(
-    publisher, redis_url, weights_url, run_id, log, digested
-):
+@pytest.fixture
+def ends(publisher, redis_url, weights_url, run_id):
+    """Trainer, explorer, and what the explorer reads along with."""
     trainer = Synchronizer(
         run_id,
         publisher.epoch,
@@ -209,7 +209,15 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
     config = SimpleNamespace(
         run_id=run_id, epoch=publisher.epoch, redis_url=redis_url, sync_timeout=30.0
     )
-    along = ReadingAlong(config, explorer)
+    yield trainer, explorer, ReadingAlong(config, explorer)
+    trainer.close()
+    explorer.close()
+
+
+async def test_an_explorer_reads_along_what_the_log_says_is_begun(
+    ends, redis_url, run_id, log, digested
+):
+    trainer, explorer, along = ends
     async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
         tasks.start_soon(along.follow)
         with anyio.fail_after(20):
@@ -227,5 +235,3 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
                     assert_same(dict(version.tensors()), SOME)
         assert len(digested) == 1
         tasks.cancel_scope.cancel()
-    trainer.close()
-    explorer.close()

@@ -7,8 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from .boxes import Box, runs
-from .tensors import as_bytes, is_plain
+from trinity_schemas import WeightManifest
+
+from ..errors import IncompatibleWeights
+from .boxes import Box, contains, runs, whole
+from .fitting import check_covered, misfit, targets_of
+from .pull import Piece, Wanted, shape_of, shares
+from .tensors import DTYPES, as_bytes, is_plain
+
+_NOWHERE = torch.empty(0, dtype=torch.uint8)
 
 
 class Landing:
@@ -68,6 +75,61 @@ class Run(NamedTuple):
     def room(self) -> memoryview:
         """Where they go."""
         return self.landing.memory[self.at : self.at + self.nbytes]
+
+
+def planned(
+    module: torch.nn.Module, manifests: Sequence[WeightManifest], wanted: Wanted | None
+) -> list[list[Some]]:
+    """What of each part goes where, in the order of its bytes."""
+    targets = targets_of(module)
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for number, manifest in enumerate(manifests):
+        for entry in manifest.tensors:
+            pieces.setdefault(entry.name, []).append((number, Piece(entry, _NOWHERE)))
+    for name in wanted or ():
+        if name not in pieces:
+            raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
+    names = list(pieces if wanted is None else wanted)
+    plan: list[list[Some]] = [[] for _ in manifests]
+    for name in names:
+        box = None if wanted is None else wanted[name]
+        _plan_tensor(plan, targets, name, pieces[name], box)
+    subset = any(manifest.subset for manifest in manifests)
+    if wanted is None and not subset and len(names) < len(targets):
+        check_covered(targets, set(names))
+    return [sorted(found, key=lambda some: some.offset) for found in plan]
+
+
+def _plan_tensor(
+    plan: list[list[Some]],
+    targets: dict[str, torch.Tensor],
+    name: str,
+    pieces: list[tuple[int, Piece]],
+    wanted: Box | None,
+) -> None:
+    numbers = {id(piece): number for number, piece in pieces}
+    shards = [piece for _, piece in pieces]
+    all_of_it, dtype = whole(shape_of(name, shards)), shards[0].entry.dtype
+    box = all_of_it if wanted is None else wanted
+    if not contains(all_of_it, box):
+        raise IncompatibleWeights(
+            f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
+            f"{list(all_of_it.shape)} in the version"
+        )
+    target = targets.get(name)
+    if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
+        raise misfit(name, target, dtype, box.shape)
+    landing, itemsize = Landing(target), DTYPES[dtype].itemsize
+    for inner, piece in shares(name, shards, box):
+        some = Some(piece.entry.offset, landing, piece.box, box, inner, itemsize)
+        plan[numbers[id(piece)]].append(some)
+
+
+def about_to_change(module: torch.nn.Module) -> None:
+    """Let autograd know that the parameters change."""
+    torch.autograd.graph.increment_version(
+        [one for one in module.parameters() if not one.is_inference()]
+    )
 
 
 def by_chunk(sizes: Sequence[int], plan: list[Some]) -> Iterator[tuple[int, list[Run]]]:

@@ -8,7 +8,7 @@ verified there: what fails on the way leaves a model that has some of each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,15 +18,12 @@ from typing_extensions import Buffer
 
 from trinity_schemas import StepReady, WeightManifest
 
-from ..errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
-from .boxes import Box, contains, whole
-from .fitting import check_covered, misfit, targets_of
-from .landing import Landing, Run, Some, by_chunk
-from .pull import Piece, Wanted, read_manifest, shape_of, shares
-from .tensors import DTYPES, Digesting
+from ..errors import CorruptVersion, VersionUnavailable
+from .ahead import Ahead
+from .landing import Run, Some, about_to_change, by_chunk, planned
+from .pull import Wanted, read_manifest
+from .tensors import Digesting
 from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
-
-_NOWHERE = torch.empty(0, dtype=torch.uint8)
 
 
 class Based(Exception):
@@ -45,8 +42,9 @@ def load_version(
     ready: StepReady,
     module: torch.nn.Module,
     wanted: Wanted | None = None,
-) -> int:
-    """Fill a module with what an announcement names; returns the bytes of the whole version.
+    ahead: Ahead | None = None,
+) -> list[WeightManifest]:
+    """Fill a module with what an announcement names; returns the manifests of its parts.
 
     It needs memory for one chunk, and for one tensor where those of the module are on a GPU, or
     do not lie row-major; its transport may have some more on the way.
@@ -57,6 +55,7 @@ def load_version(
         ready: The announcement.
         module: What is filled.
         wanted: Which tensors, and which boxes of them; only chunks with some of that are read.
+        ahead: What is in the module already.
 
     Raises:
         Based: when it is a delta, before anything is changed.
@@ -68,13 +67,17 @@ def load_version(
         parts = [_opened(store, held, run_id, ready, index) for index in range(len(ready.parts))]
         if any(part.manifest.base is not None for part in parts):
             raise Based
-        plan = _planned(module, parts, wanted)
-        torch.autograd.graph.increment_version(
-            [one for one in module.parameters() if not one.is_inference()]
-        )
+        manifests = [part.manifest for part in parts]
+        refs = [part.ref for part in parts]
+        if wanted is None and ahead is not None and ahead.began(refs, module, manifests):
+            for part in parts:
+                _finish(part, ahead)
+            return manifests
+        plan = planned(module, manifests, wanted)
+        about_to_change(module)
         for part, found in zip(parts, plan, strict=True):
-            _fill(part, sorted(found, key=lambda some: some.offset))
-    return sum(part.manifest.nbytes for part in parts)
+            _fill(part, found)
+    return manifests
 
 
 def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, index: int) -> _Part:
@@ -85,54 +88,6 @@ def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, i
         raise VersionUnavailable(f"the {ref} are not there: {store.missing(ref)}")
     held.enter_context(closing(source))
     return _Part(ref, source, read_manifest(source.manifest, ref, announced))
-
-
-def _planned(
-    module: torch.nn.Module, parts: Sequence[_Part], wanted: Wanted | None
-) -> list[list[Some]]:
-    """What of each part goes where."""
-    targets = targets_of(module)
-    pieces: dict[str, list[tuple[int, Piece]]] = {}
-    for number, part in enumerate(parts):
-        for entry in part.manifest.tensors:
-            pieces.setdefault(entry.name, []).append((number, Piece(entry, _NOWHERE)))
-    for name in wanted or ():
-        if name not in pieces:
-            raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
-    names = list(pieces if wanted is None else wanted)
-    plan: list[list[Some]] = [[] for _ in parts]
-    for name in names:
-        box = None if wanted is None else wanted[name]
-        _plan_tensor(plan, targets, name, pieces[name], box)
-    subset = any(part.manifest.subset for part in parts)
-    if wanted is None and not subset and len(names) < len(targets):
-        check_covered(targets, set(names))
-    return plan
-
-
-def _plan_tensor(
-    plan: list[list[Some]],
-    targets: dict[str, torch.Tensor],
-    name: str,
-    pieces: list[tuple[int, Piece]],
-    wanted: Box | None,
-) -> None:
-    numbers = {id(piece): number for number, piece in pieces}
-    shards = [piece for _, piece in pieces]
-    all_of_it, dtype = whole(shape_of(name, shards)), shards[0].entry.dtype
-    box = all_of_it if wanted is None else wanted
-    if not contains(all_of_it, box):
-        raise IncompatibleWeights(
-            f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
-            f"{list(all_of_it.shape)} in the version"
-        )
-    target = targets.get(name)
-    if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
-        raise misfit(name, target, dtype, box.shape)
-    landing, itemsize = Landing(target), DTYPES[dtype].itemsize
-    for inner, piece in shares(name, shards, box):
-        some = Some(piece.entry.offset, landing, piece.box, box, inner, itemsize)
-        plan[numbers[id(piece)]].append(some)
 
 
 def _fill(part: _Part, plan: list[Some]) -> None:
@@ -153,6 +108,23 @@ def _fill(part: _Part, plan: list[Some]) -> None:
             begin = begins[index] + run.begin
             run.room[:] = data[begin : begin + run.nbytes]
             run.landing.landed(run.nbytes)
+
+
+def _finish(part: _Part, ahead: Ahead) -> None:
+    """Bring to where they belong what was not there before the part was whole."""
+    sizes = [chunk.nbytes for chunk in part.manifest.chunks]
+    there: set[int] = set()
+
+    def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
+        _check(part, index, None if data is None else len(data), digested, [data or b""])
+        if digested == part.manifest.chunks[index].digest:
+            there.add(index)  # and it was taken when it was digested
+
+    data = part.source.read(sizes, check, ahead.chunks(part.ref))
+    begins = [0, *accumulate(sizes)]
+    for index in ahead.chunks(part.ref):
+        if index not in there:
+            ahead.take(part.ref, index, data[begins[index] : begins[index + 1]])
 
 
 def _receive(part: _Part, source: ReceivesInto, sizes: list[int], plan: list[Some]) -> None:

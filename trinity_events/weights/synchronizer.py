@@ -32,6 +32,7 @@ from trinity_schemas import (
 from ..errors import VersionUnavailable
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
 from ..server import open_client
+from .ahead import Ahead
 from .deltas.patch import Installed, ModelDiffers
 from .deltas.tracking import LastPublished
 from .install import check_fit, install
@@ -108,11 +109,12 @@ class Synchronizer(CollectiveGroups):
         self._lasting: set[StepRef] = set()
         self._last: dict[int, LastPublished] = {}
         self._installed = Installed()
+        self._ahead = Ahead()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        own = ("_publisher_made", "_stores", "_read_through", "_lasting", "_last", "_installed")
-        for name in own:
+        own = ("_publisher_made", "_stores", "_read_through", "_lasting", "_last")
+        for name in (*own, "_installed", "_ahead"):
             del state[name]
         return state
 
@@ -264,18 +266,29 @@ class Synchronizer(CollectiveGroups):
     # --- pulling ---------------------------------------------------------------------------
 
     def read_along(
-        self, epoch: int, opened: VersionOpened, stop: threading.Event, deadline: float
+        self,
+        epoch: int,
+        opened: VersionOpened,
+        stop: threading.Event,
+        deadline: float,
+        into: torch.nn.Module | None = None,
     ) -> Ended | None:
         """Verify a version while it is still being published, where its transport allows that.
 
         What it is good for is that :meth:`pull`, once the version is announced, has less left to
         do; nothing is promised of a version that is not sealed, and nothing of it is installed.
 
+        A module that nobody serves from may take what comes: then :meth:`load` has next to nothing
+        left to do, but until then the module has some of a version that may never be whole. That
+        needs to know where bytes belong, from a full version that was loaded or applied before,
+        and is of no use for deltas.
+
         Args:
             epoch: The epoch of the version.
             opened: Which ranks publish it, and how it travels.
             stop: Set by another thread, ends it.
             deadline: Seconds after which it gives up, as when the publisher died.
+            into: The module to fill, if any; on the CPU.
 
         Returns:
             How it ended; None when the transport has nothing that could be read along.
@@ -284,7 +297,11 @@ class Synchronizer(CollectiveGroups):
         if not isinstance(store, ReadsAlong):
             return None
         parts = [self._part(opened.step, rank, epoch) for rank in opened.ranks]
-        return store.read_along(parts, stop, deadline)
+        self._ahead.abandon()
+        taker = None if into is None else self._ahead.begin(into)
+        if taker is not None:
+            self._installed.forget()
+        return store.read_along(parts, stop, deadline, taker)
 
     @contextmanager
     def pull(
@@ -301,6 +318,7 @@ class Synchronizer(CollectiveGroups):
             VersionUnavailable: when it is no longer there; a newer one is, or will be.
             CorruptVersion: when what is there is not what was announced.
         """
+        self._ahead.abandon()
         store = self._store_of(ready.transport or RedisChunkStore.name)
         with pull_version(store, self.run_id, ready, wanted, have) as version:
             yield version
@@ -345,6 +363,7 @@ class Synchronizer(CollectiveGroups):
             install(fit)
             if wanted is None:
                 self._installed.note(module, ready, version)
+                self._ahead.note(module, [manifest for manifest, _ in version.parts])
         phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
         self.applied(version, verified_at, phases)
         return phases
@@ -380,16 +399,20 @@ class Synchronizer(CollectiveGroups):
         store = self._store_of(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
-            loaded = load_version(store, self.run_id, ready, module, wanted)
+            parts = load_version(store, self.run_id, ready, module, wanted, self._ahead)
         except Based:
             return self.apply(module, ready, wanted)
+        finally:
+            self._ahead.abandon()
+        if wanted is None:
+            self._ahead.note(module, parts)
         assert ready.version_digest is not None
         phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
         self._publisher.publish(
             WeightsApplied(
                 version=StepRef(ready.epoch, ready.step),
                 digest=ready.version_digest,
-                bytes=loaded,
+                bytes=sum(manifest.nbytes for manifest in parts),
                 verified_at=time.time(),
                 phases=phases,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 
@@ -47,6 +47,12 @@ def checked(
 
 Ended = Literal["sealed", "stopped", "late"]
 """How reading along ended: all parts are whole, it was told to stop, its deadline passed."""
+
+
+Take: TypeAlias = Callable[[int, memoryview], None]
+"""Is given the chunks of a part by their index, in order, before anybody vouches for them."""
+Taker: TypeAlias = Callable[[PartRef, int], Take]
+"""Is told which part begins, and the bytes of its chunks, all but the last."""
 
 
 class PartSink(Protocol):
@@ -140,11 +146,19 @@ class ChunkStore(Protocol):
 class ReadsAlong(Protocol):
     """A store whose parts can be verified while they are still being written."""
 
-    def read_along(self, parts: Sequence[PartRef], stop: threading.Event, deadline: float) -> Ended:
+    def read_along(
+        self,
+        parts: Sequence[PartRef],
+        stop: threading.Event,
+        deadline: float,
+        taker: Taker | None = None,
+    ) -> Ended:
         """Digest what comes of these parts, so that opening them has less left to verify.
 
         Nothing is promised of what was read so: only a part that is sealed, and whose manifest is
         the one announced, is ever used. Returns once all are sealed, or after ``deadline`` seconds.
+        A ``taker`` is asked for each part that is found, and what it returns is given each of the
+        part's chunks that was digested; the same part may be begun again.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import anyio
@@ -179,8 +180,10 @@ class Explorer:
         """
         reason: TrinityError | None = None
         while True:
+            has_to_wait = not versions.has(step)
             try:
-                ready = await versions.wait(step, deadline=self.config.sync_timeout)
+                with self._at_rest() if has_to_wait else nullcontext():
+                    ready = await versions.wait(step, deadline=self.config.sync_timeout)
             except DeadlineExceeded as late:
                 if reason is None:
                     raise
@@ -190,7 +193,7 @@ class Explorer:
                 return
             try:
                 async with self._along.put_aside():
-                    await anyio.to_thread.run_sync(self._apply, ready)
+                    await anyio.to_thread.run_sync(self._install, ready)
             except (VersionUnavailable, CorruptVersion) as error:
                 logger.warning("explorer %d waits for newer weights: %s", self.rank, error)
                 reason = error
@@ -199,8 +202,18 @@ class Explorer:
             else:
                 return
 
-    def _apply(self, ready: StepReady) -> None:
-        self._synchronizer.apply(self._model, ready)
+    def _at_rest(self) -> AbstractContextManager[None]:
+        """While nothing can be answered, the model takes the next version as it comes."""
+        if self.config.weights_full_every > 1:
+            return nullcontext()  # deltas need the model as it is
+        self._serves = None
+        return self._along.filling(self._model)
+
+    def _install(self, ready: StepReady) -> None:
+        if self._serves is None:
+            self._synchronizer.load(self._model, ready)
+        else:
+            self._synchronizer.apply(self._model, ready)
         self._serves = StepRef(ready.epoch, ready.step)
         self._applied += 1
 

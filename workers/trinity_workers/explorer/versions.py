@@ -70,6 +70,10 @@ class NewestVersion:
         """A version is no use, as long as it is not sent again."""
         self._passed_over = version
 
+    def has(self, step: int) -> bool:
+        """Whether a version of ``step`` or later is ready."""
+        return self.newest is not None and self.newest.step >= step
+
     async def wait(self, step: int, *, deadline: float) -> StepReady:
         """The newest version, once it is of ``step`` or later and was not passed over.
 

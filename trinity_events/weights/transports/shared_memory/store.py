@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....errors import SharedMemoryUnusable
-from ..base import Ended, PartRef
+from ..base import Ended, PartRef, Taker
 from .part import (
     DATA,
     FILLED,
@@ -165,11 +165,17 @@ class SharedMemoryStore:
                 os.close(descriptor)
         return None
 
-    def read_along(self, parts: Sequence[PartRef], stop: threading.Event, deadline: float) -> Ended:
+    def read_along(
+        self,
+        parts: Sequence[PartRef],
+        stop: threading.Event,
+        deadline: float,
+        taker: Taker | None = None,
+    ) -> Ended:
         """Digest the parts' chunks as they are written; what was seen of others is forgotten."""
         self._sweep()
         self._seen = {}
-        self.followers = [Follower(part, self._newest_first, self._mapped) for part in parts]
+        self.followers = [Follower(part, self._newest_first, self._mapped, taker) for part in parts]
         try:
             return read_along(self.followers, stop, deadline)
         finally:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...tensors import digest
-from ..base import Ended, PartRef
+from ..base import Ended, PartRef, Take, Taker
 from .part import (
     DATA,
     FILLED,
@@ -46,6 +46,7 @@ class Follower:
         part: The part.
         find: Paths of segments of a name, the newest first.
         mapped: The memory of a segment that is open.
+        taker: Who else is given what was digested.
     """
 
     def __init__(
@@ -53,12 +54,15 @@ class Follower:
         part: PartRef,
         find: Callable[[str], list[Path]],
         mapped: Callable[[int], memoryview],
+        taker: Taker | None = None,
     ) -> None:
         self.part = part
         self.sealed = False
         self.seen: Seen | None = None
         self._find = find
         self._mapped = mapped
+        self._taker = taker
+        self._take: Take | None = None
         self._descriptor = -1
         self._given_up: bytes | None = None
         """Generation of what its writer gave up, or died over: it is not looked at again."""
@@ -96,6 +100,8 @@ class Follower:
                         generation, size = WRITING.unpack_from(memory, WRITING_AT)
                         if generation != self._given_up:
                             self.seen = Seen(generation, size, [])
+                            if self._taker is not None:
+                                self._take = self._taker(self.part, size)
                             return True
                 except BaseException:
                     self.close()
@@ -113,7 +119,10 @@ class Follower:
         if end == len(digests) or DATA + end * size > len(memory):
             return False
         for begin in range(DATA + len(digests) * size, DATA + end * size, size):
-            digests.append(digest(memory[begin : begin + size]))
+            chunk = memory[begin : begin + size]
+            digests.append(digest(chunk))
+            if self._take is not None:
+                self._take(len(digests) - 1, chunk)
         return True
 
 

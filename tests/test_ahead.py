@@ -1,0 +1,190 @@
+"""Models at rest that are filled with a version while it is still being published."""
+
+import anyio
+import pytest
+import torch
+
+from tests.pipeline import reducer_task
+from tests.test_read_along import CHUNKS, ends, follower_of, reading, stores, until, write
+from tests.test_transports import announcement
+from tests.test_weights import ready
+from tests.transport_actors import CHUNK, SOME
+from trinity_events.errors import CorruptVersion
+from trinity_events.weights import PartRef, PartWriter, load_version
+from trinity_events.weights.ahead import Ahead
+from trinity_events.weights.tensors import copy_bytes
+from trinity_events.weights.transports.shared_memory import available, under_way
+
+__all__ = ["ends", "stores"]  # fixtures
+
+pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
+
+
+@pytest.fixture
+def part(run_id):
+    return PartRef(run_id, 1, 1, 0)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Sizes of what was copied into the model from what was published."""
+    sizes = []
+
+    def counting(target, source, nbytes):
+        sizes.append(nbytes)
+        copy_bytes(target, source, nbytes)
+
+    monkeypatch.setattr("trinity_events.weights.ahead.copy_bytes", counting)
+    return sizes
+
+
+def empty():
+    layers = {name.removeprefix("layer."): torch.zeros_like(tensor) for name, tensor in SOME}
+    return torch.nn.ModuleDict({"layer": torch.nn.ParameterDict(layers)})
+
+
+@pytest.fixture
+def model(stores, part):
+    """A model that has a version, and what knows where the next one belongs."""
+    ours, theirs = stores
+    module = empty()
+    ahead = Ahead()
+    report = write(PartWriter(ours, part, CHUNK)).seal()
+    ahead.note(module, load_version(theirs, part.run_id, announcement(part, report), module))
+    return module, ahead
+
+
+def changed(by=1.0):
+    return [(name, tensor + by) for name, tensor in SOME]
+
+
+def has(module, tensors):
+    return all(torch.equal(module.get_parameter(name), tensor) for name, tensor in tensors)
+
+
+def load(store, module, ahead, part, report):
+    event = announcement(part, report)
+    return load_version(store, part.run_id, event, module, ahead=ahead)
+
+
+def test_a_model_has_a_version_before_it_is_sealed_but_for_the_last_chunk(
+    stores, model, part, copied
+):
+    (ours, theirs), (module, ahead) = stores, model
+    part = part._replace(step=2)
+    squared = (module.get_parameter("layer.3") ** 2).sum()
+    with reading(theirs, [part], taker=ahead.begin(module)) as told:
+        writer = write(PartWriter(ours, part, CHUNK), changed())
+        until(lambda: has(module, changed()[:-1]))
+        assert not has(module, changed())
+        assert told.ended is None
+        report = writer.seal()
+    load(theirs, module, ahead, part, report)
+    assert has(module, changed())
+    assert sum(copied) == sum(tensor.nbytes for _, tensor in SOME), "nothing is copied twice"
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+def test_a_version_that_lies_otherwise_than_the_one_before_is_loaded_anew(stores, model, part):
+    (ours, theirs), (module, ahead) = stores, model
+    part = part._replace(step=2)
+    with reading(theirs, [part], taker=ahead.begin(module)):
+        report = write(PartWriter(ours, part, CHUNK), changed()[::-1]).seal()
+    load(theirs, module, ahead, part, report)
+    assert has(module, changed())
+
+
+def test_another_version_than_the_one_that_was_taken_is_loaded_whole(stores, model, part):
+    (ours, theirs), (module, ahead) = stores, model
+    second, third = part._replace(step=2), part._replace(step=3)
+    report = write(PartWriter(ours, second, CHUNK), changed(1.0)).seal()
+    with reading(theirs, [third], taker=ahead.begin(module)):
+        write(PartWriter(ours, third, CHUNK), changed(2.0)).seal()
+    assert not has(module, changed(1.0))
+    load(theirs, module, ahead, second, report)
+    assert has(module, changed(1.0))
+
+
+def test_what_was_taken_of_a_part_that_was_given_up_is_taken_anew(stores, model, part):
+    (ours, theirs), (module, ahead) = stores, model
+    part = part._replace(step=2)
+    with reading(theirs, [part], taker=ahead.begin(module)):
+        writer = write(PartWriter(ours, part, CHUNK), changed(1.0))
+        until(lambda: follower_of(theirs) == CHUNKS)
+        writer.discard()
+        until(lambda: theirs.followers[0].seen is None)
+        report = write(PartWriter(ours, part, CHUNK), changed(2.0)).seal()
+    load(theirs, module, ahead, part, report)
+    assert has(module, changed(2.0))
+
+
+def test_what_was_taken_and_is_not_what_was_published_is_found(stores, model, part, monkeypatch):
+    (ours, theirs), (module, ahead) = stores, model
+    part = part._replace(step=2)
+    with reading(theirs, [part], taker=ahead.begin(module)):
+        writer = write(PartWriter(ours, part, CHUNK), changed())
+        until(lambda: follower_of(theirs) == CHUNKS)
+        report = writer.seal()
+    # Digested too early: taken too early, too.
+    theirs._seen[part].digests[2] = "xxh3:" + "0" * 32
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter[::7] = -1.0
+    load(theirs, module, ahead, part, report)
+    # Chunk 2 begins in layer.2, whose neighbours take 4,032 bytes each.
+    layer, expected = module.get_parameter("layer.2"), changed()[2][1]
+    assert layer[0] == -1.0 and torch.equal(layer[32:], expected[32:])
+    path = next(iter(theirs._newest_first("~".join(map(str, part)))))
+    with path.open("r+b") as file:
+        file.seek(under_way.DATA + 2 * CHUNK + 5)
+        file.write(b"\x55")
+    with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 2"):
+        load(theirs, module, ahead, part, report)
+
+
+def test_a_module_that_has_other_memory_meanwhile_is_filled_there(stores, model, part):
+    (ours, theirs), (module, ahead) = stores, model
+    for step in (2, 3):
+        here, before = part._replace(step=step), module.get_parameter("layer.0").data
+        module.get_parameter("layer.0").data = torch.zeros(1000)
+        with reading(theirs, [here], taker=ahead.begin(module)):
+            report = write(PartWriter(ours, here, CHUNK), changed(step)).seal()
+        load(theirs, module, ahead, here, report)
+        assert has(module, changed(step)) and not torch.equal(before, changed(step)[0][1])
+
+
+def test_a_module_whose_elements_lie_otherwise_is_not_filled_before(model, part):
+    module, ahead = model
+    module.get_parameter("layer.0").data = torch.zeros(2000)[::2]
+    assert ahead.begin(module) is None
+    assert Ahead().begin(module) is None, "nothing is known of it"
+
+
+async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
+    ends, redis_url, run_id, log
+):
+    trainer, explorer, along = ends
+    module = empty()
+    async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
+        trainer.open_version(1)
+        trainer.publish(SOME, 1)
+        trainer.commit(1)
+        explorer.apply(module, await ready(log, 1))
+        tasks.start_soon(along.follow)
+        with anyio.fail_after(20):
+            with along.filling(module):
+                while not follower_of(explorer._stores["shm"]):
+                    trainer.open_version(2)  # until it listens, it does not hear of it
+                    writer = write(trainer.part_writer(2, 0), changed())
+                    await anyio.sleep(0.1)
+                while not has(module, changed()[:-1]):
+                    await anyio.sleep(0.01)
+                assert not has(module, changed())
+                trainer.part_published(2, 0, writer.seal(), 0.0)
+                trainer.commit(2)
+                event = await ready(log, 2)
+            async with along.put_aside():
+                explorer.load(module, event)
+            assert has(module, changed())
+        tasks.cancel_scope.cancel()
