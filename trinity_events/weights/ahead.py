@@ -12,6 +12,7 @@ from typing import NamedTuple
 from weakref import ref
 
 import torch
+from msgspec import Struct
 
 from trinity_schemas import WeightManifest
 
@@ -35,6 +36,15 @@ class _Layout(NamedTuple):
     manifests: Sequence[WeightManifest]
 
 
+class _Filling(Struct):
+    """A part that is brought to where it belongs."""
+
+    plan: dict[int, list[_Copy]]
+    """Of each chunk, what belongs where."""
+    taken: int = 0
+    """How many of its first chunks are there."""
+
+
 class Ahead:
     """Where the bytes of the next version belong, as far as the last one tells; for one thread.
 
@@ -45,9 +55,9 @@ class Ahead:
         self._layout: _Layout | None = None
         self._targets: dict[str, torch.Tensor] = {}
         """They keep the memory that is written to, should the module have another meanwhile."""
-        self._plans: dict[tuple[int, int], dict[int, list[_Copy]]] = {}
-        """By rank and bytes of a chunk: of each chunk what belongs where."""
-        self._under_way: dict[PartRef, dict[int, list[_Copy]]] = {}
+        self._plans: dict[int, dict[int, list[_Copy]]] = {}
+        """By rank."""
+        self._fillings: dict[PartRef, _Filling] = {}
 
     def note(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> None:
         """A version was loaded, all of it: so the next one will lie, presumably."""
@@ -58,68 +68,93 @@ class Ahead:
 
     def begin(self, module: torch.nn.Module) -> Taker | None:
         """What takes the next version as it comes; None when it is not known where it belongs."""
-        self._under_way = {}
-        layout = self._layout
-        if layout is None or layout.module() is not module:
+        self.abandon()
+        if self._layout is None or self._layout.module() is not module or not self._aim(module):
             return None
-        targets = {name: target.detach() for name, target in targets_of(module).items()}
-        if not all(map(is_plain, targets.values())):
-            return None
-        if _addresses(targets) != _addresses(self._targets):
-            self._targets, self._plans = targets, {}
         about_to_change(module)
         return self._begin_part
 
     def abandon(self) -> None:
         """Count on nothing that was taken: the module may be changed by others."""
-        self._under_way = {}
+        self._fillings = {}
 
-    def began(
-        self,
-        parts: Collection[PartRef],
-        module: torch.nn.Module,
-        manifests: Sequence[WeightManifest],
+    def leads(
+        self, parts: Sequence[PartRef], module: torch.nn.Module, manifests: Sequence[WeightManifest]
     ) -> bool:
-        """Whether what was taken of these parts lies where it belongs by their manifests."""
-        return self._under_way.keys() == set(parts) and self._is_of(module, manifests)
+        """Whether parts with these manifests belong where it brings them, and has brought some."""
+        if not self._is_of(module, manifests):
+            return False
+        if not self._fillings and not self._aim(module):
+            return False
+        for part in parts:
+            if part not in self._fillings:
+                self._fillings[part] = _Filling(self._plan(part.rank))
+        return True
 
     def chunks(self, part: PartRef) -> Collection[int]:
         """Those with bytes that belong into the model."""
-        return self._under_way[part].keys()
+        return self._fillings[part].plan.keys()
+
+    def taken(self, part: PartRef) -> int:
+        """How many of the part's first chunks are where they belong, whatever was in them."""
+        return self._fillings[part].taken
 
     def take(self, part: PartRef, index: int, data: memoryview) -> None:
         """Bring a chunk's bytes to where they belong."""
-        begin = address(data)
-        for target, source, nbytes in self._under_way[part].get(index, ()):
+        filling, begin = self._fillings[part], address(data)
+        for target, source, nbytes in filling.plan.get(index, ()):
             copy_bytes(target, begin + source, nbytes)
+        filling.taken = index + 1
 
     def _begin_part(self, part: PartRef, chunk_bytes: int) -> Take:
-        self._under_way[part] = self._plan(part.rank, chunk_bytes)
+        sizes = self._sizes(part.rank)
+        if any(size != chunk_bytes for size in sizes[:-1]) or sizes[-1:] > [chunk_bytes]:
+            return lambda index, data: None  # it lies otherwise
+        self._fillings[part] = _Filling(self._plan(part.rank))
         return lambda index, data: self.take(part, index, data)
 
-    def _plan(self, rank: int, chunk_bytes: int) -> dict[int, list[_Copy]]:
-        if (rank, chunk_bytes) not in self._plans:
+    def _aim(self, module: torch.nn.Module) -> bool:
+        """Whether the module's tensors can be filled where they lie; plans of others are gone."""
+        targets = targets_of(module)
+        if not all(map(is_plain, targets.values())):
+            return False
+        if _addresses(targets) != _addresses(self._targets):
+            self._targets = {name: target.detach() for name, target in targets.items()}
+            self._plans = {}
+        return True
+
+    def _plan(self, rank: int) -> dict[int, list[_Copy]]:
+        if rank not in self._plans:
             assert self._layout is not None
             module, manifests = self._layout.module(), self._layout.manifests
             assert module is not None
-            found = planned(module, manifests, None)
-            for manifest, plan in zip(manifests, found, strict=True):
-                whole, rest = divmod(manifest.nbytes, chunk_bytes)
-                copies = {
+            for manifest, plan in zip(manifests, planned(module, manifests, None), strict=True):
+                self._plans[manifest.rank] = {
                     index: [_Copy(address(run.room), run.begin, run.nbytes) for run in runs]
-                    for index, runs in by_chunk([chunk_bytes] * whole + [rest], plan)
+                    for index, runs in by_chunk(_sizes(manifest), plan)
                 }
-                self._plans[manifest.rank, chunk_bytes] = copies
-        return self._plans[rank, chunk_bytes]
+        return self._plans[rank]
+
+    def _sizes(self, rank: int) -> list[int]:
+        """Of the chunks that a rank's part has, presumably."""
+        manifests = () if self._layout is None else self._layout.manifests
+        return next((_sizes(manifest) for manifest in manifests if manifest.rank == rank), [])
 
     def _is_of(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> bool:
         layout = self._layout
         return (
             layout is not None
             and layout.module() is module
-            and [(one.rank, one.tensors) for one in layout.manifests]
-            == [(one.rank, one.tensors) for one in manifests]
+            and _laid_out(layout.manifests) == _laid_out(manifests)
         )
+
+
+def _laid_out(manifests: Sequence[WeightManifest]) -> list[tuple[object, ...]]:
+    return [(one.rank, one.base, one.subset, one.tensors, _sizes(one)) for one in manifests]
+
+
+def _sizes(manifest: WeightManifest) -> list[int]:
+    return [chunk.nbytes for chunk in manifest.chunks]
 
 
 def _addresses(tensors: dict[str, torch.Tensor]) -> dict[str, int]:

@@ -87,6 +87,9 @@ def runs(held: Box, outer: Box, inner: Box, itemsize: int) -> Iterator[tuple[int
     """
     if not inner.volume:
         return
+    if held == outer == inner:
+        yield 0, 0, itemsize * inner.volume
+        return
     # Behind this dimension both have what inner has, so that its elements lie together.
     last = len(inner.shape)
     while last and inner.shape[last - 1] == held.shape[last - 1] == outer.shape[last - 1]:

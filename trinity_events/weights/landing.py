@@ -107,7 +107,6 @@ def _plan_tensor(
     pieces: list[tuple[int, Piece]],
     wanted: Box | None,
 ) -> None:
-    numbers = {id(piece): number for number, piece in pieces}
     shards = [piece for _, piece in pieces]
     all_of_it, dtype = whole(shape_of(name, shards)), shards[0].entry.dtype
     box = all_of_it if wanted is None else wanted
@@ -120,6 +119,11 @@ def _plan_tensor(
     if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
         raise misfit(name, target, dtype, box.shape)
     landing, itemsize = Landing(target), DTYPES[dtype].itemsize
+    if len(shards) == 1 and shards[0].entry.begins is None:  # no shards: all of it is there
+        number, piece = pieces[0]
+        plan[number].append(Some(piece.entry.offset, landing, all_of_it, box, box, itemsize))
+        return
+    numbers = {id(piece): number for number, piece in pieces}
     for inner, piece in shares(name, shards, box):
         some = Some(piece.entry.offset, landing, piece.box, box, inner, itemsize)
         plan[numbers[id(piece)]].append(some)

@@ -55,7 +55,7 @@ def load_version(
         ready: The announcement.
         module: What is filled.
         wanted: Which tensors, and which boxes of them; only chunks with some of that are read.
-        ahead: What is in the module already.
+        ahead: What is in the module already, and where the rest belongs.
 
     Raises:
         Based: when it is a delta, before anything is changed.
@@ -68,8 +68,10 @@ def load_version(
         if any(part.manifest.base is not None for part in parts):
             raise Based
         manifests = [part.manifest for part in parts]
+        in_memory = not any(isinstance(part.source, ReceivesInto) for part in parts)
         refs = [part.ref for part in parts]
-        if wanted is None and ahead is not None and ahead.began(refs, module, manifests):
+        if wanted is None and in_memory and ahead and ahead.leads(refs, module, manifests):
+            about_to_change(module)
             for part in parts:
                 _finish(part, ahead)
             return manifests
@@ -113,12 +115,12 @@ def _fill(part: _Part, plan: list[Some]) -> None:
 def _finish(part: _Part, ahead: Ahead) -> None:
     """Bring to where they belong what was not there before the part was whole."""
     sizes = [chunk.nbytes for chunk in part.manifest.chunks]
-    there: set[int] = set()
+    taken, there = ahead.taken(part.ref), set[int]()
 
     def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
         _check(part, index, None if data is None else len(data), digested, [data or b""])
-        if digested == part.manifest.chunks[index].digest:
-            there.add(index)  # and it was taken when it was digested
+        if index < taken and digested == part.manifest.chunks[index].digest:
+            there.add(index)  # it was taken when it was digested
 
     data = part.source.read(sizes, check, ahead.chunks(part.ref))
     begins = [0, *accumulate(sizes)]
