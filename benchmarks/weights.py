@@ -64,12 +64,12 @@ SIZES = {
     ),
     "full": Size(
         (
-            Turn("64 MiB in 200 tensors", Model(200, 167_772), 15, 5),
-            Turn("512 MiB in 200 tensors", Model(200, 1_342_177), 10, 3, consumers=8),
+            Turn("64 MiB in 200 tensors", Model(200, 167_772), 15, 10),
+            Turn("512 MiB in 200 tensors", Model(200, 1_342_177), 10, 10, consumers=8),
             Turn("4 GiB in 200 tensors", Model(200, 10_737_418), 10, 0, alone=True),
             Turn("20,000 small tensors", Model(20_000, 1_024), 10, 0),
         ),
-        "8 min",
+        "5 min",
     ),
 }
 
@@ -118,7 +118,10 @@ def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
                         "original": lambda: Timed(path.sync()),
                         "careful": lambda: Timed(path.sync_with_care()),
                         "shm": them["shm"],
+                        "shm, at rest": them["shm, at rest"],
                     }
+                    for warm in (path.sync_with_care, them["shm"], them["shm, at rest"]):
+                        warm()
                     rows += ray_rows(turn, taking_turns(all_of_them, original, noise))
             return Measured(rows, median([one.all for one in found["shm"]]))
     finally:
@@ -172,10 +175,13 @@ def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
 def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
     """Shared memory beside both ways through Ray, round by round."""
     times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
-    ours = times["shm"]
     return [
-        row(turn, "shared memory", ours, "the original's path", times["original"], ORIGINAL),
-        row(turn, "shared memory", ours, "Ray, used with care", times["careful"], CAREFUL),
+        row(turn, what, times[way], peer, times[theirs], asked)
+        for peer, theirs, asked in (
+            ("the original's path", "original", ORIGINAL),
+            ("Ray, used with care", "careful", CAREFUL),
+        )
+        for what, way in (("shared memory", "shm"), (AT_REST, "shm, at rest"))
     ]
 
 
