@@ -13,10 +13,14 @@ _LEAST = 1 << 20
 
 
 class Buffer:
-    """Memory that grows as bytes come, and is used again."""
+    """Memory that grows as bytes come, and is used again.
 
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+    Args:
+        nbytes: How many may come: what grows is there twice for a moment.
+    """
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self._memory = np.empty(nbytes, np.uint8)
         self.filled = 0
         self.manifest = b""
         self.holders = 0
@@ -53,11 +57,12 @@ class Staging:
         self._lock = threading.Lock()
         self._spare: list[Buffer] = []
         self._newest: tuple[PartRef, Buffer] | None = None
+        self._last_size = 0
 
     def begin(self) -> Buffer:
         """A buffer that nobody reads and that is not the newest version."""
         with self._lock:
-            buffer = self._spare.pop() if self._spare else Buffer()
+            buffer = self._spare.pop() if self._spare else Buffer(self._last_size)
         buffer.clear()
         return buffer
 
@@ -65,6 +70,7 @@ class Staging:
         """The buffer is whole, and the newest now."""
         with self._lock:
             before, self._newest = self._newest, (part, buffer)
+            self._last_size = buffer.filled
             if before is not None and not before[1].holders:
                 self._put_back(before[1])
 
