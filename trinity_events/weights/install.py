@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -123,9 +124,12 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     """
     check_fit(module, version)
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    for name, pieces in version.by_name().items():
-        if len(pieces) > 1 or pieces[0].entry.begins is not None:
-            raise IncompatibleWeights(f"{name!r} comes in shards: they have to be copied together")
+    for entry in chain.from_iterable(manifest.tensors for manifest, _ in version.parts):
+        asked = version.wanted is None or entry.name in version.wanted
+        if asked and entry.begins is not None:
+            raise IncompatibleWeights(
+                f"{entry.name!r} comes in shards: they have to be copied together"
+            )
     for name, tensor in list(version.tensors()):  # all of them first: one may not be what it was
         targets[name].data = tensor
 
