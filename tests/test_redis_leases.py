@@ -1,5 +1,6 @@
 """Leases over Redis: who reads a superseded part gets all of it, and nobody else waits for ever."""
 
+from contextlib import closing
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from tests.transport_actors import CHUNK, Where
 from trinity_events.server import open_client
 from trinity_events.weights import PartRef
 from trinity_events.weights.transports.redis.leases import LONGEST
+from trinity_events.weights.transports.redis.store import _Memory
 from trinity_schemas import chunk_key, leases_key
 
 SIZES = [CHUNK] * 5 + [24_160 - 5 * CHUNK]
@@ -65,6 +67,26 @@ def test_a_lease_is_renewed_by_what_is_read(ours, theirs, part, client):
     source.close()
 
 
+def test_what_is_read_of_one_part_renews_the_leases_of_all_that_are_open(
+    ours, theirs, part, client
+):
+    other = part._replace(rank=1)
+    put(ours, part)
+    put(ours, other)
+    with mock.patch("trinity_events.weights.transports.redis.leases.time.monotonic") as clock:
+        clock.return_value = 100.0
+        source, waiting = theirs.open(part), theirs.open(other)
+        client.delete(leases_key(*other))
+        clock.return_value += 10.0
+        assert all(there(source))
+        assert client.exists(leases_key(*other))
+        waiting.close()
+        clock.return_value += 10.0
+        assert all(there(source))
+    assert not client.exists(leases_key(*other))
+    source.close()
+
+
 def test_a_lease_ends_by_the_servers_clock_and_its_key_with_it(theirs, part, client, ours):
     put(ours, part)
     source = theirs.open(part)
@@ -103,3 +125,21 @@ def test_a_lease_that_cannot_be_ended_is_left_to_end_by_itself(ours, theirs, par
     source = theirs.open(part)
     with mock.patch.object(redis.Redis, "zrem", side_effect=redis.ConnectionError):
         source.close()
+
+
+def test_a_part_that_is_published_anew_is_not_freed_with_what_it_was(ours, theirs, part):
+    put(ours, part)
+    with closing(theirs.open(part)):
+        ours.delete(part)
+        put(ours, part)
+    ours.begin(part._replace(step=2))
+    assert all(there(theirs.open(part)))
+
+
+def test_memory_of_several_parts_makes_room_for_larger_ones():
+    memory = _Memory()
+    small, large = memory.take(5), memory.take(10)
+    memory.give(small)
+    memory.give(large)
+    assert len(memory.take(20)) == 20
+    assert len(memory.take(3)) == 5, "the largest alone made room"

@@ -80,6 +80,10 @@ class Retired:
             oldest = next(iter(self._held))
             unlink(self._redis, oldest, self._held.pop(oldest))
 
+    def forget(self, part: PartRef) -> None:
+        """The part is published anew: what is there of it is no longer what was superseded."""
+        self._held.pop(part, None)
+
     def free(self) -> None:
         """Free those that nobody reads any more."""
         self._held = {

@@ -50,10 +50,13 @@ class RedisChunkStore:
         self._scripts = Scripts(client, __package__)
         self._retired = Retired(self._scripts, client)
         self._memory, self._rooms = _Memory(), _Memory()
+        self._leases: set[Lease] = set()
+        """Of all parts that are open."""
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
         """Begin a part. It holds two chunks in memory, whatever the size of the model."""
         self._retired.free()
+        self._retired.forget(part)
         size = chunk_bytes or CHUNK_BYTES
         return RedisSink(self._redis, self._values, self._rooms, part, size, self._expire)
 
@@ -64,7 +67,7 @@ class RedisChunkStore:
         if manifest is None:
             lease.end()
             return None
-        return RedisSource(self._values, self._memory, part, manifest, lease)
+        return RedisSource(self._values, self._memory, part, manifest, lease, self._leases)
 
     def delete(self, part: PartRef) -> None:
         """Let nobody begin to read the part; free it once nobody reads it."""
@@ -153,16 +156,28 @@ class RedisSink:
 
 
 class RedisSource:
-    """Implements :class:`~trinity_events.weights.PartSource`."""
+    """Implements :class:`~trinity_events.weights.PartSource`.
+
+    What is received for one part renews the leases of all that are open: the others may have to
+    wait for longer than a lease lasts until it is their turn.
+    """
 
     def __init__(
-        self, values: LargeValues, memory: _Memory, part: PartRef, manifest: bytes, lease: Lease
+        self,
+        values: LargeValues,
+        memory: _Memory,
+        part: PartRef,
+        manifest: bytes,
+        lease: Lease,
+        leases: set[Lease],
     ) -> None:
         self.manifest = manifest
         self._values = values
         self._memory = memory
         self._part = part
         self._lease = lease
+        self._leases = leases
+        self._leases.add(lease)
         self._taken: list[Bytes] = []
 
     def read(
@@ -192,11 +207,13 @@ class RedisSource:
         asked = (Asked(index, chunk_key(*self._part, index), into) for index, into in rooms)
         with closing(self._values.get(asked)) as found:
             for one in found:
-                self._lease.renew()
+                for lease in self._leases:
+                    lease.renew()
                 yield one
 
     def close(self) -> None:
         """End the lease; the memory is another version's now."""
+        self._leases.discard(self._lease)
         self._lease.end()
         for one in self._taken:
             self._memory.give(one)
@@ -217,8 +234,8 @@ class _Memory:
         fitting = [index for index, one in enumerate(self._spare) if len(one) >= nbytes]
         if fitting:
             return self._spare.pop(min(fitting, key=lambda index: len(self._spare[index])))
-        if self._spare:
-            self._spare.remove(max(self._spare, key=len))
+        if self._spare:  # by its index: arrays are compared element by element
+            self._spare.pop(max(range(len(self._spare)), key=lambda at: len(self._spare[at])))
         return np.empty(nbytes, np.uint8)
 
     def give(self, memory: Bytes) -> None:
