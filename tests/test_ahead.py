@@ -1,19 +1,23 @@
 """Models at rest that are filled with a version while it is still being published."""
 
+from threading import Event
+
 import anyio
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.pipeline import reducer_task
 from tests.test_read_along import CHUNKS, ends, follower_of, reading, stores, until, write
 from tests.test_transports import announcement
 from tests.test_weights import ready
-from tests.transport_actors import CHUNK, SOME
-from trinity_events.errors import CorruptVersion
+from tests.transport_actors import CHUNK, SOME, Where
+from trinity_events.errors import CorruptVersion, IncompatibleWeights
 from trinity_events.weights import PartRef, PartWriter, load_version
 from trinity_events.weights.ahead import Ahead
 from trinity_events.weights.tensors import copy_bytes
 from trinity_events.weights.transports.shared_memory import available, under_way
+from trinity_schemas import VersionOpened, decode_manifest
 
 __all__ = ["ends", "stores"]  # fixtures
 
@@ -159,6 +163,117 @@ def test_a_module_whose_elements_lie_otherwise_is_not_filled_before(model, part)
     module.get_parameter("layer.0").data = torch.zeros(2000)[::2]
     assert ahead.begin(module) is None
     assert Ahead().begin(module) is None, "nothing is known of it"
+
+
+def test_what_was_taken_counts_only_where_the_module_still_is(stores, model, part):
+    (ours, theirs), (module, ahead) = stores, model
+    layer = module.get_parameter("layer.1")
+    for step in (2, 3):
+        here = part._replace(step=step)
+        with reading(theirs, [here], taker=ahead.begin(module)):
+            writer = write(PartWriter(ours, here, CHUNK), changed(step))
+            until(lambda: follower_of(theirs) == CHUNKS)
+            report = writer.seal()
+        if step == 2:
+            layer.data = torch.zeros(1000)
+            load(theirs, module, ahead, here, report)
+            assert has(module, changed(step))
+        else:
+            layer.data = layer.data.view(40, 25)
+            with pytest.raises(IncompatibleWeights, match=r"'layer\.1' is torch\.float32 \[40, 25"):
+                load(theirs, module, ahead, here, report)
+
+
+def test_chunks_that_are_shorter_than_their_writer_said_are_loaded_anew(stores, part):
+    """As where a segment has to grow: its writer has memory up to there."""
+    ours, theirs = stores
+    ours._last_size = 4 << 20
+    tensors = [("a", torch.rand(400_000)), ("b", torch.rand(300_000))]
+    module, ahead = torch.nn.ParameterDict({n: torch.zeros_like(t) for n, t in tensors}), Ahead()
+    ahead.note(
+        module, load(theirs, module, ahead, part, write(PartWriter(ours, part), tensors).seal())
+    )
+    ours._last_size = 0  # as after a smaller version
+    part, more = part._replace(step=2), [(name, tensor + 1) for name, tensor in tensors]
+    with reading(theirs, [part], taker=ahead.begin(module)):
+        writer = write(PartWriter(ours, part), more)
+        until(lambda: follower_of(theirs) >= 4)
+        report = writer.seal()
+    load(theirs, module, ahead, part, report)
+    sizes = {chunk.nbytes for chunk in decode_manifest(theirs.open(part).manifest).chunks[:-1]}
+    assert len(sizes) > 1
+    assert all(torch.equal(module[name], tensor) for name, tensor in more)
+
+
+def test_what_was_taken_is_not_what_another_transport_has(stores, model, part, weights_url):
+    (ours, theirs), (module, ahead) = stores, model
+    part, redis = part._replace(step=2), Where("redis", weights_url).store()
+    report = write(PartWriter(redis, part, CHUNK), changed(2.0)).seal()
+    with reading(theirs, [part], taker=ahead.begin(module)):
+        writer = write(PartWriter(ours, part, CHUNK), changed(1.0))
+        until(lambda: follower_of(theirs) == CHUNKS)
+        writer.seal()
+    load(redis, module, ahead, part, report)
+    redis.close()
+    assert has(module, changed(2.0))
+
+
+def test_nothing_is_taken_from_who_is_not_known_or_says_odd_things(model, part):
+    module, ahead = model
+    taker = ahead.begin(module)
+    for rank, chunk_bytes in ((1, CHUNK), (0, 0), (0, 1)):
+        taker(part._replace(rank=rank), chunk_bytes)(0, memoryview(b"\x55" * CHUNK))
+    assert has(module, SOME) and not ahead.took
+
+
+def test_what_counts_as_digested_was_taken(stores, model, part):
+    (ours, theirs), (module, ahead) = stores, model
+    part, taker = part._replace(step=2), ahead.begin(module)
+
+    def failing(part, chunk_bytes):
+        take = taker(part, chunk_bytes)
+
+        def one_only(index, data):
+            if index:
+                raise OSError("midway")
+            take(index, data)
+
+        return one_only
+
+    writer = write(PartWriter(ours, part, CHUNK), changed())
+    with pytest.raises(OSError, match="midway"):
+        theirs.read_along([part], Event(), 10.0, failing)
+    load(theirs, module, ahead, part, writer.seal())
+    assert has(module, changed())
+
+
+@pytest.mark.parametrize("how", ["load", "apply"])
+def test_an_adapter_makes_no_model_whole_that_was_filled_before(ends, how):
+    """What it does not bring may be of anything."""
+    trainer, explorer, _ = ends
+    module = empty()
+
+    def announced(step, tensors, **how):
+        report = trainer.publish(tensors, step, **how)
+        event = announcement(PartRef(trainer.run_id, trainer.epoch, step, 0), report)
+        return replace(event, transport="shm")
+
+    explorer.load(module, announced(1, SOME))
+    explorer.load(module, announced(2, changed()[:1], subset=True))
+    assert has(module, [*changed()[:1], *SOME[1:]])
+    explorer.load(module, announced(3, SOME))
+    opened, stop = VersionOpened(step=4, ranks=(0,), transport="shm"), Event()
+    writer = trainer.part_writer(4, 0, subset=True)
+    for name, tensor in changed()[:2]:
+        writer.add(name, tensor)  # where a full version would be
+    assert explorer.read_along(trainer.epoch, opened, stop, 0.2, module) == "late"
+    writer.discard()
+    event = announced(4, changed()[:1], subset=True)
+    with pytest.raises(IncompatibleWeights, match=r"'layer\.1' may hold some of a version"):
+        getattr(explorer, how)(module, event)
+    getattr(explorer, how)(module, announced(5, changed()))
+    getattr(explorer, how)(module, announced(6, SOME[:1], subset=True))
+    assert has(module, [*SOME[:1], *changed()[1:]])
 
 
 async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(

@@ -10,7 +10,15 @@ from tests.test_shards import module_of, publish, rows, verified
 from tests.test_transports import announcement
 from tests.transport_actors import Where
 from trinity_events.errors import IncompatibleWeights, VersionUnavailable
-from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, load_version
+from trinity_events.weights import (
+    PartRef,
+    PartWriter,
+    RedisChunkStore,
+    check_fit,
+    install,
+    load_version,
+    pull_version,
+)
 from trinity_events.weights.boxes import Box, common, runs, whole
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.load import Based
@@ -143,3 +151,30 @@ def test_a_delta_is_not_loaded_and_nothing_changes(stores, part):
     with pytest.raises(Based):
         load_version(stores[-1], part.run_id, event, module)
     assert (module["a"] == 0).all()
+
+
+def test_a_tensor_that_only_begins_where_another_does_is_not_tied_to_it(stores, part, load):
+    event = publish(stores, part, [("head", torch.ones(2))])
+    module = module_of(all=4)
+    module["head"] = torch.nn.Parameter(module["all"].data[:2])
+    with pytest.raises(IncompatibleWeights, match="no 'all', which the model needs"):
+        load(event, module)
+    module["all"].data = module["head"].data[None]
+    load(event, module)
+    assert (module["all"] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "other"])
+def test_tensors_made_in_inference_mode_are_written_to_from_outside(stores, part, name):
+    event = publish(stores, part, [(name, torch.ones(3, 2))])
+    with torch.inference_mode():
+        module = torch.nn.ParameterDict(
+            {"plain": torch.zeros(3, 2), "other": torch.zeros(2, 3).t()}
+        )
+        del module["other" if name == "plain" else "plain"]
+    with pull_version(stores[-1], part.run_id, event) as version:
+        install(check_fit(module, version))
+    assert (module[name] == 1).all()
+    module[name].data.zero_()
+    load_version(stores[-1], part.run_id, event, module)
+    assert (module[name] == 1).all()

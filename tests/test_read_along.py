@@ -14,7 +14,12 @@ from tests.transport_actors import CHUNK, SOME, Where, actor, kill, publishes_un
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, pull
-from trinity_events.weights.transports.shared_memory.segments import available, users_folder
+from trinity_events.weights.transports.shared_memory import under_way
+from trinity_events.weights.transports.shared_memory.segments import (
+    available,
+    read_beside,
+    users_folder,
+)
 from trinity_events.weights.transports.shared_memory.under_way import Follower
 from trinity_workers.explorer.along import ReadingAlong
 
@@ -101,6 +106,23 @@ def follower_of(store):
     """Chunks that the reader has digested so far."""
     seen = [one.seen for one in store.followers if one.seen is not None]
     return len(seen[0].digests) if seen else 0
+
+
+def test_a_reader_that_meets_its_writer_in_the_lock_looks_again(stores, part, monkeypatch):
+    (ours, theirs), met = stores, []
+
+    def meeting(descriptor):
+        if not met:  # the writer holds it while it looks whether anybody reads
+            met.append(descriptor)
+            raise BlockingIOError
+        read_beside(descriptor)
+
+    monkeypatch.setattr(under_way, "read_beside", meeting)
+    with reading(theirs, [part]) as told:
+        writer = write(PartWriter(ours, part, CHUNK))
+        until(lambda: follower_of(theirs) == CHUNKS)
+        writer.seal()
+    assert met and told.ended == "sealed"
 
 
 def test_all_ranks_are_read_along_at_once(stores, part, digested):

@@ -7,7 +7,7 @@ and its manifest says the same, all that is left is to compare digests; else it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -58,6 +58,7 @@ class Ahead:
         self._plans: dict[int, dict[int, list[_Copy]]] = {}
         """By rank."""
         self._fillings: dict[PartRef, _Filling] = {}
+        self._took = False
 
     def note(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> None:
         """A version was loaded, all of it: so the next one will lie, presumably."""
@@ -69,6 +70,7 @@ class Ahead:
     def begin(self, module: torch.nn.Module) -> Taker | None:
         """What takes the next version as it comes; None when it is not known where it belongs."""
         self.abandon()
+        self._took = False
         if self._layout is None or self._layout.module() is not module or not self._aim(module):
             return None
         about_to_change(module)
@@ -78,13 +80,18 @@ class Ahead:
         """Count on nothing that was taken: the module may be changed by others."""
         self._fillings = {}
 
+    @property
+    def took(self) -> Collection[str]:
+        """Tensors that may have something of what was taken since it began."""
+        if not self._took or self._layout is None:
+            return ()
+        return {entry.name for manifest in self._layout.manifests for entry in manifest.tensors}
+
     def leads(
         self, parts: Sequence[PartRef], module: torch.nn.Module, manifests: Sequence[WeightManifest]
     ) -> bool:
         """Whether parts with these manifests belong where it brings them, and has brought some."""
-        if not self._is_of(module, manifests):
-            return False
-        if not self._fillings and not self._aim(module):
+        if not self._is_of(module, manifests) or not self._aim(module):
             return False
         for part in parts:
             if part not in self._fillings:
@@ -102,33 +109,38 @@ class Ahead:
     def take(self, part: PartRef, index: int, data: memoryview) -> None:
         """Bring a chunk's bytes to where they belong."""
         filling, begin = self._fillings[part], address(data)
+        self._took = True
         for target, source, nbytes in filling.plan.get(index, ()):
             copy_bytes(target, begin + source, nbytes)
         filling.taken = index + 1
 
     def _begin_part(self, part: PartRef, chunk_bytes: int) -> Take:
         sizes = self._sizes(part.rank)
-        if any(size != chunk_bytes for size in sizes[:-1]) or sizes[-1:] > [chunk_bytes]:
-            return lambda index, data: None  # it lies otherwise
+        even = all(size == chunk_bytes for size in sizes[:-1])
+        if not sizes or not even or sizes[-1] > chunk_bytes:
+            self._fillings.pop(part, None)
+            return lambda index, data: None  # it lies otherwise, or nobody knows how
         self._fillings[part] = _Filling(self._plan(part.rank))
         return lambda index, data: self.take(part, index, data)
 
     def _aim(self, module: torch.nn.Module) -> bool:
-        """Whether the module's tensors can be filled where they lie; plans of others are gone."""
-        targets = targets_of(module)
+        """Whether the module's tensors can be filled where they lie.
+
+        Where they lie otherwise than before, plans are gone, and what was taken does not count.
+        """
+        targets = {name: target.detach() for name, target in targets_of(module).items()}
         if not all(map(is_plain, targets.values())):
             return False
-        if _addresses(targets) != _addresses(self._targets):
-            self._targets = {name: target.detach() for name, target in targets.items()}
-            self._plans = {}
+        if _places(targets) != _places(self._targets):
+            self._targets, self._plans, self._fillings = targets, {}, {}
         return True
 
     def _plan(self, rank: int) -> dict[int, list[_Copy]]:
         if rank not in self._plans:
             assert self._layout is not None
-            module, manifests = self._layout.module(), self._layout.manifests
-            assert module is not None
-            for manifest, plan in zip(manifests, planned(module, manifests, None), strict=True):
+            manifests = self._layout.manifests
+            found = planned(self._targets, manifests, None)
+            for manifest, plan in zip(manifests, found, strict=True):
                 self._plans[manifest.rank] = {
                     index: [_Copy(address(run.room), run.begin, run.nbytes) for run in runs]
                     for index, runs in by_chunk(_sizes(manifest), plan)
@@ -157,5 +169,6 @@ def _sizes(manifest: WeightManifest) -> list[int]:
     return [chunk.nbytes for chunk in manifest.chunks]
 
 
-def _addresses(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """Where they lie, and as what."""
+    return {name: (one.data_ptr(), one.shape, one.dtype) for name, one in tensors.items()}

@@ -32,7 +32,25 @@ def misfit(
 
 def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
     """Raise IncompatibleWeights when the model needs what is not among these names, tied or not."""
-    covered = {targets[name].data_ptr() for name in names}
+    name = first_uncovered(targets, names, targets)
+    if name is not None:
+        raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
+
+
+def first_uncovered(
+    targets: Mapping[str, torch.Tensor], names: Collection[str], of: Collection[str]
+) -> str | None:
+    """The first ``of`` these that is not among the names, and is not tied to one of them.
+
+    Tied is what has all of its memory in common, and not only where it begins.
+    """
+    covered: dict[int, int] = {}
+    for name in names:
+        begin = targets[name].data_ptr()
+        covered[begin] = max(covered.get(begin, 0), targets[name].nbytes)
     for name, target in targets.items():
-        if name not in names and target.numel() and target.data_ptr() not in covered:
-            raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
+        if name in names or name not in of or not target.numel():
+            continue
+        if target.nbytes > covered.get(target.data_ptr(), 0):
+            return name
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from trinity_schemas import WeightManifest
 
 from ..errors import IncompatibleWeights
 from .boxes import Box, contains, runs, whole
-from .fitting import check_covered, misfit, targets_of
+from .fitting import check_covered, misfit
 from .pull import Piece, Wanted, shape_of, shares
 from .tensors import DTYPES, as_bytes, is_plain
 
@@ -78,10 +78,9 @@ class Run(NamedTuple):
 
 
 def planned(
-    module: torch.nn.Module, manifests: Sequence[WeightManifest], wanted: Wanted | None
+    targets: Mapping[str, torch.Tensor], manifests: Sequence[WeightManifest], wanted: Wanted | None
 ) -> list[list[Some]]:
-    """What of each part goes where, in the order of its bytes."""
-    targets = targets_of(module)
+    """What of each part goes where in these tensors of a model, in the order of its bytes."""
     pieces: dict[str, list[tuple[int, Piece]]] = {}
     for number, manifest in enumerate(manifests):
         for entry in manifest.tensors:
@@ -102,7 +101,7 @@ def planned(
 
 def _plan_tensor(
     plan: list[list[Some]],
-    targets: dict[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
     name: str,
     pieces: list[tuple[int, Piece]],
     wanted: Box | None,

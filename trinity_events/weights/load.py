@@ -8,7 +8,7 @@ verified there: what fails on the way leaves a model that has some of each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, closing
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,9 +20,11 @@ from trinity_schemas import StepReady, WeightManifest
 
 from ..errors import CorruptVersion, VersionUnavailable
 from .ahead import Ahead
+from .fitting import targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
 from .pull import Wanted, read_manifest
 from .tensors import Digesting
+from .torn import Torn
 from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
 
 
@@ -43,6 +45,7 @@ def load_version(
     module: torch.nn.Module,
     wanted: Wanted | None = None,
     ahead: Ahead | None = None,
+    torn: Torn | None = None,
 ) -> list[WeightManifest]:
     """Fill a module with what an announcement names; returns the manifests of its parts.
 
@@ -56,6 +59,7 @@ def load_version(
         module: What is filled.
         wanted: Which tensors, and which boxes of them; only chunks with some of that are read.
         ahead: What is in the module already, and where the rest belongs.
+        torn: What is not whole in the module, which is brought up to date.
 
     Raises:
         Based: when it is a delta, before anything is changed.
@@ -70,16 +74,24 @@ def load_version(
         manifests = [part.manifest for part in parts]
         in_memory = not any(isinstance(part.source, ReceivesInto) for part in parts)
         refs = [part.ref for part in parts]
+        names = _names(manifests) if wanted is None else wanted.keys()
+        torn = torn or Torn()
         if wanted is None and in_memory and ahead and ahead.leads(refs, module, manifests):
-            about_to_change(module)
-            for part in parts:
-                _finish(part, ahead)
+            with torn.until_whole(module, names):
+                about_to_change(module)
+                for part in parts:
+                    _finish(part, ahead)
             return manifests
-        plan = planned(module, manifests, wanted)
-        about_to_change(module)
-        for part, found in zip(parts, plan, strict=True):
-            _fill(part, found)
+        plan = planned(targets_of(module), manifests, wanted)
+        with torn.until_whole(module, names):
+            about_to_change(module)
+            for part, found in zip(parts, plan, strict=True):
+                _fill(part, found)
     return manifests
+
+
+def _names(manifests: Iterable[WeightManifest]) -> Collection[str]:
+    return {entry.name for manifest in manifests for entry in manifest.tensors}
 
 
 def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, index: int) -> _Part:

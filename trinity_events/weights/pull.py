@@ -47,6 +47,13 @@ class PulledVersion(NamedTuple):
     wanted: Wanted | None = None
     """What was asked for; None is everything."""
 
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors that are wanted."""
+        if self.wanted is not None:
+            return self.wanted.keys()
+        return {entry.name for manifest, _ in self.parts for entry in manifest.tensors}
+
     def by_name(self) -> dict[str, list[Piece]]:
         """What there is of every tensor that is wanted: one piece, or the shards of several ranks.
 

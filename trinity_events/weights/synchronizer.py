@@ -39,6 +39,7 @@ from .install import check_fit, install
 from .load import Based, load_version
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
+from .torn import Torn
 from .transports.base import ChunkStore, Ended, PartRef, ReadsAlong
 from .transports.collective import TIMEOUT, CollectiveGroups, CollectiveStore
 from .transports.ray_store import RayStore
@@ -110,11 +111,12 @@ class Synchronizer(CollectiveGroups):
         self._last: dict[int, LastPublished] = {}
         self._installed = Installed()
         self._ahead = Ahead()
+        self._torn = Torn()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         own = ("_publisher_made", "_stores", "_read_through", "_lasting", "_last")
-        for name in (*own, "_installed", "_ahead"):
+        for name in (*own, "_installed", "_ahead", "_torn"):
             del state[name]
         return state
 
@@ -301,7 +303,11 @@ class Synchronizer(CollectiveGroups):
         taker = None if into is None else self._ahead.begin(into)
         if taker is not None:
             self._installed.forget()
-        return store.read_along(parts, stop, deadline, taker)
+        try:
+            return store.read_along(parts, stop, deadline, taker)
+        finally:
+            if into is not None:
+                self._torn.add(into, self._ahead.took)
 
     @contextmanager
     def pull(
@@ -357,10 +363,11 @@ class Synchronizer(CollectiveGroups):
     ) -> AppliedPhases:
         with self.pull(ready, wanted, have) as version:
             verified_at = time.time()
-            fit = check_fit(module, version)
+            fit, names = check_fit(module, version), version.names
             fetched = time.monotonic()
             self._installed.forget()
-            install(fit)
+            with self._torn.until_whole(module, names):
+                install(fit)
             if wanted is None:
                 self._installed.note(module, ready, version)
                 self._ahead.note(module, [manifest for manifest, _ in version.parts])
@@ -394,12 +401,15 @@ class Synchronizer(CollectiveGroups):
         As :meth:`apply`, but with no room for the version: each chunk goes straight to where it
         belongs, and is verified there. So what fails midway leaves the module with some of it:
         nobody may serve from it then before another version is whole. Deltas are applied.
+
+        Raises as :meth:`apply`, which like this refuses a version that leaves out some of what a
+        version that never became whole may have left its bytes in.
         """
         began = time.monotonic()
         store = self._store_of(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
-            parts = load_version(store, self.run_id, ready, module, wanted, self._ahead)
+            parts = load_version(store, self.run_id, ready, module, wanted, self._ahead, self._torn)
         except Based:
             return self.apply(module, ready, wanted)
         finally:

@@ -68,7 +68,7 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     by_device: dict[torch.device, IntoDevice] = {}
     for target, source in pairs:
         if not _travels(target, source):
-            target.copy_(source)
+            target.detach().copy_(source)  # of one made in inference mode that alone may be written
             continue
         if target.device not in by_device:
             by_device[target.device] = IntoDevice(lane_of(target.device))

@@ -90,7 +90,8 @@ class Follower:
     def _open(self) -> bool:
         """Whether the part is being written; notes when it is sealed already."""
         for path in self._find(name_while_written(self.part)):
-            with suppress(FileNotFoundError):
+            # Its writer may just be looking whether anybody reads it, before it begins anew.
+            with suppress(FileNotFoundError, BlockingIOError):
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
                     read_beside(self._descriptor)
@@ -120,9 +121,10 @@ class Follower:
             return False
         for begin in range(DATA + len(digests) * size, DATA + end * size, size):
             chunk = memory[begin : begin + size]
-            digests.append(digest(chunk))
+            digested = digest(chunk)
             if self._take is not None:
-                self._take(len(digests) - 1, chunk)
+                self._take(len(digests), chunk)
+            digests.append(digested)  # behind it: what counts as digested was taken
         return True
 
 
