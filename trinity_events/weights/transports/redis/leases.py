@@ -80,9 +80,11 @@ class Retired:
             oldest = next(iter(self._held))
             unlink(self._redis, oldest, self._held.pop(oldest))
 
-    def forget(self, part: PartRef) -> None:
-        """The part is published anew: what is there of it is no longer what was superseded."""
-        self._held.pop(part, None)
+    def make_way(self, part: PartRef) -> None:
+        """The part is published anew: who still reads what it was has lost it."""
+        chunks = self._held.pop(part, None)
+        if chunks is not None:
+            unlink(self._redis, part, chunks)
 
     def free(self) -> None:
         """Free those that nobody reads any more."""

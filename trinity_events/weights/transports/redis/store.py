@@ -56,7 +56,7 @@ class RedisChunkStore:
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
         """Begin a part. It holds two chunks in memory, whatever the size of the model."""
         self._retired.free()
-        self._retired.forget(part)
+        self._retired.make_way(part)
         size = chunk_bytes or CHUNK_BYTES
         return RedisSink(self._redis, self._values, self._rooms, part, size, self._expire)
 
