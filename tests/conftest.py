@@ -48,6 +48,14 @@ def run_id():
 
 
 @pytest.fixture
+def part(run_id):
+    """What rank 0 publishes of the run's first step."""
+    from trinity_events.weights import PartRef  # torch is for the tests that need it
+
+    return PartRef(run_id, 1, 1, 0)
+
+
+@pytest.fixture
 async def client(redis_url):
     async with connect(redis_url) as connected:
         yield connected

@@ -25,11 +25,6 @@ pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared 
 
 
 @pytest.fixture
-def part(run_id):
-    return PartRef(run_id, 1, 1, 0)
-
-
-@pytest.fixture
 def copied(monkeypatch):
     """Sizes of what was copied into the model from what was published."""
     sizes = []

@@ -6,12 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_boxes import boxes_in
-from tests.test_shards import module_of, publish, rows, verified
+from tests.test_shards import module_of, publish, rows, stores, verified
 from tests.test_transports import announcement
-from tests.transport_actors import Where
 from trinity_events.errors import IncompatibleWeights, VersionUnavailable
 from trinity_events.weights import (
-    PartRef,
     PartWriter,
     RedisChunkStore,
     check_fit,
@@ -22,23 +20,8 @@ from trinity_events.weights import (
 from trinity_events.weights.boxes import Box, common, runs, whole
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.load import Based
-from trinity_events.weights.transports.shared_memory import available
 
-
-@pytest.fixture(
-    params=["redis", pytest.param("shm", marks=pytest.mark.skipif(not available(), reason="none"))]
-)
-def stores(request, weights_url):
-    """Those of two publishing ranks, and a reader's."""
-    made = [Where(request.param, weights_url).store() for _ in range(3)]
-    yield made
-    for store in made:
-        store.close()
-
-
-@pytest.fixture
-def part(run_id):
-    return PartRef(run_id, 1, 1, 0)
+__all__ = ["stores"]  # a fixture
 
 
 @pytest.fixture

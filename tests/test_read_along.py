@@ -13,7 +13,7 @@ from tests.test_weights import ready
 from tests.transport_actors import CHUNK, SOME, Where, actor, kill, publishes_until, reads_along
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion
-from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, pull
+from trinity_events.weights import PartWriter, SharedMemoryStore, pull
 from trinity_events.weights.transports.shared_memory import under_way
 from trinity_events.weights.transports.shared_memory.segments import (
     available,
@@ -35,11 +35,6 @@ def stores():
     yield made
     for store in made:
         store.close()
-
-
-@pytest.fixture
-def part(run_id):
-    return PartRef(run_id, 1, 1, 0)
 
 
 @pytest.fixture

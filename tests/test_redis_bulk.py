@@ -10,14 +10,9 @@ import torch
 from tests.test_transports import announcement, assert_same, put, read
 from tests.transport_actors import SOME, Where
 from trinity_events.server import open_client
-from trinity_events.weights import PartRef, PartWriter
+from trinity_events.weights import PartWriter
 from trinity_events.weights.transports.redis.bulk import BulkConnection, BulkError
 from trinity_schemas import decode_manifest
-
-
-@pytest.fixture
-def part(run_id):
-    return PartRef(run_id, 1, 1, 0)
 
 
 @pytest.fixture

@@ -9,18 +9,12 @@ import redis
 from tests.test_transports import put
 from tests.transport_actors import CHUNK, Where
 from trinity_events.server import open_client
-from trinity_events.weights import PartRef
 from trinity_events.weights.transports.redis.leases import LONGEST
 from trinity_events.weights.transports.redis.store import _Memory
 from trinity_schemas import chunk_key, leases_key
 
 SIZES = [CHUNK] * 5 + [24_160 - 5 * CHUNK]
 """Of six tensors of 4,000 bytes, aligned."""
-
-
-@pytest.fixture
-def part(run_id):
-    return PartRef(run_id, 1, 1, 0)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from tests.test_transports import announcement, bits
 from tests.transport_actors import Where
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.weights import (
-    PartRef,
     PartWriter,
     PulledVersion,
     adopt,
@@ -40,11 +39,6 @@ def stores(request, weights_url):
     yield made
     for store in made:
         store.close()
-
-
-@pytest.fixture
-def part(run_id):
-    return PartRef(run_id, 1, 1, 0)
 
 
 @pytest.fixture

@@ -129,11 +129,6 @@ def theirs(opened, where):
     return opened(where, reads=True)
 
 
-@pytest.fixture
-def part(run_id):
-    return PartRef(run_id, 1, 1, 0)
-
-
 def put(store, part, tensors=SOME, chunk_bytes=CHUNK):
     writer = PartWriter(store, part, chunk_bytes)
     for name, tensor in tensors:
