@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.histories import (
     DIGEST,
+    RUN,
     History,
     committed,
     failed,
@@ -21,7 +22,14 @@ from tests.histories import (
     slot,
     started,
 )
-from trinity_events.core import decode_state, encode_state, explain, removable
+from trinity_events.core import (
+    Monitor,
+    MonitorState,
+    decode_state,
+    encode_state,
+    explain,
+    removable,
+)
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,
@@ -30,7 +38,7 @@ from trinity_events.core.limits import (
     KEPT_STEPS,
     KEPT_VERSIONS,
 )
-from trinity_events.core.standing import stands
+from trinity_events.core.standing import OF_AN_EPOCH, newest, stands
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
@@ -524,6 +532,32 @@ def test_a_grant_answers_one_attempt_and_is_not_what_subscribers_begin_with():
         history.add(event)
         said = msgspec.structs.replace(history.entries[-1][1], producer=MONITOR)
         assert stands(said, history.fold()[0].state) is standing
+
+
+@pytest.mark.parametrize("opening", [RunOpened(), RunResumed(step=2)])
+def test_what_stands_does_not_depend_on_where_batches_end(opening):
+    history = History()
+    for step in (1, 2, 3):  # of which the first is retired
+        publish_weights(history, step)
+    history.add(failed(4))
+    history.add(opening, by="another", epoch=2)
+    history.add(failed(5), by="another", epoch=2)
+    kept = [committed_in_batches(history.entries, size) for size in range(1, 15)]
+    assert "version-retired/weights" in kept[0] and "step-failed/state_dict" in kept[0]
+    assert all(one == kept[0] for one in kept)
+
+
+def committed_in_batches(entries, size):
+    """What a server has as the newest of each subject at the end."""
+    monitor, kept = Monitor(MonitorState(run_id=RUN)), {}
+    for start in range(0, len(entries), size):
+        epoch = monitor.state.epoch
+        made = [one for entry in entries[start : start + size] for one in monitor.apply(*entry)]
+        for gone in OF_AN_EPOCH if monitor.state.epoch != epoch else ():
+            kept.pop(gone, None)
+        named = zip(newest(made, monitor.state), made, strict=True)
+        kept.update((name, one) for name, one in named if name)
+    return kept
 
 
 def test_a_whole_life_of_a_save_under_a_strategy_is_no_anomaly():

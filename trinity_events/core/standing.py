@@ -11,6 +11,7 @@ from trinity_schemas import (
     StepFailed,
     StepReady,
     StepSuperseded,
+    VersionRetired,
     event_tag,
 )
 
@@ -47,9 +48,11 @@ def newest(announcements: Sequence[Envelope], state: MonitorState) -> list[str]:
 def stands(envelope: Envelope, state: MonitorState) -> bool:
     """Whether an announcement holds now: weights until newer ones, files in their epoch.
 
-    A grant never stands: it answers one attempt, which was listening when it asked.
+    A version that was retired stays so in later epochs. A grant never stands: it answers one
+    attempt, which was listening when it asked.
     """
-    if isinstance(envelope.event, SaveGranted):
+    event = envelope.event
+    if isinstance(event, SaveGranted):
         return False
-    of_weights = isinstance(envelope.event, StepReady) and envelope.event.kind == "weights"
-    return of_weights or envelope.epoch == state.epoch
+    of_weights = isinstance(event, StepReady) and event.kind == "weights"
+    return of_weights or isinstance(event, VersionRetired) or envelope.epoch == state.epoch
