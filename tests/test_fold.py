@@ -598,6 +598,16 @@ def test_requests_at_one_slot_are_bounded():
     assert waiting == [f"attempt-{2 * KEPT_ATTEMPTS + one}" for one in range(KEPT_ATTEMPTS)]
 
 
+def test_attempts_at_one_slot_that_nobody_ends_are_bounded():
+    history = History()
+    for number in range(3 * KEPT_ATTEMPTS):
+        history.add(started(1, f"attempt-{number}"))  # of which no lease tells that it died
+        history.add(progressed(1, 100, f"attempt-{number}"))
+    found = only_slot(history.fold()[0])
+    kept = [f"attempt-{2 * KEPT_ATTEMPTS + one}" for one in range(KEPT_ATTEMPTS)]
+    assert (list(found.running), list(found.progress)) == (kept, kept)
+
+
 def test_explain_tells_who_waits_for_its_turn_and_how_far_the_others_are():
     history = History()
     history.add(committed(4, "state_dict", registration(expected=3)))

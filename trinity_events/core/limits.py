@@ -13,7 +13,7 @@ KEPT_PRODUCERS = 16_384
 REORDERED_PRODUCERS = 4096
 """Of fewer, none is forgotten soon, and their order is not kept."""
 KEPT_ATTEMPTS = 8
-"""Of a slot, failed and waiting each."""
+"""Of a slot, failed, waiting and running each."""
 KEPT_EXPLORERS = 4096
 KEPT_DETACHED = 32
 KEPT_WHOLE = 1024

@@ -71,6 +71,8 @@ class Saves(Readiness):
         else:
             slot.waiting.pop(event.save_id, None)
             slot.running[event.save_id] = self._now
+            if len(slot.running) > KEPT_ATTEMPTS:
+                _end(slot, next(iter(slot.running)))
         if admission.limits(self.state) and event.save_id not in self.state.turns:
             who = who_is(envelope.producer)
             self._anomaly("out-of-turn", f"{who} began {words_of(event.slot)} without a turn")
