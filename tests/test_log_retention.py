@@ -3,9 +3,11 @@
 import threading
 
 import anyio
+import pytest
 
 from tests.pipeline import announced, events_of, publish_steps, recorded, reducer_task, until
-from trinity_events.archive import Archive, verify
+from trinity_events.archive import Archive, ArchiveMissing, verify
+from trinity_events.core import decode_state
 from trinity_events.history import Replay, current_state, load_monitor
 from trinity_events.log import AsyncPublisher, MemoryEventLog, Stream, new_producer, opening
 from trinity_events.reducer import Policy, reduce, retention
@@ -65,6 +67,27 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkey
         scope.cancel()
     assert folded_at == [log.last_id_now()], "once, when all was folded"
     assert len(kept) == 1
+
+
+async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run_id, monkeypatch):
+    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    log, kept = MemoryEventLog(run_id), []
+    await _fill(log, 5)
+
+    async def dies(position):
+        scope.cancel()
+
+    async def keep(position):
+        kept.append(position)
+        scope.cancel()
+
+    for archiving in (dies, keep):
+        token, _ = await log.lead(60)
+        with anyio.fail_after(20), anyio.CancelScope() as scope:
+            await reduce.Reducer(log, None, token, archiving).run()
+        await log.renew(token, 0)
+    state = decode_state((await log.load())[0])
+    assert kept == [state.position], "although nothing came that would make a snapshot due"
 
 
 async def _fill(log, steps):
@@ -158,6 +181,27 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
     token, _ = await log.lead(60)
     await Retention(log, archive, token)(folded)
     assert (await log.read(limit=1))[0].id == folded
+
+
+async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it_is_read(
+    publisher, log, run_id, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(retention, "PAGE", 5)
+    monkeypatch.setitem(retention.SEGMENT_ENTRIES, Stream.EVENTS, 5)
+    elsewhere, archive = Archive(tmp_path / "a", run_id), Archive(tmp_path / "b", run_id)
+    token, _ = await log.lead(60)
+    for number, into in enumerate((elsewhere, archive, elsewhere)):
+        await publish_steps(publisher, range(10 * number + 1, 10 * number + 11))
+        await Retention(log, into, token)(await log.last_id())
+    for kept in (elsewhere, archive):
+        with pytest.raises(ArchiveMissing, match="a segment was moved or deleted"):
+            list(kept.read(Stream.EVENTS))
+    first = await log.first_left(Stream.EVENTS)
+    assert list(elsewhere.read(Stream.EVENTS, first)), "of what follows on it nothing is missing"
+    # Once the segments lie together, all is there.
+    for segment in archive.folder.iterdir():
+        segment.rename(elsewhere.folder / segment.name)
+    assert len(list(elsewhere.read(Stream.EVENTS))) == 91
 
 
 async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(

@@ -95,8 +95,10 @@ class Loaded(NamedTuple):
     monitor: Monitor
     position: str
     """What the server has as the reducer's position; the log may have ended before it."""
+    began: str
+    """Where folding began: the position of the snapshot, or the end of the archive."""
     silent: int
-    """Entries that are folded past the snapshot."""
+    """Entries that are folded past that."""
 
 
 Archived = Callable[[str], Iterator[Entry]]
@@ -114,6 +116,7 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
     through = await _reachable(log, reached)
     monitor = Monitor(await _load_state(log, snapshot, through, archived))
     state, silent, decode = monitor.state, 0, EnvelopeReader().decode
+    began = min(state.position, through, key=position)
     while position(state.position) < position(through):
         found = await log.read(state.position, through=through, limit=PAGE)
         if not found:
@@ -128,7 +131,7 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
         silent += len(found)
     # Also where the snapshot has gone further: ids that come are above the log's end alone.
     state.position = through
-    return Loaded(monitor, reached, silent)
+    return Loaded(monitor, reached, began, silent)
 
 
 async def _reachable(log: EventLog, reached: str) -> str:

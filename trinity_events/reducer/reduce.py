@@ -151,6 +151,8 @@ class Reducer:
             )
         self.reached = loaded.position
         self._began_before = await self._log.last_id()
+        # A leader before us may have died between its snapshot and archiving up to that.
+        self._snapshot_at, self._unkept = loaded.began, int(loaded.began != ORIGIN)
         return loaded.monitor
 
     async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:

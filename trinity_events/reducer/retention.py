@@ -10,6 +10,7 @@ from ..archive.segments import Archive
 from ..history import PAGE
 from ..log import Entry, RedisEventLog, Stream
 from ..log import position as number
+from ..log.position import before
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,31 @@ class Retention:
 
     async def _keep(self, stream: Stream, position: str) -> None:
         through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
-        after, kept = await anyio.to_thread.run_sync(self._archive.through, stream), 0
+        after, kept = await self._goes_on(stream), 0
         while found := await self._segment(stream, after, through):
             await anyio.to_thread.run_sync(self._archive.add, stream, found, after)
             after, kept = found[-1].id, kept + 1
             if kept % _TRIM_EVERY == 0:
                 await self._trim(stream, position)
         await self._trim(stream, position)
+
+    async def _goes_on(self, stream: Stream) -> str:
+        """After which entry the next segment is: the last that is kept, if nothing is between."""
+        after = await anyio.to_thread.run_sync(self._archive.through, stream)
+        left = await self._log.first_left(stream)
+        if left is None or number(after) >= number(before(left)):
+            return after
+        # A run that was archived elsewhere for a while: who reads this is to be told.
+        logger.error(
+            "the %s of %s between %s and %s are not on the server any more and not in %s either: "
+            "put the segments that have them there, or replay, export and verify will miss them",
+            stream.value,
+            self._log.run_id,
+            after,
+            left,
+            self._archive.folder,
+        )
+        return before(left)
 
     async def _trim(self, stream: Stream, position: str) -> None:
         limit = await anyio.to_thread.run_sync(self._archive.trim_limit, stream)
