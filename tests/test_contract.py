@@ -13,6 +13,7 @@ from trinity_schemas import (
     EnvelopeReader,
     ExperienceGroup,
     PartBase,
+    Producer,
     RunKeys,
     StepCommitted,
     StepReady,
@@ -120,6 +121,17 @@ def test_a_reader_that_knows_the_sender_says_what_one_says_that_does_not(payload
     for _ in range(2):
         assert outcome(reader.decode, spliced()) == envelope()
         assert outcome(reader.decode, payload) == outcome(decode_envelope, payload)
+
+
+def test_a_reader_keeps_no_senders_that_are_large():
+    reader = EnvelopeReader()
+    raw = to_json(envelope())
+    raw["producer"]["more"] = "m" * 100_000
+    assert reader.decode(msgspec.msgpack.encode(raw)) == envelope()
+    assert not reader._met
+    largest = Producer(role="r" * 127, rank=2**31, node="\U0001f600" * 256, incarnation="i" * 127)
+    reader.decode(encode(msgspec.structs.replace(envelope(), producer=largest)))
+    assert len(reader._met) == 1
 
 
 def test_an_oversized_event_is_refused_by_its_sender_and_by_its_readers():

@@ -24,6 +24,9 @@ class _Six(Struct, gc=False, forbid_unknown_fields=True):
 _SIX = 0x86
 """First byte of a map of six: with no unknown field, each is there once."""
 
+_LONGEST = 4096
+"""Bytes of a sender that is remembered: more than the fields that we know can take."""
+
 _decode = msgpack.Decoder(_Six).decode
 
 
@@ -64,6 +67,8 @@ class EnvelopeReader:
 
     def _meet(self, payload: bytes, sender: Raw) -> Envelope:
         envelope = decode_envelope(payload)
+        if len(bytes(sender)) > _LONGEST:
+            return envelope  # with fields of a later version, that are not to fill our memory
         if len(self._met) >= self._most:
             self._met.clear()
         self._met[bytes(sender)] = (envelope.run_id, envelope.producer)
