@@ -8,12 +8,15 @@ from contextlib import ExitStack
 
 import anyio
 import pytest
+import redis
 import torch
 
 from tests.pipeline import events_of, reducer_task
 from tests.test_weights import awkward
+from trinity_events import Synchronizer
 from trinity_events.errors import (
     DeadlineExceeded,
+    PublishError,
     SharedMemoryUnusable,
     VersionUnavailable,
 )
@@ -23,6 +26,7 @@ from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import StepRef, WeightsApplied
 from trinity_workers.collectives import CollectiveBroken
 from trinity_workers.config import BadSettings
+from trinity_workers.verl import waiting
 from trinity_workers.verl.meeting import Opened, Place, here, met, transport_between
 from trinity_workers.verl.receiver import Receiver
 from trinity_workers.verl.sender import Sender
@@ -177,6 +181,38 @@ async def test_after_an_error_the_gathers_go_on_and_rollouts_hear_of_it_and_the_
     assert seen == [as_bits(AWKWARD)]
 
 
+async def test_rollouts_hear_of_each_failure_of_a_step_that_is_tried_again(make_ends, reducer):
+    ends = make_ends(deadline=10.0)
+    for reason in ("first", "second"):
+        ends.meet()
+        sent, got = await asyncio.gather(
+            ends.sender.send(broken_by(reason), 1),
+            taken(ends.receivers[0], 1),
+            return_exceptions=True,
+        )
+        assert isinstance(sent, CollectiveBroken)
+        assert isinstance(got, VersionUnavailable) and reason in str(got)
+    _, seen = await ends.update(AWKWARD, 1)
+    assert seen == [as_bits(AWKWARD)]
+
+
+async def test_a_step_is_tried_again_although_nobody_heard_that_it_failed(make_ends, reducer):
+    ends = make_ends()
+    ends.meet()
+    heard = ends.sender._give_up
+    ends.sender._give_up = lambda *_: None  # the server was away
+    with pytest.raises(CollectiveBroken):
+        await ends.sender.send(broken_by("first"), 1)
+    ends.sender._give_up = heard
+    _, seen = await ends.update(AWKWARD, 1)
+    assert seen == [as_bits(AWKWARD)]
+
+
+def broken_by(reason):
+    yield "weight", torch.zeros(3)
+    raise RuntimeError(reason)
+
+
 async def test_gathers_that_break_are_told_to_rollouts(make_ends, reducer):
     ends = make_ends()
     ends.meet()
@@ -229,6 +265,38 @@ async def test_weights_that_do_not_come_are_an_error_that_says_what_is_missing(
         await taken(ends.receivers[0], 1)
     assert "weights of step 1 of run" in str(late.value) and "within 0.3 s" in str(late.value)
     assert "Nothing is known of step 1" in str(late.value)
+
+
+async def test_a_log_that_cannot_say_why_weights_do_not_come_is_named_in_the_error(
+    make_ends, reducer, monkeypatch
+):
+    async def breaks(log):
+        raise redis.ConnectionError("connection reset")
+
+    monkeypatch.setattr(waiting, "current_state", breaks)
+    ends = make_ends(deadline=0.1)
+    ends.meet()
+    with pytest.raises(DeadlineExceeded, match=r"could not be asked why \(connection reset\)"):
+        await taken(ends.receivers[0], 1)
+
+
+async def test_both_ends_end_their_threads_although_the_log_takes_nothing_more(
+    make_ends, reducer, exits
+):
+    ends = make_ends()
+    await ends.update({"weight": torch.zeros(3)}, 1)
+    exits.pop_all()  # they are closed below
+
+    def full():
+        raise PublishError("1 event was not taken")
+
+    for end in (ends.sender, *ends.receivers):
+        synchronizer, end._synchronizer.close = end._synchronizer, full
+        with pytest.raises(PublishError):
+            end.close()
+        Synchronizer.close(synchronizer)
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            end._thread.wait(int)
 
 
 @pytest.mark.parametrize("transport", ["redis", "shm"])

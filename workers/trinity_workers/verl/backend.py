@@ -64,7 +64,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._sender.meet(meeting)
         if rank is None:
             return
-        receiver = self._receiver
+        receiver, self._receiver = self._receiver, None
         if receiver is not None and (receiver.run_id, receiver.rank) != (
             meeting.opened.run_id,
             rank,

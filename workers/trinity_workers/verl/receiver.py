@@ -112,8 +112,10 @@ class Receiver:
     def close(self) -> None:
         """Let go of everything."""
         self._supersede()
-        self._thread.wait(self._close)
-        self._thread.end()
+        try:
+            self._thread.wait(self._close)
+        finally:
+            self._thread.end()
 
     def _supersede(self) -> None:
         """End the wait of the last update, if it is still there."""

@@ -35,8 +35,8 @@ class Sender:
         self._settings = settings
         self._run_id = settings.run_id or f"verl-{secrets.token_hex(4)}"
         self._epoch = 0
-        self._last: int | None = None
-        """Step of the newest version that is published."""
+        self._begun: int | None = None
+        """Step of the newest version of the epoch that was begun, whatever became of it."""
         self._transport: TransportName | None = None
         self._rollouts = 0
         self._synchronizer: Synchronizer | None = None
@@ -63,7 +63,7 @@ class Sender:
         began = time.monotonic()
         step = global_steps
         if step is None:
-            step = 1 if self._last is None else self._last + 1
+            step = 1 if self._begun is None else self._begun + 1
         writer: PartWriter | None = None
         error: Exception | None = None
         try:
@@ -93,7 +93,6 @@ class Sender:
         if error is not None:
             await self._thread.begin(self._give_up, step, writer, error)
             raise error
-        self._last = step
         return {
             "checkpoint_engine/payload_mbytes": report.bytes / (1 << 20),
             "checkpoint_engine/publish_seconds": time.monotonic() - began,
@@ -104,8 +103,10 @@ class Sender:
 
     def close(self) -> None:
         """Let go of the servers, and of what is published through memory."""
-        self._thread.wait(self._forget_synchronizer)
-        self._thread.end()
+        try:
+            self._thread.wait(self._forget_synchronizer)
+        finally:
+            self._thread.end()
 
     # --- in the thread ---------------------------------------------------------------------
 
@@ -132,12 +133,12 @@ class Sender:
             )
 
     def _begin(self, step: int) -> PartWriter:
-        if self._last is not None and step <= self._last:
+        if self._begun is not None and step <= self._begun:
             # The trainer went back, or sends a step's weights once more: a version never changes,
-            # so they are those of another epoch.
+            # and that it failed is announced once, so they are those of another epoch.
             self._forget_synchronizer()
             self._open_run(resume_from=step)
-            self._last = None
+        self._begun = step
         synchronizer = self._made()
         if self._transport == "collective":
             synchronizer.setup_weight_sync_group(self._rollouts, timeout=self._settings.deadline)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import anyio
+import redis
 
 from trinity_events.core.explain import explain
 from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
@@ -67,6 +68,8 @@ async def _announced(redis_url: str, opened: Opened, step: int | None, what: str
                     f"{what} of run {opened.run_id} were asked for, but the trainer published "
                     f"those of step {event.step}: both have to be given the same global_steps"
                 )
+            if isinstance(event, StepSuperseded) and event.by.step == event.step:
+                continue  # of an attempt that ended unheard: the step is tried again
             if step is None or event.step == step:
                 raise VersionUnavailable(f"{what} of run {opened.run_id} {_why_not(event)}")
     raise AssertionError("unreachable")
@@ -95,6 +98,6 @@ async def _missing(redis_url: str, opened: Opened, step: int | None) -> str:
         with anyio.fail_after(_ASKING):
             async with connect(redis_url, retry=False) as client:
                 state = await current_state(RedisEventLog(client, opened.run_id))
-    except (TrinityError, OSError, TimeoutError) as error:
+    except (TrinityError, redis.RedisError, OSError, TimeoutError) as error:
         return f"the log could not be asked why ({error}): {look}"
     return f"{explain(state, step).rstrip('.')}: {look}"
