@@ -153,6 +153,8 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
     )
     assert not verify(recording, changed).sound
     assert not verify(recording, b"\x01").sound
+    earlier = recording._replace(events=recording.events[:-1])
+    assert "snapshot" not in verify(earlier, snapshot).checked, "it is of a later entry"
 
 
 async def test_verify_finds_an_iteration_file_that_lies(

@@ -59,8 +59,6 @@ def verify(
     findings: list[Finding] = []
     checked = ["announcements"]
     kept = _decoded(snapshot, findings)
-    if snapshot is not None:
-        checked.append("snapshot")
     monitor = Monitor(MonitorState(run_id=recording.header.run_id))
     announcements = _Announcements(recording.announcements)
     plan = plan_files(monitor.state)
@@ -74,8 +72,11 @@ def verify(
                 announcements.expect(encode(one))
             if entry.id == recording.header.position:
                 plan = plan_files(monitor.state)
-        if kept is not None and entry.id == kept.position and kept != monitor.state:
-            findings.append(_mismatch(f"the snapshot at {entry.id} is not what the log folds to"))
+        if kept is not None and entry.id == kept.position:
+            checked.append("snapshot")
+            if kept != monitor.state:
+                what = f"the snapshot at {entry.id} is not what the log folds to"
+                findings.append(_mismatch(what))
     if position(end) < reached:
         findings.append(
             _mismatch(

@@ -56,8 +56,8 @@ async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
     with TemporaryDirectory(prefix="trinity-events-") as room:
         path = Path(room) / "log.jsonl"
         async with log_of(redis_url, run) as log:
+            snapshot, _ = await log.load()  # before: one that is taken meanwhile may be later
             await record_run(log, path, Archive(folder, run), bare_line)
-            snapshot, _ = await log.load()
         return check(read_recording(path), snapshot, folder if folder.is_dir() else None)
 
 
