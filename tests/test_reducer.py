@@ -31,6 +31,7 @@ from trinity_events.log import (
     opening,
 )
 from trinity_events.reducer import Reducer, reduce, reduce_run
+from trinity_events.reducer.process import _has_more
 from trinity_events.server import connect
 from trinity_schemas import RunClosed, RunOpened, StepReady, VersionRetired, encode
 
@@ -159,6 +160,14 @@ async def test_entries_that_were_lost_are_reported_and_the_run_goes_on(
         await publish_steps(publisher, [2])
         assert [one.step for one in await announced(log, 2)] == [1, 2]
     assert f"has no entry {position}" in caplog.text
+
+
+async def test_a_run_that_lost_its_end_is_not_served_over_and_over(publisher, log):
+    await publish_steps(publisher, [1])
+    assert await _has_more(log)
+    for folded in (await log.last_id(), "99999999999999-0"):
+        await log._redis.set(log.keys.position, folded)
+        assert not await _has_more(log)
 
 
 async def test_a_run_that_was_closed_is_served_again_when_it_is_opened_again(

@@ -16,7 +16,7 @@ import redis.asyncio
 
 from ..archive.segments import Archive
 from ..errors import TrinityError
-from ..log import ORIGIN, RedisEventLog, Stream, watch_runs
+from ..log import ORIGIN, RedisEventLog, Stream, position, watch_runs
 from ..log.faults import FAULTS, pauses
 from ..server import connect
 from .checkpoints import CheckpointFiles
@@ -183,7 +183,9 @@ def _leaf(error: BaseException) -> BaseException:
 
 async def _has_more(log: RedisEventLog) -> bool:
     try:
-        return (await log.load())[1] != await log.last_id()
+        folded = (await log.load())[1]
+        # A log that lost its end is behind what was folded of it: there is nothing to serve.
+        return position(folded) < position(await log.last_id())
     except _ABSENCE:
         return True  # not known: look again
 
