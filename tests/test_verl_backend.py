@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import anyio
 import pytest
@@ -313,6 +313,27 @@ async def test_an_update_that_another_one_follows_waits_no_longer(make_ends, red
         with pytest.raises(VersionUnavailable, match=r"step 1 .* another update began"):
             await waits
     assert seen == [as_bits(AWKWARD)]
+
+
+async def test_a_wait_ends_although_a_client_passes_over_its_cancellation(
+    make_ends, reducer, monkeypatch
+):
+    async def deaf(*_):
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    ends = make_ends()
+    ends.meet()
+    monkeypatch.setattr("trinity_workers.verl.receiver.announced", deaf)
+    waits = asyncio.create_task(taken(ends.receivers[0], 1))
+    while ends.receivers[0]._waiting is None:
+        await asyncio.sleep(0)
+    ends.meet()
+    ended, _ = await asyncio.wait([waits], timeout=20)
+    assert ended
+    with pytest.raises(VersionUnavailable, match="another update began"):
+        await waits
 
 
 async def test_a_version_that_is_let_go_for_another_update_is_not_handed_on(make_ends, reducer):

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 
+import anyio
 import torch
 from msgspec import Struct
 
@@ -58,7 +59,7 @@ class Receiver:
         self._held = ExitStack()
         self._taken: Taken | None = None
         self._stop = threading.Event()
-        self._waiting: asyncio.Future[StepReady] | None = None
+        self._waiting: tuple[asyncio.AbstractEventLoop, anyio.CancelScope] | None = None
         self._thread = OneThread()
         self._synchronizer = Synchronizer(
             self.run_id,
@@ -121,7 +122,8 @@ class Receiver:
         """End the wait of the last update, if it is still there."""
         self._stop.set()
         if self._waiting is not None:
-            self._waiting.get_loop().call_soon_threadsafe(self._waiting.cancel)
+            loop, scope = self._waiting
+            loop.call_soon_threadsafe(scope.cancel)
             self._waiting = None
         self._meeting = None
 
@@ -143,15 +145,11 @@ class Receiver:
             along = self._thread.begin(
                 self._synchronizer.read_along, opened.epoch, coming, stop, settings.deadline
             )
-        self._waiting = waiting = asyncio.ensure_future(
-            announced(settings.redis_url, opened, step, settings.deadline)
-        )
         try:
-            return await waiting
-        except asyncio.CancelledError:
-            self._check(meeting, step)
-            waiting.cancel()
-            raise
+            # A scope, for a client may pass over a task's cancellation; a scope's comes again.
+            with anyio.CancelScope() as scope:
+                self._waiting = waiting = asyncio.get_running_loop(), scope
+                return await announced(settings.redis_url, opened, step, settings.deadline)
         finally:
             if self._waiting is waiting:
                 self._waiting = None
@@ -159,6 +157,8 @@ class Receiver:
             if along is not None:
                 with suppress(TrinityError, OSError):  # the pull will find it too, and say more
                     await along
+        self._check(meeting, step)
+        raise AssertionError("only another update ends the wait")
 
     async def _next(
         self, tensors: Iterator[tuple[str, torch.Tensor]], version: PulledVersion
