@@ -48,7 +48,9 @@ def fleet(redis_url, weights_url, tmp_path_factory):
 
         from tests.verl.actors import Fleet
 
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=40)
+        ray.init(
+            "local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=40
+        )
         try:
             yield Fleet(folder, redis_url=redis_url, weights_url=weights_url, deadline=DEADLINE)
         finally:
