@@ -1,5 +1,6 @@
 """Models at rest that are filled with a version while it is still being published."""
 
+from contextlib import closing
 from threading import Event
 
 import anyio
@@ -9,12 +10,14 @@ from msgspec.structs import replace
 
 from tests.pipeline import reducer_task
 from tests.test_read_along import CHUNKS, ends, follower_of, reading, stores, until, write
+from tests.test_shards import rows
 from tests.test_transports import announcement
 from tests.test_weights import ready
 from tests.transport_actors import CHUNK, SOME, Where
 from trinity_events.errors import CorruptVersion, IncompatibleWeights
-from trinity_events.weights import PartRef, PartWriter, load_version
+from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, load_version
 from trinity_events.weights.ahead import Ahead
+from trinity_events.weights.boxes import Place
 from trinity_events.weights.tensors import copy_bytes
 from trinity_events.weights.transports.shared_memory import available, under_way
 from trinity_schemas import VersionOpened, decode_manifest
@@ -85,6 +88,26 @@ def test_a_model_has_a_version_before_it_is_sealed_but_for_the_last_chunk(
         squared.backward()
 
 
+def test_the_shards_of_all_ranks_are_taken_as_they_come(stores, part, copied):
+    (ours, theirs), ahead = stores, Ahead()
+    weight, module = torch.rand(64, 33), torch.nn.ParameterDict({"weight": torch.zeros(64, 33)})
+    with closing(SharedMemoryStore()) as second:
+        for step in (1, 2):
+            parts = [part._replace(step=step, rank=rank) for rank in (0, 1)]
+            copied.clear()
+            with reading(theirs, parts, taker=ahead.begin(module)):
+                writers = [PartWriter(*one, 256) for one in zip((ours, second), parts, strict=True)]
+                for writer, (tensor, *place) in zip(writers, rows(weight + step, 20), strict=True):
+                    writer.add("weight", tensor, Place(*place))
+                if step == 2:  # of 2,640 and 5,808 bytes, in chunks of 256
+                    until(lambda: sum(copied) == (10 + 22) * 256)
+                event = announcement(parts[0], *[writer.seal() for writer in writers])
+            loaded = load_version(theirs, part.run_id, event, module, ahead=ahead)
+            ahead.note(module, loaded)
+            assert torch.equal(module["weight"], weight + step)
+    assert sum(copied) == weight.nbytes, "nothing is copied twice"
+
+
 def test_a_version_that_lies_otherwise_than_the_one_before_is_loaded_anew(stores, model, part):
     (ours, theirs), (module, ahead) = stores, model
     part = part._replace(step=2)
@@ -118,7 +141,7 @@ def test_what_was_taken_of_a_part_that_was_given_up_is_taken_anew(stores, model,
     assert has(module, changed(2.0))
 
 
-def test_what_was_taken_and_is_not_what_was_published_is_found(stores, model, part, monkeypatch):
+def test_what_was_taken_and_is_not_what_was_published_is_found(stores, model, part):
     (ours, theirs), (module, ahead) = stores, model
     part = part._replace(step=2)
     with reading(theirs, [part], taker=ahead.begin(module)):
