@@ -128,11 +128,12 @@ class Ahead:
 
         Where they lie otherwise than before, plans are gone, and what was taken does not count.
         """
-        targets = {name: target.detach() for name, target in targets_of(module).items()}
+        targets = targets_of(module)
         if not all(map(is_plain, targets.values())):
             return False
-        if _places(targets) != _places(self._targets):
-            self._targets, self._plans, self._fillings = targets, {}, {}
+        if not _lie_alike(targets, self._targets):
+            self._targets = {name: target.detach() for name, target in targets.items()}
+            self._plans, self._fillings = {}, {}
         return True
 
     def _plan(self, rank: int) -> dict[int, list[_Copy]]:
@@ -169,6 +170,9 @@ def _sizes(manifest: WeightManifest) -> list[int]:
     return [chunk.nbytes for chunk in manifest.chunks]
 
 
-def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """Where they lie, and as what."""
-    return {name: (one.data_ptr(), one.shape, one.dtype) for name, one in tensors.items()}
+def _lie_alike(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether tensors of the same names lie in the same memory, as the same."""
+    return some.keys() == others.keys() and all(
+        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
+        for one, other in ((one, others[name]) for name, one in some.items())
+    )
