@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size((("1 MiB in 20 tensors", Model(20, 26_214)),), 2, 4, 2, "20 s"),
-    "small": Size((("64 MiB in 200 tensors", Model(200, 167_772)),), 5, 32, 30, "4 min"),
+    "small": Size((("64 MiB in 200 tensors", Model(200, 167_772)),), 5, 32, 30, "1 min"),
     "full": Size(
         (
             ("64 MiB in 200 tensors", Model(200, 167_772)),
