@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from trinity_events.weights import PartRef, RayStore
+from trinity_events.weights.load import load_version
 from trinity_schemas import StepReady
 
 from .ends import Turn, row
@@ -39,6 +40,12 @@ class Taker:
         announced = msgspec.msgpack.decode(ready, type=StepReady)
         return apply(self._store, self._module, announced, digests=True)
 
+    def load(self, ready: bytes) -> float:
+        """The same into a model that nobody serves from meanwhile."""
+        announced = msgspec.msgpack.decode(ready, type=StepReady)
+        load_version(self._store, RUN, announced, self._module)
+        return float(self._module.get_parameter(LAST).detach()[-1])
+
 
 class Ours:
     """This process's end."""
@@ -54,7 +61,14 @@ class Ours:
         self._synced = 0
 
     def sync(self) -> float:
-        """Seconds that one version takes."""
+        """Seconds that one version takes, into a model that serves meanwhile."""
+        return self._synced_by(self._taker.apply)
+
+    def sync_at_rest(self) -> float:
+        """Seconds that one takes into a model that nobody serves from meanwhile."""
+        return self._synced_by(self._taker.load)
+
+    def _synced_by(self, take: Any) -> float:
         import ray
 
         self._synced += 1
@@ -63,7 +77,7 @@ class Ours:
         began = time.perf_counter()
         part = PartRef(RUN, 1, self._synced, 0)
         ready = published(self._store, part, list(self._source.items()))
-        applied = ray.get(self._taker.apply.remote(msgspec.msgpack.encode(ready)))
+        applied = ray.get(take.remote(msgspec.msgpack.encode(ready)))
         seconds = time.perf_counter() - began
         if applied != number:
             raise RuntimeError(f"through Ray {applied} was applied, not {number}")
@@ -89,13 +103,22 @@ def measured(turn: Turn, noise: Noise) -> list[Row]:
     """One model."""
     with WeightsThroughRay(turn.model, _VERSIONS) as path:
         ours = Ours(turn.model)
-        them = {"ours": ours.sync, "original": path.sync, "careful": path.sync_with_care}
+        them = {
+            "ours": ours.sync,
+            "at rest": ours.sync_at_rest,
+            "original": path.sync,
+            "careful": path.sync_with_care,
+        }
         for _ in range(_WARM):
-            for name in ("ours", "careful"):
+            for name in ("ours", "at rest", "careful"):
                 them[name]()
         found = taking_turns(them, turn.rounds, noise)
         ours.close()
     return [
-        row(turn, OURS, found["ours"], "the original's path", found["original"], ORIGINAL),
-        row(turn, OURS, found["ours"], "Ray, used with care", found["careful"], CAREFUL),
+        row(turn, what, found[ours], beside, found[theirs], asked)
+        for what, ours in ((OURS, "ours"), (f"{OURS}, into a model at rest", "at rest"))
+        for beside, theirs, asked in (
+            ("the original's path", "original", ORIGINAL),
+            ("Ray, used with care", "careful", CAREFUL),
+        )
     ]

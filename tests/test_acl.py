@@ -159,7 +159,8 @@ def test_what_ranks_and_explorers_do_is_allowed_to_them(clean):
         writer.seal()
         source = RedisChunkStore(explorer).open(part)
         store.delete(part)
-        assert len(source.read([12], lambda *_: None)) == 12
+        [data] = source.read([12], lambda *_: None)
+        assert len(data) == 12
         source.close()
         store.begin(part)
         assert rank.get(chunk_key(*part, 0)) is None, "it is freed"

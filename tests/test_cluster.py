@@ -226,7 +226,7 @@ async def test_experiences_and_weights_live_on_a_cluster(nodes, url, run_id):
         assert len(at) > 1
         for part in parts:
             source = store.open(part)
-            assert source.read([4, 2], lambda *_: None) == bytes(range(6))
+            assert source.read([4, 2], lambda *_: None) == [bytes(range(6))]
             store.delete(part)
             assert store.open(part) is None
 

@@ -8,6 +8,7 @@ import signal
 import struct
 import time
 import warnings
+from unittest import mock
 
 import anyio
 import msgspec
@@ -33,8 +34,10 @@ from trinity_events.weights import (
     SharedMemoryStore,
     pull_version,
 )
+from trinity_events.weights.install import check_fit, install
+from trinity_events.weights.load import load_version
 from trinity_events.weights.publish import manifest_digest
-from trinity_events.weights.transports.ray_store import NAMESPACE, _pointed
+from trinity_events.weights.transports.ray_store import NAMESPACE, Objects, RaySource, _pointed
 from trinity_events.weights.transports.shared_memory.segments import (
     Owner,
     available,
@@ -207,10 +210,12 @@ def exchange(part, change):
     import ray
 
     directory = ray.get_actor(_pointed(part), NAMESPACE)
-    manifest, [reference] = ray.get(directory.find.remote(part))
-    other = ray.put(change(ray.get(reference).copy()))
-    ray.get(directory.keep.remote(part, manifest, [other]))
-    return other
+    manifest, objects = ray.get(directory.find.remote(part))
+    [reference] = objects.references
+    other = change(ray.get(reference).copy())
+    put = ray.put(other)
+    ray.get(directory.keep.remote(part, manifest, Objects([put], [len(other)])))
+    return put
 
 
 def received(reader):
@@ -409,7 +414,7 @@ def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
         put(ours, part._replace(step=step), [("other", torch.rand(6000))])
         ours.delete(part._replace(step=step))
     manifest = decode_manifest(source.manifest)
-    data = source.read([chunk.nbytes for chunk in manifest.chunks], lambda *_: None)
+    [data] = source.read([chunk.nbytes for chunk in manifest.chunks], lambda *_: None)
     for entry, (_, tensor) in zip(manifest.tensors, SOME, strict=True):
         sent = bits(tensor).numpy().tobytes()
         assert data[entry.offset : entry.offset + len(sent)] == sent
@@ -553,6 +558,58 @@ def test_versions_cross_from_node_to_node_both_ways(ray_cluster, opened, weights
     assert_same({name: torch.tensor(one) for name, one in found.items()}, SOME)
 
 
+def test_tensors_that_lie_in_several_objects_of_ray_travel(ray_cluster, opened, weights_url, part):
+    sent = [("a", torch.rand(700)), ("b", torch.rand(3, 5)), ("c", torch.rand(2000).bfloat16())]
+    ours = RayStore(object_bytes=1024)
+    event = put(ours, part, sent, chunk_bytes=None)
+    theirs = opened(Where("ray", weights_url, ray_cluster))
+    assert len(theirs.open(part)._objects.references) > 6
+    assert_same(read(theirs, part.run_id, event), sent)
+    applied = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in sent})
+    with pull_version(theirs, part.run_id, event) as version:
+        install(check_fit(applied, version))
+    loaded = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in sent})
+    load_version(theirs, part.run_id, event, loaded)
+    for name, tensor in sent:
+        assert torch.equal(applied[name], tensor)
+        assert torch.equal(loaded[name], tensor)
+    ours.close()
+
+
+def test_of_rays_objects_only_those_are_read_that_have_something_of_what_is_wanted(
+    ray_cluster, opened, weights_url, part, monkeypatch
+):
+    sent = [(name, torch.rand(1000)) for name in "abc"]
+    ours = RayStore(object_bytes=1024)
+    event = put(ours, part, sent, chunk_bytes=None)
+    theirs = opened(Where("ray", weights_url, ray_cluster))
+    asked = []
+    monkeypatch.setattr(
+        RaySource,
+        "_as_they_come",
+        lambda self, left, come=RaySource._as_they_come: asked.extend(left) or come(self, left),
+    )
+    with pull_version(theirs, part.run_id, event, {"b": None}) as version:
+        [(name, found)] = version.tensors()
+        assert name == "b"
+        assert torch.equal(found, sent[1][1])
+    assert 0 < len(asked) < len(theirs.open(part)._objects.references) / 2
+    ours.close()
+
+
+def test_what_ray_could_not_put_is_told_and_cannot_be_found(ray_cluster, part, monkeypatch):
+    ours = RayStore(object_bytes=1024)
+    full = ours._ray.exceptions.ObjectStoreFullError("no room")
+    monkeypatch.setattr(ours._putter, "_ray", mock.Mock(put=mock.Mock(side_effect=full)))
+    with pytest.raises(RayUnusable, match=r"object store is full: .* --weights redis"):
+        put(ours, part, [("a", torch.rand(10_000))], chunk_bytes=None)
+    assert ours.open(part) is None
+    monkeypatch.undo()
+    put(ours, part, chunk_bytes=None)
+    assert ours.open(part) is not None, "its rooms can be used again"
+    ours.close()
+
+
 def test_a_publisher_on_another_node_that_is_killed_is_told_from_a_retired_version(
     ray_cluster, opened, weights_url, far, part
 ):
@@ -566,7 +623,7 @@ def test_a_publisher_on_another_node_that_is_killed_is_told_from_a_retired_versi
     assert here.open(retired) is None
     assert here.missing(retired) == "retired from the Ray cluster's object store"
     held, waiting = here.open(part), here.open(second)
-    data = held.read([4 << 20], lambda *_: None)
+    [data] = held.read([4 << 20], lambda *_: None)
     os.kill(on_ray(far.pid.remote()), signal.SIGKILL)
     until(lambda: in_ray(part.run_id) == [])
     with pytest.raises(VersionUnavailable, match="the process that published them ended"):
@@ -700,7 +757,8 @@ def test_readers_cannot_write_to_what_they_read(opened, shm, part):
     ours, theirs = opened(shm), opened(shm)
     put(ours, part)
     source = theirs.open(part)
-    assert source.read([24_000], lambda *_: None).readonly
+    [data] = source.read([24_000], lambda *_: None)
+    assert data.readonly
     source.close()
 
 

@@ -107,12 +107,16 @@ class Ahead:
         return self._fillings[part].taken
 
     def take(self, part: PartRef, index: int, data: memoryview) -> None:
-        """Bring a chunk's bytes to where they belong."""
-        filling, begin = self._fillings[part], address(data)
+        """Bring the next chunk's bytes to where they belong, whatever is in them."""
         self._took = True
-        for target, source, nbytes in filling.plan.get(index, ()):
+        self.bring(part, index, data)
+        self._fillings[part].taken = index + 1
+
+    def bring(self, part: PartRef, index: int, data: memoryview) -> None:
+        """Bring a chunk's bytes to where they belong; several threads may."""
+        begin = address(data)
+        for target, source, nbytes in self._fillings[part].plan.get(index, ()):
             copy_bytes(target, begin + source, nbytes)
-        filling.taken = index + 1
 
     def _begin_part(self, part: PartRef, chunk_bytes: int) -> Take:
         sizes = self._sizes(part.rank)

@@ -16,8 +16,9 @@ from .boxes import Box, contains, whole
 from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
 from .fitting import check_covered, misfit, targets_of
+from .part_bytes import PartBytes, as_tensor
 from .pull import Piece, PulledVersion, shape_of, shares
-from .tensors import DTYPES, as_tensor, copy_bytes, is_plain
+from .tensors import DTYPES, copy_bytes, is_plain
 
 _LARGE = 64 << 10
 """Bytes from which on a copy may be another thread's."""
@@ -33,9 +34,9 @@ class Fit(NamedTuple):
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
     """Targets, or views of them, and what goes into each: where bytes cannot simply be copied."""
     plain: list[torch.Tensor]
-    """Targets, or views of them, whose bytes lie together, as those of their sources do."""
-    sources: list[int]
-    """Addresses of what goes into those."""
+    """Targets, or views of them, whose bytes lie together, as do those of what goes into them."""
+    copies: list[tuple[int, int, int]]
+    """Into those: to which address, from which, how many bytes."""
     held: list[torch.Tensor]
     """What lies at some of them, where that is not the version's own memory."""
     deltas: list[tuple[torch.Tensor, memoryview]]
@@ -45,7 +46,7 @@ class Fit(NamedTuple):
         """Have a target, or a view of one, copied into."""
         if is_plain(target) and is_plain(source) and not target.is_inference():
             self.plain.append(target)
-            self.sources.append(source.data_ptr())
+            self.copies.append((target.data_ptr(), source.data_ptr(), target.nbytes))
             self.held.append(source)
         else:
             self.pairs.append((target, source))
@@ -73,11 +74,10 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
     pieces: dict[str, list[Piece]] = {}
     if version.wanted is None:
         for (manifest, buffer), base in zip(version.parts, version.bases, strict=True):
-            begin = buffer.data_ptr()
             for entry in manifest.tensors:
                 if entry.begins is None and entry.encoding == "dense" and entry.name not in names:
                     names.add(entry.name)
-                    _fit_whole(fit, targets, entry, buffer, begin)
+                    _fit_whole(fit, targets, entry, buffer)
                 else:
                     pieces.setdefault(entry.name, []).append(Piece(entry, buffer, base))
     else:
@@ -101,11 +101,11 @@ def install(fit: Fit) -> None:
     slower than the C library's for large ones. An engine is held meanwhile, so all cores may help.
     """
     large: list[tuple[int, int, int]] = []
-    for target, source in zip(fit.plain, fit.sources, strict=True):
-        if target.nbytes < _LARGE:
-            copy_bytes(target.data_ptr(), source, target.nbytes)
+    for to, source, nbytes in fit.copies:
+        if nbytes < _LARGE:
+            copy_bytes(to, source, nbytes)
         else:
-            large += _pieces(target.data_ptr(), source, target.nbytes)
+            large += _pieces(to, source, nbytes)
     _copy(large)
     if fit.plain:  # so that autograd knows
         torch.autograd.graph.increment_version(fit.plain)
@@ -162,18 +162,17 @@ def _copy_some(pieces: list[tuple[int, int, int]]) -> None:
 
 
 def _fit_whole(
-    fit: Fit,
-    targets: dict[str, torch.Tensor],
-    entry: TensorEntry,
-    buffer: torch.Tensor,
-    begin: int,
+    fit: Fit, targets: dict[str, torch.Tensor], entry: TensorEntry, buffer: PartBytes
 ) -> None:
     target = targets.get(entry.name)
     if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
         raise misfit(entry.name, target, entry.dtype, entry.shape)
     if is_plain(target) and not target.is_inference():
+        at = target.data_ptr()
         fit.plain.append(target)
-        fit.sources.append(begin + entry.offset)
+        for source, nbytes in buffer.runs(entry.offset, entry.nbytes):
+            fit.copies.append((at, source, nbytes))
+            at += nbytes
     else:
         fit.pairs.append((target, as_tensor(buffer, entry)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,42 +13,55 @@ from trinity_schemas import WeightManifest
 from ..errors import IncompatibleWeights
 from .boxes import Box, contains, runs, whole
 from .fitting import check_covered, misfit
+from .part_bytes import PartBytes
 from .pull import Piece, Wanted, shape_of, shares
-from .tensors import DTYPES, as_bytes, is_plain
+from .tensors import DTYPES, as_bytes, copy_bytes, is_plain
 
-_NOWHERE = torch.empty(0, dtype=torch.uint8)
+_NOWHERE = PartBytes([])
 
 
 class Landing:
     """Where the bytes of one tensor of the model go: to itself, or to memory beside it.
 
     Such memory is there from the tensor's first byte to its last, for one that is on a GPU, or
-    whose elements do not lie together.
+    whose elements do not lie together. Several threads may bring some.
     """
 
     def __init__(self, target: torch.Tensor) -> None:
         self._target = target.detach()
+        self._plain = is_plain(self._target)
         self._left = target.nbytes
         self._beside: torch.Tensor | None = None
-        self._memory: memoryview | None = None
+        self._lock = threading.Lock()
 
-    @property
-    def memory(self) -> memoryview:
-        """All of it, row-major."""
-        if self._memory is None:
-            if not is_plain(self._target):
-                self._beside = torch.empty(self._target.shape, dtype=self._target.dtype)
-            self._memory = as_bytes(self._target if self._beside is None else self._beside)
-        return self._memory
+    def room(self, at: int, nbytes: int) -> memoryview:
+        """Where so many of its bytes go, row-major."""
+        return as_bytes(self._filled())[at : at + nbytes]
+
+    def bring(self, at: int, source: int, nbytes: int) -> None:
+        """Copy so many of its bytes, which are verified, from an address."""
+        copy_bytes(self._filled().data_ptr() + at, source, nbytes)
+        self.landed(nbytes)
 
     def landed(self, nbytes: int) -> None:
-        """So many bytes more are there, and verified."""
-        self._left -= nbytes
-        if not self._left:
-            if self._beside is not None:
+        """So many bytes more are in their rooms, and verified."""
+        if self._plain:
+            return
+        with self._lock:
+            self._left -= nbytes
+            if not self._left and self._beside is not None:
                 with torch.no_grad():
                     self._target.copy_(self._beside)
-            self._beside = self._memory = None
+                self._beside = None
+
+    def _filled(self) -> torch.Tensor:
+        """What is filled first."""
+        if self._plain:
+            return self._target
+        with self._lock:
+            if self._beside is None:
+                self._beside = torch.empty(self._target.shape, dtype=self._target.dtype)
+            return self._beside
 
 
 class Some(NamedTuple):
@@ -74,7 +88,7 @@ class Run(NamedTuple):
     @property
     def room(self) -> memoryview:
         """Where they go."""
-        return self.landing.memory[self.at : self.at + self.nbytes]
+        return self.landing.room(self.at, self.nbytes)
 
 
 def planned(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, closing
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from .ahead import Ahead
 from .fitting import targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
 from .pull import Wanted, read_manifest
-from .tensors import Digesting
+from .tensors import Digesting, address
 from .torn import Torn
 from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
 
@@ -110,35 +109,28 @@ def _fill(part: _Part, plan: list[Some]) -> None:
     if isinstance(part.source, ReceivesInto):
         _receive(part, part.source, sizes, plan)
         return
-    # They lie in memory already: they are verified there, and copied.
+    # They lie in memory already: each chunk is verified there, and copied while it is in the cache.
+    wanted = dict(by_chunk(sizes, plan))
 
-    def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
-        _check(part, index, None if data is None else len(data), digested, [data or b""])
+    def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
+        begin = address(_verified(part, index, data, digested))
+        for run in wanted[index]:
+            run.landing.bring(run.at, begin + run.begin, run.nbytes)
 
-    data = part.source.read(sizes, check, {index for index, _ in by_chunk(sizes, plan)})
-    begins = [0, *accumulate(sizes)]
-    for index, found in by_chunk(sizes, plan):
-        for run in found:
-            begin = begins[index] + run.begin
-            run.room[:] = data[begin : begin + run.nbytes]
-            run.landing.landed(run.nbytes)
+    part.source.read(sizes, take, wanted)
 
 
 def _finish(part: _Part, ahead: Ahead) -> None:
     """Bring to where they belong what was not there before the part was whole."""
     sizes = [chunk.nbytes for chunk in part.manifest.chunks]
-    taken, there = ahead.taken(part.ref), set[int]()
+    taken = ahead.taken(part.ref)
 
-    def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
-        _check(part, index, None if data is None else len(data), digested, [data or b""])
-        if index < taken and digested == part.manifest.chunks[index].digest:
-            there.add(index)  # it was taken when it was digested
+    def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
+        verified = _verified(part, index, data, digested)
+        if index >= taken or digested != part.manifest.chunks[index].digest:
+            ahead.bring(part.ref, index, verified)  # it was not when it was digested
 
-    data = part.source.read(sizes, check, ahead.chunks(part.ref))
-    begins = [0, *accumulate(sizes)]
-    for index in ahead.chunks(part.ref):
-        if index not in there:
-            ahead.take(part.ref, index, data[begins[index] : begins[index + 1]])
+    part.source.read(sizes, take, ahead.chunks(part.ref))
 
 
 def _receive(part: _Part, source: ReceivesInto, sizes: list[int], plan: list[Some]) -> None:
@@ -160,6 +152,13 @@ def _receive(part: _Part, source: ReceivesInto, sizes: list[int], plan: list[Som
             _check(part, one.number, one.length, one.digested, one.into)
             for run in coming.popleft():
                 run.landing.landed(run.nbytes)
+
+
+def _verified(part: _Part, index: int, data: memoryview | None, digested: str | None) -> memoryview:
+    """A chunk of a part that lies in memory, once it is what was published."""
+    found = memoryview(b"") if data is None else data
+    _check(part, index, None if data is None else len(data), digested, [found])
+    return found
 
 
 def _check(

@@ -25,8 +25,9 @@ from trinity_schemas import (
 from ..errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
 from .boxes import Box, byte_spans, common, fault_in_cover, whole
 from .deltas.rebuild import FullPart, Key, rebuilt
+from .part_bytes import PartBytes
 from .publish import manifest_digest
-from .tensors import DTYPES, as_buffer, digest
+from .tensors import DTYPES, digest
 from .transports.base import ChunkStore, PartRef, PartSource
 
 Wanted: TypeAlias = Mapping[str, Box | None]
@@ -40,8 +41,8 @@ class PulledVersion(NamedTuple):
     digest: str
     bytes: int
     """Of the whole version, and of what it rests on where that was pulled too."""
-    parts: tuple[tuple[WeightManifest, torch.Tensor], ...]
-    """Each part's manifest and its bytes, uint8 [bytes]; undefined where nothing is wanted."""
+    parts: tuple[tuple[WeightManifest, PartBytes], ...]
+    """Each part's manifest and its bytes, undefined where nothing is wanted."""
     bases: tuple[FullPart | None, ...]
     """Of each part, the full one that it rests on; None when it is full, or was not pulled."""
     wanted: Wanted | None = None
@@ -90,8 +91,8 @@ class Piece(NamedTuple):
     """What one part has of a tensor."""
 
     entry: TensorEntry
-    buffer: torch.Tensor
-    """The part's bytes, uint8 [bytes]."""
+    buffer: PartBytes
+    """The part's."""
     base: FullPart | None = None
     """What the part rests on, where it was pulled."""
 
@@ -169,7 +170,7 @@ def pull_version(
     if ready.kind != "weights" or ready.version_digest is None:
         raise ValueError(f"step-ready of kind {ready.kind} announces no weight version")
     with ExitStack() as held:
-        parts: list[tuple[WeightManifest, torch.Tensor]] = []
+        parts: list[tuple[WeightManifest, PartBytes]] = []
         bases: list[FullPart | None] = []
         for announced in ready.parts:
             part = PartRef(run_id, ready.epoch, ready.step, announced.rank)
@@ -220,7 +221,7 @@ def _read_part(
     part: PartRef,
     announced: PublishedPart,
     chunks: Callable[[WeightManifest], Container[int]] | None = None,
-) -> tuple[WeightManifest, torch.Tensor]:
+) -> tuple[WeightManifest, PartBytes]:
     """A part, or those chunks of it that are told by its manifest."""
     manifest = read_manifest(source.manifest, part, announced)
 
@@ -239,7 +240,7 @@ def _read_part(
     # Sized by a manifest whose digest the log vouches for, and whose sums were checked.
     sizes = [chunk.nbytes for chunk in manifest.chunks]
     read = source.read(sizes, check, None if chunks is None else chunks(manifest))
-    return manifest, as_buffer(read)
+    return manifest, PartBytes(read)
 
 
 def wanted_chunks(manifest: WeightManifest, wanted: Wanted) -> set[int]:

@@ -9,8 +9,6 @@ import torch
 import xxhash
 from typing_extensions import Buffer
 
-from trinity_schemas import TensorEntry
-
 from .devices.lanes import on_host
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -103,23 +101,6 @@ def as_buffer(memory: memoryview) -> torch.Tensor:
     borrowed = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
     borrowed.owner = array  # type: ignore[attr-defined]
     return torch.frombuffer(borrowed, dtype=torch.uint8)
-
-
-def as_tensor(buffer: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """The tensor that ``entry`` describes, a view of the part's bytes where alignment allows.
-
-    Args:
-        buffer: uint8 [bytes of the part].
-        entry: Where the tensor lies in it.
-    """
-    dtype = DTYPES[entry.dtype]
-    nbytes = entry.nbytes
-    if not nbytes:
-        return torch.empty(entry.shape, dtype=dtype)
-    data = buffer[entry.offset : entry.offset + nbytes]
-    if data.data_ptr() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype).view(entry.shape)
 
 
 def digest(data: Buffer) -> str:

@@ -10,7 +10,8 @@ from trinity_schemas import TensorEntry, WeightManifest
 from trinity_schemas.manifest import DTYPE_BYTES
 
 from ...errors import CorruptVersion
-from ..tensors import as_bytes, as_tensor, digest
+from ..part_bytes import PartBytes, as_tensor
+from ..tensors import as_bytes, digest
 from .changes import digest_with, overwrite, words
 
 Key: TypeAlias = tuple[str, tuple[int, ...] | None]
@@ -23,16 +24,16 @@ class FullPart(NamedTuple):
     manifest: WeightManifest
     entries: dict[Key, TensorEntry]
     """Of its manifest, by their keys."""
-    buffer: torch.Tensor
-    """uint8 [bytes]; undefined where nothing rests on it."""
+    buffer: PartBytes
+    """Undefined where nothing rests on it."""
 
 
-def rebuilt(entry: TensorEntry, buffer: torch.Tensor, base: FullPart | None) -> torch.Tensor:
+def rebuilt(entry: TensorEntry, buffer: PartBytes, base: FullPart | None) -> torch.Tensor:
     """A tensor, or a shard of one, whole and verified; a view where it is dense.
 
     Args:
         entry: Where and how it lies in the part.
-        buffer: uint8 [bytes of the part].
+        buffer: The part's bytes.
         base: The full part that it rests on.
 
     Raises:
@@ -60,9 +61,9 @@ def based(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
     return as_tensor(base.buffer, found)
 
 
-def delta_of(entry: TensorEntry, buffer: torch.Tensor) -> memoryview:
+def delta_of(entry: TensorEntry, buffer: PartBytes) -> memoryview:
     """The bytes that say what changed of a tensor; none where nothing did."""
-    return as_bytes(buffer[entry.offset : entry.offset + entry.part_bytes])
+    return as_bytes(buffer.span(entry.offset, entry.part_bytes))
 
 
 def makes(entry: TensorEntry, tensor: torch.Tensor, delta: memoryview) -> bool:

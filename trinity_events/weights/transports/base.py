@@ -33,18 +33,6 @@ class Check(Protocol):
         ...
 
 
-def checked(
-    data: memoryview, sizes: Sequence[int], check: Check, wanted: Container[int] | None
-) -> memoryview:
-    """A part that lies end to end in memory, of which ``check`` has seen what is wanted."""
-    offset = 0
-    for index, size in enumerate(sizes):
-        if wanted is None or index in wanted:
-            check(index, data[offset : offset + size])
-        offset += size
-    return data[:offset]
-
-
 Ended = Literal["sealed", "stopped", "late"]
 """How reading along ended: all parts are whole, it was told to stop, its deadline passed."""
 
@@ -102,11 +90,12 @@ class PartSource(Protocol):
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
-    ) -> memoryview:
+    ) -> Sequence[memoryview]:
         """All bytes of the part, in chunks of these sizes, each of which ``check`` has seen.
 
-        Where only some chunks are wanted, by index, the others are not read: their bytes are there,
-        but undefined. It may all be the transport's own memory: for reading, until :meth:`close`.
+        They come in pieces that follow each other, none of which ends within a chunk. Where only
+        some chunks are wanted, by index, the others are not read: their bytes are there, but
+        undefined. It may all be the transport's own memory: for reading, until :meth:`close`.
         """
         ...
 

@@ -1,55 +1,68 @@
 """Parts in Ray's object store, for readers anywhere in the publisher's Ray cluster.
 
-A part is one object, put by its publisher, who owns it: when the publisher ends, however it ends,
-Ray frees it. A small actor of the publishing process says which objects there are, and ends with
-the process too; which actor to ask is a word in the cluster's key-value store.
+A part is put in pieces, each an object, while the next is being written. Its publisher owns them:
+when the publisher ends, however it ends, Ray frees them. A small actor of the publishing process
+says which objects there are, and ends with the process too; which actor to ask is a word in the
+cluster's key-value store.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
+from bisect import bisect_left
 from collections.abc import Container, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ...errors import RayUnusable, VersionUnavailable
-from .base import Check, PartRef, checked
+from .base import Check, PartRef
+from .in_memory import Chunks, cut, look
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
 CHUNK_BYTES = 1 << 20
-"""Of what is digested at once; a part is one object all the same."""
+"""Of what is digested at once."""
+OBJECT_BYTES = 64 << 20
+"""Smaller objects cost Ray more by the byte; larger ones would take more room."""
 MOST_KEPT = 4
 """Parts of one publisher. Two versions are kept and one is put; more when nobody retires any."""
 DEADLINE = 60.0
-"""Seconds for one object of any size to come from another node, or for an actor to answer."""
+"""Seconds for the next object to come from another node, or for an actor to answer."""
 NAMESPACE = "trinity-events"
 _PREFIX = "trinity-weights"
-_LEAST = 1 << 20
-_WORTH = 8 << 20
-"""Bytes from which on several threads digest them."""
-_MOST_THREADS = 4
+
+
+class Objects(NamedTuple):
+    """Arrays of bytes, end to end, that a part is made of."""
+
+    references: list[Any]
+    """In a list, so that Ray leaves them as they are."""
+    sizes: list[int]
+    """Their bytes."""
 
 
 class Directory:
     """Which parts one publisher has, as an actor. It borrows their objects; it owns none."""
 
     def __init__(self) -> None:
-        self._parts: dict[PartRef, tuple[bytes, Any]] = {}
+        self._parts: dict[PartRef, tuple[bytes, Objects]] = {}
 
-    def keep(self, part: PartRef, manifest: bytes, references: Any) -> None:
-        """Let a part be found. ``references`` is a list of one, which Ray leaves as it is."""
-        self._parts[part] = (manifest, references)
+    def keep(self, part: PartRef, manifest: bytes, objects: Objects) -> None:
+        """Let a part be found."""
+        self._parts[part] = (manifest, objects)
 
-    def find(self, part: PartRef) -> tuple[bytes, Any] | None:
-        """A part's manifest and object."""
+    def find(self, part: PartRef) -> tuple[bytes, Objects] | None:
+        """A part's manifest and objects."""
         return self._parts.get(part)
 
     def forget(self, part: PartRef) -> None:
@@ -65,22 +78,26 @@ class RayStore:
     """Implements :class:`~trinity_events.weights.ChunkStore`.
 
     The process must be one of a Ray cluster, or able to join one (``RAY_ADDRESS``). What travels
-    is one NumPy array of bytes and a manifest of bytes, as Ray serialises those; whoever may put
+    are NumPy arrays of bytes and a manifest of bytes, as Ray serialises those; whoever may put
     objects into the cluster may run code in it anyway.
 
     Args:
         most: The most parts that this publisher keeps.
+        object_bytes: Of one object; the publisher has two rooms for them.
     """
 
     name = "ray"
 
-    def __init__(self, *, most: int = MOST_KEPT) -> None:
+    def __init__(self, *, most: int = MOST_KEPT, object_bytes: int = OBJECT_BYTES) -> None:
         self._ray = _joined()
         self._most = most
+        self._object_bytes = object_bytes
         self._directory: tuple[str, Any] | None = None
         self._pointers: set[bytes] = set()
-        self._published: dict[PartRef, Any] = {}
-        self._staging = np.empty(0, np.uint8)
+        self._published: dict[PartRef, Objects] = {}
+        self._directories: dict[str, Any] = {}
+        """Those of other publishers, by their names: to look one up takes as long as to ask it."""
+        self._putter = Putter(self._ray)
         self._sink: RaySink | None = None
 
     # --- publishing ------------------------------------------------------------------------
@@ -89,28 +106,19 @@ class RayStore:
         """Begin a part; one that was begun before and is not sealed is given up."""
         if self._sink is not None:
             self._sink.give_up()
-        self._sink = RaySink(self, part, chunk_bytes or CHUNK_BYTES)
+        size = chunk_bytes or min(CHUNK_BYTES, self._object_bytes)
+        self._sink = RaySink(self, self._putter, part, size, max(size, self._object_bytes))
         return self._sink
 
-    def staging(self, nbytes: int, filled: int) -> Any:
-        """Memory of at least so many bytes, the first ``filled`` as they were; used again."""
-        if nbytes > len(self._staging):
-            grown = np.empty(max(nbytes, 2 * len(self._staging), _LEAST), np.uint8)
-            grown[:filled] = self._staging[:filled]
-            self._staging = grown
-        return self._staging
-
-    def keep(self, part: PartRef, nbytes: int, manifest: bytes) -> None:
-        """Put a part that is whole, and let it be found."""
-        with self._told(part):
-            reference = self._ray.put(self._staging[:nbytes])
-            name, directory = self._own_directory()
-            told = directory.keep.remote(part, manifest, [reference])
-            _point(part, name)  # while the directory keeps it
-            self._pointers.add(_key(part))
-            self._ray.get(told, timeout=DEADLINE)
+    def keep(self, part: PartRef, objects: Objects, manifest: bytes) -> None:
+        """Let a part be found that is whole."""
+        name, directory = self._own_directory()
+        told = directory.keep.remote(part, manifest, objects)
+        _point(part, name)  # while the directory keeps it
+        self._pointers.add(_key(part))
+        self._ray.get(told, timeout=DEADLINE)
         self._published.pop(part, None)
-        self._published[part] = reference
+        self._published[part] = objects
         for oldest in list(self._published)[: -self._most]:
             self.delete(oldest)
         self._sink = None
@@ -133,19 +141,27 @@ class RayStore:
         """The part, or None when it is not there."""
         errors = self._ray.exceptions
         try:
-            directory = self._ray.get_actor(_pointed(part), namespace=NAMESPACE)
+            directory = self._directory_of(part)
             found = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
         except (ValueError, errors.RayActorError, errors.GetTimeoutError):
+            self._directories = {}
             return None
         if found is None:
             return None
-        manifest, [reference] = found
-        return RaySource(self._ray, part, bytes(manifest), reference)
+        manifest, objects = found
+        return RaySource(self._ray, part, bytes(manifest), objects)
+
+    def _directory_of(self, part: PartRef) -> Any:
+        """The actor that knows the part. Raises ValueError when there is none."""
+        name = _pointed(part)
+        if name not in self._directories:
+            self._directories[name] = self._ray.get_actor(name, namespace=NAMESPACE)
+        return self._directories[name]
 
     def missing(self, part: PartRef) -> str:
         """Why the part may not be there, in words."""
         try:
-            self._ray.get_actor(_pointed(part), namespace=NAMESPACE)
+            self._directory_of(part)
         except ValueError:
             return (
                 "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
@@ -157,10 +173,13 @@ class RayStore:
 
     def close(self) -> None:
         """Take back what is published here. The process stays in its Ray cluster."""
-        self._sink = None
+        if self._sink is not None:
+            self._sink.give_up()
+            self._sink = None
+        self._putter.close()
+        self._putter = Putter(self._ray)  # without their memory
         for part in list(self._published):
             self.delete(part)
-        self._staging = np.empty(0, np.uint8)
         if self._directory is not None:
             for key in self._pointers:
                 _unpoint(key, self._directory[0])
@@ -168,7 +187,8 @@ class RayStore:
             _SHARED.give(self._ray)
 
     @contextmanager
-    def _told(self, part: PartRef) -> Iterator[None]:
+    def told(self, part: PartRef) -> Iterator[None]:
+        """What Ray does not take, said in words."""
         errors = self._ray.exceptions
         try:
             yield
@@ -183,25 +203,73 @@ class RayStore:
             raise RayUnusable(f"Ray did not take the {part}: {error}; look at ray status") from None
 
 
-class RaySink:
-    """Implements :class:`~trinity_events.weights.PartSink`: chunks are staged end to end.
+class Putter:
+    """Puts objects in a thread of its own, from two rooms that are used again."""
 
-    Ray copies an object into its store when it is put, so the part is staged whole before: one
-    copy of the model in this process, used again from version to version.
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._thread: ThreadPoolExecutor | None = None
+        self._rooms: SimpleQueue[Bytes] = SimpleQueue()
+        for _ in range(2):
+            self._rooms.put(np.empty(0, np.uint8))
+
+    def room(self, nbytes: int) -> Bytes:
+        """A room of so many bytes at least, once what was in it is put."""
+        room = self._rooms.get()
+        return room if len(room) >= nbytes else np.empty(nbytes, np.uint8)
+
+    def give_back(self, room: Bytes) -> None:
+        """Nobody needs what is in it any more."""
+        self._rooms.put(room)
+
+    def put(self, room: Bytes, nbytes: int) -> Future[Any]:
+        """Put what a room begins with, and give it back; results in the reference."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "trinity-put")
+        return self._thread.submit(self._put, room, nbytes)
+
+    def close(self) -> None:
+        """Wait for what is being put."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _put(self, room: Bytes, nbytes: int) -> Any:
+        try:
+            return self._ray.put(room[:nbytes])
+        finally:
+            self._rooms.put(room)
+
+
+class RaySink:
+    """Implements :class:`~trinity_events.weights.PartSink`: chunks fill objects, end to end.
+
+    Ray copies an object into its store when it is put: while it does, the next one is written.
     """
 
-    def __init__(self, store: RayStore, part: PartRef, chunk_bytes: int) -> None:
+    def __init__(
+        self, store: RayStore, putter: Putter, part: PartRef, chunk_bytes: int, object_bytes: int
+    ) -> None:
         self._store = store
+        self._putter = putter
         self._part = part
         self._chunk_bytes = chunk_bytes
+        self._object_bytes = object_bytes
+        self._room: Bytes | None = None
         self._filled = 0
+        """Of the room."""
+        self._sizes: list[int] = []
+        self._putting: list[Future[Any]] = []
         self._state = "open"
 
     def room(self) -> memoryview:
-        """The place in the staging memory where the chunk stays."""
+        """The place of the chunk in its object."""
         self._check()
-        end = self._filled + self._chunk_bytes
-        memory: memoryview = self._store.staging(end, self._filled).data[self._filled : end]
+        if self._room is not None and self._filled + self._chunk_bytes > self._object_bytes:
+            self._put_object()
+        if self._room is None:
+            self._room = self._putter.room(self._object_bytes)
+        memory: memoryview = self._room.data[self._filled : self._filled + self._chunk_bytes]
         return memory
 
     def put(self, nbytes: int) -> None:
@@ -210,21 +278,38 @@ class RaySink:
         self._filled += nbytes
 
     def seal(self, manifest: bytes) -> None:
-        """Put the part as one object, and let it be found."""
+        """Let the part be found, once all of its objects are put."""
         self._check()
-        self._store.keep(self._part, self._filled, manifest)
+        if self._filled:
+            self._put_object()
+        with self._store.told(self._part):
+            references = [one.result() for one in self._putting]
+            self._store.keep(self._part, Objects(references, self._sizes), manifest)
+        self.give_up()
         self._state = "sealed"
 
     def discard(self) -> None:
-        """Nothing of it is in Ray before it is sealed; what is sealed is deleted."""
+        """Nobody was told of it before it was sealed; what is sealed is deleted."""
         if self._state == "sealed":
             self._store.delete(self._part)
-        self._state = "given up"
+        self.give_up()
 
     def give_up(self) -> None:
-        """Another part takes the staging memory."""
-        if self._state == "open":
-            self._state = "given up"
+        """Let go of the room, and of what was put."""
+        self._state = "given up"
+        self._putting = []
+        if self._room is not None:
+            self._putter.give_back(self._room)
+            self._room = None
+
+    def _put_object(self) -> None:
+        assert self._room is not None
+        with self._store.told(self._part):
+            for one in self._putting[-2:-1]:
+                one.result()  # why go on, when one was not put?
+        self._putting.append(self._putter.put(self._room, self._filled))
+        self._sizes.append(self._filled)
+        self._room, self._filled = None, 0
 
     def _check(self) -> None:
         if self._state != "open":
@@ -232,56 +317,79 @@ class RaySink:
 
 
 class RaySource:
-    """Implements :class:`~trinity_events.weights.PartSource`: the object where it lies.
+    """Implements :class:`~trinity_events.weights.PartSource`: the objects where they lie.
 
-    Ray keeps it for as long as anybody has it. On another node than the publisher's, Ray fetches
-    it into that node's store first.
+    Ray keeps them for as long as anybody has them. On another node than the publisher's, Ray
+    fetches those with something that is wanted into that node's store first.
     """
 
-    def __init__(self, ray: Any, part: PartRef, manifest: bytes, reference: Any) -> None:
+    def __init__(self, ray: Any, part: PartRef, manifest: bytes, objects: Objects) -> None:
         self.manifest = manifest
         self._ray = ray
         self._part = part
-        self._reference = reference
+        self._objects = objects
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
-    ) -> memoryview:
+    ) -> Sequence[memoryview]:
         """The bytes in the object store itself; nothing is copied.
 
-        Raises VersionUnavailable when the publisher ended, or Ray lost the object.
+        Raises VersionUnavailable when the publisher ended, or Ray lost an object.
         """
-        data = self._fetched()
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        if threads == 1 or len(data) < _WORTH:
-            return checked(data, sizes, check, wanted)
-        indices = [index for index in range(len(sizes)) if wanted is None or index in wanted]
-        with ThreadPoolExecutor(threads) as pool:
-            found = [
-                pool.submit(checked, data, sizes, check, set(indices[first::threads]))
-                for first in range(threads)
-            ]
-        return [one.result() for one in found][0]  # noqa: RUF015 (all of them may raise)
+        references, lengths = self._objects
+        ends = list(accumulate(sizes))
+        firsts = [0, *(bisect_left(ends, end) + 1 for end in accumulate(lengths))]
+        """Of each object the first of its chunks; the last number is behind the last."""
+        numbers = {
+            reference: number
+            for number, reference in enumerate(references)
+            if wanted is None or any(one in wanted for one in range(*firsts[number : number + 2]))
+        }
+        found = [np.empty(length, np.uint8).data for length in lengths]  # and not touched
+        for some in self._as_they_come(list(numbers)):
+            seen: Chunks = []
+            for reference, data in some:
+                number = numbers[reference]
+                if len(data) != lengths[number]:
+                    raise self._lost("what is there is not as long as it was said to be")
+                first, end = firsts[number : number + 2]
+                seen += cut(data, sizes[first:end], wanted, first)
+                found[number] = data
+            look(seen, check)
+        look(cut(memoryview(b""), sizes[firsts[-1] :], wanted, firsts[-1]), check)  # never put
+        return found
 
     def close(self) -> None:
-        """Let go of the object."""
-        self._reference = None
+        """Let go of the objects."""
+        self._objects = Objects([], [])
 
-    def _fetched(self) -> memoryview:
+    def _as_they_come(self, left: list[Any]) -> Iterator[list[tuple[Any, memoryview]]]:
+        """Objects that are there, and then what comes meanwhile from another node."""
+        while left:
+            there, left = self._ray.wait(left, num_returns=len(left), timeout=0)
+            if not there:
+                there, left = self._ray.wait(left, num_returns=1, timeout=DEADLINE)
+            if not there:
+                raise self._lost(f"nothing of them came from their node within {DEADLINE:g} s")
+            yield list(zip(there, self._fetched(there), strict=True))
+
+    def _fetched(self, references: list[Any]) -> Iterator[memoryview]:
         errors = self._ray.exceptions
         try:
-            found = self._ray.get(self._reference, timeout=DEADLINE)
+            found = self._ray.get(references, timeout=DEADLINE)
         except errors.OwnerDiedError:
-            why = "the process that published them ended"
+            raise self._lost("the process that published them ended") from None
         except errors.GetTimeoutError:
-            why = f"they did not come from their node within {DEADLINE:g} s"
+            raise self._lost(f"Ray did not hand them over within {DEADLINE:g} s") from None
         except errors.ObjectLostError:
-            why = "the node that kept them is gone"
-        else:
-            if isinstance(found, np.ndarray) and found.dtype == np.uint8 and found.ndim == 1:
-                return found.data.toreadonly()
-            why = "what is there are no bytes"
-        raise VersionUnavailable(f"the {self._part} cannot be read from Ray: {why}")
+            raise self._lost("the node that kept them is gone") from None
+        for one in found:
+            if not (isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.ndim == 1):
+                raise self._lost("what is there are no bytes")
+            yield one.data.toreadonly()
+
+    def _lost(self, why: str) -> VersionUnavailable:
+        return VersionUnavailable(f"the {self._part} cannot be read from Ray: {why}")
 
 
 def _joined() -> Any:

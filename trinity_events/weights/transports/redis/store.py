@@ -182,7 +182,7 @@ class RedisSource:
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
-    ) -> memoryview:
+    ) -> Sequence[memoryview]:
         """The bytes, received straight into memory that is the caller's until :meth:`close`.
 
         Pages of what is not wanted are not touched.
@@ -200,7 +200,7 @@ class RedisSource:
                 whole = length == len(room)
                 found = room if whole else None if length is None else memoryview(b"")
                 check(index, found, digested)
-        return memory
+        return [memory]
 
     def receive(self, rooms: Iterable[Room]) -> Generator[Received]:
         """Chunks by their index, each into pieces of the caller's memory."""

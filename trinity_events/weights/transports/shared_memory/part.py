@@ -69,7 +69,7 @@ class SharedMemorySource:
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
-    ) -> memoryview:
+    ) -> Sequence[memoryview]:
         """The bytes in the segment itself; nothing is copied."""
         offset = 0
         for index, size in enumerate(sizes):
@@ -77,7 +77,7 @@ class SharedMemorySource:
                 data = self._data[offset : offset + size]
                 check(index, data, self._digest_of(index, offset, size))
             offset += size
-        return self._data[:offset]
+        return [self._data]
 
     def _digest_of(self, index: int, offset: int, size: int) -> str | None:
         """The chunk's digest, when it was taken before."""
