@@ -307,7 +307,7 @@ async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
         tasks.start_soon(along.follow)
         with anyio.fail_after(20):
             with along.filling(module):
-                while not follower_of(explorer._stores["shm"]):
+                while not follower_of(explorer._stores.opened["shm"]):
                     trainer.open_version(2)  # until it listens, it does not hear of it
                     writer = write(trainer.part_writer(2, 0), changed())
                     await anyio.sleep(0.1)

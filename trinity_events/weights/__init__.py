@@ -5,12 +5,13 @@ from .install import Fit, adopt, check_fit, install
 from .load import load_version
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
-from .synchronizer import Synchronizer, TransportName
+from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource
 from .transports.collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
 from .transports.ray_store import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory import SharedMemoryStore
+from .transports.stores import TransportName
 
 __all__ = [
     "Box",

@@ -8,13 +8,12 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from trinity_schemas import (
     AppliedPhases,
-    ContractError,
     ExplorerStatusChanged,
     Producer,
     SaveFailed,
@@ -24,13 +23,10 @@ from trinity_schemas import (
     StepRef,
     VersionOpened,
     VersionPartPublished,
-    VersionRetired,
     WeightsApplied,
-    decode_envelope,
 )
 
-from ..errors import VersionUnavailable
-from ..log import ORIGIN, Publisher, Stream, SyncEventLog, new_producer
+from ..log import Publisher, SyncEventLog, new_producer
 from ..server import open_client
 from .ahead import Ahead
 from .deltas.patch import Installed, ModelDiffers
@@ -39,16 +35,14 @@ from .install import check_fit, install
 from .load import Based, load_version
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
+from .standing import Standing
 from .torn import Torn
 from .transports.base import ChunkStore, Ended, PartRef, ReadsAlong
-from .transports.collective import TIMEOUT, CollectiveGroups, CollectiveStore
-from .transports.ray_store import RayStore
+from .transports.collective import TIMEOUT, CollectiveGroups
 from .transports.redis.store import RedisChunkStore
-from .transports.shared_memory.store import SharedMemoryStore
+from .transports.stores import Stores, TransportName
 
 logger = logging.getLogger(__name__)
-
-TransportName = Literal["redis", "shm", "ray", "collective"]
 
 FLUSH_DEADLINE = 10.0
 """Seconds that the log is given to take what was said."""
@@ -105,9 +99,10 @@ class Synchronizer(CollectiveGroups):
 
     def _disconnect(self) -> None:
         self._publisher_made: Publisher | None = None
-        self._stores: dict[str, ChunkStore] = {}
-        self._read_through = ORIGIN
-        self._lasting: set[StepRef] = set()
+        self._stores = Stores(
+            self.run_id, self._weights_url, f"{self._role}-{self._rank}", self._group_timeout
+        )
+        self._standing = Standing()
         self._last: dict[int, LastPublished] = {}
         self._installed = Installed()
         self._ahead = Ahead()
@@ -115,7 +110,7 @@ class Synchronizer(CollectiveGroups):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        own = ("_publisher_made", "_stores", "_read_through", "_lasting", "_last")
+        own = ("_publisher_made", "_stores", "_standing", "_last")
         for name in (*own, "_installed", "_ahead", "_torn"):
             del state[name]
         return state
@@ -166,8 +161,7 @@ class Synchronizer(CollectiveGroups):
         finally:
             if publisher is not None:
                 publisher.log.close()
-            for store in stores.values():
-                store.close()
+            stores.close()
 
     def tell(self, event: ExplorerStatusChanged) -> None:
         """Say how this explorer is."""
@@ -445,28 +439,7 @@ class Synchronizer(CollectiveGroups):
         return self._store_of(self._transport)
 
     def _store_of(self, transport: str) -> ChunkStore:
-        if transport not in self._stores:
-            self._stores[transport] = self._opened(transport)
-        return self._stores[transport]
-
-    def _opened(self, transport: str) -> ChunkStore:
-        if transport == RedisChunkStore.name:
-            return RedisChunkStore(open_client(self._weights_url))
-        if transport == SharedMemoryStore.name:
-            return SharedMemoryStore()
-        if transport == RayStore.name:
-            return RayStore()
-        if transport == CollectiveStore.name:
-            return CollectiveStore(
-                open_client(self._weights_url),
-                self.run_id,
-                f"{self._role}-{self._rank}",
-                timeout=self._group_timeout,
-            )
-        raise VersionUnavailable(
-            f"the version travels by {transport}, of which this version of trinity-events "
-            f"knows nothing: it knows {', '.join(get_args(TransportName))}"
-        )
+        return self._stores.of(transport)
 
     def _part(self, step: int, rank: int, epoch: int | None = None) -> PartRef:
         return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
@@ -476,31 +449,15 @@ class Synchronizer(CollectiveGroups):
 
         And hear which are ready.
         """
-        log = self._publisher.log
-        while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS):
-            for entry in found:
-                event = _event(entry.payload)
-                if isinstance(event, VersionRetired):
-                    self._store.delete(self._part(event.step, rank, event.epoch))
-                    self._lasting.discard(StepRef(event.epoch, event.step))
-                elif isinstance(event, StepReady) and event.kind == "weights":
-                    self._lasting.add(StepRef(event.epoch, event.step))
-                self._read_through = entry.id
+        for version in self._standing.retired(self._publisher.log):
+            self._store.delete(self._part(version.step, rank, version.epoch))
 
     def _is_lasting(self, part: PartRef) -> bool:
         """Whether readers are sure to find a part: it is ready, not retired, and there."""
-        if StepRef(part.epoch, part.step) not in self._lasting:
+        if StepRef(part.epoch, part.step) not in self._standing:
             return False
         source = self._store.open(part)
         if source is None:
             return False
         source.close()
         return True
-
-
-def _event(payload: bytes) -> object:
-    """The event of an entry; None for one of a later version of the contract."""
-    try:
-        return decode_envelope(payload).event
-    except ContractError:
-        return None
