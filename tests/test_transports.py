@@ -37,7 +37,8 @@ from trinity_events.weights import (
 from trinity_events.weights.install import check_fit, install
 from trinity_events.weights.load import load_version
 from trinity_events.weights.publish import manifest_digest
-from trinity_events.weights.transports.ray_store import NAMESPACE, Objects, RaySource, _pointed
+from trinity_events.weights.transports.ray.directory import NAMESPACE, Objects, pointed
+from trinity_events.weights.transports.ray.source import RaySource
 from trinity_events.weights.transports.shared_memory.segments import (
     Owner,
     available,
@@ -209,7 +210,7 @@ def exchange(part, change):
     """Put something else in the place of a part's object, which itself cannot be changed."""
     import ray
 
-    directory = ray.get_actor(_pointed(part), NAMESPACE)
+    directory = ray.get_actor(pointed(part), NAMESPACE)
     manifest, objects = ray.get(directory.find.remote(part))
     [reference] = objects.references
     other = change(ray.get(reference).copy())

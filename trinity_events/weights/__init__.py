@@ -8,7 +8,7 @@ from .pull import PulledVersion, Wanted, pull_version
 from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource
 from .transports.collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
-from .transports.ray_store import RayStore
+from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory import SharedMemoryStore
 from .transports.stores import TransportName

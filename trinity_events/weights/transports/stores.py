@@ -8,7 +8,7 @@ from ...errors import VersionUnavailable
 from ...server import open_client
 from .base import ChunkStore
 from .collective import CollectiveStore
-from .ray_store import RayStore
+from .ray import RayStore
 from .redis.store import RedisChunkStore
 from .shared_memory.store import SharedMemoryStore
 

@@ -1,0 +1,5 @@
+"""Weights in Ray's object store."""
+
+from .store import RayStore
+
+__all__ = ["RayStore"]

@@ -1,0 +1,139 @@
+"""What says which objects there are: an actor of each publishing process, and who to ask."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ....errors import RayUnusable
+from ..base import PartRef
+
+DEADLINE = 60.0
+"""Seconds for the next object to come from another node, or for an actor to answer."""
+NAMESPACE = "trinity-events"
+_PREFIX = "trinity-weights"
+
+
+class Objects(NamedTuple):
+    """Arrays of bytes, end to end, that a part is made of."""
+
+    references: list[Any]
+    """In a list, so that Ray leaves them as they are."""
+    sizes: list[int]
+    """Their bytes."""
+
+
+class Directory:
+    """Which parts one publisher has, as an actor. It borrows their objects; it owns none."""
+
+    def __init__(self) -> None:
+        self._parts: dict[PartRef, tuple[bytes, Objects]] = {}
+
+    def keep(self, part: PartRef, manifest: bytes, objects: Objects) -> None:
+        """Let a part be found."""
+        self._parts[part] = (manifest, objects)
+
+    def find(self, part: PartRef) -> tuple[bytes, Objects] | None:
+        """A part's manifest and objects."""
+        return self._parts.get(part)
+
+    def forget(self, part: PartRef) -> None:
+        """Let a part be found no more."""
+        self._parts.pop(part, None)
+
+    def parts(self) -> list[PartRef]:
+        """All of them."""
+        return list(self._parts)
+
+
+def joined() -> Any:
+    """Ray, of whose cluster this process is one."""
+    try:
+        import ray
+    except ImportError:
+        raise RayUnusable(
+            "weights that travel by Ray need it: pip install 'trinity-events[workers]'"
+        ) from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError:
+            raise RayUnusable(
+                "this process is in no Ray cluster and finds none to join: set RAY_ADDRESS, "
+                "or publish with --weights redis"
+            ) from None
+    return ray
+
+
+class SharedDirectory:
+    """This process's directory, for all of its stores."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cluster = ""
+        self._actor: tuple[str, Any] | None = None
+        self._users = 0
+
+    def take(self, ray: Any) -> tuple[str, Any]:
+        """The actor and its name. It is this process's: Ray ends it when the process ends."""
+        with self._lock:
+            cluster = ray.get_runtime_context().gcs_address
+            if self._actor is None or self._cluster != cluster:
+                self._cluster, self._users = cluster, 0
+                name = f"{_PREFIX}~{secrets.token_hex(8)}"
+                made = ray.remote(Directory).options(
+                    name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0
+                )
+                self._actor = name, made.remote()
+            self._users += 1
+            return self._actor
+
+    def give(self, ray: Any) -> None:
+        """One store less; the last one ends the actor."""
+        with self._lock:
+            self._users -= 1
+            if self._users <= 0 and self._actor is not None:
+                with suppress(ray.exceptions.RayError):
+                    ray.kill(self._actor[1])
+                self._actor = None
+
+    def lost(self) -> None:
+        """The actor is gone, or hangs: the next to take it gets another."""
+        with self._lock:
+            self._actor, self._users = None, 0
+
+
+SHARED = SharedDirectory()
+
+
+def key_of(part: PartRef) -> bytes:
+    """Where the cluster's key-value store says who publishes as this rank of the run."""
+    return f"{_PREFIX}~{part.run_id}~{part.epoch}~{part.rank}".encode()
+
+
+def point(part: PartRef, name: str) -> None:
+    """Say which actor knows the part."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(key_of(part), name.encode(), overwrite=True, namespace=NAMESPACE.encode())
+
+
+def pointed(part: PartRef) -> str:
+    """The name of the actor that knows the part. Raises ValueError when there is none."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    found: bytes | None = _internal_kv_get(key_of(part), namespace=NAMESPACE.encode())
+    if found is None:
+        raise ValueError("nobody publishes as that rank of the run")
+    return found.decode()
+
+
+def unpoint(key: bytes, name: str) -> None:
+    """Take the word back, unless another publisher has taken the part over."""
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
+
+    if _internal_kv_get(key, namespace=NAMESPACE.encode()) == name.encode():
+        _internal_kv_del(key, namespace=NAMESPACE.encode())

@@ -1,0 +1,130 @@
+"""Putting a part into Ray's object store, one object while the next is written."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ..base import PartRef
+from .directory import Objects
+
+if TYPE_CHECKING:
+    from .store import RayStore
+
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+class Putter:
+    """Puts objects in a thread of its own, from two rooms that are used again."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._thread: ThreadPoolExecutor | None = None
+        self._rooms: SimpleQueue[Bytes] = SimpleQueue()
+        for _ in range(2):
+            self._rooms.put(np.empty(0, np.uint8))
+
+    def room(self, nbytes: int) -> Bytes:
+        """A room of so many bytes at least, once what was in it is put."""
+        room = self._rooms.get()
+        return room if len(room) >= nbytes else np.empty(nbytes, np.uint8)
+
+    def give_back(self, room: Bytes) -> None:
+        """Nobody needs what is in it any more."""
+        self._rooms.put(room)
+
+    def put(self, room: Bytes, nbytes: int) -> Future[Any]:
+        """Put what a room begins with, and give it back; results in the reference."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "trinity-put")
+        return self._thread.submit(self._put, room, nbytes)
+
+    def close(self) -> None:
+        """Wait for what is being put."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _put(self, room: Bytes, nbytes: int) -> Any:
+        try:
+            return self._ray.put(room[:nbytes])
+        finally:
+            self._rooms.put(room)
+
+
+class RaySink:
+    """Implements :class:`~trinity_events.weights.PartSink`: chunks fill objects, end to end.
+
+    Ray copies an object into its store when it is put: while it does, the next one is written.
+    """
+
+    def __init__(
+        self, store: RayStore, putter: Putter, part: PartRef, chunk_bytes: int, object_bytes: int
+    ) -> None:
+        self._store = store
+        self._putter = putter
+        self._part = part
+        self._chunk_bytes = chunk_bytes
+        self._object_bytes = object_bytes
+        self._room: Bytes | None = None
+        self._filled = 0
+        """Of the room."""
+        self._sizes: list[int] = []
+        self._putting: list[Future[Any]] = []
+        self._state = "open"
+
+    def room(self) -> memoryview:
+        """The place of the chunk in its object."""
+        self._check()
+        if self._room is not None and self._filled + self._chunk_bytes > self._object_bytes:
+            self._put_object()
+        if self._room is None:
+            self._room = self._putter.room(self._object_bytes)
+        memory: memoryview = self._room.data[self._filled : self._filled + self._chunk_bytes]
+        return memory
+
+    def put(self, nbytes: int) -> None:
+        """The chunk is where it is to be."""
+        self._check()
+        self._filled += nbytes
+
+    def seal(self, manifest: bytes) -> None:
+        """Let the part be found, once all of its objects are put."""
+        self._check()
+        if self._filled:
+            self._put_object()
+        with self._store.told(self._part):
+            references = [one.result() for one in self._putting]
+            self._store.keep(self._part, Objects(references, self._sizes), manifest)
+        self.give_up()
+        self._state = "sealed"
+
+    def discard(self) -> None:
+        """Nobody was told of it before it was sealed; what is sealed is deleted."""
+        if self._state == "sealed":
+            self._store.delete(self._part)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Let go of the room, and of what was put."""
+        self._state = "given up"
+        self._putting = []
+        if self._room is not None:
+            self._putter.give_back(self._room)
+            self._room = None
+
+    def _put_object(self) -> None:
+        assert self._room is not None
+        with self._store.told(self._part):
+            for one in self._putting[-2:-1]:
+                one.result()  # why go on, when one was not put?
+        self._putting.append(self._putter.put(self._room, self._filled))
+        self._sizes.append(self._filled)
+        self._room, self._filled = None, 0
+
+    def _check(self) -> None:
+        if self._state != "open":
+            raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")

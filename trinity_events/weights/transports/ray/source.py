@@ -1,0 +1,91 @@
+"""Reading a part where Ray has it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ....errors import VersionUnavailable
+from ..base import Check, PartRef
+from ..in_memory import Chunks, cut, look
+from .directory import DEADLINE, Objects
+
+
+class RaySource:
+    """Implements :class:`~trinity_events.weights.PartSource`: the objects where they lie.
+
+    Ray keeps them for as long as anybody has them. On another node than the publisher's, Ray
+    fetches those with something that is wanted into that node's store first.
+    """
+
+    def __init__(self, ray: Any, part: PartRef, manifest: bytes, objects: Objects) -> None:
+        self.manifest = manifest
+        self._ray = ray
+        self._part = part
+        self._objects = objects
+
+    def read(
+        self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
+    ) -> Sequence[memoryview]:
+        """The bytes in the object store itself; nothing is copied.
+
+        Raises VersionUnavailable when the publisher ended, or Ray lost an object.
+        """
+        references, lengths = self._objects
+        ends = list(accumulate(sizes))
+        firsts = [0, *(bisect_left(ends, end) + 1 for end in accumulate(lengths))]
+        """Of each object the first of its chunks; the last number is behind the last."""
+        numbers = {
+            reference: number
+            for number, reference in enumerate(references)
+            if wanted is None or any(one in wanted for one in range(*firsts[number : number + 2]))
+        }
+        found = [np.empty(length, np.uint8).data for length in lengths]  # and not touched
+        for some in self._as_they_come(list(numbers)):
+            seen: Chunks = []
+            for reference, data in some:
+                number = numbers[reference]
+                if len(data) != lengths[number]:
+                    raise self._lost("what is there is not as long as it was said to be")
+                first, end = firsts[number : number + 2]
+                seen += cut(data, sizes[first:end], wanted, first)
+                found[number] = data
+            look(seen, check)
+        look(cut(memoryview(b""), sizes[firsts[-1] :], wanted, firsts[-1]), check)  # never put
+        return found
+
+    def close(self) -> None:
+        """Let go of the objects."""
+        self._objects = Objects([], [])
+
+    def _as_they_come(self, left: list[Any]) -> Iterator[list[tuple[Any, memoryview]]]:
+        """Objects that are there, and then what comes meanwhile from another node."""
+        while left:
+            there, left = self._ray.wait(left, num_returns=len(left), timeout=0)
+            if not there:
+                there, left = self._ray.wait(left, num_returns=1, timeout=DEADLINE)
+            if not there:
+                raise self._lost(f"nothing of them came from their node within {DEADLINE:g} s")
+            yield list(zip(there, self._fetched(there), strict=True))
+
+    def _fetched(self, references: list[Any]) -> Iterator[memoryview]:
+        errors = self._ray.exceptions
+        try:
+            found = self._ray.get(references, timeout=DEADLINE)
+        except errors.OwnerDiedError:
+            raise self._lost("the process that published them ended") from None
+        except errors.GetTimeoutError:
+            raise self._lost(f"Ray did not hand them over within {DEADLINE:g} s") from None
+        except errors.ObjectLostError:
+            raise self._lost("the node that kept them is gone") from None
+        for one in found:
+            if not (isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.ndim == 1):
+                raise self._lost("what is there are no bytes")
+            yield one.data.toreadonly()
+
+    def _lost(self, why: str) -> VersionUnavailable:
+        return VersionUnavailable(f"the {self._part} cannot be read from Ray: {why}")

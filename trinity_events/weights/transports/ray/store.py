@@ -1,0 +1,155 @@
+"""Parts in Ray's object store, for readers anywhere in the publisher's Ray cluster.
+
+A part is several objects, put one after the other while the next is written. Their publisher owns
+them: when it ends, however it ends, Ray frees them. A small actor of the publishing process says
+which there are, and ends with the process too; which actor to ask is a word in the cluster's
+key-value store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ....errors import RayUnusable
+from ..base import PartRef
+from .directory import DEADLINE, NAMESPACE, SHARED, Objects, joined, key_of, point, pointed, unpoint
+from .sink import Putter, RaySink
+from .source import RaySource
+
+CHUNK_BYTES = 1 << 20
+"""Of what is digested at once."""
+OBJECT_BYTES = 64 << 20
+"""Smaller objects cost Ray more by the byte; larger ones would take more room."""
+MOST_KEPT = 4
+"""Parts of one publisher. Two versions are kept and one is put; more when nobody retires any."""
+
+
+class RayStore:
+    """Implements :class:`~trinity_events.weights.ChunkStore`.
+
+    The process must be one of a Ray cluster, or able to join one (``RAY_ADDRESS``). What travels
+    are NumPy arrays of bytes and a manifest of bytes, as Ray serialises those; whoever may put
+    objects into the cluster may run code in it anyway.
+
+    Args:
+        most: The most parts that this publisher keeps.
+        object_bytes: Of one object; the publisher has two rooms for them.
+    """
+
+    name = "ray"
+
+    def __init__(self, *, most: int = MOST_KEPT, object_bytes: int = OBJECT_BYTES) -> None:
+        self._ray = joined()
+        self._most = most
+        self._object_bytes = object_bytes
+        self._directory: tuple[str, Any] | None = None
+        self._pointers: set[bytes] = set()
+        self._published: dict[PartRef, Objects] = {}
+        self._directories: dict[str, Any] = {}
+        """Those of other publishers, by their names: to look one up takes as long as to ask it."""
+        self._putter = Putter(self._ray)
+        self._sink: RaySink | None = None
+
+    # --- publishing ------------------------------------------------------------------------
+
+    def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RaySink:
+        """Begin a part; one that was begun before and is not sealed is given up."""
+        if self._sink is not None:
+            self._sink.give_up()
+        size = chunk_bytes or min(CHUNK_BYTES, self._object_bytes)
+        self._sink = RaySink(self, self._putter, part, size, max(size, self._object_bytes))
+        return self._sink
+
+    def keep(self, part: PartRef, objects: Objects, manifest: bytes) -> None:
+        """Let a part be found that is whole."""
+        name, directory = self._own_directory()
+        told = directory.keep.remote(part, manifest, objects)
+        point(part, name)  # while the directory keeps it
+        self._pointers.add(key_of(part))
+        self._ray.get(told, timeout=DEADLINE)
+        self._published.pop(part, None)
+        self._published[part] = objects
+        for oldest in list(self._published)[: -self._most]:
+            self.delete(oldest)
+        self._sink = None
+
+    def delete(self, part: PartRef) -> None:
+        """Forget the part. Ray frees it when its last reader has let go."""
+        if self._published.pop(part, None) is not None:
+            with suppress(self._ray.exceptions.RayError):  # it is gone, and with it the part
+                _, directory = self._own_directory()
+                self._ray.get(directory.forget.remote(part), timeout=DEADLINE)
+
+    def _own_directory(self) -> tuple[str, Any]:
+        if self._directory is None:
+            self._directory = SHARED.take(self._ray)
+        return self._directory
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def open(self, part: PartRef) -> RaySource | None:
+        """The part, or None when it is not there."""
+        errors = self._ray.exceptions
+        try:
+            directory = self._directory_of(part)
+            found = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
+        except (ValueError, errors.RayActorError, errors.GetTimeoutError):
+            self._directories = {}
+            return None
+        if found is None:
+            return None
+        manifest, objects = found
+        return RaySource(self._ray, part, bytes(manifest), objects)
+
+    def _directory_of(self, part: PartRef) -> Any:
+        """The actor that knows the part. Raises ValueError when there is none."""
+        name = pointed(part)
+        if name not in self._directories:
+            self._directories[name] = self._ray.get_actor(name, namespace=NAMESPACE)
+        return self._directories[name]
+
+    def missing(self, part: PartRef) -> str:
+        """Why the part may not be there, in words."""
+        try:
+            self._directory_of(part)
+        except ValueError:
+            return (
+                "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
+                "one; for such explorers start it with --weights redis"
+            )
+        return "retired from the Ray cluster's object store"
+
+    # --- both ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take back what is published here. The process stays in its Ray cluster."""
+        if self._sink is not None:
+            self._sink.give_up()
+            self._sink = None
+        self._putter.close()
+        self._putter = Putter(self._ray)  # without their memory
+        for part in list(self._published):
+            self.delete(part)
+        if self._directory is not None:
+            for key in self._pointers:
+                unpoint(key, self._directory[0])
+            self._pointers, self._directory = set(), None
+            SHARED.give(self._ray)
+
+    @contextmanager
+    def told(self, part: PartRef) -> Iterator[None]:
+        """What Ray does not take, said in words."""
+        errors = self._ray.exceptions
+        try:
+            yield
+        except errors.ObjectStoreFullError:
+            raise RayUnusable(
+                f"Ray's object store is full: there is no room for the {part}; start Ray with more "
+                "object_store_memory, or publish with --weights redis"
+            ) from None
+        except (errors.RayActorError, errors.GetTimeoutError) as error:
+            self._directory = None
+            SHARED.lost()
+            raise RayUnusable(f"Ray did not take the {part}: {error}; look at ray status") from None
