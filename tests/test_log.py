@@ -34,7 +34,8 @@ async def test_each_opening_of_a_run_takes_the_next_epoch(client, run_id):
 
 async def test_what_cannot_be_published_is_an_error_that_names_the_event(run_id):
     client = redis.asyncio.Redis(port=1, retry=None)
-    publisher = AsyncPublisher(RedisEventLog(client, run_id), 1, new_producer("trainer"))
+    log = RedisEventLog(client, run_id)
+    publisher = AsyncPublisher(log, 1, new_producer("trainer"), deadline=0.5)
     with pytest.raises(PublishError, match=f"step-committed of run {run_id} was not published"):
         await publisher.publish(committed(1, "state_dict", registration()))
     await client.aclose()
