@@ -1,5 +1,7 @@
 """Loading straight into a model that nobody serves from, with no room for the version."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +21,7 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.boxes import Box, common, runs, whole
 from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.landing import Landing
 from trinity_events.weights.load import Based
 
 __all__ = ["stores"]  # a fixture
@@ -161,3 +164,33 @@ def test_tensors_made_in_inference_mode_are_written_to_from_outside(stores, part
     module[name].data.zero_()
     load_version(stores[-1], part.run_id, event, module)
     assert (module[name] == 1).all()
+
+
+def brought_by_a_thread(landing, data):
+    half = data.numel() // 2
+    flat = data.reshape(-1).view(torch.uint8)
+    for at in (0, half * data.itemsize):
+        nbytes = min(half * data.itemsize, len(flat) - at)
+        helper = threading.Thread(target=landing.bring, args=(at, flat.data_ptr() + at, nbytes))
+        helper.start()
+        helper.join()
+
+
+def test_threads_fill_what_was_made_for_inference():
+    data = torch.rand(4, 6)
+    with torch.inference_mode():
+        target = torch.zeros(6, 4).t()
+        assert target.is_inference()
+        assert not target.is_contiguous()
+        brought_by_a_thread(Landing(target), data)
+        assert torch.equal(target, data)
+
+
+def test_what_lies_beside_a_tensor_is_on_the_host_whatever_is_the_default():
+    data, target = torch.rand(4, 6), torch.zeros(6, 4).t()
+    with torch.device("meta"):
+        brought_by_a_thread(Landing(target), data)
+        landing = Landing(target)
+        assert len(landing.room(0, 96)) == 96
+        landing.bring(0, data.data_ptr(), 96)
+    assert torch.equal(target, data)

@@ -4,49 +4,46 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from trinity_events.errors import CorruptVersion
 from trinity_events.weights.part_bytes import PartBytes, as_tensor
-from trinity_events.weights.tensors import copy_bytes
 from trinity_schemas import TensorEntry
 
 
-@st.composite
-def cut_and_asked(draw):
-    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-    begin = draw(st.integers(0, sum(lengths)))
-    return lengths, begin, draw(st.integers(0, sum(lengths) - begin))
-
-
-def pieces(data: bytes, lengths):
-    found, at = [], 0
+def cut(data: bytes, *lengths: int) -> PartBytes:
+    pieces, at = [], 0
     for length in lengths:
-        found.append(memoryview(bytearray(data[at : at + length])))
+        pieces.append(memoryview(bytearray(data[at : at + length])))
         at += length
-    return found
+    return PartBytes(pieces)
 
 
-@given(cut_and_asked())
-def test_any_span_is_found_however_it_is_cut(asked):
-    lengths, begin, nbytes = asked
-    data = bytes(range(sum(lengths)))
-    there = PartBytes(pieces(data, lengths))
-    assert bytes(there.span(begin, nbytes).tolist()) == data[begin : begin + nbytes]
-    copied = torch.zeros(nbytes, dtype=torch.uint8)
-    at = copied.data_ptr()
-    for source, here in there.runs(begin, nbytes):
-        copy_bytes(at, source, here)
-        at += here
-    assert bytes(copied.tolist()) == data[begin : begin + nbytes]
+@pytest.mark.parametrize("lengths", [(12,), (4, 8), (4, 0, 8), (0, 4, 4, 4)])
+def test_what_lies_together_is_looked_at_where_it_lies(lengths):
+    data = bytes(range(12))
+    there = cut(data, *lengths)
+    for begin in (0, 4, 8):
+        found = there.span(begin, 4)
+        assert bytes(found.tolist()) == data[begin : begin + 4]
+        assert found.data_ptr() == there.address(begin, 4)
 
 
-@pytest.mark.parametrize("cut", [4, 6, 8, 16])
-def test_a_tensor_is_a_view_only_where_it_lies_together(cut):
-    data = torch.arange(4, dtype=torch.float32)
-    raw = bytes(data.numpy().tobytes())
-    there = PartBytes(pieces(raw, [cut, 16 - cut]))
-    entry = TensorEntry(name="a", dtype="float32", shape=(2, 2), offset=0)
+def test_a_tensor_is_a_view():
+    data = torch.arange(6, dtype=torch.float32)
+    there = cut(data.numpy().tobytes(), 8, 16)
+    entry = TensorEntry(name="a", dtype="float32", shape=(2, 2), offset=8)
     found = as_tensor(there, entry)
-    assert torch.equal(found, data.view(2, 2))
-    assert (found.data_ptr() == there.span(0, 1).data_ptr()) == (cut == 16)
+    assert torch.equal(found, data[2:].view(2, 2))
+    assert found.data_ptr() == there.address(8, 16)
+
+
+@pytest.mark.parametrize(("begin", "nbytes"), [(2, 4), (8, 8), (12, 1), (0, 13)])
+def test_what_does_not_lie_together_is_refused(begin, nbytes):
+    there = cut(bytes(12), 4, 8)
+    with pytest.raises(CorruptVersion, match="do not lie together"):
+        there.span(begin, nbytes)
+
+
+def test_nothing_lies_anywhere():
+    assert cut(b"").address(0, 0) == 0
+    assert not len(cut(b"").span(0, 0))

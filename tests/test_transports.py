@@ -37,7 +37,7 @@ from trinity_events.weights import (
 from trinity_events.weights.install import check_fit, install
 from trinity_events.weights.load import load_version
 from trinity_events.weights.publish import manifest_digest
-from trinity_events.weights.transports.ray.directory import NAMESPACE, Objects, pointed
+from trinity_events.weights.transports.ray.directory import NAMESPACE, SHARED, Objects, pointed
 from trinity_events.weights.transports.ray.source import RaySource
 from trinity_events.weights.transports.shared_memory.segments import (
     Owner,
@@ -559,12 +559,21 @@ def test_versions_cross_from_node_to_node_both_ways(ray_cluster, opened, weights
     assert_same({name: torch.tensor(one) for name, one in found.items()}, SOME)
 
 
-def test_tensors_that_lie_in_several_objects_of_ray_travel(ray_cluster, opened, weights_url, part):
-    sent = [("a", torch.rand(700)), ("b", torch.rand(3, 5)), ("c", torch.rand(2000).bfloat16())]
+def test_a_part_in_several_objects_of_ray_travels_and_no_tensor_lies_in_two(
+    ray_cluster, opened, weights_url, part
+):
+    sizes = (100, 180, 5, 0, 700, 3, 256, 2000, 1)
+    sent = [(f"t{size}", torch.rand(size).to(torch.float16)) for size in sizes]
     ours = RayStore(object_bytes=1024)
     event = put(ours, part, sent, chunk_bytes=None)
     theirs = opened(Where("ray", weights_url, ray_cluster))
-    assert len(theirs.open(part)._objects.references) > 6
+    lengths = theirs.open(part)._objects.sizes
+    assert len(lengths) > 3
+    assert max(lengths) >= 4000, "the largest is in one that is larger than others"
+    with pull_version(theirs, part.run_id, event) as version:
+        views = dict(version.tensors())
+        [(_, there)] = version.parts
+        assert views["t2000"].data_ptr() in [one.data_ptr() for one in there._pieces]
     assert_same(read(theirs, part.run_id, event), sent)
     applied = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in sent})
     with pull_version(theirs, part.run_id, event) as version:
@@ -575,6 +584,87 @@ def test_tensors_that_lie_in_several_objects_of_ray_travel(ray_cluster, opened, 
         assert torch.equal(applied[name], tensor)
         assert torch.equal(loaded[name], tensor)
     ours.close()
+
+
+def of_three_objects(objects):
+    references, sizes = objects
+    yield Objects(references, [sizes[0] + 1, sizes[1] - 1, *sizes[2:]])
+    yield Objects(references[:-1], sizes)
+    yield Objects([references[0], *references[:-1]], sizes)
+    yield Objects(references[:-1], sizes[:-1])
+    yield Objects([*references, references[0]], [*sizes, 0])
+    yield Objects(references, [*sizes[:-1], 1 << 60])
+
+
+def test_objects_that_are_not_cut_as_the_chunks_are_are_corrupt(
+    ray_cluster, opened, weights_url, part
+):
+    import ray
+
+    ours = RayStore(object_bytes=1024)
+    event = put(ours, part, [(name, torch.rand(250)) for name in "abc"], chunk_bytes=None)
+    theirs = opened(Where("ray", weights_url, ray_cluster))
+    directory = ray.get_actor(pointed(part), NAMESPACE)
+    manifest, objects = ray.get(directory.find.remote(part))
+    assert len(objects.references) == 3
+    for wrong in of_three_objects(objects):
+        ray.get(directory.keep.remote(part, manifest, wrong))
+        for wanted in (None, {"c": None}):
+            with (
+                pytest.raises(CorruptVersion, match="not cut as its chunks are"),
+                pull_version(theirs, part.run_id, event, wanted),
+            ):
+                pass
+    ray.get(directory.keep.remote(part, manifest, objects))
+    assert len(read(theirs, part.run_id, event)) == 3
+    ours.close()
+
+
+def test_a_part_that_was_given_up_writes_into_no_other(ray_cluster, opened, weights_url, part):
+    ours = RayStore(object_bytes=1 << 20)
+    given_up = PartWriter(ours, part)
+    given_up.add("a", torch.zeros(10))
+    tensor = torch.rand(100)
+    writer = PartWriter(ours, part._replace(step=2))
+    writer.add("b", tensor)
+    given_up.add("a2", torch.full((100,), 7.0))
+    event = announcement(part._replace(step=2), writer.seal())
+    theirs = opened(Where("ray", weights_url, ray_cluster))
+    assert_same(read(theirs, part.run_id, event), [("b", tensor)])
+    ours.close()
+
+
+def test_what_ray_was_told_of_in_vain_is_deleted(ray_cluster, part, monkeypatch):
+    ours = RayStore()
+    writer = PartWriter(ours, part)
+    writer.add("a", torch.rand(100))
+    told = mock.Mock(side_effect=OSError("the key-value store is gone"))
+    monkeypatch.setattr("trinity_events.weights.transports.ray.store.point", told)
+    with pytest.raises(OSError, match="is gone"):
+        writer.seal()
+    writer.discard()
+    assert in_ray(part.run_id) == []
+    monkeypatch.undo()
+    put(ours, part)
+    assert in_ray(part.run_id) == [part]
+    ours.close()
+
+
+def test_an_actor_that_one_store_lost_is_not_ended_by_another(ray_cluster, part):
+    one, other = RayStore(), RayStore()
+    before = SHARED._actor, SHARED._users
+    other_part = part._replace(rank=1)
+    try:
+        put(one, part), put(other, other_part)
+        SHARED.lost(one._directory[0])
+        one._directory = None
+        again = part._replace(step=2)
+        put(one, again)
+        other.close()
+        assert one.open(again) is not None
+        one.close()
+    finally:
+        SHARED._actor, SHARED._users = before
 
 
 def test_of_rays_objects_only_those_are_read_that_have_something_of_what_is_wanted(
@@ -598,9 +688,10 @@ def test_of_rays_objects_only_those_are_read_that_have_something_of_what_is_want
     ours.close()
 
 
-def test_what_ray_could_not_put_is_told_and_cannot_be_found(ray_cluster, part, monkeypatch):
+@pytest.mark.parametrize("full", ["ObjectStoreFullError", "OutOfDiskError"])
+def test_what_ray_could_not_put_is_told_and_cannot_be_found(ray_cluster, part, monkeypatch, full):
     ours = RayStore(object_bytes=1024)
-    full = ours._ray.exceptions.ObjectStoreFullError("no room")
+    full = getattr(ours._ray.exceptions, full)("no room")
     monkeypatch.setattr(ours._putter, "_ray", mock.Mock(put=mock.Mock(side_effect=full)))
     with pytest.raises(RayUnusable, match=r"object store is full: .* --weights redis"):
         put(ours, part, [("a", torch.rand(10_000))], chunk_bytes=None)
@@ -608,6 +699,16 @@ def test_what_ray_could_not_put_is_told_and_cannot_be_found(ray_cluster, part, m
     monkeypatch.undo()
     put(ours, part, chunk_bytes=None)
     assert ours.open(part) is not None, "its rooms can be used again"
+    ours.close()
+
+
+def test_a_room_that_there_was_no_memory_for_is_not_lost(ray_cluster, part):
+    ours = RayStore(object_bytes=1 << 62)
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            put(ours, part, chunk_bytes=None)
+    ours._object_bytes = 1024
+    put(ours, part, chunk_bytes=None)
     ours.close()
 
 

@@ -46,7 +46,9 @@ class _Filling(Struct):
 
 
 class Ahead:
-    """Where the bytes of the next version belong, as far as the last one tells; for one thread.
+    """Where the bytes of the next version belong, as far as the last one tells.
+
+    For one thread, but for :meth:`bring`.
 
     Only for models on the CPU: what goes to a GPU is put together beside it first.
     """

@@ -36,7 +36,7 @@ class Fit(NamedTuple):
     plain: list[torch.Tensor]
     """Targets, or views of them, whose bytes lie together, as do those of what goes into them."""
     copies: list[tuple[int, int, int]]
-    """Into those: to which address, from which, how many bytes."""
+    """What goes into them: to which address, from which, how many bytes."""
     held: list[torch.Tensor]
     """What lies at some of them, where that is not the version's own memory."""
     deltas: list[tuple[torch.Tensor, memoryview]]
@@ -168,11 +168,9 @@ def _fit_whole(
     if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
         raise misfit(entry.name, target, entry.dtype, entry.shape)
     if is_plain(target) and not target.is_inference():
-        at = target.data_ptr()
+        source = buffer.address(entry.offset, entry.nbytes)
         fit.plain.append(target)
-        for source, nbytes in buffer.runs(entry.offset, entry.nbytes):
-            fit.copies.append((at, source, nbytes))
-            at += nbytes
+        fit.copies.append((target.data_ptr(), source, target.nbytes))
     else:
         fit.pairs.append((target, as_tensor(buffer, entry)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from .pull import Piece, Wanted, shape_of, shares
 from .tensors import DTYPES, as_bytes, copy_bytes, is_plain
 
 _NOWHERE = PartBytes([])
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Landing:
@@ -31,16 +33,29 @@ class Landing:
         self._target = target.detach()
         self._plain = is_plain(self._target)
         self._left = target.nbytes
-        self._beside: torch.Tensor | None = None
+        self._filled = self._target if self._plain else _NOTHING
+        """What is filled first."""
+        self._memory: memoryview | None = None
+        self._stream = (
+            torch.cuda.stream(torch.cuda.current_stream(target.device))
+            if target.is_cuda
+            else nullcontext()
+        )
+        """The caller's: what it told the GPU before comes before the copy."""
         self._lock = threading.Lock()
 
     def room(self, at: int, nbytes: int) -> memoryview:
         """Where so many of its bytes go, row-major."""
-        return as_bytes(self._filled())[at : at + nbytes]
+        if self._memory is None:
+            self._begin()
+            self._memory = as_bytes(self._filled)
+        return self._memory[at : at + nbytes]
 
     def bring(self, at: int, source: int, nbytes: int) -> None:
         """Copy so many of its bytes, which are verified, from an address."""
-        copy_bytes(self._filled().data_ptr() + at, source, nbytes)
+        if not self._plain:
+            self._begin()
+        copy_bytes(self._filled.data_ptr() + at, source, nbytes)
         self.landed(nbytes)
 
     def landed(self, nbytes: int) -> None:
@@ -49,19 +64,18 @@ class Landing:
             return
         with self._lock:
             self._left -= nbytes
-            if not self._left and self._beside is not None:
-                with torch.no_grad():
-                    self._target.copy_(self._beside)
-                self._beside = None
+            if not self._left:
+                # A thread has a mode and a stream of its own.
+                mode = torch.inference_mode(self._target.is_inference())
+                with mode, torch.no_grad(), self._stream:
+                    self._target.copy_(self._filled)
+                self._filled, self._memory = _NOTHING, None
 
-    def _filled(self) -> torch.Tensor:
-        """What is filled first."""
-        if self._plain:
-            return self._target
+    def _begin(self) -> None:
         with self._lock:
-            if self._beside is None:
-                self._beside = torch.empty(self._target.shape, dtype=self._target.dtype)
-            return self._beside
+            if self._filled is _NOTHING:
+                shape, dtype = self._target.shape, self._target.dtype
+                self._filled = torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class Some(NamedTuple):

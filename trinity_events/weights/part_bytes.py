@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from trinity_schemas import TensorEntry
 
+from ..errors import CorruptVersion
 from .tensors import DTYPES, as_buffer
 
 
 class PartBytes:
-    """Looked at by where they are in the part; they may lie in several pieces.
+    """Looked at by where they are in the part; they may lie in several pieces, no tensor in two.
 
     Args:
         pieces: They follow each other in the part.
@@ -23,37 +24,34 @@ class PartBytes:
     def __init__(self, pieces: Sequence[memoryview]) -> None:
         self._pieces = [as_buffer(piece) for piece in pieces if len(piece)]
         self._addresses = [piece.data_ptr() for piece in self._pieces]
-        self._begins = [0, *accumulate(len(piece) for piece in self._pieces)]
-        self._ends = self._begins[1:]
+        self._ends = list(accumulate(len(piece) for piece in self._pieces))
 
-    def runs(self, begin: int, nbytes: int) -> list[tuple[int, int]]:
-        """Where so many bytes lie: addresses, and how many are there."""
-        found = []
-        for at, inside, here in self._find(begin, nbytes):
-            found.append((self._addresses[at] + inside, here))
-        return found
+    def address(self, begin: int, nbytes: int) -> int:
+        """Where so many bytes lie. Raises CorruptVersion when they do not lie together."""
+        if not nbytes:
+            return 0
+        at, inside = self._find(begin, nbytes)
+        return self._addresses[at] + inside
 
     def span(self, begin: int, nbytes: int) -> torch.Tensor:
-        """So many bytes, uint8 [nbytes]: a view where they lie together, else a copy."""
-        found = [
-            self._pieces[at][inside : inside + here]
-            for at, inside, here in self._find(begin, nbytes)
-        ]
-        if not found:
-            return torch.empty(0, dtype=torch.uint8)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        """A view of so many bytes, uint8 [nbytes]. Raises as :meth:`address`."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        at, inside = self._find(begin, nbytes)
+        return self._pieces[at][inside : inside + nbytes]
 
-    def _find(self, begin: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """Which pieces they are in: where they begin there, and how many there are."""
+    def _find(self, begin: int, nbytes: int) -> tuple[int, int]:
+        """Which piece they are in, and where."""
         at = bisect_right(self._ends, begin)
-        while nbytes:
-            here = min(nbytes, self._ends[at] - begin)
-            yield at, begin - self._begins[at], here
-            at, begin, nbytes = at + 1, begin + here, nbytes - here
+        if at == len(self._ends) or begin + nbytes > self._ends[at]:
+            raise CorruptVersion(
+                f"{nbytes} bytes from {begin} on, which are a tensor, do not lie together"
+            )
+        return at, begin - (self._ends[at - 1] if at else 0)
 
 
 def as_tensor(buffer: PartBytes, entry: TensorEntry) -> torch.Tensor:
-    """The tensor that ``entry`` describes, a view of the part's bytes where that can be.
+    """The tensor that ``entry`` describes, a view of the part's bytes where alignment allows.
 
     Args:
         buffer: The part's bytes.
@@ -61,7 +59,7 @@ def as_tensor(buffer: PartBytes, entry: TensorEntry) -> torch.Tensor:
     """
     dtype = DTYPES[entry.dtype]
     if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     data = buffer.span(entry.offset, entry.nbytes)
     if data.data_ptr() % dtype.itemsize:
         data = data.clone()

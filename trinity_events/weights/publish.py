@@ -13,7 +13,7 @@ from trinity_schemas import ALIGNMENT, Chunk, PartDelta, TensorEntry, WeightMani
 from .boxes import Place
 from .deltas.tracking import LastPublished
 from .tensors import address, as_bytes, as_plain, copy_bytes, digest, dtype_name
-from .transports.base import ChunkStore, PartRef, SendsFrom
+from .transports.base import ChunkStore, InPieces, PartRef, SendsFrom
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)
@@ -68,6 +68,7 @@ class PartWriter:
         self._last = last
         self._sink = store.begin(part, chunk_bytes)
         self._direct = self._sink if isinstance(self._sink, SendsFrom) else None
+        self._pieces = self._sink if isinstance(self._sink, InPieces) else None
         self._room: memoryview | None = None
         self._address = self._size = 0
         """Of the room."""
@@ -111,6 +112,10 @@ class PartWriter:
         self._tensors.append(entry)
         if entry.offset != self._offset:
             self._copy(_ZEROS_AT, entry.offset - self._offset)
+        if self._pieces is not None and not self._pieces.fits(self._filled, nbytes):
+            if self._filled:
+                self._put()
+            self._pieces.next_piece(nbytes)
         self._copy(source, nbytes)
 
     def _copy(self, source: int, nbytes: int) -> None:

@@ -25,7 +25,7 @@ class PartRef(NamedTuple):
 class Check(Protocol):
     """Is given each chunk's index and bytes, None when it is gone; raises when it will not do.
 
-    It may be called by several threads at once.
+    It may take the bytes too, and may be called by several threads at once.
     """
 
     def __call__(self, index: int, data: memoryview | None, digested: str | None = None) -> None:
@@ -83,6 +83,19 @@ class SendsFrom(Protocol):
         ...
 
 
+@runtime_checkable
+class InPieces(Protocol):
+    """A sink that keeps a part in several pieces, and bytes together that are told of before."""
+
+    def fits(self, filled: int, nbytes: int) -> bool:
+        """Whether so many bytes have place in the piece, behind those that fill the room."""
+        ...
+
+    def next_piece(self, nbytes: int) -> None:
+        """Begin another piece, with place for so many; the room is another then."""
+        ...
+
+
 class PartSource(Protocol):
     """One part, which stays as it is until it is closed, as far as the transport can see to it."""
 
@@ -93,9 +106,10 @@ class PartSource(Protocol):
     ) -> Sequence[memoryview]:
         """All bytes of the part, in chunks of these sizes, each of which ``check`` has seen.
 
-        They come in pieces that follow each other, none of which ends within a chunk. Where only
-        some chunks are wanted, by index, the others are not read: their bytes are there, but
-        undefined. It may all be the transport's own memory: for reading, until :meth:`close`.
+        They come in pieces that follow each other, none of which ends within a chunk; the last may
+        have more behind them. Where only some chunks are wanted, by index, the others are not read:
+        their bytes are there, but undefined. It may all be the transport's own memory: for reading,
+        until :meth:`close`.
         """
         ...
 

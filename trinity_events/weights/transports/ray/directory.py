@@ -21,7 +21,7 @@ class Objects(NamedTuple):
     """Arrays of bytes, end to end, that a part is made of."""
 
     references: list[Any]
-    """In a list, so that Ray leaves them as they are."""
+    """In a list, since Ray would send objects in the place of its own references."""
     sizes: list[int]
     """Their bytes."""
 
@@ -91,19 +91,22 @@ class SharedDirectory:
             self._users += 1
             return self._actor
 
-    def give(self, ray: Any) -> None:
-        """One store less; the last one ends the actor."""
+    def give(self, ray: Any, name: str) -> None:
+        """One store less; the last one ends the actor, if it still is the one of this name."""
         with self._lock:
+            if self._actor is None or self._actor[0] != name:
+                return
             self._users -= 1
-            if self._users <= 0 and self._actor is not None:
+            if not self._users:
                 with suppress(ray.exceptions.RayError):
                     ray.kill(self._actor[1])
                 self._actor = None
 
-    def lost(self) -> None:
-        """The actor is gone, or hangs: the next to take it gets another."""
+    def lost(self, name: str) -> None:
+        """The actor of this name is gone, or hangs: the next to take one gets another."""
         with self._lock:
-            self._actor, self._users = None, 0
+            if self._actor is not None and self._actor[0] == name:
+                self._actor, self._users = None, 0
 
 
 SHARED = SharedDirectory()

@@ -30,11 +30,15 @@ class Putter:
     def room(self, nbytes: int) -> Bytes:
         """A room of so many bytes at least, once what was in it is put."""
         room = self._rooms.get()
-        return room if len(room) >= nbytes else np.empty(nbytes, np.uint8)
+        try:
+            return room if len(room) >= nbytes else np.empty(nbytes, np.uint8)
+        except MemoryError:
+            self._rooms.put(room)
+            raise
 
-    def give_back(self, room: Bytes) -> None:
-        """Nobody needs what is in it any more."""
-        self._rooms.put(room)
+    def give_up_room(self) -> None:
+        """Have another in the place of one that somebody may still write to."""
+        self._rooms.put(np.empty(0, np.uint8))
 
     def put(self, room: Bytes, nbytes: int) -> Future[Any]:
         """Put what a room begins with, and give it back; results in the reference."""
@@ -70,8 +74,9 @@ class RaySink:
         self._chunk_bytes = chunk_bytes
         self._object_bytes = object_bytes
         self._room: Bytes | None = None
-        self._filled = 0
-        """Of the room."""
+        self._size = self._filled = 0
+        """Of the room: the bytes that its object may have, and those that it has."""
+        self._next_size = object_bytes
         self._sizes: list[int] = []
         self._putting: list[Future[Any]] = []
         self._state = "open"
@@ -79,12 +84,25 @@ class RaySink:
     def room(self) -> memoryview:
         """The place of the chunk in its object."""
         self._check()
-        if self._room is not None and self._filled + self._chunk_bytes > self._object_bytes:
+        if self._room is not None and self._filled == self._size:
             self._put_object()
         if self._room is None:
-            self._room = self._putter.room(self._object_bytes)
-        memory: memoryview = self._room.data[self._filled : self._filled + self._chunk_bytes]
+            self._room, self._size = self._putter.room(self._next_size), self._next_size
+            self._next_size = self._object_bytes
+        end = min(self._filled + self._chunk_bytes, self._size)
+        memory: memoryview = self._room.data[self._filled : end]
         return memory
+
+    def fits(self, filled: int, nbytes: int) -> bool:
+        """Whether a tensor has place in the object."""
+        size = self._next_size if self._room is None else self._size
+        return self._filled + filled + nbytes <= size
+
+    def next_piece(self, nbytes: int) -> None:
+        """Begin another object, with place for a tensor; a large one has its own."""
+        self._check()
+        self._put_object()
+        self._next_size = max(self._object_bytes, nbytes)
 
     def put(self, nbytes: int) -> None:
         """The chunk is where it is to be."""
@@ -94,17 +112,16 @@ class RaySink:
     def seal(self, manifest: bytes) -> None:
         """Let the part be found, once all of its objects are put."""
         self._check()
-        if self._filled:
-            self._put_object()
-        with self._store.told(self._part):
+        self._put_object()
+        with self._store.refusals_in_words(self._part):
             references = [one.result() for one in self._putting]
+            self._state = "told"  # perhaps not to the end
             self._store.keep(self._part, Objects(references, self._sizes), manifest)
-        self.give_up()
-        self._state = "sealed"
+        self._putting = []
 
     def discard(self) -> None:
-        """Nobody was told of it before it was sealed; what is sealed is deleted."""
-        if self._state == "sealed":
+        """Nobody is told of it before it is sealed; then it is deleted."""
+        if self._state == "told":
             self._store.delete(self._part)
         self.give_up()
 
@@ -113,14 +130,16 @@ class RaySink:
         self._state = "given up"
         self._putting = []
         if self._room is not None:
-            self._putter.give_back(self._room)
+            self._putter.give_up_room()
             self._room = None
 
     def _put_object(self) -> None:
-        assert self._room is not None
-        with self._store.told(self._part):
+        """Put what is in the room, if anything is."""
+        if self._room is None or not self._filled:
+            return
+        with self._store.refusals_in_words(self._part):
             for one in self._putting[-2:-1]:
-                one.result()  # why go on, when one was not put?
+                one.result()  # it has ended, since there are two rooms; had it failed, why go on?
         self._putting.append(self._putter.put(self._room, self._filled))
         self._sizes.append(self._filled)
         self._room, self._filled = None, 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import VersionUnavailable
+from ....errors import CorruptVersion, VersionUnavailable
 from ..base import Check, PartRef
 from ..in_memory import Chunks, cut, look
 from .directory import DEADLINE, Objects
@@ -36,27 +36,39 @@ class RaySource:
         Raises VersionUnavailable when the publisher ended, or Ray lost an object.
         """
         references, lengths = self._objects
-        ends = list(accumulate(sizes))
-        firsts = [0, *(bisect_left(ends, end) + 1 for end in accumulate(lengths))]
-        """Of each object the first of its chunks; the last number is behind the last."""
+        # Of each object the first of its chunks, and behind the last how many chunks there are.
+        firsts = self._first_chunks(sizes)
         numbers = {
             reference: number
             for number, reference in enumerate(references)
             if wanted is None or any(one in wanted for one in range(*firsts[number : number + 2]))
         }
-        found = [np.empty(length, np.uint8).data for length in lengths]  # and not touched
+        # Memory that nobody touches takes nothing.
+        found = [np.empty(length, np.uint8).data for length in lengths]
         for some in self._as_they_come(list(numbers)):
             seen: Chunks = []
             for reference, data in some:
                 number = numbers[reference]
                 if len(data) != lengths[number]:
-                    raise self._lost("what is there is not as long as it was said to be")
+                    raise self._corrupt()
                 first, end = firsts[number : number + 2]
                 seen += cut(data, sizes[first:end], wanted, first)
                 found[number] = data
             look(seen, check)
-        look(cut(memoryview(b""), sizes[firsts[-1] :], wanted, firsts[-1]), check)  # never put
         return found
+
+    def _first_chunks(self, sizes: Sequence[int]) -> list[int]:
+        """Every object ends where a chunk ends, and the last with the last; or it is corrupt."""
+        references, lengths = self._objects
+        ends, cuts = list(accumulate(sizes)), list(accumulate(lengths))
+        if not (
+            len(set(references)) == len(references) == len(lengths)
+            and 0 not in lengths
+            and cuts[-1:] == ends[-1:]
+            and set(cuts) <= set(ends)
+        ):
+            raise self._corrupt()
+        return [0, *(bisect_left(ends, end) + 1 for end in cuts)]
 
     def close(self) -> None:
         """Let go of the objects."""
@@ -86,6 +98,9 @@ class RaySource:
             if not (isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.ndim == 1):
                 raise self._lost("what is there are no bytes")
             yield one.data.toreadonly()
+
+    def _corrupt(self) -> CorruptVersion:
+        return CorruptVersion(f"the objects of the {self._part} are not cut as its chunks are")
 
     def _lost(self, why: str) -> VersionUnavailable:
         return VersionUnavailable(f"the {self._part} cannot be read from Ray: {why}")

@@ -35,7 +35,8 @@ class RayStore:
 
     Args:
         most: The most parts that this publisher keeps.
-        object_bytes: Of one object; the publisher has two rooms for them.
+        object_bytes: Of one object, unless a tensor is larger; the publisher has two rooms for
+            them.
     """
 
     name = "ray"
@@ -47,8 +48,6 @@ class RayStore:
         self._directory: tuple[str, Any] | None = None
         self._pointers: set[bytes] = set()
         self._published: dict[PartRef, Objects] = {}
-        self._directories: dict[str, Any] = {}
-        """Those of other publishers, by their names: to look one up takes as long as to ask it."""
         self._putter = Putter(self._ray)
         self._sink: RaySink | None = None
 
@@ -58,19 +57,19 @@ class RayStore:
         """Begin a part; one that was begun before and is not sealed is given up."""
         if self._sink is not None:
             self._sink.give_up()
-        size = chunk_bytes or min(CHUNK_BYTES, self._object_bytes)
-        self._sink = RaySink(self, self._putter, part, size, max(size, self._object_bytes))
+        size = chunk_bytes or CHUNK_BYTES
+        self._sink = RaySink(self, self._putter, part, size, self._object_bytes)
         return self._sink
 
     def keep(self, part: PartRef, objects: Objects, manifest: bytes) -> None:
         """Let a part be found that is whole."""
+        self._published.pop(part, None)
+        self._published[part] = objects
         name, directory = self._own_directory()
         told = directory.keep.remote(part, manifest, objects)
         point(part, name)  # while the directory keeps it
         self._pointers.add(key_of(part))
         self._ray.get(told, timeout=DEADLINE)
-        self._published.pop(part, None)
-        self._published[part] = objects
         for oldest in list(self._published)[: -self._most]:
             self.delete(oldest)
         self._sink = None
@@ -93,27 +92,19 @@ class RayStore:
         """The part, or None when it is not there."""
         errors = self._ray.exceptions
         try:
-            directory = self._directory_of(part)
+            directory = self._ray.get_actor(pointed(part), namespace=NAMESPACE)
             found = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
         except (ValueError, errors.RayActorError, errors.GetTimeoutError):
-            self._directories = {}
             return None
         if found is None:
             return None
         manifest, objects = found
         return RaySource(self._ray, part, bytes(manifest), objects)
 
-    def _directory_of(self, part: PartRef) -> Any:
-        """The actor that knows the part. Raises ValueError when there is none."""
-        name = pointed(part)
-        if name not in self._directories:
-            self._directories[name] = self._ray.get_actor(name, namespace=NAMESPACE)
-        return self._directories[name]
-
     def missing(self, part: PartRef) -> str:
         """Why the part may not be there, in words."""
         try:
-            self._directory_of(part)
+            self._ray.get_actor(pointed(part), namespace=NAMESPACE)
         except ValueError:
             return (
                 "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
@@ -135,21 +126,22 @@ class RayStore:
         if self._directory is not None:
             for key in self._pointers:
                 unpoint(key, self._directory[0])
+            SHARED.give(self._ray, self._directory[0])
             self._pointers, self._directory = set(), None
-            SHARED.give(self._ray)
 
     @contextmanager
-    def told(self, part: PartRef) -> Iterator[None]:
-        """What Ray does not take, said in words."""
+    def refusals_in_words(self, part: PartRef) -> Iterator[None]:
+        """Raise RayUnusable for what Ray does not take; an actor that is gone is let go of."""
         errors = self._ray.exceptions
         try:
             yield
-        except errors.ObjectStoreFullError:
+        except (errors.ObjectStoreFullError, errors.OutOfDiskError):
             raise RayUnusable(
                 f"Ray's object store is full: there is no room for the {part}; start Ray with more "
                 "object_store_memory, or publish with --weights redis"
             ) from None
         except (errors.RayActorError, errors.GetTimeoutError) as error:
-            self._directory = None
-            SHARED.lost()
+            if self._directory is not None:
+                SHARED.lost(self._directory[0])
+                self._directory = None
             raise RayUnusable(f"Ray did not take the {part}: {error}; look at ray status") from None
