@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,13 +18,11 @@ from .fitting import check_covered, misfit, targets_of
 from .part_bytes import PartBytes, as_tensor
 from .pull import Piece, PulledVersion, shape_of, shares
 from .tensors import DTYPES, copy_bytes, is_plain
+from .threads import in_threads
 
 _LARGE = 64 << 10
 """Bytes from which on a copy may be another thread's."""
 _PIECE = 2 << 20
-_WORTH = 8 << 20
-"""Bytes of large tensors from which on threads are worth their start."""
-_MOST_THREADS = 4
 
 
 class Fit(NamedTuple):
@@ -106,7 +103,7 @@ def install(fit: Fit) -> None:
             copy_bytes(to, source, nbytes)
         else:
             large += _pieces(to, source, nbytes)
-    _copy(large)
+    in_threads(_copy_some, large, sum(nbytes for _, _, nbytes in large))
     if fit.plain:  # so that autograd knows
         torch.autograd.graph.increment_version(fit.plain)
     with torch.no_grad():
@@ -141,22 +138,7 @@ def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]
     ]
 
 
-def _copy(pieces: list[tuple[int, int, int]]) -> None:
-    """Copy ``(target, source, bytes)``, in several threads where that pays."""
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    if threads == 1 or sum(nbytes for _, _, nbytes in pieces) < _WORTH:
-        _copy_some(pieces)
-        return
-    first, *others = (pieces[index::threads] for index in range(threads))
-    helpers = [threading.Thread(target=_copy_some, args=(share,)) for share in others]
-    for helper in helpers:
-        helper.start()
-    _copy_some(first)
-    for helper in helpers:
-        helper.join()
-
-
-def _copy_some(pieces: list[tuple[int, int, int]]) -> None:
+def _copy_some(pieces: Sequence[tuple[int, int, int]]) -> None:
     for piece in pieces:
         copy_bytes(*piece)
 

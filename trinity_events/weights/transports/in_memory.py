@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
+from ..threads import in_threads
 from .base import Check
-
-_WORTH = 8 << 20
-"""Bytes from which on several threads look at them."""
-_MOST_THREADS = 4
 
 Chunks: TypeAlias = list[tuple[int, memoryview]]
 """By their index in the part."""
@@ -38,17 +33,9 @@ def cut(
 
 def look(chunks: Chunks, check: Check) -> None:
     """Have ``check`` see them all, in several threads where that pays."""
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    if threads == 1 or sum(len(data) for _, data in chunks) < _WORTH:
-        _look(chunks, check)
-        return
-    share = -(-len(chunks) // threads)
-    with ThreadPoolExecutor(threads) as pool:
-        shares = [chunks[begin : begin + share] for begin in range(0, len(chunks), share)]
-        for looked in [pool.submit(_look, one, check) for one in shares]:
-            looked.result()
 
+    def see(some: Sequence[tuple[int, memoryview]]) -> None:
+        for index, data in some:
+            check(index, data)
 
-def _look(chunks: Chunks, check: Check) -> None:
-    for index, data in chunks:
-        check(index, data)
+    in_threads(see, chunks, sum(len(data) for _, data in chunks))
