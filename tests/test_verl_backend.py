@@ -120,6 +120,23 @@ async def test_every_rollout_is_given_the_version_bit_for_bit_and_the_log_hears_
     assert said == [(StepRef(1, 1), 0), (StepRef(1, 1), 1), (StepRef(1, 2), 0), (StepRef(1, 2), 1)]
 
 
+@pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
+async def test_versions_that_fill_the_memory_do_not_drive_the_next_one_out_of_it(
+    make_ends, reducer, monkeypatch
+):
+    free = [1 << 40]
+    monkeypatch.setattr("trinity_workers.verl.meeting.free_bytes", lambda: free[0])
+    ends = make_ends(transport="auto")
+    for step in (1, 2):
+        _, seen = await ends.update(AWKWARD, step)
+        assert seen == [as_bits(AWKWARD)]
+        assert ends.sender._transport == "shm"
+        free[0] = 0
+    with pytest.raises(TypeError, match="complex64"):
+        await ends.sender.send(iter([("weight", torch.zeros(2, dtype=torch.complex64))]), 3)
+    assert met([here(ends.sender.open()), here()], 1).transport == "ray", "if it does not arrive"
+
+
 async def test_between_full_versions_a_rollout_receives_what_changed_alone(make_ends, reducer):
     ends = make_ends(full_every=3)
     weights = {f"layer.{number}": torch.randn(4000) for number in range(4)}
@@ -375,6 +392,11 @@ def test_weights_travel_through_memory_where_everybody_shares_it_else_through_ra
     assert transport_between("auto", [place("a"), place("a")]) == "shm"
     assert transport_between("auto", [place("a"), place("a", room=False)]) == "ray"
     assert transport_between("auto", [place("a"), place("b")]) == "ray"
+    full = [place("a"), place("a", room=False)]  # perhaps of the versions before
+    assert transport_between("auto", full, taken="shm") == "shm"
+    assert transport_between("auto", [place("a"), place("a")], taken="ray") == "ray"
+    assert transport_between("auto", [place("a"), place("b")], taken="shm") == "ray"
+    assert transport_between("redis", [place("a")], taken="ray") == "redis"
     assert transport_between("redis", [place("a"), place("b")]) == "redis"
     with pytest.raises(SharedMemoryUnusable, match="several hosts"):
         transport_between("shm", [place("a"), place("b")])

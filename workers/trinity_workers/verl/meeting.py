@@ -21,6 +21,8 @@ class Opened(Struct, frozen=True, kw_only=True):
     epoch: int
     transport: TransportChoice
     """As the configuration says."""
+    taken: TransportName | None = None
+    """How the version before travelled, if it arrived."""
     said: str
     """Position of the newest event: what comes of this update is later."""
     announced: str
@@ -67,14 +69,19 @@ def met(places: Sequence[Place], rollouts: int) -> Meeting:
     """
     opened = next(place.opened for place in places if place.opened is not None)
     return Meeting(
-        opened=opened, transport=transport_between(opened.transport, places), rollouts=rollouts
+        opened=opened,
+        transport=transport_between(opened.transport, places, opened.taken),
+        rollouts=rollouts,
     )
 
 
-def transport_between(asked: TransportChoice, places: Sequence[Place]) -> TransportName:
+def transport_between(
+    asked: TransportChoice, places: Sequence[Place], taken: TransportName | None = None
+) -> TransportName:
     """How weights travel: as asked; else through shared memory where all are on one host.
 
-    veRL's processes are in one Ray cluster, so that its object store reaches them all.
+    veRL's processes are in one Ray cluster, so that its object store reaches them all. What was
+    taken before is taken again where it can be: the versions themselves take room.
     """
     together = len({place.host for place in places}) == 1
     if asked == "shm" and not together:
@@ -84,4 +91,6 @@ def transport_between(asked: TransportChoice, places: Sequence[Place]) -> Transp
         )
     if asked != "auto":
         return asked
-    return "shm" if together and all(place.room for place in places) else "ray"
+    if taken == "ray" or not together:
+        return "ray"
+    return "shm" if taken == "shm" or all(place.room for place in places) else "ray"

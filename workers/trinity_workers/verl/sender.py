@@ -38,6 +38,8 @@ class Sender:
         self._begun: int | None = None
         """Step of the newest version of the epoch that was begun, whatever became of it."""
         self._transport: TransportName | None = None
+        self._taken: TransportName | None = None
+        """The transport of the newest version, if that arrived."""
         self._rollouts = 0
         self._synchronizer: Synchronizer | None = None
         self._thread = OneThread()
@@ -128,6 +130,7 @@ class Sender:
                 run_id=self._run_id,
                 epoch=self._epoch,
                 transport=self._settings.transport,
+                taken=self._taken,
                 said=await log.last_id(Stream.EVENTS),
                 announced=await log.last_id(Stream.ANNOUNCEMENTS),
             )
@@ -151,10 +154,12 @@ class Sender:
         synchronizer.part_published(step, 0, report, time.monotonic() - began)
         synchronizer.commit(step)
         synchronizer.flush()
+        self._taken = self._transport
         logger.info("step %d: published %d bytes", step, report.bytes)
         return report
 
     def _give_up(self, step: int, writer: PartWriter | None, error: Exception) -> None:
+        self._taken = None
         with suppress(TrinityError, OSError):  # the error itself says more
             give_up(self._made(), writer, step, error, logger)
             self._made().flush()
