@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from trinity_events.weights import PartRef, RayStore
-from trinity_events.weights.load import load_version
+from trinity_events.weights import PartRef, RayStore, load_version
 from trinity_schemas import StepReady
 
 from .ends import Turn, row

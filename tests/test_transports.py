@@ -32,10 +32,11 @@ from trinity_events.weights import (
     PartWriter,
     RayStore,
     SharedMemoryStore,
+    check_fit,
+    install,
+    load_version,
     pull_version,
 )
-from trinity_events.weights.install import check_fit, install
-from trinity_events.weights.load import load_version
 from trinity_events.weights.publish import manifest_digest
 from trinity_events.weights.transports.ray.directory import NAMESPACE, SHARED, Objects, pointed
 from trinity_events.weights.transports.ray.source import RaySource

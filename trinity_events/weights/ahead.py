@@ -18,6 +18,7 @@ from trinity_schemas import WeightManifest
 
 from .fitting import targets_of
 from .landing import about_to_change, by_chunk, planned
+from .pull import names_in
 from .tensors import address, copy_bytes, is_plain
 from .transports.base import PartRef, Take, Taker
 
@@ -87,7 +88,7 @@ class Ahead:
         """Tensors that may have something of what was taken since it began."""
         if not self._took or self._layout is None:
             return ()
-        return {entry.name for manifest in self._layout.manifests for entry in manifest.tensors}
+        return names_in(self._layout.manifests)
 
     def leads(
         self, parts: Sequence[PartRef], module: torch.nn.Module, manifests: Sequence[WeightManifest]

@@ -8,7 +8,7 @@ verified there: what fails on the way leaves a model that has some of each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ..errors import CorruptVersion, VersionUnavailable
 from .ahead import Ahead
 from .fitting import targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
-from .pull import Wanted, read_manifest
+from .pull import Wanted, names_in, read_manifest
 from .tensors import Digesting, address
 from .torn import Torn
 from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
@@ -73,7 +73,7 @@ def load_version(
         manifests = [part.manifest for part in parts]
         in_memory = not any(isinstance(part.source, ReceivesInto) for part in parts)
         refs = [part.ref for part in parts]
-        names = _names(manifests) if wanted is None else wanted.keys()
+        names = names_in(manifests) if wanted is None else wanted.keys()
         torn = torn or Torn()
         if wanted is None and in_memory and ahead and ahead.leads(refs, module, manifests):
             with torn.until_whole(module, names):
@@ -87,10 +87,6 @@ def load_version(
             for part, found in zip(parts, plan, strict=True):
                 _fill(part, found)
     return manifests
-
-
-def _names(manifests: Iterable[WeightManifest]) -> Collection[str]:
-    return {entry.name for manifest in manifests for entry in manifest.tensors}
 
 
 def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, index: int) -> _Part:

@@ -53,7 +53,7 @@ class PulledVersion(NamedTuple):
         """Of all tensors that are wanted."""
         if self.wanted is not None:
             return self.wanted.keys()
-        return {entry.name for manifest, _ in self.parts for entry in manifest.tensors}
+        return names_in(manifest for manifest, _ in self.parts)
 
     def by_name(self) -> dict[str, list[Piece]]:
         """What there is of every tensor that is wanted: one piece, or the shards of several ranks.
@@ -104,6 +104,11 @@ class Piece(NamedTuple):
     def tensor(self) -> torch.Tensor:
         """Its elements, a view where alignment allows and it is no delta."""
         return rebuilt(self.entry, self.buffer, self.base)
+
+
+def names_in(manifests: Iterable[WeightManifest]) -> Collection[str]:
+    """Of all tensors of a version's parts."""
+    return {entry.name for manifest in manifests for entry in manifest.tensors}
 
 
 def box_of(entry: TensorEntry) -> Box:
