@@ -275,6 +275,27 @@ async def test_two_leaders_in_a_row_may_write_overlapping_segments(log, run_id, 
     assert archive.through(Stream.EVENTS) == ids[-1]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_archives_laid_together_have_what_both_had(tmp_path, order):
+    entries = [Entry(f"{at}-0", b"%d" % at) for at in range(10, 90, 10)]
+    one, other = Archive(tmp_path / "one", "r"), Archive(tmp_path / "other", "r")
+    one.add(Stream.EVENTS, entries[:4])
+    one.add(Stream.EVENTS, entries[4:6], "40-0")
+    # The other leader found the same two on the server, which had dropped the ones before.
+    other.add(Stream.EVENTS, entries[4:6], "49-18446744073709551615", after_gap=True)
+    other.add(Stream.EVENTS, entries[6:], "60-0")
+    for archive in (one, other)[::order]:
+        for segment in archive.folder.iterdir():
+            (tmp_path / "both" / "log").mkdir(parents=True, exist_ok=True)
+            segment.replace(tmp_path / "both" / "log" / segment.name)
+    both = Archive(tmp_path / "both", "r")
+    assert list(both.read(Stream.EVENTS)) == entries
+    for segment in (tmp_path / "both" / "log").glob("*.10-0.*"):
+        segment.unlink()
+    with pytest.raises(ArchiveMissing, match=r"before events\.50-0\.60-0"):
+        list(both.read(Stream.EVENTS))
+
+
 async def test_commands_export_import_replay_and_verify(finished_run, cli, run_id, tmp_path):
     path = tmp_path / f"{run_id}.jsonl"
     root = ("--checkpoint-root", str(finished_run.parent))

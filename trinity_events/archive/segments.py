@@ -13,11 +13,13 @@ from .format import ArchiveMissing, Header, bare_line, read_lines, write_lines
 logger = logging.getLogger(__name__)
 
 FOLDER = "log"
+_AFTER_GAP = "after-gap"
 _LEFT_ON_SERVER = 2
 
 
 class _Segment(NamedTuple):
     first: tuple[int, int]
+    after_gap: bool
     last: tuple[int, int]
     path: Path
 
@@ -27,16 +29,33 @@ class Archive:
 
     A segment is named by the first and the last entry that it holds, so that what is archived is
     known from a listing. Overlapping segments, as two leaders in a row may write, are read once.
+    One that was begun after a gap has another name than one that goes on what is kept: where the
+    segments of two archives are laid together, neither takes the other's place.
     """
 
     def __init__(self, run_folder: Path, run_id: str) -> None:
         self.folder = run_folder / FOLDER
         self._run_id = run_id
 
-    def add(self, stream: Stream, entries: list[Entry], after: str = ORIGIN) -> None:
-        """Keep the entries, which follow on ``after``, durably."""
+    def add(
+        self,
+        stream: Stream,
+        entries: list[Entry],
+        after: str = ORIGIN,
+        *,
+        after_gap: bool = False,
+    ) -> None:
+        """Keep the entries durably.
+
+        Args:
+            stream: Whose they are.
+            entries: In their order.
+            after: What they follow on; after a gap, only what they come behind.
+            after_gap: Whether what is between them and what is kept is not known.
+        """
         if entries:
-            name = f"{stream.value}.{entries[0].id}.{entries[-1].id}.jsonl"
+            told = f".{_AFTER_GAP}" if after_gap else ""
+            name = f"{stream.value}.{entries[0].id}.{entries[-1].id}{told}.jsonl"
             # The bytes alone: what they say is for `export` to show, when somebody asks.
             lines = (bare_line(stream.value, entry) for entry in entries)
             write_lines(self.folder / name, Header(run_id=self._run_id, after=after), lines)
@@ -84,8 +103,11 @@ class Archive:
         found: list[_Segment] = []
         for path in self.folder.glob(f"{stream.value}.*.jsonl"):
             try:
-                _, first, last, _ = path.name.split(".")
-                found.append(_Segment(position(first), position(last), path))
+                _, first, last, *told, _ = path.name.split(".")
+                if told not in ([], [_AFTER_GAP]):
+                    raise ValueError(told)
+                found.append(_Segment(position(first), bool(told), position(last), path))
             except ValueError:
                 logger.warning("%s is not a segment of the archive: passed over", path)
+        # Where two begin alike, one that knows what is before it comes first.
         return sorted(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import anyio.to_thread
 
@@ -54,20 +55,21 @@ class Retention:
 
     async def _keep(self, stream: Stream, position: str) -> None:
         through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
-        after, kept = await self._goes_on(stream), 0
+        (after, after_gap), kept = await self._goes_on(stream), 0
         while found := await self._segment(stream, after, through):
-            await anyio.to_thread.run_sync(self._archive.add, stream, found, after)
-            after, kept = found[-1].id, kept + 1
+            add = partial(self._archive.add, stream, found, after, after_gap=after_gap)
+            await anyio.to_thread.run_sync(add)
+            after, after_gap, kept = found[-1].id, False, kept + 1
             if kept % _TRIM_EVERY == 0:
                 await self._trim(stream, position)
         await self._trim(stream, position)
 
-    async def _goes_on(self, stream: Stream) -> str:
-        """After which entry the next segment is: the last that is kept, if nothing is between."""
+    async def _goes_on(self, stream: Stream) -> tuple[str, bool]:
+        """After which entry the next segment is, and whether something may be missing before it."""
         after = await anyio.to_thread.run_sync(self._archive.through, stream)
         left = await self._log.first_left(stream)
         if left is None or number(after) >= number(before(left)):
-            return after
+            return after, False
         # A run that was archived elsewhere for a while: who reads this is to be told.
         logger.error(
             "the %s of %s between %s and %s are not on the server any more and not in %s either: "
@@ -78,7 +80,7 @@ class Retention:
             left,
             self._archive.folder,
         )
-        return before(left)
+        return before(left), True
 
     async def _trim(self, stream: Stream, position: str) -> None:
         limit = await anyio.to_thread.run_sync(self._archive.trim_limit, stream)
