@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,3 +49,20 @@ def test_what_does_not_lie_together_is_refused(begin, nbytes):
 def test_nothing_lies_anywhere():
     assert cut(b"").address(0, 0) == 0
     assert not len(cut(b"").span(0, 0))
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3), (3, 1, 2), (0, 4)])
+@pytest.mark.parametrize("begin", [0, 2, 4, 5])
+def test_a_tensor_is_row_major_wherever_it_begins(shape, begin):
+    elements = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    # What follows on it does not make up an element.
+    there = cut(bytes(begin) + elements.numpy().tobytes() + b"rest.", begin, elements.nbytes + 5)
+    found = there.tensor(begin, torch.float32, shape)
+    assert torch.equal(found, elements)
+    assert found.is_contiguous()
+    assert found.data_ptr() % 4 == 0, "other processors fault on what is not aligned"
+
+
+def test_a_tensor_in_two_pieces_is_refused():
+    with pytest.raises(CorruptVersion, match="do not lie together"):
+        cut(bytes(16), 6, 10).tensor(4, torch.float32, (1,))

@@ -150,9 +150,10 @@ def _fit_whole(
     if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
         raise misfit(entry.name, target, entry.dtype, entry.shape)
     if is_plain(target) and not target.is_inference():
-        source = buffer.address(entry.offset, entry.nbytes)
+        nbytes = target.nbytes
+        source = buffer.address(entry.offset, nbytes)
         fit.plain.append(target)
-        fit.copies.append((target.data_ptr(), source, target.nbytes))
+        fit.copies.append((target.data_ptr(), source, nbytes))
     else:
         fit.pairs.append((target, as_tensor(buffer, entry)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -24,6 +25,8 @@ class PartBytes:
     def __init__(self, pieces: Sequence[memoryview]) -> None:
         self._pieces = [as_buffer(piece) for piece in pieces if len(piece)]
         self._addresses = [piece.data_ptr() for piece in self._pieces]
+        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        """The pieces again, by their number, as elements of a dtype."""
         self._ends = list(accumulate(len(piece) for piece in self._pieces))
 
     def address(self, begin: int, nbytes: int) -> int:
@@ -39,6 +42,25 @@ class PartBytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         at, inside = self._find(begin, nbytes)
         return self._pieces[at][inside : inside + nbytes]
+
+    def tensor(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A view of the elements that begin there, row-major. Raises as :meth:`address`.
+
+        A copy where they are not aligned to their size.
+        """
+        count, itemsize = math.prod(shape), dtype.itemsize
+        if not count:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        at, inside = self._find(begin, count * itemsize)
+        if inside % itemsize or self._addresses[at] % itemsize:
+            found = self._pieces[at][inside : inside + count * itemsize]
+            return found.clone().view(dtype).view(shape)
+        typed = self._typed.get((at, dtype))
+        if typed is None:
+            whole = self._pieces[at][: len(self._pieces[at]) // itemsize * itemsize]
+            typed = self._typed[at, dtype] = whole.view(dtype)
+        # One call of torch's for what takes three in steps: there may be very many tensors.
+        return typed.as_strided(shape, _row_major(shape), inside // itemsize)
 
     def _find(self, begin: int, nbytes: int) -> tuple[int, int]:
         """Which piece they are in, and where."""
@@ -57,10 +79,12 @@ def as_tensor(buffer: PartBytes, entry: TensorEntry) -> torch.Tensor:
         buffer: The part's bytes.
         entry: Where the tensor lies in it.
     """
-    dtype = DTYPES[entry.dtype]
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=dtype, device="cpu")
-    data = buffer.span(entry.offset, entry.nbytes)
-    if data.data_ptr() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype).view(entry.shape)
+    return buffer.tensor(entry.offset, DTYPES[entry.dtype], entry.shape)
+
+
+def _row_major(shape: tuple[int, ...]) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
