@@ -203,7 +203,7 @@ def test_what_was_taken_counts_only_where_the_module_still_is(stores, model, par
 
 
 def test_chunks_that_are_shorter_than_their_writer_said_are_loaded_anew(stores, part):
-    """As where a segment has to grow: its writer has memory up to there."""
+    """As where a segment was too small: its writer had memory up to there."""
     ours, theirs = stores
     ours._last_size = 4 << 20
     tensors = [("a", torch.rand(400_000)), ("b", torch.rand(300_000))]
@@ -211,7 +211,7 @@ def test_chunks_that_are_shorter_than_their_writer_said_are_loaded_anew(stores, 
     ahead.note(
         module, load(theirs, module, ahead, part, write(PartWriter(ours, part), tensors).seal())
     )
-    ours._last_size = 0  # as after a smaller version
+    ours._last_size = 1 << 20  # as after a smaller version
     part, more = part._replace(step=2), [(name, tensor + 1) for name, tensor in tensors]
     with reading(theirs, [part], taker=ahead.begin(module)):
         writer = write(PartWriter(ours, part), more)

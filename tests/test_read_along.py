@@ -1,11 +1,12 @@
 """Parts in shared memory that are verified while they are still being written."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import anyio
 import pytest
+import torch
 
 from tests.pipeline import reducer_task
 from tests.test_transports import announcement, assert_same, left, read
@@ -21,6 +22,7 @@ from trinity_events.weights.transports.shared_memory.segments import (
     users_folder,
 )
 from trinity_events.weights.transports.shared_memory.under_way import Follower
+from trinity_schemas import decode_manifest
 from trinity_workers.explorer.along import ReadingAlong
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
@@ -101,6 +103,30 @@ def follower_of(store):
     """Chunks that the reader has digested so far."""
     seen = [one.seen for one in store.followers if one.seen is not None]
     return len(seen[0].digests) if seen else 0
+
+
+@pytest.mark.parametrize("chunk", [300_000, 512 << 10, 3 << 20])
+def test_no_chunk_of_a_first_version_is_cut_short_where_its_segment_grows(
+    stores, part, digested, chunk
+):
+    ours, theirs = stores
+    large = torch.rand(5, 1 << 19)
+    for step, by in (1, 0.5), (2, 1.5):  # the segment of the second is of the size that it needs
+        now = part._replace(step=step)
+        with reading(theirs, [now]):
+            writer = PartWriter(ours, now, chunk)
+            for number, tensor in enumerate(large + by):
+                writer.add(f"layer.{number}", tensor)
+                until(lambda: any(one.seen for one in theirs.followers))
+            report = writer.seal()
+        with closing(theirs.open(now)) as source:
+            sizes = [one.nbytes for one in decode_manifest(source.manifest).chunks]
+        assert set(sizes[:-1]) == {chunk}, step
+        found = read(theirs, now.run_id, announcement(now, report))
+        assert torch.equal(torch.stack(list(found.values())), large + by)
+        shorter = [size for size in sizes[-1:] if size != chunk]
+        assert digested == shorter, "a reader saw to the whole ones while they were written"
+        digested.clear()
 
 
 def test_a_reader_that_meets_its_writer_in_the_lock_looks_again(stores, part, monkeypatch):

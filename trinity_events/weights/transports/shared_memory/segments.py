@@ -184,15 +184,16 @@ class Segment:
         self.path = self.path.rename(path)
 
     def room(self, begin: int, nbytes: int) -> memoryview:
-        """Memory from ``begin`` on, at most so much of it; less before the segment has to grow."""
+        """Memory from ``begin`` on, so much of it; less where what was there before ends."""
         if begin >= self._size:
-            self._grow(begin + nbytes)
+            # By whole rooms: none is cut short where it has to grow next.
+            self._grow(begin + _rounded(max(nbytes, self._step()), nbytes))
         return self._memory[begin : begin + nbytes]
 
     def memory(self, nbytes: int) -> memoryview:
         """Its memory, at least so much of it. Raises when the host has too little."""
         if nbytes > self._size:
-            self._grow(nbytes)
+            self._grow(_rounded(max(nbytes, self._size + self._step())))
         return self._memory
 
     def trim(self, nbytes: int) -> None:
@@ -209,8 +210,11 @@ class Segment:
         self._memory = memoryview(b"")
         os.close(self._descriptor)
 
-    def _grow(self, nbytes: int) -> None:
-        size = _rounded(max(nbytes, self._size + self._size // 4, _LEAST))
+    def _step(self) -> int:
+        """By how much it grows at least."""
+        return max(self._size // 4, _LEAST)
+
+    def _grow(self, size: int) -> None:
         try:
             # Without it, the first touch of a page that the host does not have would kill us.
             os.posix_fallocate(self._descriptor, 0, size)

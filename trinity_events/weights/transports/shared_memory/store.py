@@ -292,6 +292,7 @@ class SharedMemorySink:
         return self._segment
 
     def _begin(self, segment: Segment) -> None:
+        segment.room(DATA, self._chunk_bytes)  # a segment that is new has place for whole chunks
         header = segment.memory(DATA)
         header[:DATA] = bytes(DATA)
         WRITING.pack_into(header, WRITING_AT, secrets.token_bytes(8), self._chunk_bytes)
