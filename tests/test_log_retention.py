@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from tests.pipeline import announced, events_of, publish_steps, recorded, reducer_task, until
+from trinity_events import history
 from trinity_events.archive import Archive, ArchiveMissing, verify
 from trinity_events.core import decode_state
 from trinity_events.history import Replay, current_state, load_monitor
@@ -192,7 +193,7 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
 async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it_is_read(
     publisher, log, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(retention, "PAGE", 5)
+    monkeypatch.setattr(history, "PAGE", 5)
     monkeypatch.setitem(retention.SEGMENT_ENTRIES, Stream.EVENTS, 5)
     elsewhere, archive = Archive(tmp_path / "a", run_id), Archive(tmp_path / "b", run_id)
     token, _ = await log.lead(60)
@@ -210,11 +211,23 @@ async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it
     assert len(list(elsewhere.read(Stream.EVENTS))) == 91
 
 
+async def test_a_segment_of_large_entries_has_few_of_them(log, run_id, tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "PAGE", 2)
+    monkeypatch.setattr(retention, "SEGMENT_BYTES", 3000)
+    ids = [await log.append(bytes(1000)) for _ in range(9)]
+    archive = Archive(tmp_path / run_id, run_id)
+    token, _ = await log.lead(60)
+    await Retention(log, archive, token)(ids[-1])
+    lengths = [len(path.read_bytes().splitlines()) - 1 for path in archive.folder.iterdir()]
+    assert sorted(lengths) == [1, 4, 4], "two pages have 3,000 bytes together"
+    assert [entry.id for entry in archive.read(Stream.EVENTS)] == ids
+
+
 async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
     publisher, log, run_id, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(retention, "_TRIM_EVERY", 2)
-    monkeypatch.setattr(retention, "PAGE", 3)
+    monkeypatch.setattr(history, "PAGE", 3)
     monkeypatch.setitem(retention.SEGMENT_ENTRIES, Stream.EVENTS, 3)
     await publish_steps(publisher, range(1, 11))
     end, trimmed, plain = await log.last_id(), [], log.trim

@@ -18,6 +18,7 @@ from .log import ORIGIN, DeadLetter, Entry, EventLog, Stream, position
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
+"""Events that are read at once."""
 
 Decode = Callable[[bytes], Envelope]
 """That of an :class:`EnvelopeReader`, where many entries are read; or :func:`decode_envelope`."""
@@ -39,12 +40,20 @@ class UntilNotFound(TrinityError):
     """The log has no such entry or step to stop at."""
 
 
+def page_of(stream: Stream) -> int:
+    """Entries of a stream that are read at once.
+
+    An announcement lists what it rests on: that of 2,048 ranks takes as much as a page of events.
+    """
+    return PAGE if stream is Stream.EVENTS else max(1, PAGE // 20)
+
+
 async def read_all(
     log: EventLog, stream: Stream = Stream.EVENTS, after: str = ORIGIN
 ) -> AsyncIterator[Entry]:
     """Every entry after a position that is there now, oldest first."""
     end = await log.last_id(stream)
-    while found := await log.read(after, stream=stream, through=end, limit=PAGE):
+    while found := await log.read(after, stream=stream, through=end, limit=page_of(stream)):
         for entry in found:
             yield entry
         after = found[-1].id

@@ -17,7 +17,7 @@ from trinity_schemas import ContractError, Envelope, decode_envelope
 from ..core import MonitorState
 from ..core.standing import stands, subject
 from ..errors import TrinityError
-from ..history import PAGE
+from ..history import page_of
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
 from ..log.raw import FIELD
@@ -87,7 +87,7 @@ async def whole_stream(
                 yield entry
         end = end or await log.last_id(stream)
         while True:
-            found = await log.read(after, stream=stream, through=end, limit=PAGE)
+            found = await log.read(after, stream=stream, through=end, limit=page_of(stream))
             left = await log.first_left(stream)
             # What is trimmed is in the archive, whose newest segments the server has too. A
             # reader that is slow may be overtaken: it goes on in the archive.

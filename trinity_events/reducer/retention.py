@@ -8,7 +8,7 @@ from functools import partial
 import anyio.to_thread
 
 from ..archive.segments import Archive
-from ..history import PAGE
+from ..history import page_of
 from ..log import Entry, RedisEventLog, Stream
 from ..log import position as number
 from ..log.position import before
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 1_000}
 """The most of a segment; an announcement lists what it rests on, and is larger than an event."""
+SEGMENT_BYTES = 32 << 20
+"""A segment is no longer than the page with which it has so many; all of it is in memory."""
 _TRIM_EVERY = 10
 """Segments of a long backlog; the server does nothing else while it trims."""
 
@@ -94,10 +96,12 @@ class Retention:
     async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
         """The next entries to keep; page by page, so that the folding has its turns."""
         segment: list[Entry] = []
-        while len(segment) < SEGMENT_ENTRIES[stream]:
-            found = await self._log.read(after, stream=stream, through=through, limit=PAGE)
+        page, nbytes = page_of(stream), 0
+        while len(segment) < SEGMENT_ENTRIES[stream] and nbytes < SEGMENT_BYTES:
+            found = await self._log.read(after, stream=stream, through=through, limit=page)
             segment += found
-            if len(found) < PAGE:
+            if len(found) < page:
                 break
             after = found[-1].id
+            nbytes += sum(len(entry.payload) for entry in found)
         return segment

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from ..history import page_of
 from ..log import ORIGIN, Entry
 from .delivered import Delivered
 from .place import Place
@@ -53,7 +54,9 @@ async def _next(reading: Reading[E], place: Place) -> list[Entry]:
     async def read() -> list[Entry]:
         # After a fault it may be another server, such as a replica that was promoted.
         await place.check(now=reading.wait.faults > faults)
-        found = await reading.log.wait({reading.stream: place.after}, seconds=reading.block())
+        found = await reading.log.wait(
+            {reading.stream: place.after}, seconds=reading.block(), limit=page_of(reading.stream)
+        )
         return [entry for _, entry in found]
 
     while True:
