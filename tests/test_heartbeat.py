@@ -156,6 +156,14 @@ def test_beats_that_are_not_heard_are_tried_again_and_hold_no_save_up(heart, tel
         teller.log.until(lambda said: said.count("beat") > 4)
 
 
+def test_who_is_not_patient_begins_before_a_beat_is_heard(heart, teller, monkeypatch):
+    monkeypatch.setattr(heartbeat, "FIRST_BEAT", 10 * PATIENCE)
+    teller.log.faults = 3
+    with heart.beating(teller, patience=0.0):
+        assert not heart._heard
+        teller.log.until(lambda said: said.count("beat") > 3)
+
+
 def test_a_publisher_has_one_heart_with_the_least_lease(heart, teller):
     assert Heartbeat.of(teller, LEASE / 2) is heart
     assert Heartbeat.of(Teller(), LEASE) is not heart

@@ -148,6 +148,9 @@ class SaveFailed(_Event, frozen=True):
     slot: Slot
     error_type: Annotated[Name, Meta(description="Class of the error.")]
     message: Annotated[Text, Meta(description="What the error says.")] = ""
+    followed: Annotated[
+        bool, Meta(description="It was given up because another's failed, which tells why itself.")
+    ] = False
 
 
 class StepCommitted(_Event, frozen=True):
@@ -205,6 +208,7 @@ class VersionPartPublished(_Event, frozen=True):
     delta: Annotated[
         PartDelta | None, Meta(description="Where it is not full: what of it travelled.")
     ] = None
+    save_id: Annotated[SaveId | None, Meta(description="The attempt that ends with it.")] = None
 
 
 class VersionRetired(_Event, frozen=True):

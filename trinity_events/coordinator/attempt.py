@@ -79,8 +79,11 @@ class SaveAttempt:
             digest=digest,
         )
 
-    def fail(self, error: BaseException) -> SaveFailed:
-        """It ended without a result. Ends its turn, or takes its request for one back."""
+    def fail(self, error: BaseException, *, followed: bool = False) -> SaveFailed:
+        """It ended without a result. Ends its turn, or takes its request for one back.
+
+        ``followed`` when it is another's failure that ended it, which tells why itself.
+        """
         self._leave("waiting", "running")
         self.stage = "over"
         # A message may hold a file name that is no text, which the log could not hold.
@@ -90,6 +93,7 @@ class SaveAttempt:
             slot=self.slot,
             error_type=type(error).__name__[:_LONGEST_NAME],
             message=message[:_LONGEST_MESSAGE],
+            followed=followed,
         )
 
     def _start(self) -> SaveStarted:

@@ -56,11 +56,11 @@ class Heartbeat:
             return found
 
     @contextmanager
-    def beating(self, publisher: Publisher) -> Iterator[None]:
+    def beating(self, publisher: Publisher, patience: float | None = None) -> Iterator[None]:
         """Beat for the block, and until what the publisher was told in it is in the log.
 
-        The first beat is heard before the block begins, or :data:`FIRST_BEAT` seconds have
-        passed: a server that is down holds no save up for longer.
+        The first beat is heard before the block begins, or ``patience`` seconds have passed, by
+        default :data:`FIRST_BEAT`: a server that is down holds no save up for longer.
         """
         with self._changed:
             if self._thread is None:
@@ -69,7 +69,9 @@ class Heartbeat:
                 self._thread = thread
             self._attempts += 1
             self._publishers.add(publisher)
-            self._changed.wait_for(lambda: self._heard, FIRST_BEAT)
+            self._changed.wait_for(
+                lambda: self._heard, FIRST_BEAT if patience is None else patience
+            )
         try:
             yield
         finally:

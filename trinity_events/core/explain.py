@@ -7,6 +7,9 @@ from trinity_schemas import Kind
 from .complete import missing
 from .state import KindState, MonitorState, StepState
 
+_NAMED = 8
+"""Ranks that are named; of more, the number is told."""
+
 
 def explain(
     state: MonitorState, step: int, *, now: int | None = None, deadline: float | None = None
@@ -40,7 +43,8 @@ def _explain_kind(
     wanting = ", ".join(missing(found, kind, now)) or "nothing"
     failed = f"; failed so far: {kind_state.failure}" if kind_state.failure else ""
     left = _time_left(kind_state, now, deadline)
-    return f"{subject} waits for {wanting}{left}{_turn(state, kind_state)}{failed}."
+    at_it = _at_it(state, step, now) if kind == "weights" else _turn(state, kind_state)
+    return f"{subject} waits for {wanting}{left}{at_it}{failed}."
 
 
 def _time_left(kind: KindState, now: int, deadline: float | None) -> str:
@@ -54,6 +58,20 @@ def _time_left(kind: KindState, now: int, deadline: float | None) -> str:
     if age >= deadline:
         return f"{committed}, past its deadline of {deadline:g} s"
     return f"{committed}, failed in {deadline - age:.1f} s"
+
+
+def _at_it(state: MonitorState, step: int, now: int) -> str:
+    """Which ranks publish their parts of the version."""
+    since = {
+        attempt.slot.rank: attempt.since
+        for attempt in state.attempts.values()
+        if attempt.slot.kind == "weights" and attempt.slot.step == step
+    }
+    if not since:
+        return ""
+    ranks = ", ".join(map(str, sorted(since)[:_NAMED]))
+    more = f" and {len(since) - _NAMED} more" if len(since) > _NAMED else ""
+    return f"; rank {ranks}{more} at it for {(now - min(since.values())) / 1000:.1f} s"
 
 
 def _turn(state: MonitorState, kind: KindState) -> str:

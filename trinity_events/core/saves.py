@@ -64,6 +64,9 @@ class Saves(Readiness):
         self._grant(admission.ask(state, event.save_id, group))
 
     def _save_started(self, event: SaveStarted, envelope: Envelope) -> None:
+        if event.slot.kind == "weights":
+            self._part_begun(event, envelope)
+            return
         slot = self._slot(event.slot)
         if slot is None or slot.proof is not None or event.save_id in slot.failed:
             if event.save_id not in self.state.attempts:
@@ -79,6 +82,13 @@ class Saves(Readiness):
         attempt = self._under_way(event.save_id, event.slot, envelope.producer, event.lease)
         attempt.started = True
         attempt.since = self._now
+
+    def _part_begun(self, event: SaveStarted, envelope: Envelope) -> None:
+        """A rank publishes its part, which needs no turn: all that matters is whether it lives."""
+        kind = self._kind(event.slot.step, "weights")
+        if kind is not None and kind.outcome is None:
+            save_id, who = event.save_id, envelope.producer
+            self._under_way(save_id, event.slot, who, event.lease).started = True
 
     def _save_progressed(self, event: SaveProgressed, _: Envelope) -> None:
         slot = self._find_slot(event.slot)
@@ -107,6 +117,9 @@ class Saves(Readiness):
         self._settle(event.slot.step, event.slot.kind)
 
     def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
+        if event.followed:
+            self._end_attempt(event.save_id)
+            return
         self._fail_attempt(event.save_id, event.slot, f"{event.error_type}: {event.message}")
 
     def _lease_expired(self, event: LeaseExpired, _: Envelope) -> None:

@@ -33,6 +33,8 @@ class Versions(Readiness):
 
     def _part_published(self, event: VersionPartPublished, _: Envelope) -> None:
         step = event.step
+        if event.save_id is not None:
+            self.state.attempts.pop(event.save_id, None)
         version = self._version(step)
         if version is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -16,8 +15,6 @@ from trinity_schemas import (
     AppliedPhases,
     ExplorerStatusChanged,
     Producer,
-    SaveFailed,
-    Slot,
     StepCommitted,
     StepReady,
     StepRef,
@@ -26,9 +23,11 @@ from trinity_schemas import (
     WeightsApplied,
 )
 
+from ..coordinator import LEASE
 from ..log import Publisher, SyncEventLog, new_producer
 from ..server import open_client
 from .ahead import Ahead
+from .attempts import PartAttempt
 from .deltas.patch import Installed, ModelDiffers
 from .deltas.tracking import LastPublished
 from .install import check_fit, install
@@ -69,6 +68,7 @@ class Synchronizer(CollectiveGroups):
         full_every: Versions from one that is published in full to the next, at most; between them
             only what changed travels, where that is less. 1 publishes all in full; more keeps a
             copy of what this process published last.
+        lease: Seconds of silence after which a process that publishes is taken for dead.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Synchronizer(CollectiveGroups):
         chunk_bytes: int | None = None,
         group_timeout: float = TIMEOUT,
         full_every: int = 1,
+        lease: float = LEASE,
     ) -> None:
         self.run_id = run_id
         self.epoch = epoch
@@ -95,6 +96,7 @@ class Synchronizer(CollectiveGroups):
         self._chunk_bytes = chunk_bytes
         self._group_timeout = group_timeout
         self._full_every = full_every
+        self._lease = lease
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -102,6 +104,8 @@ class Synchronizer(CollectiveGroups):
         self._stores = Stores(
             self.run_id, self._weights_url, f"{self._role}-{self._rank}", self._group_timeout
         )
+        self._attempts: dict[int, PartAttempt] = {}
+        """By rank."""
         self._standing = Standing()
         self._last: dict[int, LastPublished] = {}
         self._installed = Installed()
@@ -110,7 +114,7 @@ class Synchronizer(CollectiveGroups):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        own = ("_publisher_made", "_stores", "_standing", "_last")
+        own = ("_publisher_made", "_stores", "_attempts", "_standing", "_last")
         for name in (*own, "_installed", "_ahead", "_torn"):
             del state[name]
         return state
@@ -132,6 +136,7 @@ class Synchronizer(CollectiveGroups):
             chunk_bytes=self._chunk_bytes,
             group_timeout=self._group_timeout,
             full_every=self._full_every,
+            lease=self._lease,
         )
 
     @property
@@ -154,6 +159,8 @@ class Synchronizer(CollectiveGroups):
         Raises PublishError when the log did not take all that was said.
         """
         publisher, stores = self._publisher_made, self._stores
+        for rank in list(self._attempts):
+            self.part_given_up(rank)
         self._disconnect()
         try:
             if publisher is not None:
@@ -179,8 +186,14 @@ class Synchronizer(CollectiveGroups):
         """A writer of one rank's part, after freeing what this rank has of retired versions.
 
         A ``subset`` brings some of the model's tensors, such as an adapter's; others stay.
+
+        The log is told that the rank publishes, and hears that its process is alive until
+        :meth:`part_published`, :meth:`part_failed` or :meth:`part_given_up`.
         """
         self._free_retired(rank)
+        self.part_given_up(rank)
+        self._attempts[rank] = attempt = self._attempt(global_step, rank)
+        attempt.begin()
         part, last = self._part(global_step, rank), None
         if self._full_every > 1 and not subset:
             last = self._last.setdefault(rank, LastPublished(self._full_every))
@@ -191,18 +204,24 @@ class Synchronizer(CollectiveGroups):
         self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
     ) -> None:
         """Say that a part is whole. ``seconds`` is how long the training loop was held."""
-        self._publisher.publish(
-            VersionPartPublished(
-                step=global_step,
-                rank=rank,
-                manifest_digest=report.manifest_digest,
-                bytes=report.bytes,
-                tensors=report.tensors,
-                chunks=report.chunks,
-                seconds=seconds,
-                delta=report.delta,
+        attempt = self._taken(global_step, rank)
+        try:
+            self._publisher.publish(
+                VersionPartPublished(
+                    step=global_step,
+                    rank=rank,
+                    manifest_digest=report.manifest_digest,
+                    bytes=report.bytes,
+                    tensors=report.tensors,
+                    chunks=report.chunks,
+                    seconds=seconds,
+                    delta=report.delta,
+                    save_id=None if attempt is None else attempt.save_id,
+                )
             )
-        )
+        finally:
+            if attempt is not None:
+                attempt.end()
 
     def publish(
         self,
@@ -242,16 +261,22 @@ class Synchronizer(CollectiveGroups):
             logger.exception("step %d: the failed part could not be cleaned up", step)
 
     def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
-        """Say that a part will not come."""
-        slot = Slot(step=global_step, kind="weights", role=self._role, rank=rank, name="part")
-        self._publisher.publish(
-            SaveFailed(
-                save_id=secrets.token_hex(8),
-                slot=slot,
-                error_type=type(error).__name__,
-                message=str(error)[:2000],
-            )
-        )
+        """Say that a part will not come, and why."""
+        attempt = self._taken(global_step, rank) or self._attempt(global_step, rank)
+        try:
+            self._publisher.publish(attempt.failure(error))
+        finally:
+            attempt.end()
+
+    def part_given_up(self, rank: int) -> None:
+        """Say that what this rank was publishing will not come, where others say why."""
+        attempt = self._attempts.pop(rank, None)
+        if attempt is not None:
+            try:
+                error = RuntimeError("it was given up")
+                self._publisher.publish(attempt.failure(error, followed=True))
+            finally:
+                attempt.end()
 
     def commit(self, global_step: int, metrics: dict[str, float] | None = None) -> None:
         """Say that all parts of the version are under way, or done; the trainer does."""
@@ -424,6 +449,14 @@ class Synchronizer(CollectiveGroups):
         return phases
 
     # --- what it stands on -----------------------------------------------------------------
+
+    def _attempt(self, step: int, rank: int) -> PartAttempt:
+        return PartAttempt(self._publisher, step, self._role, rank, self._lease)
+
+    def _taken(self, step: int, rank: int) -> PartAttempt | None:
+        """The rank's attempt at the step, which is over with what is said now."""
+        attempt = self._attempts.get(rank)
+        return self._attempts.pop(rank) if attempt is not None and attempt.step == step else None
 
     @property
     def _publisher(self) -> Publisher:

@@ -54,10 +54,21 @@ def give_up(
         synchronizer.part_failed(step, rank_and_world()[0], error)
     except Exception:
         logger.exception("step %d: the failure of the upload could not be published", step)
-    take_back(writer, step, logger)
+    _take_back(writer, step, logger)
 
 
-def take_back(writer: PartWriter | None, step: int, logger: Logger) -> None:
+def follow(
+    synchronizer: Synchronizer, writer: PartWriter | None, step: int, logger: Logger
+) -> None:
+    """Give up because another rank's failed, which says why; take back what was sent."""
+    try:
+        synchronizer.part_given_up(rank_and_world()[0])
+    except Exception:
+        logger.exception("step %d: that the upload was given up could not be published", step)
+    _take_back(writer, step, logger)
+
+
+def _take_back(writer: PartWriter | None, step: int, logger: Logger) -> None:
     """Take back what was sent of a part, as far as its server still answers."""
     try:
         if writer is not None:

@@ -17,7 +17,7 @@ from trinity_events.weights.boxes import Place, chunk_of
 
 from ..collectives import PeerFailed, gather_bytes, raise_together, rank_and_world, together
 from ..engines.base import LocalShard
-from .parts import give_up, take_back, write_shards
+from .parts import follow, give_up, write_shards
 
 _KEY_BYTES = 8
 
@@ -59,7 +59,7 @@ def publish_shards(
     try:
         raise_together(error)
     except PeerFailed:
-        take_back(writer, global_step, logger)
+        follow(synchronizer, writer, global_step, logger)
         raise
     except Exception as caught:
         give_up(synchronizer, writer, global_step, caught, logger)
