@@ -303,8 +303,14 @@ async def test_a_model_that_applies_every_ranks_shards_equals_the_trainers_bit_f
 
 class FailsOnRank1(Synchronizer):
     def part_writer(self, global_step: int, rank: int) -> PartWriter:
-        kind = FailsAtThirdTensor if rank == 1 else PartWriter
-        return kind(self._store, self._part(global_step, rank), chunk_bytes=1024)
+        writer = super().part_writer(global_step, rank)
+        if rank != 1:
+            return writer
+        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
+
+
+def is_begun(event) -> bool:
+    return isinstance(event, SaveStarted) and event.slot.kind == "weights"
 
 
 def upload_shards_that_fail(rank: Rank, step: int) -> None:
@@ -324,7 +330,9 @@ async def test_a_rank_that_fails_among_its_shards_fails_all_and_the_version_is_n
     assert str(peers) == "rank 1 failed: OSError: no room for the third tensor"
     committer.commit(1)
     told = [decode_envelope(entry.payload).event for entry in await log.read()]
-    assert [one.slot.rank for one in told if isinstance(one, SaveFailed)] == [1]
+    over = [one for one in told if isinstance(one, SaveFailed)]
+    assert sorted((one.slot.rank, one.followed) for one in over) == [(0, True), (1, False)]
+    assert {one.save_id for one in over} == {one.save_id for one in told if is_begun(one)}
     assert not any(isinstance(one, VersionPartPublished) for one in told)
     with open_client(where.weights_url) as weights:
         assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
