@@ -11,12 +11,19 @@ import pytest
 import redis
 
 from trinity_events import CheckpointCoordinator
-from trinity_events.coordinator import SaveAttempt, heartbeat, staged_path, this_process
+from trinity_events.coordinator import (
+    SaveAttempt,
+    heartbeat,
+    progress,
+    staged_path,
+    this_process,
+)
 from trinity_events.errors import BufferFull, DeadlineExceeded, PublishError, SaveError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_schemas import (
     SaveFailed,
     SaveFinished,
+    SaveProgressed,
     SaveRequested,
     SaveStarted,
     Slot,
@@ -103,6 +110,57 @@ def test_a_background_save_is_told_as_it_starts_and_as_it_is_durable(
     assert finished.path == str(path.relative_to(tmp_path))
     assert finished.bytes == 7
     assert finished.digest.startswith("sha256:")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_long_save_tells_how_many_bytes_are_written(
+    coordinator, publisher, tmp_path, monkeypatch, folder
+):
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    path = tmp_path / "model"
+
+    def progressed():
+        return [event for event in said(publisher) if isinstance(event, SaveProgressed)]
+
+    def save():
+        time.sleep(0.05)  # there is nothing yet, and nothing is said
+        if folder:
+            path.mkdir()
+        for number in range(2):
+            with (path / f"shard-{number}" if folder else path).open("ab") as file:
+                file.write(bytes(10))
+            for _ in range(1000):
+                if len(progressed()) > number:
+                    break
+                time.sleep(0.01)
+        time.sleep(0.05)  # there is no more, and nothing is said again
+
+    coordinator.save_sync(save, 5, path=path)
+    found = progressed()
+    assert [event.bytes for event in found] == [10, 20]
+    [finished] = [event for event in said(publisher) if isinstance(event, SaveFinished)]
+    assert {event.save_id for event in found} == {finished.save_id}
+
+
+def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
+    coordinator, publisher, tmp_path, monkeypatch
+):
+    asked = threading.Event()
+
+    def hangs(path):
+        asked.set()
+        raise RuntimeError("a file system of its own kind")
+
+    monkeypatch.setattr(progress, "EVERY", 0.001)
+    monkeypatch.setattr(progress, "size_of", hangs)
+    path = tmp_path / "model"
+
+    def save():
+        path.write_bytes(b"weights")
+        assert asked.wait(10)
+
+    coordinator.save_sync(save, 5, path=path)
+    assert [type(event) for event in said(publisher)] == [SaveStarted, SaveFinished]
 
 
 def test_the_caller_goes_on_while_a_save_runs(coordinator):

@@ -8,6 +8,7 @@ from trinity_schemas import (
     Process,
     SaveFailed,
     SaveFinished,
+    SaveProgressed,
     SaveRequested,
     SaveStarted,
     Slot,
@@ -65,6 +66,12 @@ class SaveAttempt:
         """The turn that it waited for has come."""
         self._leave("waiting")
         return self._start()
+
+    def progress(self, nbytes: int) -> SaveProgressed:
+        """So many bytes are written."""
+        if self.stage != "running":
+            raise RuntimeError(f"the save {self.what} is {self.stage}, not running")
+        return SaveProgressed(save_id=self.save_id, slot=self.slot, bytes=nbytes)
 
     def finish(self, *, nbytes: int, seconds: float, digest: str | None = None) -> SaveFinished:
         """What it saved is durable."""

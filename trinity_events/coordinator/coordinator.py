@@ -28,6 +28,7 @@ from ..log import Publisher
 from .attempt import SaveAttempt
 from .heartbeat import Heartbeat
 from .process import this_process
+from .progress import size_of, telling
 from .turn import wait_for_turn
 from .under_way import SavesUnderWay
 
@@ -246,7 +247,8 @@ class CheckpointCoordinator:
             try:
                 self._start(attempt)
                 began = time.monotonic()
-                save_fn()
+                with telling(self._publisher, attempt, None if path is None else Path(path)):
+                    save_fn()
                 nbytes, digest = _measure(Path(path)) if path is not None else (0, None)
                 finished = attempt.finish(
                     nbytes=nbytes, digest=digest, seconds=time.monotonic() - began
@@ -303,7 +305,7 @@ class CheckpointCoordinator:
 def _measure(path: Path) -> tuple[int, str | None]:
     """Bytes of a file or a folder, and a file's digest. Raises OSError when it is not there."""
     if path.is_dir():
-        return sum(one.stat().st_size for one in path.rglob("*") if one.is_file()), None
+        return size_of(path), None
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return path.stat().st_size, f"sha256:{digest}"
+    return size_of(path), f"sha256:{digest}"
