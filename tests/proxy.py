@@ -137,6 +137,10 @@ class Proxy:
         self._refusing = True
         self._cut_all()
 
+    def lead_to(self, target: str) -> None:
+        """Lead new connections to another server, as an address does whose server was changed."""
+        self._target = urlsplit(target)
+
     def swallow(self) -> None:
         """Accept connections and commands, and answer nothing: a server that hangs."""
         self._answers.clear()

@@ -1,16 +1,31 @@
 """Reducers that die, stop and wake up, and servers that have less than they had."""
 
 import signal
+import time
+from contextlib import closing
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from tests.histories import committed, finished, registration
 from tests.pipeline import announced, publish_steps, reducer_process, reducer_task, until
+from tests.proxy import Proxy
+from tests.servers import servers
 from trinity_events.archive import Archive
 from trinity_events.history import Replay, current_state, read_all
-from trinity_events.log import Stream
+from trinity_events.log import (
+    AsyncPublisher,
+    Publisher,
+    RedisEventLog,
+    Stream,
+    SyncEventLog,
+    new_producer,
+    open_run,
+)
 from trinity_events.reducer import reduce
-from trinity_schemas import RunKeys, StepReady, decode_envelope
+from trinity_events.server import connect, open_client
+from trinity_schemas import RunKeys, StepReady, TrainerStatusChanged, decode_envelope
 
 pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
@@ -31,6 +46,44 @@ async def test_another_leads_within_seconds_when_the_leader_is_killed(
             leader.send_signal(signal.SIGKILL)
             await save_steps(publisher, [2])
             assert [one.step for one in await announced(log, 2)] == [1, 2]
+
+
+async def test_after_a_planned_failover_all_go_on_with_the_new_server(tmp_path, run_id):
+    with servers(tmp_path, 2) as [first, second], Proxy(first.url) as address:
+        with second.client() as client:
+            client.replicaof("127.0.0.1", first.port)
+        async with connect(address.url) as client:
+            epoch, log = await open_run(client, run_id), RedisEventLog(client, run_id)
+            confirmed = AsyncPublisher(log, epoch, new_producer("trainer"), deadline=20)
+            sync_log = SyncEventLog(open_client(address.url), run_id)
+            with closing(Publisher(sync_log, epoch, new_producer("worker"))) as buffered:
+                async with reducer_task(address.url, run_id, None):
+                    await save_steps(confirmed, [1])
+                    buffered.publish(TrainerStatusChanged(status="running"))
+                    await anyio.to_thread.run_sync(buffered.flush, 20)
+                    await announced(log, 1)
+                    fence = await client.get(log.keys.fence)
+                    hand_over(first, second)
+                    address.lead_to(second.url)  # the old one lives on, with its connections
+                    await save_steps(confirmed, [2])
+                    buffered.publish(TrainerStatusChanged(status="stopped"))
+                    await anyio.to_thread.run_sync(buffered.flush, 20)
+                    assert [one.step for one in await announced(log, 2)] == [1, 2]
+            with second.client() as client:
+                assert int(client.get(log.keys.fence)) <= int(fence) + 1
+
+
+def hand_over(first, second):
+    """The second server has all that the first has, and leads from now on; the first follows."""
+    with first.client() as old, second.client() as new:
+        info = "master_repl_offset"
+        for _ in range(1000):
+            there, here = old.info("replication")[info], new.info("replication")
+            if here.get("master_link_status") == "up" and here["slave_repl_offset"] >= there:
+                break
+            time.sleep(0.01)
+        new.replicaof("NO", "ONE")
+        old.replicaof("127.0.0.1", second.port)
 
 
 async def test_a_leader_that_slept_through_a_take_over_writes_nothing_when_it_wakes(

@@ -22,6 +22,9 @@ SOCKET_DEADLINE = 10.0
 _CLOSE_WITHIN = 2.0
 _RETRIES = 6
 _CONNECTIONS = 10_000  # each run of a reducer waits on one of its own
+_MOVED: dict[str, Any] = {"retry_on_error": [redis.ReadOnlyError]}
+"""What a connection says that leads to a server which another has taken over from: the next one
+may lead to that other, where the address does. A cluster's clients find out by themselves."""
 
 
 def _settings() -> dict[str, Any]:
@@ -40,7 +43,7 @@ def _backoff() -> ExponentialWithJitterBackoff:
 def plain_client(url: ServerUrl, *, retry: bool = True) -> redis.Redis:
     """A synchronous client of one server."""
     again = Retry(_backoff(), _RETRIES if retry else 0)
-    return redis.Redis.from_url(url.url, retry=again, **_settings())
+    return redis.Redis.from_url(url.url, retry=again, **_settings(), **_MOVED)
 
 
 def cluster_client(url: ServerUrl) -> redis.Redis:
@@ -56,7 +59,9 @@ def cluster_client(url: ServerUrl) -> redis.Redis:
 
 def async_plain_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
     """An asynchronous client of one server."""
-    return redis.asyncio.Redis.from_url(url.url, retry=_async_retry(retry), **_settings())
+    return redis.asyncio.Redis.from_url(
+        url.url, retry=_async_retry(retry), **_settings(), **_MOVED
+    )
 
 
 def async_cluster_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
