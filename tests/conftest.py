@@ -13,7 +13,8 @@ import pytest
 import redis.asyncio
 
 from tests.rank_processes import RankProcesses
-from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
+from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run
+from trinity_events.reducer import retention
 from trinity_events.server import EmbeddedServer, connect, open_client
 
 
@@ -70,6 +71,12 @@ def log(client: redis.asyncio.Redis, run_id: str) -> RedisEventLog:
 async def publisher(client, log, run_id):
     epoch = await open_run(client, run_id)
     return AsyncPublisher(log, epoch, new_producer("trainer"))
+
+
+@pytest.fixture
+def two_segments_stay(monkeypatch):
+    """The log is trimmed to its two newest segments, however short they are."""
+    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 0))
 
 
 @pytest.fixture

@@ -190,6 +190,7 @@ async def keep(log, archive, entries):
     await log.renew(token, 0)
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     for _ in range(4):
@@ -204,6 +205,7 @@ async def test_nothing_is_trimmed_before_it_is_kept(log, run_id, tmp_path):
         await recorded(log)
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_what_a_group_has_not_acknowledged_or_read_is_not_trimmed(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     await keep(log, archive, 10)
@@ -220,6 +222,7 @@ async def test_what_a_group_has_not_acknowledged_or_read_is_not_trimmed(log, run
     assert (await log.read())[0].id == ids[3], "the last that was delivered"
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_segment_that_is_missing_is_noticed(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     for _ in range(4):
@@ -231,6 +234,7 @@ async def test_a_segment_that_is_missing_is_noticed(log, run_id, tmp_path):
             await recorded(log, archive)
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log, run_id, tmp_path):
     archive = Archive(tmp_path, run_id)
     for _ in range(4):
@@ -240,6 +244,7 @@ async def test_a_trimmed_log_without_its_snapshot_is_not_taken_for_the_whole(log
         await current_state(log)
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_snapshot_that_is_older_than_what_is_left_of_the_log_is_folded_anew(
     log, run_id, tmp_path
 ):

@@ -187,6 +187,16 @@ def test_a_path_that_leaves_the_run_is_not_used(files, tmp_path, staged, caplog)
     assert "leads out of" in caplog.text
 
 
+def test_a_path_that_is_none_keeps_the_rest_from_nothing(files, caplog):
+    write(files.folder / ".staging" / "good", "weights")
+    plan = FilePlan(
+        promotions=(Promotion(1, ".staging/bad\0"), Promotion(2, ".staging/good")), iterations=()
+    )
+    files.reconcile(plan)
+    assert (files.folder / "global_step_2").is_dir()
+    assert r"path '.staging/bad\x00' is no path and is not used" in caplog.text
+
+
 def test_one_fault_does_not_keep_the_rest_from_being_done(files, caplog):
     plan = FilePlan(
         promotions=(Promotion(1, "../x"),),

@@ -69,8 +69,8 @@ async def test_after_a_planned_failover_all_go_on_with_the_new_server(tmp_path, 
                     buffered.publish(TrainerStatusChanged(status="stopped"))
                     await anyio.to_thread.run_sync(buffered.flush, 20)
                     assert [one.step for one in await announced(log, 2)] == [1, 2]
-            with second.client() as client:
-                assert int(client.get(log.keys.fence)) <= int(fence) + 1
+            with second.client() as new:
+                assert int(new.get(log.keys.fence)) <= int(fence) + 1
 
 
 def hand_over(first, second):

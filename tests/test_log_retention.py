@@ -7,12 +7,14 @@ import pytest
 
 from tests.pipeline import announced, events_of, publish_steps, recorded, reducer_task, until
 from trinity_events import history
-from trinity_events.archive import Archive, ArchiveMissing, verify
+from trinity_events.archive import Archive, ArchiveMissing, segments, verify
+from trinity_events.archive.export import whole_stream
 from trinity_events.core import decode_state
 from trinity_events.history import Replay, current_state, load_monitor
 from trinity_events.log import (
     AsyncPublisher,
     MemoryEventLog,
+    RedisEventLog,
     Stream,
     new_producer,
     opening,
@@ -26,6 +28,7 @@ async def is_folded(log):
     return (await log.load())[1] == await log.last_id()
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_the_server_keeps_the_newest_entries_alone_and_the_archive_all(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch
 ):
@@ -174,6 +177,7 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
         scope.cancel()
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
     publisher, log, run_id, tmp_path
 ):
@@ -190,6 +194,7 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
     assert (await log.read(limit=1))[0].id == folded
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it_is_read(
     publisher, log, run_id, tmp_path, monkeypatch
 ):
@@ -211,6 +216,95 @@ async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it
     assert len(list(elsewhere.read(Stream.EVENTS))) == 91
 
 
+async def test_short_segments_leave_as_much_on_the_server_as_long_ones(
+    log, run_id, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 10))
+    archive = Archive(tmp_path / run_id, run_id)
+    token, _ = await log.lead(60)
+    for number in range(30):  # as after as many snapshots, of one entry each
+        await log.append(b"%d" % number)
+        await Retention(log, archive, token)(await log.last_id())
+    assert [entry.payload for entry in await log.read()] == [b"%d" % one for one in range(20, 30)]
+
+
+async def test_few_large_entries_are_enough_on_the_server(log, run_id, tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "_LEFT_BYTES", 4000)
+    archive = Archive(tmp_path / run_id, run_id)
+    token, _ = await log.lead(60)
+    for _ in range(9):
+        await log.append(bytes(1000))
+        await Retention(log, archive, token)(await log.last_id())
+    assert len(await log.read()) == 3, "1,500 bytes each, in files"
+
+
+@pytest.mark.parametrize("left", [5000, 0])
+async def test_what_was_archived_of_a_log_that_the_server_lost_is_set_aside(
+    log, run_id, tmp_path, monkeypatch, caplog, left
+):
+    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, left))
+    archive, ours = Archive(tmp_path / run_id, run_id), RedisEventLog(log._redis, f"{run_id}-new")
+    await _archived(log, archive, range(50))
+    await _archived(ours, archive, range(100, 120))
+    found = [entry.payload for entry in archive.read(Stream.EVENTS)]
+    assert found == [b"%d" % one for one in range(100, 120)]
+    assert [entry.payload async for entry in whole_stream(ours, Stream.EVENTS, archive)] == found
+    assert "it lost its data, or failed over" in caplog.text
+    [lost] = archive.folder.glob("not-on-the-server-*")
+    aside = Archive(tmp_path / "aside", run_id)
+    aside.folder.parent.mkdir()
+    lost.rename(aside.folder)
+    assert [entry.payload for entry in aside.read(Stream.EVENTS)] == [
+        b"%d" % one for one in range(50)
+    ]
+
+
+async def _archived(log, archive, numbers):
+    """A leader of its own archives entries, some at a time."""
+    token, _ = await log.lead(60)
+    keeper = Retention(log, archive, token)
+    await keeper.begin()
+    for number in numbers:
+        await log.append(b"%d" % number)
+        if number % 10 == 9:
+            await keeper(await log.last_id())
+    await log._redis.delete(log.keys.leader)
+
+
+async def test_after_a_failover_to_an_older_copy_the_archive_has_what_the_server_goes_on_with(
+    log, client, run_id, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 15))
+    archive = Archive(tmp_path / run_id, run_id)
+    await _archived(log, archive, range(45))
+    key = log.keys.events
+    copy = await client.dump(key)
+    left = (await log.read())[0]
+    await _archived(log, archive, range(45, 100))
+    await client.restore(key, 0, copy, replace=True)
+    read = [entry.payload async for entry in whole_stream(log, Stream.EVENTS, archive)]
+    assert read == [b"%d" % one for one in range(45)], "also before anybody leads"
+    await _archived(log, archive, range(200, 230))
+    expected = [b"%d" % one for one in (*range(45), *range(200, 230))]
+    assert [entry.payload for entry in archive.read(Stream.EVENTS)] == expected
+    assert [entry.payload async for entry in whole_stream(log, Stream.EVENTS, archive)] == expected
+    assert caplog.text.count("was archived") == 2
+    assert left.payload != b"0", "it had been trimmed"
+
+
+@pytest.mark.usefixtures("two_segments_stay")
+async def test_a_log_that_goes_on_from_its_archive_is_left_alone(log, run_id, tmp_path, caplog):
+    archive = Archive(tmp_path / run_id, run_id)
+    for first in (0, 20, 40):
+        await _archived(log, archive, range(first, first + 20))
+    await log._redis.xtrim(log.keys.events, maxlen=5, approximate=False)  # within a segment
+    await _archived(log, archive, range(60, 80))
+    assert [entry.payload for entry in archive.read(Stream.EVENTS)] == [
+        b"%d" % one for one in range(80)
+    ]
+    assert "failed over" not in caplog.text
+
+
 async def test_a_segment_of_large_entries_has_few_of_them(log, run_id, tmp_path, monkeypatch):
     monkeypatch.setattr(history, "PAGE", 2)
     monkeypatch.setattr(retention, "SEGMENT_BYTES", 3000)
@@ -223,6 +317,7 @@ async def test_a_segment_of_large_entries_has_few_of_them(log, run_id, tmp_path,
     assert [entry.id for entry in archive.read(Stream.EVENTS)] == ids
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
     publisher, log, run_id, tmp_path, monkeypatch
 ):
@@ -270,6 +365,7 @@ async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
         await until(lambda: archive.through(Stream.EVENTS) != "0-0")
 
 
+@pytest.mark.usefixtures("two_segments_stay")
 async def test_a_group_that_is_gone_holds_up_the_log_until_it_is_detached(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch
 ):

@@ -15,22 +15,27 @@ logger = logging.getLogger(__name__)
 FOLDER = "log"
 _AFTER_GAP = "after-gap"
 _LEFT_ON_SERVER = 2
+"""Segments at least, so that one that is written twice by leaders in a row is there as well."""
+_LEFT_BYTES = 64 << 20
+"""Of segments: so many are enough to leave on the server, however few entries they are."""
 
 
 class _Segment(NamedTuple):
     first: tuple[int, int]
     after_gap: bool
     last: tuple[int, int]
+    entries: int | None
+    """None in an archive of before they were told by the name."""
     path: Path
 
 
 class Archive:
     """The segments of one run, in ``ROOT/RUN/log``.
 
-    A segment is named by the first and the last entry that it holds, so that what is archived is
-    known from a listing. Overlapping segments, as two leaders in a row may write, are read once.
-    One that was begun after a gap has another name than one that goes on what is kept: where the
-    segments of two archives are laid together, neither takes the other's place.
+    A segment is named by the first and the last entry that it holds and by their number, so that
+    what is archived is known from a listing. Overlapping segments, as two leaders in a row may
+    write, are read once. One that was begun after a gap has another name than one that goes on what
+    is kept: where the segments of two archives are laid together, neither takes the other's place.
     """
 
     def __init__(self, run_folder: Path, run_id: str) -> None:
@@ -55,7 +60,8 @@ class Archive:
         """
         if entries:
             told = f".{_AFTER_GAP}" if after_gap else ""
-            name = f"{stream.value}.{entries[0].id}.{entries[-1].id}{told}.jsonl"
+            span = f"{entries[0].id}.{entries[-1].id}.{len(entries)}"
+            name = f"{stream.value}.{span}{told}.jsonl"
             # The bytes alone: what they say is for `export` to show, when somebody asks.
             lines = (bare_line(stream.value, entry) for entry in entries)
             write_lines(self.folder / name, Header(run_id=self._run_id, after=after), lines)
@@ -88,26 +94,61 @@ class Archive:
                     at = position(line.id)
                     yield line.entry
 
-    def trim_limit(self, stream: Stream) -> str | None:
-        """Below this entry all is kept, and the two newest segments are not touched.
+    def ends(self, stream: Stream) -> list[str]:
+        """The last entry of each segment, the newest first."""
+        found = sorted((segment.last for segment in self._segments(stream)), reverse=True)
+        return [f"{last[0]}-{last[1]}" for last in found]
 
-        What is asked for most stays on the server; None when there is nothing to trim.
+    def trim_limit(self, stream: Stream, entries: int) -> str | None:
+        """Below this entry all is kept; what is asked for most stays on the server.
+
+        None when there is nothing to trim. What stays is the newest segments: two at least, and
+        as many as have so many entries, or 64 MiB.
         """
+        left, nbytes = 0, 0
         segments = self._segments(stream)
-        if len(segments) <= _LEFT_ON_SERVER:
+        for number, segment in enumerate(reversed(segments), 1):
+            left += entries if segment.entries is None else segment.entries
+            nbytes += segment.path.stat().st_size
+            if number >= _LEFT_ON_SERVER and (left >= entries or nbytes >= _LEFT_BYTES):
+                break
+        else:
             return None
-        first = segments[-_LEFT_ON_SERVER].first
-        return f"{first[0]}-{first[1]}"
+        if number == len(segments):
+            return None
+        return f"{segment.first[0]}-{segment.first[1]}"
+
+    def set_aside(self, stream: Stream, after: str, before: str) -> Path:
+        """Take segments with entries after one out of the archive: they are of another log.
+
+        What of them comes before ``before`` is of this log too, and stays. Returns where they are.
+        """
+        strange = [one for one in self._segments(stream) if one.last > position(after)]
+        shared = [one for one in self.read(stream, after) if position(one.id) < position(before)]
+        self.add(stream, shared, after)
+        folder = self.folder / f"not-on-the-server-after-{after}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for segment in strange:
+            segment.path.replace(folder / segment.path.name)
+        return folder
 
     def _segments(self, stream: Stream) -> list[_Segment]:
         found: list[_Segment] = []
         for path in self.folder.glob(f"{stream.value}.*.jsonl"):
             try:
-                _, first, last, *told, _ = path.name.split(".")
-                if told not in ([], [_AFTER_GAP]):
-                    raise ValueError(told)
-                found.append(_Segment(position(first), bool(told), position(last), path))
+                found.append(_segment(path))
             except ValueError:
                 logger.warning("%s is not a segment of the archive: passed over", path)
         # Where two begin alike, one that knows what is before it comes first.
         return sorted(found)
+
+
+def _segment(path: Path) -> _Segment:
+    """By its name. Raises ValueError for another's."""
+    _, first, last, *told, _ = path.name.split(".")
+    after_gap = told[-1:] == [_AFTER_GAP]
+    counted = told[:-1] if after_gap else told
+    if len(counted) > 1:
+        raise ValueError(path.name)
+    entries = int(counted[0]) if counted else None
+    return _Segment(position(first), after_gap, position(last), entries, path)

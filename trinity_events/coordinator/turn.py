@@ -13,6 +13,7 @@ from trinity_schemas import (
 )
 
 from ..errors import BufferFull, StaleEpoch, TrinityError, TurnNotGranted
+from ..history import page_of
 from ..log import ORIGIN, Publisher, Stream, SyncEventLog
 from ..log.faults import passes, pauses
 
@@ -96,7 +97,8 @@ def _not_granted(
 def _last_turn(log: SyncEventLog, epoch: int) -> tuple[int, Slot | None]:
     """The newest epoch that announcements are of, and what was given a turn in it last."""
     turn, after = None, ORIGIN
-    while found := log.read(after, stream=Stream.ANNOUNCEMENTS):
+    page = page_of(Stream.ANNOUNCEMENTS)
+    while found := log.read(after, stream=Stream.ANNOUNCEMENTS, limit=page):
         after = found[-1].id
         for entry in found:
             try:

@@ -128,6 +128,8 @@ def _link_missing(source: Path, target: Path) -> None:
 
 def inside(folder: Path, relative: str) -> Path:
     """``folder / relative``, refused when it leads out of the folder, by links too."""
+    if "\0" in relative:
+        raise UnsafePath(f"path {relative!r} is no path and is not used")
     path = folder / relative
     if not path.resolve().is_relative_to(folder.resolve()) or path.resolve() == folder.resolve():
         raise UnsafePath(f"path {relative!r} leads out of {folder} and is not used")

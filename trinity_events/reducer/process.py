@@ -125,7 +125,8 @@ class _Lead:
         closed = False
         token = await leader.take()
         logger.info("leads run %s with token %d", self._log.run_id, token)
-        reducer = self._reducer(token)
+        retention = Retention(self._log, self._archive, token) if self._archive else None
+        reducer = self._reducer(token, retention)
         try:
             async with anyio.create_task_group() as tasks:
 
@@ -134,6 +135,8 @@ class _Lead:
                     tasks.cancel_scope.cancel()
 
                 tasks.start_soon(keep)
+                if retention is not None:
+                    await retention.begin()
                 closed = await reducer.run(until_closed=until_closed)
                 tasks.cancel_scope.cancel()
         finally:
@@ -142,7 +145,7 @@ class _Lead:
                 await leader.give_up()
         return closed
 
-    def _reducer(self, token: int) -> Reducer:
+    def _reducer(self, token: int, retention: Retention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive
         voice = LeadersVoice(log, token)
         clock = Timekeeper(log, voice, policy.step_deadline)
@@ -158,7 +161,7 @@ class _Lead:
             log,
             self._files,
             token,
-            Retention(log, archive, token) if archive is not None else None,
+            retention,
             archived=partial(archive.read, Stream.EVENTS) if archive is not None else None,
             beside=beside,
             reached=self._reached,

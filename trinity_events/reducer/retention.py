@@ -7,9 +7,10 @@ from functools import partial
 
 import anyio.to_thread
 
+from ..archive.continuation import goes_on_from
 from ..archive.segments import Archive
 from ..history import page_of
-from ..log import Entry, RedisEventLog, Stream
+from ..log import ORIGIN, Entry, RedisEventLog, Stream
 from ..log import position as number
 from ..log.position import before
 
@@ -17,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 1_000}
 """The most of a segment; an announcement lists what it rests on, and is larger than an event."""
+LEFT_ENTRIES = SEGMENT_ENTRIES.copy()
+"""What stays on the server at least, for followers that are behind and ranks that publish seldom:
+a segment may be of one entry."""
 SEGMENT_BYTES = 32 << 20
 """A segment is no longer than the page with which it has so many; all of it is in memory."""
 _TRIM_EVERY = 10
@@ -37,6 +41,35 @@ class Retention:
         self._archive = archive
         self._token = token
         self._failing = False
+
+    async def begin(self) -> None:
+        """Take out of the archive what is not of the log that the server has.
+
+        For a leader that begins: nobody adds to the archive meanwhile.
+        """
+        try:
+            for stream in Stream:
+                await self._part_from_another_log(stream)
+        except OSError as error:
+            logger.error("the archive %s cannot be looked at: %s", self._archive.folder, error)
+
+    async def _part_from_another_log(self, stream: Stream) -> None:
+        last = await anyio.to_thread.run_sync(self._archive.through, stream)
+        common = await goes_on_from(self._archive, self._log, stream)
+        if common == last:
+            return
+        left = await self._log.first_left(stream) or ORIGIN
+        aside = await anyio.to_thread.run_sync(self._archive.set_aside, stream, common, left)
+        logger.error(
+            "the server has no entry %s of the %s of %s, which was archived: it lost its data, or "
+            "failed over to a copy that had less. The run goes on from what the server has; what "
+            "was archived after %s is in %s",
+            last,
+            stream.value,
+            self._log.run_id,
+            common,
+            aside,
+        )
 
     async def __call__(self, position: str) -> None:
         """Archive up to the position of a snapshot; on a full disk, nothing is trimmed."""
@@ -85,7 +118,9 @@ class Retention:
         return before(left), True
 
     async def _trim(self, stream: Stream, position: str) -> None:
-        limit = await anyio.to_thread.run_sync(self._archive.trim_limit, stream)
+        limit = await anyio.to_thread.run_sync(
+            self._archive.trim_limit, stream, LEFT_ENTRIES[stream]
+        )
         if limit is None:
             return
         if stream is Stream.EVENTS:

@@ -59,9 +59,7 @@ def cluster_client(url: ServerUrl) -> redis.Redis:
 
 def async_plain_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
     """An asynchronous client of one server."""
-    return redis.asyncio.Redis.from_url(
-        url.url, retry=_async_retry(retry), **_settings(), **_MOVED
-    )
+    return redis.asyncio.Redis.from_url(url.url, retry=_async_retry(retry), **_settings(), **_MOVED)
 
 
 def async_cluster_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:

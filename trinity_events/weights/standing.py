@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trinity_schemas import ContractError, StepReady, StepRef, VersionRetired, decode_envelope
 
+from ..history import page_of
 from ..log import ORIGIN, Stream, SyncEventLog
 
 
@@ -21,7 +22,8 @@ class Standing:
 
     def retired(self, log: SyncEventLog) -> Iterator[StepRef]:
         """Hear what was announced since the last time: the versions that were retired."""
-        while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS):
+        page = page_of(Stream.ANNOUNCEMENTS)
+        while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS, limit=page):
             for entry in found:
                 event = _event(entry.payload)
                 if isinstance(event, VersionRetired):
