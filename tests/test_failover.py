@@ -184,7 +184,7 @@ async def test_a_position_beyond_the_end_of_the_log_is_reported_and_the_run_goes
 
 
 @pytest.fixture
-async def trimmed(publisher, log, redis_url, run_id, tmp_path, monkeypatch):
+async def trimmed(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
     """A run whose first entries are in the archive alone."""
     monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 9)
     async with reducer_task(redis_url, run_id, tmp_path):
