@@ -19,6 +19,7 @@ from trinity_events.weights import (
     PartWriter,
     check_fit,
     install,
+    load_version,
     pull_version,
 )
 from trinity_events.weights.deltas import tracking
@@ -313,6 +314,36 @@ def test_a_model_whose_memory_is_not_in_order_is_patched_too(trainer, theirs, ru
         model.apply(theirs, run_id, trainer.publish(tensors, step), have)
     assert trainer.report.delta is not None
     assert torch.equal(model.a, tensors["a"])
+
+
+def test_a_tensor_out_of_order_that_was_made_for_inference_is_patched_too(trainer, theirs, run_id):
+    tensors = {"a": torch.rand(200), "b": torch.rand(40, 50), "c": torch.rand(200)}
+    model, have = Holder(tensors), Installed()
+    with torch.inference_mode():
+        model.b = torch.zeros(50, 40).t()
+    for step in range(2):
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor[0] = step
+        model.apply(theirs, run_id, trainer.publish(tensors, step), have)
+    assert trainer.report.delta is not None
+    assert_has(model, tensors)
+
+
+def test_one_element_of_any_stride_travels_as_a_delta_and_is_loaded(trainer, theirs, run_id):
+    model = Holder({"a": torch.zeros(3)[::3], "b": torch.zeros(500)})
+    for step in range(2):
+        tensors = {"a": torch.full((2,), float(step))[::2], "b": torch.zeros(500)}
+        event = trainer.publish(tensors, step)
+        model.apply(theirs, run_id, event, Installed())
+        assert model.a.item() == step
+    assert trainer.report.delta is not None
+    target = torch.nn.ParameterDict({"a": torch.zeros(2)[::2], "b": torch.zeros(500)})
+    full = trainer.publish({"a": torch.full((4,), 7.0)[::4], "c": torch.zeros(1)}, 2)
+    with pytest.raises(IncompatibleWeights, match="'c'"):
+        load_version(theirs, run_id, full, target)
+    load_version(theirs, run_id, full, target, wanted={"a": None})
+    assert target["a"].item() == 7
 
 
 def publishes_a_delta_until(told, where, part):

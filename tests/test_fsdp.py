@@ -414,7 +414,10 @@ def shards_of_many_layouts(rank: Rank) -> list[LocalShard]:
     module.register_parameter("same", torch.nn.Parameter(same))
     module.register_parameter("plain", torch.nn.Parameter(torch.full((2,), 9.0)))
     empty = distribute_tensor(torch.empty(0, 2), mesh, [Shard(0)])
-    module.register_parameter("empty", torch.nn.Parameter(empty))
+    # Named as by what wraps layers to compute them again, which no other model has.
+    module.add_module("_checkpoint_wrapped_module", torch.nn.Module())
+    wrapped = module.get_submodule("_checkpoint_wrapped_module")
+    wrapped.register_parameter("empty", torch.nn.Parameter(empty))
     return [
         LocalShard(one.name, one.tensor.clone(), one.global_shape, one.offsets)
         for one in fsdp_shards(module)

@@ -8,6 +8,8 @@ import signal
 import struct
 import time
 import warnings
+from contextlib import closing
+from functools import partial
 from unittest import mock
 
 import anyio
@@ -37,6 +39,7 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
+from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.publish import manifest_digest
 from trinity_events.weights.transports.ray.directory import NAMESPACE, SHARED, Objects, pointed
 from trinity_events.weights.transports.ray.source import RaySource
@@ -797,6 +800,61 @@ def test_the_segments_of_a_publisher_are_bounded(part):
     theirs.close()
     ours.close()
     assert not list(users_folder().glob(f"*/{part.run_id}~*"))
+
+
+@pytest.mark.parametrize("name", ["shm", "ray"])
+def test_what_a_version_rests_on_is_not_dropped_before_it(name, part, request, opened):
+    address = request.getfixturevalue("ray_cluster") if name == "ray" else ""
+    kind = partial(RayStore, most=3) if name == "ray" else partial(SharedMemoryStore, most=3)
+    where = Where(name, "", address, os.environ.get("RAY_AUTH_MODE", "disabled"))
+    theirs = opened(where)
+    last, tensor = LastPublished(full_every=100), torch.rand(10_000)
+    with closing(kind()) as ours:
+        for step in range(1, 8):
+            tensor[step] = step
+            now = part._replace(step=step)
+            last.begin(now, lambda one: ours.open(one) is not None)
+            writer = PartWriter(ours, now, last=last)
+            writer.add("a", tensor)
+            event = announcement(now, writer.seal())
+            assert torch.equal(read(theirs, part.run_id, event)["a"], tensor), step
+        assert now._replace(step=2) not in ours._bases, "others are dropped all the same"
+
+
+@pytest.mark.parametrize("name", ["shm", "ray"])
+def test_all_ranks_of_a_version_may_be_one_process(name, part, request, opened):
+    address = request.getfixturevalue("ray_cluster") if name == "ray" else ""
+    kind = RayStore if name == "ray" else SharedMemoryStore
+    where = Where(name, "", address, os.environ.get("RAY_AUTH_MODE", "disabled"))
+    theirs = opened(where)
+    with closing(kind(most=2)) as ours:
+        for step in range(1, 4):
+            reports = []
+            for rank in range(5):
+                writer = PartWriter(ours, part._replace(step=step, rank=rank), CHUNK)
+                writer.add(f"rank.{rank}", torch.full((100,), float(step)))
+                reports.append(writer.seal())
+            found = read(theirs, part.run_id, announcement(part._replace(step=step), *reports))
+            assert len(found) == 5
+            assert all(torch.equal(one, torch.full((100,), float(step))) for one in found.values())
+
+
+def test_memory_that_an_attempt_took_in_vain_is_given_back(part, opened, shm):
+    ours, theirs = opened(shm), opened(shm)
+    put(ours, part)
+    before = shared_bytes()
+    writer = PartWriter(ours, part._replace(step=2), CHUNK)
+    writer.add("large", torch.rand(1 << 22))
+    assert shared_bytes() > before + (16 << 20)
+    writer.discard()
+    assert shared_bytes() < before + (4 << 20)
+    assert_same(read(theirs, part.run_id, put(ours, part._replace(step=3))), SOME)
+
+
+def shared_bytes():
+    """What segments of this process take."""
+    own = users_folder().glob(f"{os.getpid()}-*/*")
+    return sum(path.stat().st_blocks * 512 for path in own)
 
 
 def test_a_part_that_was_left_open_is_given_up_by_the_next(opened, shm, part):

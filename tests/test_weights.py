@@ -9,6 +9,7 @@ import torch
 from tests.pipeline import announced, reducer_task
 from trinity_events import Synchronizer
 from trinity_events.errors import (
+    BufferFull,
     CorruptVersion,
     IncompatibleWeights,
     ServerUnreachable,
@@ -18,6 +19,7 @@ from trinity_events.server import open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
 from trinity_events.weights.tensors import DTYPES, dtype_name
 from trinity_schemas import (
+    ContractError,
     SaveFailed,
     StepReady,
     VersionRetired,
@@ -247,6 +249,47 @@ async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, ru
     told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
     assert isinstance(told, SaveFailed)
     assert told.slot.kind == "weights"
+
+
+async def test_a_version_that_the_log_does_not_take_is_taken_back(trainer, weights_client):
+    with pytest.raises(ContractError, match="step"):
+        trainer.publish([("a", torch.ones(100))], -1)
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+
+
+async def test_what_was_sent_is_taken_back_although_the_failure_cannot_be_told(
+    trainer, weights_client, monkeypatch
+):
+    def refuses(*_):
+        raise BufferFull("no room")
+
+    monkeypatch.setattr(trainer, "part_failed", refuses)
+    with pytest.raises(TypeError, match="complex64"):
+        trainer.publish([("a", torch.ones(100)), ("b", torch.ones(1, dtype=torch.complex64))], 1)
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+
+
+@pytest.mark.parametrize(("name", "shape"), [("", (1,)), ("n" * 257, (1,)), ("deep", (1,) * 33)])
+async def test_what_readers_would_refuse_is_refused_by_who_publishes(trainer, name, shape):
+    with pytest.raises(ValueError, match=r"cannot be published: a name has 1 to 256 characters"):
+        trainer.publish([(name, torch.zeros(shape))], 1)
+
+
+async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, weights_client):
+    for step in range(1, 6):
+        trainer.open_version(step, ranks=(0, 1))
+        for rank in (0, 1):
+            trainer.publish([(f"rank.{rank}", torch.ones(8))], step, rank)
+        trainer.commit(step)
+        await ready(log, step)
+    for rank in (0, 1):
+        trainer.part_writer(6, rank).discard()
+        kept = [
+            step
+            for step in range(1, 6)
+            if weights_client.exists(manifest_key(trainer.run_id, 1, step, rank))
+        ]
+        assert kept == [4, 5], rank
 
 
 def test_a_dtype_that_cannot_travel_is_refused():

@@ -8,7 +8,15 @@ import torch
 from msgspec import Struct
 from typing_extensions import Buffer
 
-from trinity_schemas import ALIGNMENT, Chunk, PartDelta, TensorEntry, WeightManifest, encode
+from trinity_schemas import (
+    ALIGNMENT,
+    Chunk,
+    PartBase,
+    PartDelta,
+    TensorEntry,
+    WeightManifest,
+    encode,
+)
 
 from .boxes import Place
 from .deltas.tracking import LastPublished
@@ -22,6 +30,8 @@ _LARGE = 1 << 20
 
 Many small chunks cost more than the copies that they save.
 """
+_LONGEST_NAME, _MOST_DIMENSIONS = 256, 32
+"""As the contract has them, by which readers would refuse the whole part."""
 _LONG = 8 << 20
 """Bytes of a tensor whose memory is let go of at once, and not by the next one."""
 
@@ -78,7 +88,9 @@ class PartWriter:
         self._chunks: list[Chunk] = []
 
     def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
-        """Append a tensor, or a shard of one. Raises TypeError for a dtype that cannot travel.
+        """Append a tensor, or a shard of one.
+
+        Raises TypeError for a dtype that cannot travel, and ValueError for a name that cannot.
 
         Args:
             name: The tensor's name.
@@ -86,6 +98,11 @@ class PartWriter:
             place: Of a shard: where it lies, in a tensor of which shape.
         """
         dtype = dtype_name(tensor.dtype)
+        if not 0 < len(name) <= _LONGEST_NAME or tensor.dim() > _MOST_DIMENSIONS:
+            raise ValueError(
+                f"{name[:80]!r} of {tensor.dim()} dimensions cannot be published: a name has 1 to "
+                f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
+            )
         tensor = as_plain(tensor)
         offset = self._offset + -self._offset % ALIGNMENT
         if place is None:
@@ -148,6 +165,7 @@ class PartWriter:
         """Put what is left and the manifest: from now on the part can be read."""
         if self._filled:
             self._put()
+        base = self._last.base if self._last else None
         manifest = encode(
             WeightManifest(
                 run_id=self._part.run_id,
@@ -157,10 +175,10 @@ class PartWriter:
                 tensors=tuple(self._tensors),
                 chunks=tuple(self._chunks),
                 subset=self._subset,
-                base=self._last.base if self._last else None,
+                base=base,
             )
         )
-        self._sink.seal(manifest)
+        self._sink.seal(manifest, None if base is None else self._resting_on(base))
         sealed = manifest_digest(manifest)
         return PublishedPartReport(
             manifest_digest=sealed,
@@ -169,6 +187,9 @@ class PartWriter:
             chunks=len(self._chunks),
             delta=self._last.sealed(self._part, sealed, self._offset) if self._last else None,
         )
+
+    def _resting_on(self, base: PartBase) -> PartRef:
+        return self._part._replace(epoch=base.epoch, step=base.step)
 
     def discard(self) -> None:
         """Take back what was put of a part that will not be sealed."""

@@ -106,6 +106,8 @@ class Synchronizer(CollectiveGroups):
         )
         self._attempts: dict[int, PartAttempt] = {}
         """By rank."""
+        self._ranks: set[int] = set()
+        """That published from here."""
         self._standing = Standing()
         self._last: dict[int, LastPublished] = {}
         self._installed = Installed()
@@ -114,7 +116,7 @@ class Synchronizer(CollectiveGroups):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        own = ("_publisher_made", "_stores", "_attempts", "_standing", "_last")
+        own = ("_publisher_made", "_stores", "_attempts", "_ranks", "_standing", "_last")
         for name in (*own, "_installed", "_ahead", "_torn"):
             del state[name]
         return state
@@ -183,14 +185,15 @@ class Synchronizer(CollectiveGroups):
         )
 
     def part_writer(self, global_step: int, rank: int, *, subset: bool = False) -> PartWriter:
-        """A writer of one rank's part, after freeing what this rank has of retired versions.
+        """A writer of one rank's part, after freeing what is here of retired versions.
 
         A ``subset`` brings some of the model's tensors, such as an adapter's; others stay.
 
         The log is told that the rank publishes, and hears that its process is alive until
         :meth:`part_published`, :meth:`part_failed` or :meth:`part_given_up`.
         """
-        self._free_retired(rank)
+        self._ranks.add(rank)
+        self._free_retired()
         self.part_given_up(rank)
         self._attempts[rank] = attempt = self._attempt(global_step, rank)
         attempt.begin()
@@ -243,10 +246,10 @@ class Synchronizer(CollectiveGroups):
             for name, tensor in named_tensors:
                 writer.add(name, tensor)
             report = writer.seal()
+            self.part_published(global_step, rank, report, time.monotonic() - began)
         except BaseException as error:
             self._give_up(global_step, rank, writer, error)
             raise
-        self.part_published(global_step, rank, report, time.monotonic() - began)
         return report
 
     def _give_up(
@@ -255,6 +258,9 @@ class Synchronizer(CollectiveGroups):
         """Say what failed and take back what was sent, as far as the servers still answer."""
         try:
             self.part_failed(step, rank, error)
+        except Exception:
+            logger.exception("step %d: that the part failed could not be published", step)
+        try:
             if writer is not None:
                 writer.discard()
         except Exception:
@@ -477,13 +483,14 @@ class Synchronizer(CollectiveGroups):
     def _part(self, step: int, rank: int, epoch: int | None = None) -> PartRef:
         return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
 
-    def _free_retired(self, rank: int) -> None:
-        """Free this rank's parts of the versions that the reducer has retired since last time.
+    def _free_retired(self) -> None:
+        """Free the parts from here of the versions that the reducer has retired since last time.
 
         And hear which are ready.
         """
         for version in self._standing.retired(self._publisher.log):
-            self._store.delete(self._part(version.step, rank, version.epoch))
+            for rank in self._ranks:
+                self._store.delete(self._part(version.step, rank, version.epoch))
 
     def _is_lasting(self, part: PartRef) -> bool:
         """Whether readers are sure to find a part: it is ready, not retired, and there."""

@@ -72,6 +72,8 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements, row-major; a copy only where :func:`as_plain` makes one."""
     flat = as_plain(tensor).detach().reshape(-1)
+    if flat.stride() != (1,):  # a single element may have any
+        flat = flat.as_strided(flat.shape, (1,))
     # view() refuses tensors of no elements.
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 

@@ -77,7 +77,7 @@ def overlay(target: torch.Tensor, delta: memoryview) -> None:
     if not target.is_contiguous():
         copied = target.detach().cpu().contiguous()
         overwrite(words(as_bytes(copied), itemsize), delta)
-        target.copy_(copied)
+        target.detach().copy_(copied)  # of one made in inference mode that alone may be written
         return
     flat = target.detach().reshape(-1).view(_SIGNED[itemsize])
     for start, positions, values in decoded(delta, flat.numel(), itemsize):

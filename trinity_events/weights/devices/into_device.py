@@ -94,4 +94,6 @@ def _travels(target: torch.Tensor, source: torch.Tensor) -> bool:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory, uint8 [bytes]; view() refuses tensors of no elements."""
     flat = tensor.detach().reshape(-1)
+    if flat.stride() != (1,):  # a single element may have any
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

@@ -54,8 +54,11 @@ class PartSink(Protocol):
         """Keep the first ``nbytes`` of the room as the next chunk."""
         ...
 
-    def seal(self, manifest: bytes) -> None:
-        """Keep the manifest: from now on the part can be read."""
+    def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
+        """Keep the manifest: from now on the part can be read.
+
+        What it rests on, its ``base``, is not dropped before it for want of room.
+        """
         ...
 
     def discard(self) -> None:

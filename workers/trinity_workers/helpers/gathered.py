@@ -56,13 +56,13 @@ def _own_parameters(unit: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]
     """Parameters of a unit, and of the modules below it that are in no unit of their own."""
     for name, tensor in unit.named_parameters(prefix, recurse=False):
         if not name.rpartition(".")[2].startswith("_flat_param"):
-            yield _plain(name), tensor
+            yield plain_name(name), tensor
     for name, child in unit.named_children():
         if not isinstance(child, FullyShardedDataParallel):
             yield from _own_parameters(child, f"{prefix}.{name}" if prefix else name)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """The name in the unwrapped model."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")

@@ -17,6 +17,7 @@ from trinity_events.weights.boxes import Place, chunk_of
 
 from ..collectives import PeerFailed, gather_bytes, raise_together, rank_and_world, together
 from ..engines.base import LocalShard
+from .gathered import plain_name
 from .parts import follow, give_up, write_shards
 
 _KEY_BYTES = 8
@@ -100,7 +101,7 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
             place = Place((0,) * value.dim(), tuple(value.shape)) if index % ranks == rank else None
             local = value
         if place is not None:
-            yield LocalShard(name, local, place.global_shape, place.begins)
+            yield LocalShard(plain_name(name), local, place.global_shape, place.begins)
 
 
 def _place(name: str, value: DTensor) -> Place | None:

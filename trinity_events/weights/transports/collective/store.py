@@ -171,7 +171,7 @@ class CollectiveSink:
         with self._sending() as sender:
             sender.put(nbytes)
 
-    def seal(self, manifest: bytes) -> None:
+    def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Send the manifest, and wait until every explorer has all of it."""
         with self._sending() as sender:
             sender.finish(Frame.SEAL, manifest)

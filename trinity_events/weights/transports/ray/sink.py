@@ -109,14 +109,14 @@ class RaySink:
         self._check()
         self._filled += nbytes
 
-    def seal(self, manifest: bytes) -> None:
+    def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Let the part be found, once all of its objects are put."""
         self._check()
         self._put_object()
         with self._store.refusals_in_words(self._part):
             references = [one.result() for one in self._putting]
             self._state = "told"  # perhaps not to the end
-            self._store.keep(self._part, Objects(references, self._sizes), manifest)
+            self._store.keep(self._part, Objects(references, self._sizes), manifest, base)
         self._putting = []
 
     def discard(self) -> None:

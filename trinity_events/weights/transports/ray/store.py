@@ -48,6 +48,8 @@ class RayStore:
         self._directory: tuple[str, Any] | None = None
         self._pointers: set[bytes] = set()
         self._published: dict[PartRef, Objects] = {}
+        self._bases: dict[PartRef, PartRef | None] = {}
+        """What each of them rests on."""
         self._putter = Putter(self._ray)
         self._sink: RaySink | None = None
 
@@ -61,21 +63,31 @@ class RayStore:
         self._sink = RaySink(self, self._putter, part, size, self._object_bytes)
         return self._sink
 
-    def keep(self, part: PartRef, objects: Objects, manifest: bytes) -> None:
+    def keep(
+        self, part: PartRef, objects: Objects, manifest: bytes, base: PartRef | None = None
+    ) -> None:
         """Let a part be found that is whole."""
         self._published.pop(part, None)
-        self._published[part] = objects
+        self._published[part], self._bases[part] = objects, base
         name, directory = self._own_directory()
         told = directory.keep.remote(part, manifest, objects)
         point(part, name)  # while the directory keeps it
         self._pointers.add(key_of(part))
         self._ray.get(told, timeout=DEADLINE)
-        for oldest in list(self._published)[: -self._most]:
+        for oldest in self._superfluous():
             self.delete(oldest)
         self._sink = None
 
+    def _superfluous(self) -> list[PartRef]:
+        """The oldest that are more than are to be kept, and that no other one rests on."""
+        most = self._most * len({part.rank for part in self._published})
+        needed = set(self._bases.values())
+        free = [part for part in self._published if part not in needed]
+        return free[: max(0, min(len(self._published) - most, len(free) - 1))]
+
     def delete(self, part: PartRef) -> None:
         """Forget the part. Ray frees it when its last reader has let go."""
+        self._bases.pop(part, None)
         if self._published.pop(part, None) is not None:
             with suppress(self._ray.exceptions.RayError):  # it is gone, and with it the part
                 _, directory = self._own_directory()

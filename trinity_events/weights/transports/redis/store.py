@@ -138,7 +138,7 @@ class RedisSink:
         """Wait until the server has all that was sent."""
         self._values.settle()
 
-    def seal(self, manifest: bytes) -> None:
+    def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Send the manifest, once the server has all chunks."""
         self._settle()
         self._redis.set(manifest_key(*self._part), manifest, ex=self._expire)

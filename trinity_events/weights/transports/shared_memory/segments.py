@@ -204,6 +204,11 @@ class Segment:
             self._size = size
             self._memory = self._memory[:size]
 
+    def give_back(self, nbytes: int) -> None:
+        """:meth:`trim`, unless somebody reads it along, who would fall off its end."""
+        if not _is_read_beside(self._descriptor):
+            self.trim(nbytes)
+
     def close(self) -> None:
         """Remove the file, and let go of it."""
         self.path.unlink(missing_ok=True)

@@ -63,6 +63,8 @@ class SharedMemoryStore:
         self._owner: Owner | None = None
         self._idle: list[Segment] = []
         self._sealed: dict[PartRef, Segment] = {}
+        self._bases: dict[PartRef, PartRef | None] = {}
+        """What each of them rests on."""
         self._sink: SharedMemorySink | None = None
         self._made = 0
         self._last_size = 0
@@ -83,36 +85,41 @@ class SharedMemoryStore:
     def delete(self, part: PartRef) -> None:
         """Forget the part; its memory is used again once nobody reads it."""
         segment = self._sealed.pop(part, None)
+        self._bases.pop(part, None)
         if segment is not None:
             self._set_aside(segment)
 
-    def take(self) -> Segment:
+    def take(self, rank: int) -> Segment:
         """A segment that nobody reads, locked for writing."""
         for segment in self._idle:
             if segment.take():
                 self._idle.remove(segment)
                 return segment
-        if len(self._idle) + len(self._sealed) < self._most:
+        most = self._most * len({part.rank for part in self._sealed} | {rank})
+        if len(self._idle) + len(self._sealed) < most:
             return self._new_segment()
         # The reducer retires no versions, or late: the oldest here are superseded all the same.
+        needed = set(self._bases.values())
         for part, segment in self._sealed.items():
-            if segment.take():
-                del self._sealed[part]
+            if part not in needed and segment.take():
+                del self._sealed[part], self._bases[part]
                 segment.rename(self._unused_path())
                 return segment
         raise SharedMemoryUnusable(
-            f"all {self._most} segments of this publisher are being read: explorers of the run "
+            f"all {most} segments of this publisher are being read: explorers of the run "
             "are stuck; see trinity-events status"
         )
 
-    def keep(self, part: PartRef, segment: Segment, nbytes: int) -> None:
+    def keep(
+        self, part: PartRef, segment: Segment, nbytes: int, base: PartRef | None = None
+    ) -> None:
         """Let a segment that is whole be found by the part's name."""
         segment.trim(nbytes)
         self._last_size = nbytes
         self.delete(part)  # what an earlier attempt at the part left
         segment.rename(segment.path.with_name(file_name(part)))
         segment.give()
-        self._sealed[part] = segment
+        self._sealed[part], self._bases[part] = segment, base
         self._sink = None
 
     def show(self, part: PartRef, segment: Segment) -> None:
@@ -121,7 +128,8 @@ class SharedMemoryStore:
 
     def put_back(self, segment: Segment) -> None:
         """Take back a segment that will not be whole."""
-        segment.rename(self._unused_path())
+        segment.rename(self._unused_path())  # nobody finds it any more to read it along
+        segment.give_back(self._last_size)
         segment.give()
         self._idle.append(segment)
 
@@ -229,7 +237,7 @@ class SharedMemoryStore:
             self._sink.discard()
             self._sink = None
         segments = [*self._idle, *self._sealed.values()]
-        self._idle, self._sealed = [], {}
+        self._idle, self._sealed, self._bases = [], {}, {}
         for segment in segments:
             segment.close()
         for mapping in self._mappings.values():
@@ -266,13 +274,13 @@ class SharedMemorySink:
         self._filled += nbytes
         FILLED.pack_into(self._writing().memory(DATA), FILLED_AT, self._filled)
 
-    def seal(self, manifest: bytes) -> None:
+    def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Add manifest and header, and give the segment the part's name."""
         end = DATA + self._filled + len(manifest)
         memory = self._writing().memory(end)
         memory[end - len(manifest) : end] = manifest
         memory[: HEADER.size] = HEADER.pack(MAGIC, self._filled, len(manifest))
-        self._store.keep(self._part, self._writing(), end)
+        self._store.keep(self._part, self._writing(), end, base)
         self._open, self._segment = False, None
 
     def discard(self) -> None:
@@ -287,7 +295,7 @@ class SharedMemorySink:
         if not self._open:
             raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")
         if self._segment is None:
-            self._segment = self._store.take()
+            self._segment = self._store.take(self._part.rank)
             self._begin(self._segment)
         return self._segment
 
