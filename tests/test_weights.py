@@ -19,7 +19,6 @@ from trinity_events.server import open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
 from trinity_events.weights.tensors import DTYPES, dtype_name
 from trinity_schemas import (
-    ContractError,
     SaveFailed,
     StepReady,
     VersionRetired,
@@ -251,9 +250,15 @@ async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, ru
     assert told.slot.kind == "weights"
 
 
-async def test_a_version_that_the_log_does_not_take_is_taken_back(trainer, weights_client):
-    with pytest.raises(ContractError, match="step"):
-        trainer.publish([("a", torch.ones(100))], -1)
+async def test_a_version_that_the_log_does_not_take_is_taken_back(
+    trainer, weights_client, monkeypatch
+):
+    def refuses(*_):
+        raise BufferFull("no room")
+
+    monkeypatch.setattr(trainer, "part_published", refuses)
+    with pytest.raises(BufferFull):
+        trainer.publish([("a", torch.ones(100))], 1)
     assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
 
 
