@@ -126,7 +126,7 @@ async def test_what_the_trainer_does_around_the_log_is_allowed_to_it(clean):
         await ExperienceWriter(explorers, RUN, bound=10).add(group, deadline=5)
         reader = ExperienceReader(client, RUN, epoch)
         [taken], entry_ids = await reader.take(1, 1, deadline=5)
-        await reader.ack(entry_ids)
+        await reader.ack(entry_ids, deadline=5)
         assert taken.group_id == group.group_id
         rank = explorer_key(RUN, epoch, 0)
         assert await explorers.set(rank, "me", nx=True, px=60_000)

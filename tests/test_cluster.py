@@ -210,7 +210,7 @@ async def test_experiences_and_weights_live_on_a_cluster(nodes, url, run_id):
         )
         reader = ExperienceReader(client, run_id, 1)
         [_], entry_ids = await reader.take(1, 1, deadline=5)
-        await reader.ack(entry_ids)
+        await reader.ack(entry_ids, deadline=5)
         assert await client.xlen(RunKeys.of(run_id).experiences) == 0
     with open_client(url) as sync_client:
         store = RedisChunkStore(sync_client)

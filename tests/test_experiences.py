@@ -77,7 +77,7 @@ async def test_a_steps_groups_are_taken_together_whatever_the_order_they_came_in
     for step in (1, 2, 3):
         groups, entry_ids = await reader.take(step, 2, deadline=5)
         assert sorted(ids(groups)) == [f"2-{step}-0", f"2-{step}-1"]
-        await reader.ack(entry_ids)
+        await reader.ack(entry_ids, deadline=5)
     assert reader.dropped == 0
 
 
@@ -98,7 +98,7 @@ async def test_only_acknowledgement_frees_the_stream(writer, reader, client, run
     await add_all(writer, *(group(run_id, 1, index) for index in range(3)))
     _, entry_ids = await reader.take(1, 3, deadline=5)
     assert await waiting(client, run_id) == 3
-    await reader.ack(entry_ids)
+    await reader.ack(entry_ids, deadline=5)
     assert await waiting(client, run_id) == 0
     assert (await client.xpending(RunKeys.of(run_id).experiences, GROUP))["pending"] == 0
 
@@ -117,7 +117,7 @@ async def test_a_writer_at_the_bound_waits_until_there_is_room(client, reader, r
         _, entry_ids = await reader.take(1, 1, deadline=5)
         await anyio.sleep(0.1)
         assert not added.is_set(), "what is taken is not yet used"
-        await reader.ack(entry_ids)
+        await reader.ack(entry_ids, deadline=5)
         with anyio.fail_after(5):
             await added.wait()
     assert await waiting(client, run_id) == 2
@@ -175,7 +175,7 @@ async def test_a_trainer_takes_over_what_a_dead_one_of_its_epoch_had_read(
     for step in (1, 2):
         groups, entry_ids = await reader.take(step, 1, deadline=5)
         assert ids(groups) == [f"2-{step}-0"]
-        await reader.ack(entry_ids)
+        await reader.ack(entry_ids, deadline=5)
     assert (reader.dropped, await waiting(client, run_id)) == (0, 0)
 
 
@@ -190,7 +190,7 @@ async def test_a_second_epoch_is_not_starved_by_what_the_first_left_unacknowledg
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: writer.add(group(run_id, 1), deadline=5))
         groups, entry_ids = await reader.take(1, 1, deadline=5)
-    await reader.ack(entry_ids)
+    await reader.ack(entry_ids, deadline=5)
     assert ids(groups) == ["2-1-0"]
     assert (reader.dropped, await waiting(client, run_id)) == (250, 0)
 
@@ -207,7 +207,7 @@ async def test_a_group_whose_delivery_was_lost_is_found_again(
     assert len(lost[0][1]) == 1
     groups, second = await reader.take(2, 3, deadline=5)
     assert ids(groups) == ["2-2-0", "2-2-1", "2-2-2"]
-    await reader.ack([*first, *second])
+    await reader.ack([*first, *second], deadline=5)
     assert (reader.dropped, await waiting(client, run_id)) == (0, 0)
 
 

@@ -5,10 +5,12 @@ from .denied import denied
 from .embedded import EmbeddedServer, find_binary, trinity_home
 from .resolve import serving, serving_weights
 from .url import redacted
+from .wait import Wait
 
 __all__ = [
     "SOCKET_DEADLINE",
     "EmbeddedServer",
+    "Wait",
     "check_server",
     "connect",
     "connect_sync",

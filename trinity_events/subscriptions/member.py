@@ -12,10 +12,10 @@ import redis
 from msgspec import Struct
 
 from ..log import Entry
+from ..server import Wait
 from .delivered import Delivered
 from .detached import GroupPlace
 from .reading import Reading
-from .wait import Wait
 
 E = TypeVar("E", bound=Struct)
 

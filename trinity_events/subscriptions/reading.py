@@ -10,8 +10,8 @@ from msgspec import Struct
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, decode_envelope, event_tag
 
 from ..log import Entry, GroupedLog, Stream, position
+from ..server import Wait
 from .delivered import Delivered
-from .wait import Wait
 
 E = TypeVar("E", bound=Struct)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
 import redis
 import redis.asyncio
 
-from trinity_events.errors import DeadlineExceeded
+from trinity_events.server import Wait
 from trinity_schemas import ContractError, ExperienceGroup, RunKeys, decode_experiences, encode
 
 GROUP = "trainer"
@@ -37,18 +38,21 @@ class ExperienceWriter:
         self._add = client.register_script(_ADD)
 
     async def add(self, group: ExperienceGroup, *, deadline: float) -> None:
-        """Add one group. Raises DeadlineExceeded when the trainer makes no room in time."""
-        payload = encode(group)
-        give_up = anyio.current_time() + deadline
+        """Add one group; a server that is away is waited for.
+
+        Raises:
+            DeadlineExceeded: when the trainer makes no room, or the server is not back, in time.
+        """
+        add = partial(self._add, keys=[self._key], args=[self._bound, encode(group)])
+        wait = Wait(deadline, f"a group of run {self._run_id} was not added", "is it running?")
         pause = 0.01
         # Only when the bound is met: explorers are held back by their wait for weights before.
-        while not await self._add(keys=[self._key], args=[self._bound, payload]):
-            if anyio.current_time() > give_up:
-                raise DeadlineExceeded(
-                    f"{self._bound} experience groups of run {self._run_id} wait for the trainer, "
-                    f"which made no room for another within {deadline:g} s: is it running?"
-                )
-            await anyio.sleep(pause)
+        while not await wait.ask(add):
+            wait.missing = (
+                f"{self._bound} experience groups of run {self._run_id} wait for the trainer, "
+                "which made no room for another"
+            )
+            await anyio.sleep(min(pause, wait.left()))
             pause = min(2 * pause, 0.5)
 
 
@@ -57,7 +61,7 @@ class ExperienceReader:
 
     One reader of a run works at a time. It begins with what the one before it had read and not
     acknowledged. Bytes that are no group, and groups of other epochs, of steps that were taken
-    before, or that came twice, are dropped and counted.
+    before, or that came twice, are dropped and counted. A server that is away is waited for.
     """
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str, epoch: int) -> None:
@@ -68,6 +72,8 @@ class ExperienceReader:
         self._step = 0
         self._held: dict[int, dict[str, tuple[bytes, ExperienceGroup]]] = {}
         self._unacknowledged: set[bytes] = set()
+        self._done: list[bytes] = []
+        """What nobody needs any more, and is still to be freed: kept while the server is away."""
         self._started = False
         self.dropped = 0
 
@@ -79,39 +85,42 @@ class ExperienceReader:
         Raises:
             DeadlineExceeded: when they are not there in time, saying how many are.
         """
-        give_up = anyio.current_time() + deadline
         self._step = step
         for late in [held for held in self._held if held < step]:
-            await self._drop([entry_id for entry_id, _ in self._held.pop(late).values()])
-        if not self._started:
-            await self._start()
+            self._drop([entry_id for entry_id, _ in self._held.pop(late).values()])
         held = self._held.setdefault(step, {})
+        wait = Wait(deadline, "", "are its explorers alive?")
         while len(held) < count:
-            left = give_up - anyio.current_time()
-            if left <= 0:
-                raise DeadlineExceeded(
-                    f"{len(held)} of {count} experience groups for step {step} of run "
-                    f"{self._run_id} arrived within {deadline:g} s: are its explorers alive?"
-                )
-            await self._read(min(left, BLOCK))
+            wait.missing = (
+                f"{len(held)} of {count} experience groups for step {step} of run {self._run_id} "
+                "arrived"
+            )
+            await wait.ask(lambda: self._read(min(wait.left(), BLOCK)))
+            if self._done:
+                await wait.ask(self._free)
         taken = list(self._held.pop(step).values())
-        await self._drop([entry_id for entry_id, _ in taken[count:]])
+        self._drop([entry_id for entry_id, _ in taken[count:]])
         return [group for _, group in taken[:count]], [entry_id for entry_id, _ in taken[:count]]
 
-    async def ack(self, entry_ids: Sequence[bytes]) -> None:
-        """The groups are trained on: free them."""
-        if not entry_ids:
-            return
+    async def ack(self, entry_ids: Sequence[bytes], *, deadline: float) -> None:
+        """The groups are trained on: free them. Raises DeadlineExceeded."""
+        self._done += entry_ids
+        if self._done:
+            missing = f"experience groups of run {self._run_id} were not freed"
+            await Wait(deadline, missing).ask(self._free)
+
+    def _drop(self, entry_ids: Sequence[bytes]) -> None:
+        self.dropped += len(entry_ids)
+        self._done += entry_ids
+
+    async def _free(self) -> None:
         # Both or neither: what is acknowledged but not deleted would count for ever.
         async with self._redis.pipeline(transaction=True) as both:
-            both.xack(self._key, GROUP, *entry_ids)
-            both.xdel(self._key, *entry_ids)
+            both.xack(self._key, GROUP, *self._done)
+            both.xdel(self._key, *self._done)
             await both.execute()
-        self._unacknowledged.difference_update(entry_ids)
-
-    async def _drop(self, entry_ids: Sequence[bytes]) -> None:
-        self.dropped += len(entry_ids)
-        await self.ack(entry_ids)
+        self._unacknowledged.difference_update(self._done)
+        self._done.clear()
 
     async def _start(self) -> None:
         try:
@@ -123,11 +132,15 @@ class ExperienceReader:
         self._started = True
 
     async def _read(self, seconds: float) -> None:
+        """Hold what comes within so many seconds; at first, what was there before."""
+        if not self._started:
+            await self._start()
+            return
         reply = await self._redis.xreadgroup(
             GROUP, MEMBER, {self._key: ">"}, count=256, block=max(1, int(seconds * 1000))
         )
         for _, entries in reply or ():
-            await self._sort(entries)
+            self._sort(entries)
         if not reply:
             await self._take_over()
 
@@ -144,11 +157,11 @@ class ExperienceReader:
             cursor, entries, *_ = await self._redis.xautoclaim(
                 self._key, GROUP, MEMBER, min_idle_time=0, start_id=cursor, count=100
             )
-            await self._sort(entries)
+            self._sort(entries)
             if cursor == b"0-0":
                 return
 
-    async def _sort(self, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> None:
+    def _sort(self, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> None:
         """Hold what can be used, by step; drop the rest."""
         useless: list[bytes] = []
         for entry_id, fields in entries:
@@ -160,7 +173,7 @@ class ExperienceReader:
                 useless.append(entry_id)
             else:
                 self._held.setdefault(group.step, {})[group.group_id] = (entry_id, group)
-        await self._drop(useless)
+        self._drop(useless)
 
     def _useful(self, payload: bytes) -> ExperienceGroup | None:
         try:

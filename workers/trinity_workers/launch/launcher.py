@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ from msgspec import Struct, structs
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
-from trinity_events.core import RunSummary, Summarizer
-from trinity_events.errors import TrinityError
+from trinity_events.core import MonitorState, RunSummary, Summarizer
+from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
-from trinity_events.server import connect, serving, serving_weights
+from trinity_events.server import Wait, connect, serving, serving_weights
 from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ContractError, StepRef, decode_envelope
@@ -32,6 +34,8 @@ from .processes import ReducerProcess, local_ray
 from .progress import ProgressView
 from .summary import TRANSPORTS, DemoSummary, summarize
 from .transport import TransportChoice, chosen_transport
+
+logger = logging.getLogger(__name__)
 
 EXPLORERS_DEADLINE = 60.0
 """Seconds that explorers elsewhere are given to take the last weights."""
@@ -174,28 +178,44 @@ async def _all(references: Sequence[Any]) -> list[Any]:
 
 async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: ProgressView) -> None:
     """Wait until every explorer has the last version, or has stopped, or the deadline passes."""
-    last = StepRef(config.epoch, config.steps)
-    late: list[str] = []
-    with anyio.move_on_after(EXPLORERS_DEADLINE):
+    wait = Wait(EXPLORERS_DEADLINE, "the explorers were not seen to take the last weights")
+    try:
         while True:
-            state = await current_state(log)
-            late = [
-                name
-                for name in (f"explorer-{rank}" for rank in range(config.explorers))
-                if (explorer := state.explorers.get(name)) is not None
-                and explorer.status != "stopped"
-                and (explorer.version is None or explorer.version < last)
-            ]
+            state = await wait.ask(partial(current_state, log))
+            late = _without_last(state, config)
             if not late:
                 return
-            await log.wait({Stream.EVENTS: state.position}, seconds=5)
-    view.say(f"{', '.join(late)} did not take the last weights within {EXPLORERS_DEADLINE:g} s")
+            wait.missing = f"{', '.join(late)} did not take the last weights"
+            ask = partial(log.wait, {Stream.EVENTS: state.position}, seconds=min(5, wait.left()))
+            await wait.ask(ask)
+    except DeadlineExceeded as error:
+        view.say(str(error))
+
+
+def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
+    """The explorers that are at work and do not serve the last version."""
+    last = StepRef(config.epoch, config.steps)
+    return [
+        name
+        for name in (f"explorer-{rank}" for rank in range(config.explorers))
+        if (explorer := state.explorers.get(name)) is not None
+        and explorer.status != "stopped"
+        and (explorer.version is None or explorer.version < last)
+    ]
 
 
 @asynccontextmanager
 async def _shown(view: ProgressView, log: RedisEventLog) -> AsyncIterator[None]:
+    """Show the run in the block, which goes on when that fails."""
+
+    async def follow() -> None:
+        try:
+            await view.follow(log)
+        except Exception as error:
+            logger.warning("run %s is not shown any more: %s", log.run_id, error)
+
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(view.follow, log)
+        tasks.start_soon(follow)
         yield
         tasks.cancel_scope.cancel()
 

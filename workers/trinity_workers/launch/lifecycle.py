@@ -10,8 +10,9 @@ import anyio
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
-from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
+from trinity_events.server import Wait
 from trinity_schemas import RunClosed
 
 from ..config import RunConfig
@@ -83,16 +84,13 @@ async def _close(
     client: redis.asyncio.Redis, config: RunConfig, closed: RunClosed, deadline: float
 ) -> None:
     log = RedisEventLog(client, config.run_id)
-    with anyio.move_on_after(deadline, shield=True):
-        publisher = AsyncPublisher(log, config.epoch, new_producer("launcher"))
+    missing = f"the end of run {config.run_id} was not folded"
+    with anyio.CancelScope(shield=True):
+        wait = Wait(deadline, missing, "is its reducer running?")
+        publisher = AsyncPublisher(log, config.epoch, new_producer("launcher"), deadline=deadline)
         last = position(await publisher.publish(closed))
-        while position((await log.load())[1]) < last:  # noqa: ASYNC110
+        while position((await wait.ask(log.load))[1]) < last:  # noqa: ASYNC110
             await anyio.sleep(0.02)
-        return
-    raise DeadlineExceeded(
-        f"the end of run {config.run_id} was not folded within {deadline:g} s: "
-        "is its reducer running?"
-    )
 
 
 def _sentence(error: BaseException) -> str:

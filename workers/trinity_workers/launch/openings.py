@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 from msgspec import Struct
 
@@ -9,6 +11,7 @@ from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.errors import RunNotFound
 from trinity_events.log import ORIGIN, Entry, RedisEventLog, Stream
+from trinity_events.server import Wait
 from trinity_schemas import ContractError, RunClosed, RunOpened, RunResumed, decode_envelope
 
 
@@ -34,20 +37,28 @@ class Openings:
         self._changed = anyio.Condition()
         self._newest: Opening | None = None
         self._closed: RunClosed | None = None
+        self._wait = Wait(None, f"the openings of run {log.run_id} are not known")
 
     async def follow(self) -> None:
-        """Follow until cancelled."""
-        after = ORIGIN
-        async for entry in whole_stream(self._log, Stream.EVENTS, self._archive):
-            after = entry.id
-            self._fold(entry)
+        """Follow until cancelled; a server that is away is waited for."""
+        # From the beginning again when that is broken off: an epoch that is known stays as it is.
+        after = await self._wait.ask(self._read_all)
         while True:
             # Told here, so that what was read at first is taken as a whole.
             async with self._changed:
                 self._changed.notify_all()
-            for _, entry in await self._log.wait({Stream.EVENTS: after}, seconds=5):
+            ask = partial(self._log.wait, {Stream.EVENTS: after}, seconds=5)
+            for _, entry in await self._wait.ask(ask):
                 after = entry.id
                 self._fold(entry)
+
+    async def _read_all(self) -> str:
+        """Fold what there is; returns the position of the last entry."""
+        after = ORIGIN
+        async for entry in whole_stream(self._log, Stream.EVENTS, self._archive):
+            after = entry.id
+            self._fold(entry)
+        return after
 
     def _fold(self, entry: Entry) -> None:
         try:
@@ -73,10 +84,10 @@ class Openings:
                     await self._changed.wait()
                 return self._newest
         if self._closed is None:
-            raise RunNotFound(
-                f"run {self._log.run_id} was not opened within {deadline:g} s: is its trainer "
-                "running, on this server and under this name?"
+            why = self._wait.why() or (
+                ": is its trainer running, on this server and under this name?"
             )
+            raise RunNotFound(f"run {self._log.run_id} was not opened within {deadline:g} s{why}")
         return self._closed
 
     async def ended(self, opening: Opening) -> RunClosed | None:

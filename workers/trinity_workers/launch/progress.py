@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.log import Entry, EventLog, Stream
+from trinity_events.server import Wait
 from trinity_schemas import ContractError, StepCommitted, decode_envelope
 
 LINES_EVERY = 10.0
@@ -34,7 +36,8 @@ class ProgressView:
         self._task: TaskID | None = None
 
     async def follow(self, log: EventLog) -> None:
-        """Show the run until cancelled."""
+        """Show the run until cancelled; a server that is away is waited for."""
+        wait = Wait(None, f"run {log.run_id} is not shown")
         with Progress(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -47,7 +50,7 @@ class ProgressView:
             self._task = self._bar.add_task("", total=self._steps, shown="starting")
             while True:
                 after = {Stream.EVENTS: self._monitor.state.position}
-                for _, entry in await log.wait(after, seconds=5):
+                for _, entry in await wait.ask(partial(log.wait, after, seconds=5)):
                     self._fold(entry)
                 self._show()
 

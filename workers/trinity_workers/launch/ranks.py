@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import anyio
+import redis
 import redis.asyncio
 
 from trinity_events.errors import TrinityError
+from trinity_events.log.faults import FAULTS
 from trinity_events.log.scripts import lua_script
+from trinity_events.server import Wait
 from trinity_schemas import explorer_key
 
 from ..config import RunConfig
@@ -27,7 +31,7 @@ class NoSuchRank(TrinityError):
 
 
 class RankLost(TrinityError):
-    """The explorer was silent for so long that another may have its rank."""
+    """The explorer was silent for so long that another has its rank."""
 
 
 @asynccontextmanager
@@ -36,10 +40,12 @@ async def claimed_rank(
 ) -> AsyncIterator[int]:
     """The rank given, or the lowest of the epoch's ranks that is free, claimed for the block.
 
-    Waits while every rank is taken: such an explorer is a spare.
+    Waits while every rank is taken: such an explorer is a spare. A server that is away is waited
+    for; a claim that lapses meanwhile is made anew, unless another was faster.
 
     Raises:
-        RankLost: in the block, when the claim could not be kept.
+        RankLost: in the block, when another has the rank.
+        DeadlineExceeded: when the server stays away for the run's ``sync_timeout``.
     """
     if given is not None:
         if given >= config.explorers:
@@ -49,33 +55,61 @@ async def claimed_rank(
             )
         yield given
         return
-    renew = lua_script(client, "renew")
-    me = secrets.token_hex(8)
-    rank = await _claim(client, config, me)
-    key = explorer_key(config.run_id, config.epoch, rank)
-
-    async def keep() -> None:
-        while True:
-            await anyio.sleep(LEASE / 4)
-            if not await renew(keys=[key], args=[me, int(LEASE * 1000)]):
-                raise RankLost(f"explorer rank {rank} of run {config.run_id} was lost")
-
+    claims = _Claims(client, config)
+    rank = await _claim(claims, config)
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(keep)
+            tasks.start_soon(_keep, claims, rank, config)
             yield rank
             tasks.cancel_scope.cancel()
     finally:
-        with anyio.move_on_after(2, shield=True):
-            await renew(keys=[key], args=[me, 0])
+        with anyio.CancelScope(shield=True), suppress(redis.RedisError, *FAULTS):
+            with anyio.move_on_after(2):
+                await claims.give_up(rank)
 
 
-async def _claim(client: redis.asyncio.Redis, config: RunConfig, me: str) -> int:
+class _Claims:
+    """What one explorer may have of an epoch's ranks."""
+
+    def __init__(self, client: redis.asyncio.Redis, config: RunConfig) -> None:
+        self._redis = client
+        self._renew = lua_script(client, "renew")
+        self._config = config
+        self._me = secrets.token_hex(8)
+
+    async def hold(self, rank: int) -> bool:
+        """Have the rank for one more lease. False when it is another's."""
+        lease = int(LEASE * 1000)
+        # Renewed first: a claim may be ours whose reply was lost.
+        if await self._renew(keys=[self._key(rank)], args=[self._me, lease]):
+            return True
+        return bool(await self._redis.set(self._key(rank), self._me, nx=True, px=lease))
+
+    async def give_up(self, rank: int) -> None:
+        """Let another have it at once."""
+        await self._renew(keys=[self._key(rank)], args=[self._me, 0])
+
+    def _key(self, rank: int) -> str:
+        return explorer_key(self._config.run_id, self._config.epoch, rank)
+
+
+async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
+    what = f"explorer rank {rank} of run {config.run_id}"
+    wait = Wait(config.sync_timeout, f"{what} was not held")
+    while True:
+        await anyio.sleep(LEASE / 4)
+        wait.renew()
+        if not await wait.ask(partial(claims.hold, rank)):
+            raise RankLost(f"{what} was lost to another, while this one was silent")
+
+
+async def _claim(claims: _Claims, config: RunConfig) -> int:
+    wait = Wait(config.sync_timeout, f"no explorer rank of run {config.run_id} was claimed")
     waiting = False
     while True:
+        wait.renew()
         for rank in range(config.explorers):
-            key = explorer_key(config.run_id, config.epoch, rank)
-            if await client.set(key, me, nx=True, px=int(LEASE * 1000)):
+            if await wait.ask(partial(claims.hold, rank)):
                 return rank
         if not waiting:
             waiting = True

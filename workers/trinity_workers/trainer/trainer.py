@@ -84,7 +84,7 @@ class Trainer:
                 step = self.train_step_num + 1
                 groups, entry_ids = await self._take(step)
                 metrics = await self.train_step(groups)
-                await self._experiences.ack(entry_ids)
+                await self._experiences.ack(entry_ids, deadline=self.config.sync_timeout)
                 rewards.append(metrics["reward"])
                 scores.append(metrics["score"])
                 staleness.append(metrics["staleness"])

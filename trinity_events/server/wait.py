@@ -1,4 +1,4 @@
-"""A subscriber's deadline, and what is done when the server cannot be asked meanwhile."""
+"""A deadline, and what is done when the server cannot be asked meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 
 from ..errors import DeadlineExceeded
 from ..log.faults import passes, pauses
-from ..server import denied
+from .denied import denied
 
 T = TypeVar("T")
 
@@ -28,12 +28,14 @@ class Wait:
 
     Args:
         deadline: Seconds for each; None waits as long as it takes.
-        missing: What to say when it passes.
+        missing: What to say when it passes. It may be changed when more is known.
+        advice: What to look at then, where the server answers.
     """
 
-    def __init__(self, deadline: float | None, missing: str) -> None:
+    def __init__(self, deadline: float | None, missing: str, advice: str = "") -> None:
         self._deadline = math.inf if deadline is None else deadline
-        self._missing = missing
+        self.missing = missing
+        self._advice = f": {advice}" if advice else ""
         self.faults = 0
         """How often the server could not be asked."""
         self.renew()
@@ -47,9 +49,13 @@ class Wait:
         """Seconds to wait at most. Raises DeadlineExceeded when there are none."""
         left = self._give_up - anyio.current_time()
         if left <= 0:
-            why = "" if self._fault is None else f": the server does not answer ({self._fault})"
-            raise DeadlineExceeded(f"{self._missing} within {self._deadline:g} s{why}")
+            why = self.why() or self._advice
+            raise DeadlineExceeded(f"{self.missing} within {self._deadline:g} s{why}")
         return left
+
+    def why(self) -> str:
+        """That the server does not answer, to be added to a sentence; empty when it does."""
+        return "" if self._fault is None else f": the server does not answer ({self._fault})"
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
         """The answer of a server, which is waited for while it is not there."""
@@ -69,6 +75,6 @@ class Wait:
 
     def _note(self, fault: BaseException) -> None:
         if self._fault is None:
-            logger.warning("a subscription waits for the server: %s", fault)
+            logger.warning("waiting for the server (%s): %s so far", fault, self.missing)
         self._fault = fault
         self.faults += 1
