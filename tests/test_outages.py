@@ -1,5 +1,6 @@
-"""The processes of a run while their server is away."""
+"""The processes of a run while their server is away, and a reducer that ends."""
 
+import sys
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -28,8 +29,9 @@ from trinity_schemas import (
 )
 from trinity_workers.config import RunConfig
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
-from trinity_workers.launch import launcher, lifecycle, ranks
+from trinity_workers.launch import launcher, lifecycle, processes, ranks
 from trinity_workers.launch.openings import Openings
+from trinity_workers.launch.processes import ReducerFailed, ReducerProcess
 from trinity_workers.launch.progress import ProgressView
 from trinity_workers.launch.ranks import RankLost, claimed_rank
 
@@ -331,3 +333,49 @@ async def test_the_end_of_a_run_is_waited_for_through_an_outage(server, client, 
 
 async def _is_closed(log):
     return len(await log.read()) == 2
+
+
+# --- the reducer ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reducer(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_SHORTEST_PAUSE", 0.01)
+    return ReducerProcess(server.url, RUN, tmp_path)
+
+
+def ends_at_once(reducer):
+    reducer._command = [sys.executable, "-c", "raise SystemExit(3)"]
+
+
+def pauses(caplog):
+    return [float(one.split()[-2]) for one in caplog.messages if "started again in" in one]
+
+
+async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pauses(
+    reducer, caplog
+):
+    ends_at_once(reducer)
+    with raising(ReducerFailed, "ended 6 times in a row, last with status 3: see .*reducer.log"):
+        async with reducer.running():
+            await anyio.sleep(20)
+    assert pauses(caplog) == [0.01, 0.02, 0.04, 0.08, 0.16]
+    assert reducer.restarts == 5
+
+
+async def test_what_a_reducer_did_before_it_worked_is_forgotten(reducer, monkeypatch, caplog):
+    monkeypatch.setattr(processes, "_SETTLED", 0.0)
+    ends_at_once(reducer)
+    async with reducer.running():
+        await until(lambda: reducer.restarts > 2 * processes._MOST_RESTARTS)
+    assert set(pauses(caplog)) == {0.01}
+
+
+async def test_a_reducer_that_is_started_while_the_server_is_away_works_when_it_is_back(
+    server, client, log, reducer
+):
+    server.kill()
+    async with reducer.running():
+        await until(lambda: reducer.restarts)
+        await anyio.to_thread.run_sync(server.start)
+        await until(lambda: client.exists(log.keys.leader))

@@ -18,8 +18,15 @@ from anyio.abc import Process
 from trinity_events.errors import TrinityError
 from trinity_events.server import trinity_home
 
+logger = logging.getLogger(__name__)
+
 _STOP_DEADLINE = 5.0
 _MOST_RESTARTS = 5
+"""Of a reducer that does not come to work for long."""
+_SETTLED = 60.0
+"""Seconds of work after which a reducer's earlier ends are forgotten."""
+_SHORTEST_PAUSE = 1.0
+"""Seconds before the first restart. A reducer that is killed leaves its lead for three."""
 
 
 class ReducerFailed(TrinityError):
@@ -27,7 +34,11 @@ class ReducerFailed(TrinityError):
 
 
 class ReducerProcess:
-    """A reducer in its own process, started again when it dies."""
+    """A reducer in its own process, started again when it dies.
+
+    After a pause that doubles from one end to the next: one that is started while the server is
+    away gives up within seconds.
+    """
 
     def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path) -> None:
         self._command = [
@@ -37,6 +48,7 @@ class ReducerProcess:
         ]
         self._log = trinity_home() / "runs" / run_id / "reducer.log"
         self.restarts = 0
+        self._in_a_row = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -54,20 +66,32 @@ class ReducerProcess:
         task_status.started()
         try:
             while True:
+                began = anyio.current_time()
                 status = await process.wait()
+                await anyio.sleep(self._pause(status, anyio.current_time() - began))
                 self.restarts += 1
-                if self.restarts > _MOST_RESTARTS:
-                    raise ReducerFailed(
-                        f"the reducer ended {self.restarts} times, last with status {status}: "
-                        f"see {self._log}"
-                    )
                 process = await self._start()
         finally:
             with anyio.CancelScope(shield=True):
                 await _stop(process)
 
+    def _pause(self, status: int, worked: float) -> float:
+        """Seconds until the next start. Raises ReducerFailed when there were enough of them."""
+        if worked >= _SETTLED:
+            self._in_a_row = 0
+        self._in_a_row += 1
+        if self._in_a_row > _MOST_RESTARTS:
+            raise ReducerFailed(
+                f"the reducer ended {self._in_a_row} times in a row, last with status {status}: "
+                f"see {self._log}"
+            )
+        pause: float = _SHORTEST_PAUSE * 2 ** (self._in_a_row - 1)
+        logger.warning("the reducer ended with status %d: started again in %g s", status, pause)
+        return pause
+
     async def _start(self) -> Process:
-        with self._log.open("ab") as log:
+        # Shielded: cancelled half-way it would leave a process that nobody stops.
+        with self._log.open("ab") as log, anyio.CancelScope(shield=True):
             # A session of its own: Ctrl-C is ours to hear, and the reducer's last work to do.
             # Its standard input is its lifeline: it ends when we do, however we end.
             return await anyio.open_process(
@@ -77,6 +101,7 @@ class ReducerProcess:
                 stderr=log,
                 start_new_session=True,
             )
+        raise AssertionError("unreachable")
 
 
 async def _stop(process: Process) -> None:
