@@ -51,6 +51,20 @@ async def exported(finished_run, log, tmp_path):
     return path
 
 
+async def test_an_export_goes_through_a_link_and_takes_the_place_of_nothing_but_files(
+    finished_run, log, tmp_path
+):
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to("there.jsonl")
+    os.mkfifo(pipe)
+    await record_run(log, link)
+    assert link.is_symlink()
+    assert read_recording(tmp_path / "there.jsonl").header.run_id == log.run_id
+    with pytest.raises(OSError, match="is no file, and a file would take its place"):
+        await record_run(log, pipe)
+    assert pipe.is_fifo()
+
+
 async def test_an_export_read_back_is_the_run_bit_for_bit(exported, log):
     recording = read_recording(exported)
     assert list(recording.events) == await log.read()

@@ -193,17 +193,21 @@ def test_weights_go_by_the_transport_that_is_asked_for_to_the_end(home, cli):
 
 
 def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, redis_url):
+    """By a signal that is sent again while it ends, as from a terminal and by what waits there."""
     run_id = "interrupted-demo"
     process = demo("--run", run_id, "--steps", "100000", start_new_session=True)
     key = RunKeys.of(run_id).announcements
     with connect_sync(redis_url) as client:
         wait_for(lambda: client.xlen(key) > 3 or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 143
     assert out == ""
     assert f"run {run_id} was interrupted" in error
     assert "Traceback" not in error
+    assert "SIGTERM received" not in error, "Ray has no last words"
     state = json.loads(cli("replay", run_id, "--json").stdout)
     assert state["closed"] == "interrupted"
     wait_for(lambda: not session_members(process.pid), 15)

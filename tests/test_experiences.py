@@ -18,6 +18,7 @@ from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.errors import (  # noqa: E402
     CorruptVersion,
     DeadlineExceeded,
+    StaleEpoch,
     VersionUnavailable,
 )
 from trinity_events.server import open_client  # noqa: E402
@@ -135,7 +136,6 @@ async def test_what_is_of_no_use_is_dropped_counted_and_freed(writer, reader, cl
     await add_all(
         writer,
         group(run_id, 1, epoch=EPOCH - 1),
-        group(run_id, 1, epoch=EPOCH + 1),
         group("another-run", 1),
         group(run_id, 0),  # of a step that is over
     )
@@ -144,7 +144,7 @@ async def test_what_is_of_no_use_is_dropped_counted_and_freed(writer, reader, cl
     await writer.add(group(run_id, 1), deadline=5)
     groups, _ = await reader.take(1, 1, deadline=5)
     assert ids(groups) == ["2-1-0"]
-    assert reader.dropped == 6
+    assert reader.dropped == 5
     assert await waiting(client, run_id) == 1
 
 
@@ -193,6 +193,18 @@ async def test_a_second_epoch_is_not_starved_by_what_the_first_left_unacknowledg
     await reader.ack(entry_ids, deadline=5)
     assert ids(groups) == ["2-1-0"]
     assert (reader.dropped, await waiting(client, run_id)) == (250, 0)
+
+
+async def test_a_trainer_of_an_old_epoch_ends_and_leaves_the_new_one_what_is_its_own(
+    writer, client, reader, run_id, monkeypatch
+):
+    monkeypatch.setattr(experiences, "BLOCK", 0.1)
+    old = ExperienceReader(client, run_id, EPOCH - 1)
+    await writer.add(group(run_id, 1), deadline=5)
+    with pytest.raises(StaleEpoch, match=f"opened anew as epoch {EPOCH}: this trainer is of epoch"):
+        await old.take(1, 1, deadline=5)
+    groups, _ = await reader.take(1, 1, deadline=5)
+    assert ids(groups) == [f"{EPOCH}-1-0"]
 
 
 async def test_a_group_whose_delivery_was_lost_is_found_again(

@@ -85,6 +85,9 @@ def lines_written(path: Path, header: Header) -> Iterator[Callable[[Sequence[Lin
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, not a file")
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file, and a file would take its place")
+    path = path.resolve()  # of a link, what it leads to
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     encoder = msgspec.json.Encoder()
     try:

@@ -128,7 +128,7 @@ WeightsFullEvery = Annotated[
         "changed travels (deltas), where that is less. 1 publishes all in full.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the model and of all sampling.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 WeightsRedisUrl = Annotated[
     str | None,

@@ -10,6 +10,7 @@ import anyio
 import redis
 import redis.asyncio
 
+from trinity_events.errors import StaleEpoch
 from trinity_events.server import Wait
 from trinity_schemas import ContractError, ExperienceGroup, RunKeys, decode_experiences, encode
 
@@ -60,8 +61,9 @@ class ExperienceReader:
     """Takes the groups of one training step at a time, through a consumer group.
 
     One reader of a run works at a time. It begins with what the one before it had read and not
-    acknowledged. Bytes that are no group, and groups of other epochs, of steps that were taken
-    before, or that came twice, are dropped and counted. A server that is away is waited for.
+    acknowledged. Bytes that are no group, and groups of older epochs, of steps that were taken
+    before, or that came twice, are dropped and counted. Those of a later epoch are its trainer's:
+    we are of an older one then, and take nothing more. A server that is away is waited for.
     """
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str, epoch: int) -> None:
@@ -84,6 +86,7 @@ class ExperienceReader:
 
         Raises:
             DeadlineExceeded: when they are not there in time, saying how many are.
+            StaleEpoch: when the run was opened anew.
         """
         self._step = step
         for late in [held for held in self._held if held < step]:
@@ -180,7 +183,13 @@ class ExperienceReader:
             group = decode_experiences(payload)
         except ContractError:
             return None
-        ours = group.run_id == self._run_id and group.version.epoch == self._epoch
+        epoch = group.version.epoch
+        if group.run_id == self._run_id and epoch > self._epoch:
+            raise StaleEpoch(
+                f"run {self._run_id} was opened anew as epoch {epoch}: this trainer is of epoch "
+                f"{self._epoch}, and ends"
+            )
+        ours = group.run_id == self._run_id and epoch == self._epoch
         late = group.step < self._step
         twice = group.group_id in self._held.get(group.step, ())
         return group if ours and not late and not twice else None

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import redis
 from msgspec import Struct, structs
+from redis.exceptions import RedisClusterException
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
@@ -165,15 +167,37 @@ async def _all(references: Sequence[Any]) -> list[Any]:
         try:
             results[index] = await references[index]
         except RayTaskError as error:
-            cause = error.cause
-            raise (cause if isinstance(cause, TrinityError) else error) from None
+            raise _in_words(error) from None
         except RayActorError as error:
-            raise ProcessDied(f"a process of the run died: {error}") from None
+            raise ProcessDied(_of_the_dead(str(error))) from None
 
     async with anyio.create_task_group() as tasks:
         for index in range(len(references)):
             tasks.start_soon(one, index)
     return results
+
+
+def _in_words(error: Any) -> Exception:
+    """What failed in another process, as if it had failed here; itself, where it is a defect."""
+    cause = error
+    while type(cause).__name__.startswith("RayTaskError") and cause.cause is not None:
+        cause = cause.cause
+    if isinstance(cause, TrinityError | redis.RedisError | RedisClusterException):
+        return cause
+    return ProcessDied(f"a process of the run failed: {cause}") if _is_fault(cause) else error
+
+
+def _is_fault(cause: object) -> bool:
+    return isinstance(cause, OSError) and cause.errno is not None
+
+
+def _of_the_dead(told: str) -> str:
+    """Who died, and why, of the lines that Ray has for it."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    said = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
+    who = said.get("class_name", "a process").lower()
+    process = f" (process {said['pid']})" if "pid" in said else ""
+    return f"{who}{process} of the run died: {lines[0] if lines else 'nothing is known of why'}"
 
 
 async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: ProgressView) -> None:

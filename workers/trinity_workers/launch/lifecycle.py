@@ -18,6 +18,7 @@ from trinity_schemas import RunClosed
 from ..config import RunConfig
 from ..first_error import first_error
 
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
 _REDUCER_DEADLINE = 30.0
 _SHORT_DEADLINE = 3.0
 """Seconds for it when the run did not come to its end: who asks us to end kills after ten."""
@@ -39,23 +40,26 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
         Interrupted: after the block has ended, when that is why.
     """
     received: int | None = None
-    try:
-        async with anyio.create_task_group() as tasks:
+    # Open until the block has ended: a second signal does not end it in its middle.
+    with anyio.open_signal_receiver(*_ENDINGS) as signals:
+        try:
+            async with anyio.create_task_group() as tasks:
 
-            async def listen() -> None:
-                nonlocal received
-                with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async def listen() -> None:
+                    nonlocal received
                     async for number in signals:
                         received = received or number
                         tasks.cancel_scope.cancel()
 
-            tasks.start_soon(listen)
-            yield
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        # Task groups nest; what happened is what one reads for.
-        raise first_error(group) from None
+                tasks.start_soon(listen)
+                yield
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            # Task groups nest; what happened is what one reads for.
+            raise first_error(group) from None
     if received is not None:
+        for number in _ENDINGS:
+            signal.signal(number, signal.SIG_IGN)  # what is left to do is to say so
         raise Interrupted(
             f"run {run_id} was interrupted; look at what it did with: "
             f"trinity-events replay {run_id}",

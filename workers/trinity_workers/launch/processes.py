@@ -120,6 +120,8 @@ async def local_ray(actors: int) -> AsyncIterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # We hand out GPUs ourselves where there are any; Ray must not hide them from CPU actors.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Its handler of last words would dump stacks on SIGTERM, and abort us in the middle of our end.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     import ray
 
     def start() -> None:
