@@ -224,6 +224,22 @@ async def test_tied_parameters_need_one_tensor(trainer, explorer, log):
     assert torch.equal(model["b"].weight, torch.ones(4, 4))
 
 
+async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trainer, explorer, log):
+    shared = torch.nn.BatchNorm1d(3)
+    model = torch.nn.ModuleDict({"a": shared, "b": shared})
+    sent = {
+        name: torch.full_like(one, step)
+        for step, (name, one) in enumerate(model.state_dict().items())
+        if name.startswith("a.")
+    }
+    both = sent | {name.replace("a.", "b."): one for name, one in sent.items()}
+    for step, tensors in enumerate((both, sent)):
+        torch.nn.init.zeros_(shared.running_mean)
+        publish(trainer, tensors, step)
+        explorer.apply(model, await ready(log, step))
+        assert all(torch.equal(one, both[name]) for name, one in model.state_dict().items())
+
+
 async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log, weights_client):
     def tensors():
         yield "a", torch.ones(100)

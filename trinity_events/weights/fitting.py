@@ -13,7 +13,7 @@ from .tensors import DTYPES
 def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that a version fills, by all of their names: parameters, and saved buffers."""
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    buffers = dict(module.named_buffers())
+    buffers = dict(module.named_buffers(remove_duplicate=False))
     saved = module.state_dict(keep_vars=True) if buffers else {}
     return targets | {name: buffer for name, buffer in buffers.items() if name in saved}
 
