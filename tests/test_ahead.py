@@ -117,6 +117,14 @@ def test_a_version_that_lies_otherwise_than_the_one_before_is_loaded_anew(stores
     assert has(module, changed())
 
 
+def test_a_model_that_has_lost_its_memory_takes_nothing_and_says_so(model):
+    module, ahead = model
+    module.to("meta")
+    with pytest.raises(IncompatibleWeights, match="has no memory in the model"):
+        ahead.begin(module)
+    assert not ahead.took
+
+
 def test_another_version_than_the_one_that_was_taken_is_loaded_whole(stores, model, part):
     (ours, theirs), (module, ahead) = stores, model
     second, third = part._replace(step=2), part._replace(step=3)

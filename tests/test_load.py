@@ -14,6 +14,7 @@ from trinity_events.errors import IncompatibleWeights, VersionUnavailable
 from trinity_events.weights import (
     PartWriter,
     RedisChunkStore,
+    adopt,
     check_fit,
     install,
     load_version,
@@ -148,6 +149,21 @@ def test_a_tensor_that_only_begins_where_another_does_is_not_tied_to_it(stores, 
     module["all"].data = module["head"].data[None]
     load(event, module)
     assert (module["all"] == 1).all()
+
+
+@pytest.mark.parametrize("brought", [("a", "b"), ("a",)])
+def test_a_model_without_memory_is_refused_and_not_taken_for_filled(stores, part, load, brought):
+    event = publish(stores, part, [(name, torch.ones(2)) for name in brought])
+    module = module_of(a=2, b=2)
+    module["b"] = torch.nn.Parameter(module["b"].to("meta"))
+    refused = r"'b' has no memory in the model \(meta device\)"
+    with pytest.raises(IncompatibleWeights, match=refused):
+        load(event, module)
+    with pull_version(stores[-1], part.run_id, event) as version:
+        for fill in (check_fit, adopt):
+            with pytest.raises(IncompatibleWeights, match=refused):
+                fill(module, version)
+    assert (module["a"] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["plain", "other"])

@@ -11,11 +11,20 @@ from .tensors import DTYPES
 
 
 def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a version fills, by all of their names: parameters, and saved buffers."""
+    """The tensors that a version fills, by all of their names: parameters, and saved buffers.
+
+    Raises IncompatibleWeights when one is on the meta device: it has nothing to be filled.
+    """
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
     saved = module.state_dict(keep_vars=True) if buffers else {}
-    return targets | {name: buffer for name, buffer in buffers.items() if name in saved}
+    targets |= {name: buffer for name, buffer in buffers.items() if name in saved}
+    for name, target in targets.items():
+        if target.is_meta:  # copies into it do nothing, and say nothing
+            raise IncompatibleWeights(
+                f"{name!r} has no memory in the model (meta device): materialize it first"
+            )
+    return targets
 
 
 def misfit(
