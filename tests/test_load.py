@@ -151,6 +151,32 @@ def test_a_tensor_that_only_begins_where_another_does_is_not_tied_to_it(stores, 
     assert (module["all"] == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("brought", "needed", "tied"),
+    [
+        (lambda all_of_it: all_of_it[:, :4], lambda all_of_it: all_of_it[:4], False),
+        (lambda all_of_it: all_of_it[:, :4], lambda all_of_it: all_of_it[:, :4], True),
+        (lambda all_of_it: all_of_it, lambda all_of_it: all_of_it[2:, 3:], True),
+        (lambda all_of_it: all_of_it.t(), lambda all_of_it: all_of_it, True),
+        (lambda all_of_it: all_of_it[2:4], lambda all_of_it: all_of_it[3:5], False),
+    ],
+    ids=["rows and columns", "the same columns", "within", "transposed", "half"],
+)
+def test_tied_is_what_has_all_of_its_elements_in_what_is_brought(
+    stores, part, load, brought, needed, tied
+):
+    memory = torch.zeros(8, 8)
+    module = torch.nn.ParameterDict({"a": brought(memory), "b": needed(memory)})
+    event = publish(stores, part, [("a", torch.ones(module["a"].shape))])
+    if tied:
+        load(event, module)
+        assert (module["b"] == 1).all()
+        return
+    with pytest.raises(IncompatibleWeights, match="no 'b', which the model needs"):
+        load(event, module)
+    assert not memory.any()
+
+
 @pytest.mark.parametrize("brought", [("a", "b"), ("a",)])
 def test_a_model_without_memory_is_refused_and_not_taken_for_filled(stores, part, load, brought):
     event = publish(stores, part, [(name, torch.ones(2)) for name in brought])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
+from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 
 from ..errors import IncompatibleWeights
 from .tensors import DTYPES
+
+_Place: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -49,17 +54,67 @@ def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -
 def first_uncovered(
     targets: Mapping[str, torch.Tensor], names: Collection[str], of: Collection[str]
 ) -> str | None:
-    """The first ``of`` these that is not among the names, and is not tied to one of them.
+    """The first ``of`` these that is not among the names, and is not tied to one of them."""
+    left = {name: one for name, one in _left(targets, names).items() if name in of}
+    if not left:
+        return None
+    brought = _Memory([targets[name] for name in names])
+    return next((name for name, one in left.items() if not brought.has(one)), None)
 
-    Tied is what has all of its memory in common, and not only where it begins.
-    """
-    covered: dict[int, int] = {}
-    for name in names:
-        begin = targets[name].data_ptr()
-        covered[begin] = max(covered.get(begin, 0), targets[name].nbytes)
-    for name, target in targets.items():
-        if name in names or name not in of or not target.numel():
-            continue
-        if target.nbytes > covered.get(target.data_ptr(), 0):
-            return name
-    return None
+
+def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Those with elements that are not among the names, nor the same tensor as one of them."""
+    brought = {id(targets[name]) for name in names}
+    return {
+        name: target
+        for name, target in targets.items()
+        if name not in names and id(target) not in brought and target.numel()
+    }
+
+
+class _Memory:
+    """The memory of some tensors, to find what is tied to them without being the same."""
+
+    def __init__(self, tensors: Collection[torch.Tensor]) -> None:
+        spans: list[tuple[int, int]] = []
+        self._places: set[_Place] = set()
+        """Of those between whose elements there may be what they have not."""
+        for tensor in tensors:
+            if _is_dense(tensor):
+                begin = tensor.data_ptr()
+                spans.append((begin, begin + tensor.nbytes))
+            else:
+                self._places.add(_place(tensor))
+        spans.sort()
+        self._begins = [begin for begin, _ in spans]
+        self._ends = list(accumulate((end for _, end in spans), max))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether all of a tensor lies in that of one of them."""
+        begin, end = _span(tensor)
+        if not begin:  # a subclass that does not say where its elements lie
+            return False
+        if _place(tensor) in self._places:
+            return True
+        before = bisect_right(self._begins, begin)
+        return before > 0 and end <= self._ends[before - 1]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    """What two tensors have in common that have the same elements."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """From where on, and up to where, there are elements of it."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (reach + 1) * tensor.itemsize
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie together, in whatever order of its dimensions."""
+    if tensor.is_contiguous():
+        return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
