@@ -296,3 +296,47 @@ def test_what_does_not_fit_or_lies_apart_is_not_adopted(stores, part):
     with pulled(stores, part, event) as version, refused:
         adopt(module, version)
     assert (module["a"] == 0).all()
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_what_is_tied_to_what_is_adopted_gets_the_same_memory(stores, part, subset):
+    module = module_of(a=(4, 2), other=3)
+    module["same"] = module["a"]
+    module["alike"] = torch.nn.Parameter(module["a"].data)
+    if not subset:
+        del module["other"]
+    for step in (1, 2):
+        here = part._replace(step=step)
+        writer = PartWriter(stores[0], here, CHUNK, subset=subset)
+        writer.add("a", torch.full((4, 2), float(step)))
+        event = announcement(here, writer.seal())
+        with pulled(stores, here, event) as version:
+            adopt(module, version)
+            assert all((module[name] == step).all() for name in ("a", "same", "alike"))
+            assert module["alike"].data_ptr() == module["a"].data_ptr()
+    assert not subset or not module["other"].any()
+
+
+@pytest.mark.parametrize("wanted", [None, {"a": None}], ids=["all", "some"])
+@pytest.mark.parametrize("some", [lambda one: one[:1], lambda one: one.view(2, 4)])
+def test_a_view_of_what_comes_is_not_left_behind_by_adopting(stores, part, wanted, some):
+    event = publish(stores, part, [("a", torch.ones(4, 2))])
+    module = module_of(a=(4, 2))
+    module["view"] = torch.nn.Parameter(some(module["a"].data))
+    refused = pytest.raises(IncompatibleWeights, match="'view' is in the memory of what")
+    with pulled(stores, part, event, wanted) as version:
+        with refused:
+            adopt(module, version)
+        assert not module["a"].any()
+        install(check_fit(module, version))
+    assert module["view"].all()
+
+
+def test_buffers_of_a_module_under_two_names_are_adopted(stores, part):
+    shared = torch.nn.BatchNorm1d(3)
+    module = torch.nn.ModuleDict({"a": shared, "b": shared})
+    sent = {name: torch.full_like(one, 2) for name, one in module.state_dict().items()}
+    event = publish(stores, part, sent.items())
+    with pulled(stores, part, event) as version:
+        adopt(module, version)
+        assert all(torch.equal(one, sent[name]) for name, one in module.state_dict().items())

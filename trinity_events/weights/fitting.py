@@ -62,6 +62,30 @@ def first_uncovered(
     return next((name for name, one in left.items() if not brought.has(one)), None)
 
 
+def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
+    """Which others have the memory of one of these without being the same tensor, and of which.
+
+    Raises IncompatibleWeights for one that has some of that memory, but lies otherwise in it.
+    """
+    left = {} if len(names) == len(targets) else _left(targets, names)
+    if not left:
+        return {}
+    brought = _Memory([targets[name] for name in names])
+    places = {_place(targets[name]): name for name in names}
+    found: dict[str, str] = {}
+    for name, target in left.items():
+        if not brought.has(target):
+            continue
+        other = places.get(_place(target))
+        if other is None:
+            raise IncompatibleWeights(
+                f"{name!r} is in the memory of what the version brings, but lies otherwise in it: "
+                "only a copy fills both"
+            )
+        found[name] = other
+    return found
+
+
 def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
     """Those with elements that are not among the names, nor the same tensor as one of them."""
     brought = {id(targets[name]) for name in names}
@@ -91,13 +115,14 @@ class _Memory:
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether all of a tensor lies in that of one of them."""
-        begin, end = _span(tensor)
+        begin = tensor.data_ptr()
         if not begin:  # a subclass that does not say where its elements lie
             return False
-        if _place(tensor) in self._places:
-            return True
         before = bisect_right(self._begins, begin)
-        return before > 0 and end <= self._ends[before - 1]
+        most = self._ends[before - 1] if before else 0
+        if begin < most and begin + _reach(tensor) <= most:
+            return True
+        return bool(self._places) and _place(tensor) in self._places
 
 
 def _place(tensor: torch.Tensor) -> _Place:
@@ -105,11 +130,10 @@ def _place(tensor: torch.Tensor) -> _Place:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From where on, and up to where, there are elements of it."""
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (reach + 1) * tensor.itemsize
+def _reach(tensor: torch.Tensor) -> int:
+    """How many bytes there are from its first element to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

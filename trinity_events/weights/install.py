@@ -14,7 +14,7 @@ from ..errors import IncompatibleWeights
 from .boxes import Box, contains, whole
 from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
-from .fitting import check_covered, misfit, targets_of
+from .fitting import check_covered, misfit, targets_of, tied
 from .part_bytes import PartBytes, as_tensor
 from .pull import Piece, PulledVersion, shape_of, shares
 from .tensors import DTYPES, copy_bytes, is_plain
@@ -66,7 +66,10 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
         ModelDiffers: when the model has not what the version rests on.
         CorruptVersion: when what the version rests on does not make it.
     """
-    targets = targets_of(module)
+    return _check_fit(targets_of(module), version)
+
+
+def _check_fit(targets: dict[str, torch.Tensor], version: PulledVersion) -> Fit:
     fit, names = Fit([], [], [], [], []), set[str]()
     pieces: dict[str, list[Piece]] = {}
     if version.wanted is None:
@@ -117,18 +120,25 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
 
     For those who only read: memory of a transport may not be written to. The module's tensors are
     what they are for as long as the version is held, so hold it until the next one is adopted.
-    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart.
+    A tensor that is tied to one of the version's and does not come itself gets the same memory.
+
+    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart, and for what
+    is tied to some of a tensor only, or lies otherwise than it, and does not come itself.
     """
-    check_fit(module, version)
-    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    targets = targets_of(module)
+    _check_fit(targets, version)
     for entry in chain.from_iterable(manifest.tensors for manifest, _ in version.parts):
         asked = version.wanted is None or entry.name in version.wanted
         if asked and entry.begins is not None:
             raise IncompatibleWeights(
                 f"{entry.name!r} comes in shards: they have to be copied together"
             )
-    for name, tensor in list(version.tensors()):  # all of them first: one may not be what it was
+    came = dict(version.tensors())  # all of them first: one may not be what it was
+    others = tied(targets, came)
+    for name, tensor in came.items():
         targets[name].data = tensor
+    for name, other in others.items():
+        targets[name].data = came[other]
 
 
 def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
