@@ -340,3 +340,34 @@ def test_buffers_of_a_module_under_two_names_are_adopted(stores, part):
     with pulled(stores, part, event) as version:
         adopt(module, version)
         assert all(torch.equal(one, sent[name]) for name, one in module.state_dict().items())
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["model", "inference model"])
+@pytest.mark.parametrize("read", [False, True], ids=["pulled", "pulled in inference mode"])
+def test_a_model_that_adopts_computes_in_every_mode_that_it_was_made_for(stores, part, made, read):
+    with torch.inference_mode(made):
+        model = torch.nn.Linear(4, 4)
+    for step in (1, 2):
+        here = part._replace(step=step)
+        tensors = {"weight": torch.full((4, 4), float(step)), "bias": torch.zeros(4)}
+        event = publish(stores, here, tensors.items())
+        with torch.inference_mode(read), pulled(stores, here, event) as version:
+            adopt(model, version)
+            assert [one.is_inference() for one in model.parameters()] == [made, made]
+            for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+                with torch.inference_mode(False), mode():
+                    assert (model(torch.ones(2, 4)) == 4 * step).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_tensors_of_every_dtype_are_adopted_by_a_model_made_in_inference_mode(stores, part, dtype):
+    sent = torch.randint(0, 2, (3, 8), dtype=torch.uint8).view(dtype)
+    event = publish(stores, part, [("odd", torch.ones(1)), ("a", sent)])
+    module = torch.nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("odd", torch.zeros(1))
+        module.register_buffer("a", torch.zeros(sent.shape).to(dtype))
+    with pulled(stores, part, event) as version:
+        adopt(module, version)
+        assert torch.equal(bits(module.a), bits(sent))
+        assert module.a.data_ptr() == dict(version.tensors())["a"].data_ptr()

@@ -136,9 +136,20 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     came = dict(version.tensors())  # all of them first: one may not be what it was
     others = tied(targets, came)
     for name, tensor in came.items():
-        targets[name].data = tensor
+        _rebind(targets[name], tensor)
     for name, other in others.items():
-        targets[name].data = came[other]
+        _rebind(targets[name], came[other])
+
+
+def _rebind(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Let a tensor of the model have another one's memory."""
+    made_for_inference = target.is_inference()
+    if tensor.is_inference() != made_for_inference:  # else torch refuses to compute with the target
+        with torch.inference_mode(made_for_inference):  # a view would be what it is a view of
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            storage, at = tensor.untyped_storage(), tensor.storage_offset()
+            tensor = empty.set_(storage, at, tensor.shape, tensor.stride())
+    target.data = tensor
 
 
 def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
