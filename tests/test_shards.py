@@ -165,9 +165,15 @@ def test_what_is_wanted_and_not_there_is_refused_by_name(stores, part):
     refused = pytest.raises(IncompatibleWeights, match="no 'b', which is wanted")
     with pulled(stores, part, event, {"b": None}) as version, refused:
         check_fit(module_of(b=4), version)
-    refused = pytest.raises(IncompatibleWeights, match=r"of 'a' \[4\] from \[2\] is wanted")
-    with pulled(stores, part, event, {"a": Box((2,), (4,))}) as version, refused:
-        check_fit(module_of(a=4), version)
+    for box, said in (
+        (Box((2,), (4,)), r"of 'a' \[4\] from \[2\] is wanted, but it is \[4\]"),
+        (Box((0, 0), (4, 1)), r"of 'a' \[4, 1\] from \[0, 0\] is wanted, but it is \[4\]"),
+    ):
+        with pulled(stores, part, event, {"a": box}) as version:
+            with pytest.raises(IncompatibleWeights, match=said):
+                check_fit(module_of(a=box.shape), version)
+            with pytest.raises(IncompatibleWeights, match=said):
+                dict(version.tensors())
 
 
 @pytest.mark.parametrize(
@@ -212,6 +218,19 @@ def test_shards_that_disagree_on_what_they_are_of_are_refused(stores, part):
     refused = pytest.raises(IncompatibleWeights, match="'a' is several things")
     with pulled(stores, part, event) as version, refused:
         check_fit(module_of(a=6), version)
+
+
+def test_shards_of_different_dtypes_are_refused_and_not_cast_whatever_is_wanted(stores, part):
+    event = publish(
+        stores,
+        part,
+        [("a", torch.ones(3), (0,), (6,))],
+        [("a", torch.ones(3).double(), (3,), (6,))],
+    )
+    for wanted in (None, {"a": None}, {"a": Box((0,), (6,))}, {"a": Box((1,), (2,))}):
+        refused = pytest.raises(IncompatibleWeights, match="'a' is several things")
+        with pulled(stores, part, event, wanted) as version, refused:
+            dict(version.tensors())
 
 
 def test_each_shard_is_published_by_one_of_the_ranks_that_hold_it():

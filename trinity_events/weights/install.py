@@ -11,12 +11,12 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
-from .boxes import Box, contains, whole
+from .boxes import Box
 from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
 from .fitting import check_covered, misfit, targets_of, tied
 from .part_bytes import PartBytes, as_tensor
-from .pull import Piece, PulledVersion, shape_of, shares
+from .pull import Piece, PulledVersion, shares, wanted_box
 from .tensors import DTYPES, copy_bytes, is_plain
 from .threads import in_threads
 
@@ -180,15 +180,9 @@ def _fit_whole(
 
 
 def _fit_pieces(
-    fit: Fit, targets: dict[str, torch.Tensor], name: str, pieces: list[Piece], box: Box | None
+    fit: Fit, targets: dict[str, torch.Tensor], name: str, pieces: list[Piece], wanted: Box | None
 ) -> None:
-    all_of_it = whole(shape_of(name, pieces))
-    box = all_of_it if box is None else box
-    if not contains(all_of_it, box):
-        raise IncompatibleWeights(
-            f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
-            f"{list(all_of_it.shape)} in the version"
-        )
+    box = wanted_box(name, pieces, wanted)
     target, dtype = targets.get(name), pieces[0].entry.dtype
     if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
         raise misfit(name, target, dtype, box.shape)

@@ -23,7 +23,7 @@ from trinity_schemas import (
 )
 
 from ..errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
-from .boxes import Box, byte_spans, common, fault_in_cover, whole
+from .boxes import Box, byte_spans, common, contains, fault_in_cover, whole
 from .deltas.rebuild import FullPart, Key, rebuilt
 from .part_bytes import PartBytes
 from .publish import manifest_digest
@@ -76,8 +76,9 @@ class PulledVersion(NamedTuple):
 
         Of what is there as a delta they are copies, made as they are asked for.
 
-        Raises IncompatibleWeights when shards leave a hole in a tensor, or overlap, and
-        CorruptVersion when what changed does not make what was published.
+        Raises IncompatibleWeights when shards leave a hole in a tensor, overlap, or do not agree on
+        it, or it has not the box that is wanted, and CorruptVersion when what changed does not make
+        what was published.
         """
         if self.wanted is None and len(self.parts) == 1:
             [(manifest, buffer)], [base] = self.parts, self.bases
@@ -130,6 +131,23 @@ def shape_of(name: str, pieces: list[Piece]) -> tuple[int, ...]:
     return said.pop()[1]
 
 
+def wanted_box(name: str, pieces: list[Piece], wanted: Box | None) -> Box:
+    """Which part of a tensor is wanted; None is all of it.
+
+    Raises IncompatibleWeights when the pieces do not agree on what they are of, or that has no such
+    part.
+    """
+    all_of_it = whole(shape_of(name, pieces))
+    if wanted is None:
+        return all_of_it
+    if not contains(all_of_it, wanted):
+        raise IncompatibleWeights(
+            f"of {name!r} {list(wanted.shape)} from {list(wanted.offsets)} is wanted, but it is "
+            f"{list(all_of_it.shape)} in the version"
+        )
+    return wanted
+
+
 def shares(name: str, pieces: list[Piece], wanted: Box) -> Iterator[tuple[Box, Piece]]:
     """What each piece has of the wanted box.
 
@@ -144,8 +162,8 @@ def shares(name: str, pieces: list[Piece], wanted: Box) -> Iterator[tuple[Box, P
             yield part, piece
 
 
-def _assembled(name: str, pieces: list[Piece], box: Box | None) -> torch.Tensor:
-    box = whole(shape_of(name, pieces)) if box is None else box
+def _assembled(name: str, pieces: list[Piece], wanted: Box | None) -> torch.Tensor:
+    box = wanted_box(name, pieces, wanted)
     made = torch.empty(box.shape, dtype=DTYPES[pieces[0].entry.dtype])
     for part, piece in shares(name, pieces, box):
         made[part.inside(box)] = piece.tensor()[part.inside(piece.box)]
