@@ -12,10 +12,10 @@ import torch
 from trinity_schemas import WeightManifest
 
 from ..errors import IncompatibleWeights
-from .boxes import Box, contains, runs, whole
+from .boxes import Box, runs
 from .fitting import check_covered, misfit
 from .part_bytes import PartBytes
-from .pull import Piece, Wanted, shape_of, shares
+from .pull import Piece, Wanted, shares, wanted_box
 from .tensors import DTYPES, as_bytes, copy_bytes, is_plain
 
 _NOWHERE = PartBytes([])
@@ -135,20 +135,14 @@ def _plan_tensor(
     wanted: Box | None,
 ) -> None:
     shards = [piece for _, piece in pieces]
-    all_of_it, dtype = whole(shape_of(name, shards)), shards[0].entry.dtype
-    box = all_of_it if wanted is None else wanted
-    if not contains(all_of_it, box):
-        raise IncompatibleWeights(
-            f"of {name!r} {list(box.shape)} from {list(box.offsets)} is wanted, but it is "
-            f"{list(all_of_it.shape)} in the version"
-        )
+    box, dtype = wanted_box(name, shards, wanted), shards[0].entry.dtype
     target = targets.get(name)
     if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
         raise misfit(name, target, dtype, box.shape)
     landing, itemsize = Landing(target), DTYPES[dtype].itemsize
     if len(shards) == 1 and shards[0].entry.begins is None:  # no shards: all of it is there
         number, piece = pieces[0]
-        plan[number].append(Some(piece.entry.offset, landing, all_of_it, box, box, itemsize))
+        plan[number].append(Some(piece.entry.offset, landing, piece.box, box, box, itemsize))
         return
     numbers = {id(piece): number for number, piece in pieces}
     for inner, piece in shares(name, shards, box):
