@@ -1,8 +1,8 @@
 """What the passing of time makes true of a state."""
 
 from tests.histories import History, committed, finished, registration, slot, started
-from trinity_events.core import expired, explain, holders, next_deadline, overdue
-from trinity_schemas import Process, SaveRequested, SaveStarted
+from trinity_events.core import Waiting, expired, explain, holders, overdue, waiting
+from trinity_schemas import Process, RunOpened, SaveRequested, SaveStarted
 
 
 def leased(step, save_id, lease, **at):
@@ -39,26 +39,36 @@ def test_nobody_silent_expires_nothing():
     assert expired(history.fold()[0].state, set()) == []
 
 
-def test_what_is_committed_and_incomplete_for_too_long_is_overdue():
+def test_what_is_committed_and_incomplete_has_a_deadline():
     history = History()
     history.add(committed(1, "state_dict", registration(expected=1)))
     history.add(committed(2, "state_dict", registration(expected=0)))
     history.add(started(3))
     state = history.fold()[0].state
-    assert next_deadline(state, 10.0) == 1001 + 10_000
-    assert overdue(state, 11_000, 10.0) == []
-    [found] = overdue(state, 11_001, 10.0)
+    assert waiting(state) == [Waiting(1, 1, "state_dict", 1001)]
+    assert overdue(state, set(), 10.0) == []
+    [found] = overdue(state, waiting(state), 10.0)
     assert (found.step, found.kind, found.seconds) == (1, "state_dict", 10.0)
 
 
 def test_what_was_failed_by_its_deadline_is_not_overdue_again():
     history = History()
     history.add(committed(1, "state_dict", registration(expected=1)))
-    [event] = overdue(history.fold()[0].state, 99_000, 10.0)
+    late = waiting(history.fold()[0].state)
+    [event] = overdue(history.fold()[0].state, late, 10.0)
     history.add(event, by="reducer")
     state = history.fold()[0].state
-    assert overdue(state, 99_000, 10.0) == []
-    assert next_deadline(state, 10.0) is None
+    assert overdue(state, late, 10.0) == []
+    assert waiting(state) == []
+
+
+def test_what_was_late_in_an_epoch_is_not_in_the_next():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=1)))
+    late = waiting(history.fold()[0].state)
+    history.add(RunOpened(), epoch=2)
+    history.add(committed(1, "state_dict", registration(expected=1)), epoch=2)
+    assert overdue(history.fold()[0].state, late, 10.0) == []
 
 
 def test_explain_counts_to_the_present_and_to_the_deadline():

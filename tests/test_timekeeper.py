@@ -1,5 +1,7 @@
 """Time as the leading reducer tells it: leases, deadlines and consumers that are gone."""
 
+from functools import partial
+
 import anyio
 import pytest
 
@@ -138,6 +140,34 @@ async def test_deadlines_go_by_the_clock_of_the_server():
     [one] = late.said()
     assert one.event == DeadlineReached(step=1, kind="state_dict", seconds=600.0)
     assert early.said() == []
+
+
+async def test_a_clock_that_was_set_back_makes_no_deadline_late(publisher, log, redis_url, run_id):
+    # As after an hour was taken from the server's clock: its entry ids go on from where they were.
+    ahead = await log.now() + 3_600_000
+    await log._redis.execute_command("XSETID", log.keys.events, f"{ahead}-0")
+    async with reducer_task(redis_url, run_id, policy=Policy(step_deadline=0.5)):
+        for step in (1, 2):
+            began = anyio.current_time()
+            await publisher.publish(committed(step, "state_dict", registration()))
+            await until(partial(_is_failed, log, step), deadline=6)
+            assert anyio.current_time() - began >= 0.5, "nor early"
+
+
+async def _is_failed(log, step):
+    return step in [one.event.step for one in await events_of(log, DeadlineReached)]
+
+
+async def test_a_clock_that_is_set_while_a_step_waits_changes_no_deadline():
+    hours = [1]
+    log = Watched(clock=lambda: 2.0 + 3600 * hours[0])
+    clock = await log.clock(step_deadline=3600.0 + 1.5)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(clock.deadlines, log.live)
+        await anyio.sleep(0.1)
+        hours[0] = 0
+        await until(log.said, deadline=3)
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_step_that_stays_incomplete_fails_with_what_it_lacks(

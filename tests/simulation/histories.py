@@ -42,7 +42,7 @@ HISTORIES = (
     ),
     # The leader stands still with a death on its lips; its successor leads, the dead one lives.
     Plan(
-        seed=0,
+        seed=1,
         workers=(Worker(node="north", pid=0),),
         saves=(Save(step=1, kind="checkpoint", worker=0, seconds=20.0),),
         faults=(

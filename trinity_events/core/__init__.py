@@ -3,7 +3,7 @@
 from .explain import explain
 from .files import FilePlan, IterationFile, Promotion, final_name, plan_files
 from .fold import MONITOR, Monitor
-from .overdue import Holder, expired, holders, next_deadline, overdue
+from .overdue import Holder, Waiting, expired, holders, overdue, waiting
 from .removal import removable
 from .state import MonitorState, ReadyPointer, decode_state, encode_state
 from .summary import RunSummary, Summarizer
@@ -19,14 +19,15 @@ __all__ = [
     "ReadyPointer",
     "RunSummary",
     "Summarizer",
+    "Waiting",
     "decode_state",
     "encode_state",
     "expired",
     "explain",
     "final_name",
     "holders",
-    "next_deadline",
     "overdue",
     "plan_files",
     "removable",
+    "waiting",
 ]

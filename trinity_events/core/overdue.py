@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple
 
 from trinity_schemas import DeadlineReached, ExpiredAttempt, Kind, LeaseExpired, Producer
@@ -16,6 +16,16 @@ class Holder(NamedTuple):
     producer: Producer
     lease: float
     """Seconds of silence after which it is taken for dead."""
+
+
+class Waiting(NamedTuple):
+    """A kind of a step that was committed and is neither complete nor failed."""
+
+    epoch: int
+    step: int
+    kind: Kind
+    committed_at: int
+    """Milliseconds of the commit's entry id."""
 
 
 def holders(state: MonitorState) -> dict[str, Holder]:
@@ -45,32 +55,25 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
     ]
 
 
-def overdue(state: MonitorState, now: int, seconds: float) -> list[DeadlineReached]:
-    """The kinds of steps that are still incomplete ``seconds`` after their commit.
-
-    ``now`` is milliseconds of the server's clock.
-    """
+def waiting(state: MonitorState) -> list[Waiting]:
+    """What has a deadline."""
     return [
-        DeadlineReached(step=step, kind=kind, seconds=seconds)
-        for step, kind, committed_at in _incomplete(state)
-        if committed_at + seconds * 1000 <= now
+        Waiting(state.epoch, step, kind, committed_at)
+        for step, step_state in state.steps.items()
+        for kind, kind_state in step_state.kinds.items()
+        if (committed_at := _waits_since(kind_state)) is not None
     ]
 
 
-def next_deadline(state: MonitorState, seconds: float) -> int | None:
-    """Milliseconds of the server's clock at which the next kind is overdue, if any can be."""
-    return min(
-        (int(committed_at + seconds * 1000) for _, _, committed_at in _incomplete(state)),
-        default=None,
-    )
-
-
-def _incomplete(state: MonitorState) -> Iterator[tuple[int, Kind, int]]:
-    for step, step_state in state.steps.items():
-        for kind, kind_state in step_state.kinds.items():
-            committed_at = _waits_since(kind_state)
-            if committed_at is not None:
-                yield step, kind, committed_at
+def overdue(
+    state: MonitorState, late: Collection[Waiting], seconds: float
+) -> list[DeadlineReached]:
+    """What to say of those that waited for ``seconds`` since their commit, and still do."""
+    return [
+        DeadlineReached(step=one.step, kind=one.kind, seconds=seconds)
+        for one in waiting(state)
+        if one in late
+    ]
 
 
 def _waits_since(kind: KindState) -> int | None:

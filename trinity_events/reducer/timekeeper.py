@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import anyio
 
 from trinity_schemas import Event
 
-from ..core.overdue import expired, holders, next_deadline, overdue
+from ..core.overdue import Waiting, expired, holders, overdue, waiting
 from ..log import ORIGIN, EventLog, position
 from .leader import LeadersVoice
 from .live import Live
@@ -20,15 +21,13 @@ LOOK = 1.0
 """Seconds within which it is noticed that there is something new to wait for."""
 _SHORTEST = 0.02
 _LONGEST = 5.0
-_SERVER_CLOCK_HOLDS = 60.0
-"""Seconds for which the server's clock is carried on by ours, before it is asked again."""
 
 
 class Timekeeper:
     """Watches over leases and deadlines while its reducer leads.
 
-    It asks the server only when something may be due, and says nothing new before what it said
-    last is folded, so that nothing is told twice.
+    It asks for the server's clock only when there is something new to wait for, and says nothing
+    new before what it said last is folded, so that nothing is told twice.
 
     Args:
         log: The run's log.
@@ -40,7 +39,6 @@ class Timekeeper:
         self._log = log
         self._voice = voice
         self._step_deadline = step_deadline
-        self._clock: tuple[float, int] | None = None
 
     async def leases(self, live: Live) -> None:
         """Expire whoever was silent for its whole lease, since we saw it or since we lead.
@@ -60,24 +58,34 @@ class Timekeeper:
             await anyio.sleep(max(_SHORTEST, min(period, _LONGEST)))
 
     async def deadlines(self, live: Live) -> None:
-        """Fail what is incomplete for too long after its commit."""
+        """Fail what is incomplete for too long after its commit.
+
+        How old a commit is when we first see it, the server's clock says; from then on ours
+        does, which nobody sets.
+        """
+        ends: dict[Waiting, float] = {}
         while True:
-            due = next_deadline(live.state, self._step_deadline)
-            left = LOOK if due is None else (due - await self._server_time()) / 1000
+            ends = await self._ends(waiting(live.state), ends)
+            now = anyio.current_time()
+            left = min(ends.values(), default=math.inf) - now
             if left <= 0:
-                now = await self._log.now()
-                late = overdue(live.state, now, self._step_deadline)
-                if not await self._tell(late, live):
+                late = {one for one, end in ends.items() if end <= now}
+                if not await self._tell(overdue(live.state, late, self._step_deadline), live):
                     return
             await anyio.sleep(min(max(_SHORTEST, left), LOOK))
 
-    async def _server_time(self) -> int:
-        """The server's clock: asked now and then, and carried on by ours in between."""
-        ours = anyio.current_time()
-        if self._clock is None or ours - self._clock[0] > _SERVER_CLOCK_HOLDS:
-            self._clock = ours, await self._log.now()
-        asked_at, answer = self._clock
-        return answer + int((ours - asked_at) * 1000)
+    async def _ends(
+        self, commits: Sequence[Waiting], known: Mapping[Waiting, float]
+    ) -> dict[Waiting, float]:
+        """When each of them is overdue by our clock, of which some are known."""
+        ends = {one: known[one] for one in commits if one in known}
+        if len(ends) < len(commits):
+            server, ours = await self._log.now(), anyio.current_time()
+            for one in commits:
+                # Entry ids never go back, but the server's clock may: then they are ahead of it.
+                age = max(0.0, (server - one.committed_at) / 1000)
+                ends.setdefault(one, ours + self._step_deadline - age)
+        return ends
 
     async def _tell(self, events: Sequence[Event], live: Live) -> bool:
         """Say it, and wait until it is folded. False when another leads."""
