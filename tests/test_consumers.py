@@ -147,8 +147,8 @@ async def test_events_that_nobody_wants_leave_nothing_pending(run):
 # --- groups that are gone --------------------------------------------------------------------
 
 
-async def detach(run):
-    """As the leading reducer does it: say it, then do it."""
+async def detach(run, *, told=True):
+    """As the leading reducer does it: say it, then do it; an older one told no oldest pending."""
     token, _ = await run.log.lead(60)
     group = await group_of(run)
     await run.reducer.publish(
@@ -158,6 +158,7 @@ async def detach(run):
             position=group.last_delivered,
             pending=group.pending,
             idle=86400.0,
+            oldest_pending=group.oldest_pending if told else None,
         )
     )
     assert await run.log.destroy_group(Stream.EVENTS, "eval", token=token)
@@ -187,10 +188,42 @@ async def test_a_member_of_a_group_that_was_detached_is_told_and_never_hangs(run
     async with run.subscribe(group="eval", deadline=None) as events:
         await one(events)
         await detach(run)
-        with pytest.raises(GroupDetached, match="and has lost 1 entries") as caught:
+        with pytest.raises(GroupDetached, match="subscribe again, which goes on") as caught:
             await one(events)
-    assert f"after {entries[0]}" in str(caught.value)
-    assert f'start="{entries[0]}"' in str(caught.value)
+    assert f"may miss what came after {entries[0]}" in str(caught.value)
+
+
+async def test_a_group_that_comes_back_is_given_again_what_it_never_acknowledged(run):
+    await publish(run, range(4))
+    async with run.subscribe(group="eval") as events:
+        given = [await one(events) for _ in range(3)]
+        await given[0].ack()
+        await given[2].ack()
+    await detach(run)
+    assert await take_and_ack(run, 3) == [1, 2, 3]
+
+
+async def test_nothing_is_called_lost_that_is_on_the_server(run):
+    entries = await publish(run, range(3))
+    assert await crash(run, 2) == [0, 1]
+    await detach(run, told=False)
+    with pytest.raises(GroupDetached, match="with 2 entries that it never acknowledged") as caught:
+        await take_and_ack(run)
+    assert "no longer on the server" not in str(caught.value)
+    assert f'at or before {entries[1]}: subscribe with start="{entries[1]}"' in str(caught.value)
+    assert await take_and_ack(run, 3, start="0-0") == [0, 1, 2]
+
+
+async def test_a_group_is_told_when_what_it_never_acknowledged_is_gone(run):
+    entries = await publish(run, range(4))
+    assert await crash(run, 3) == [0, 1, 2]
+    await detach(run)
+    await run.log.trim(Stream.EVENTS, entries[1])
+    says = "with 3 entries that it never acknowledged and has lost the events after"
+    with pytest.raises(GroupDetached, match=says) as caught:
+        await take_and_ack(run)
+    goes_on = str(caught.value).partition('start="')[2].partition('"')[0]
+    assert await take_and_ack(run, 3, start=goes_on) == [1, 2, 3]
 
 
 async def test_a_group_that_missed_events_is_told_from_where_and_can_go_on(run):

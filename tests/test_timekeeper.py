@@ -7,14 +7,23 @@ import pytest
 
 from tests.histories import History, committed, finished, registration, slot
 from tests.pipeline import announced, events_of, publish_steps, reducer_task, until
+from tests.servers import servers
 from trinity_events.core import MonitorState
 from trinity_events.history import current_state
-from trinity_events.log import AsyncPublisher, MemoryEventLog, Stream, new_producer
+from trinity_events.log import (
+    AsyncPublisher,
+    MemoryEventLog,
+    RedisEventLog,
+    Stream,
+    new_producer,
+    open_run,
+)
 from trinity_events.reducer import InvalidPolicy, Policy
 from trinity_events.reducer.consumers import Consumers
 from trinity_events.reducer.leader import LeadersVoice
 from trinity_events.reducer.live import Live
 from trinity_events.reducer.timekeeper import Timekeeper
+from trinity_events.server import connect
 from trinity_schemas import (
     ConsumerDetached,
     DeadlineReached,
@@ -217,6 +226,42 @@ async def _names(log, expected):
 
 async def _is_known(log):
     return "announcements/gone" in (await current_state(log)).detached
+
+
+async def test_a_group_is_not_detached_for_the_time_that_the_server_was_down(tmp_path):
+    idle = Policy(group_idle=2.0)
+    with servers(tmp_path, 1) as [server]:
+        async with connect(server.url) as client:
+            log = RedisEventLog(client, "run")
+            epoch = await open_run(client, "run")
+            entry = await AsyncPublisher(log, epoch, new_producer("trainer")).publish(
+                committed(1, "state_dict", registration(expected=0))
+            )
+            await log.create_group(Stream.EVENTS, "eval", "0-0")
+            assert await log.read_group(Stream.EVENTS, "eval", "one", seconds=1)
+            # So that it keeps when the group was last seen, as a shutdown with a snapshot does.
+            await client.bgrewriteaof()
+            await until(partial(_is_rewritten, client))
+            server.kill()
+            await anyio.sleep(2.5)
+            await anyio.to_thread.run_sync(server.start)
+            assert (await log.groups(Stream.EVENTS))[0].idle > 2.0
+            async with reducer_task(server.url, "run", policy=idle):
+                await until(partial(_is_folded_to, log, entry))
+                await anyio.sleep(1.0)
+                assert await events_of(log, ConsumerDetached) == []
+                [detached] = await until(partial(events_of, log, ConsumerDetached))
+                assert detached.event.pending == 2
+                assert detached.event.oldest_pending is not None
+                assert 2.0 <= detached.event.idle < 4.0
+
+
+async def _is_rewritten(client):
+    return not (await client.info("persistence"))["aof_rewrite_in_progress"]
+
+
+async def _is_folded_to(log, entry_id):
+    return (await log.load())[1] == entry_id
 
 
 async def test_a_leader_that_was_overtaken_detaches_nobody():

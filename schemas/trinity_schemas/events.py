@@ -382,6 +382,9 @@ class ConsumerDetached(_Event, frozen=True):
     position: Annotated[EntryId, Meta(description="The last entry that was delivered to it.")]
     pending: Annotated[Count, Meta(description="Entries delivered and never acknowledged.")] = 0
     idle: Annotated[Seconds, Meta(description="Seconds since it last asked for entries.")] = 0.0
+    oldest_pending: Annotated[
+        EntryId | None, Meta(description="Of what was never acknowledged, the oldest.")
+    ] = None
 
 
 Event = (

@@ -141,6 +141,8 @@ class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: str
     pending: int = 0
     idle: float = 0.0
+    oldest_pending: str | None = None
+    """None also where its event is of a version that did not tell."""
 
 
 class Anomaly(Struct, frozen=True, kw_only=True):

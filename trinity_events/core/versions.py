@@ -92,5 +92,6 @@ class Versions(Readiness):
             position=event.position,
             pending=event.pending,
             idle=event.idle,
+            oldest_pending=event.oldest_pending,
         )
         keep_last(detached, KEPT_DETACHED)

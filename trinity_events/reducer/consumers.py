@@ -19,7 +19,11 @@ LOOK = 60.0
 
 
 class Consumers:
-    """Detaches groups that asked for nothing for ``idle`` seconds, by an event."""
+    """Detaches groups that asked for nothing for ``idle`` seconds, by an event.
+
+    Silence counts from when we began to lead, at the earliest: before that the server may have
+    been down, and nobody could ask it.
+    """
 
     def __init__(self, log: GroupedLog, voice: LeadersVoice, token: int, idle: float) -> None:
         self._log = log
@@ -29,9 +33,11 @@ class Consumers:
 
     async def run(self, live: Live) -> None:
         """Look now and then, until another leads."""
+        began = anyio.current_time()
         while True:
             for stream in Stream:
-                for group in await self._log.groups(stream):
+                for found in await self._log.groups(stream):
+                    group = found._replace(idle=min(found.idle, anyio.current_time() - began))
                     if group.idle < self._idle:
                         if group.members > 1:
                             await self._log.forget_members(stream, group.name, self._idle)
@@ -48,6 +54,7 @@ class Consumers:
                 position=group.last_delivered,
                 pending=group.pending,
                 idle=group.idle,
+                oldest_pending=group.oldest_pending,
             ),
             live.state,
             live.state.epoch,
@@ -56,7 +63,7 @@ class Consumers:
             return False
         logger.warning(
             "consumer group %s of the %s of run %s asked for nothing for %d s and is detached, "
-            "with %d entries that it never acknowledged: subscribe again to go on from now",
+            "with %d entries that it never acknowledged: subscribe again to go on from there",
             group.name,
             stream.value,
             live.state.run_id,

@@ -23,8 +23,9 @@ class GroupPlace(Generic[E]):
     """Creates the group, and says so when it is gone.
 
     A group that was idle for too long is detached by the reducer: the log is trimmed without it.
-    When it comes back it goes on where it was, if all that follows is still there. If it is not,
-    its user is told, and chooses a position to go on from.
+    When it comes back it goes on before the oldest entry that it never acknowledged, or else
+    where it was, if all that follows is still there. If it is not, its user is told, and chooses a
+    position to go on from.
     """
 
     def __init__(self, reading: Reading[E], group: str, start: str) -> None:
@@ -49,8 +50,8 @@ class GroupPlace(Generic[E]):
     async def gone(self) -> GroupDetached:
         """What to raise when the server does not know the group any more."""
         detached = await self._detached()
-        if detached is not None and (goes_on := await self._gap(detached)) is not None:
-            return self._detached_at(detached, goes_on)
+        if detached is not None and (lost := await self._lost(detached)) is not None:
+            return lost
         return GroupDetached(
             f"consumer group {self._group} of run {self._run} is no longer on the server, and "
             f"may miss what came after {self.last}: it was idle for too long, someone destroyed "
@@ -64,10 +65,10 @@ class GroupPlace(Generic[E]):
             return self._start
         detached = await self._detached()
         if detached is not None:
-            if (goes_on := await self._gap(detached)) is not None:
-                raise self._detached_at(detached, goes_on)
+            if (lost := await self._lost(detached)) is not None:
+                raise lost
             logger.info("group %s of run %s was detached: it goes on", self._group, self._run)
-            return detached.position
+            return _goes_on(detached)
         if self._start == "beginning":
             return ORIGIN
         last, standing = await self._reading.standing()
@@ -82,25 +83,39 @@ class GroupPlace(Generic[E]):
             return None  # of a later version: its users are told by the reducer
         return state.detached.get(f"{self._reading.stream.value}/{self._group}")
 
-    async def _gap(self, detached: DetachedConsumer) -> str | None:
-        """From where on the group can go on, if that leaves anything out; else None."""
+    async def _lost(self, detached: DetachedConsumer) -> GroupDetached | None:
+        """What to raise where the group cannot go on with all that it has not dealt with."""
         left = await self._reading.log.first_left(self._reading.stream)
-        if left is not None and position(detached.position) < position(before(left)):
-            return before(left)
-        return detached.position if detached.pending else None
+        goes_on = _goes_on(detached)
+        if left is not None and position(goes_on) < position(before(left)):
+            return self._detached_with(
+                detached,
+                f"and has lost the {self._reading.stream.value} after {goes_on} that are no longer "
+                f"on the server: read them with: trinity-events replay {self._run}, or export; and "
+                f'subscribe with start="{before(left)}" to go on with what is left',
+            )
+        if detached.pending and detached.oldest_pending is None:
+            return self._detached_with(
+                detached,
+                f'at or before {detached.position}: subscribe with start="{goes_on}" to go on '
+                "without them, or from an earlier position to be given them again",
+            )
+        return None
 
-    def _detached_at(self, detached: DetachedConsumer, goes_on: str) -> GroupDetached:
-        pending = f"{detached.pending} entries that it never acknowledged and " * bool(
+    def _detached_with(self, detached: DetachedConsumer, then: str) -> GroupDetached:
+        pending = f"with {detached.pending} entries that it never acknowledged " * bool(
             detached.pending
         )
         return GroupDetached(
             f"consumer group {self._group} of run {self._run} was detached after "
-            f"{detached.idle:g} s without a member, and has lost {pending}"
-            f"the {self._reading.stream.value} after {detached.position} that are no longer on "
-            f"the server: read them with: trinity-events replay {self._run}, or export; and "
-            f'subscribe with start="{goes_on}" to go on with what is left'
+            f"{detached.idle:g} s without a member, {pending}{then}"
         )
 
     @property
     def _run(self) -> str:
         return self._reading.wanted.run
+
+
+def _goes_on(detached: DetachedConsumer) -> str:
+    """The position after which is all that the group has not dealt with, as far as is known."""
+    return before(detached.oldest_pending) if detached.oldest_pending else detached.position
