@@ -1,8 +1,28 @@
 """What the passing of time makes true of a state."""
 
 from tests.histories import History, committed, finished, registration, slot, started
-from trinity_events.core import Waiting, expired, explain, holders, overdue, waiting
-from trinity_schemas import Process, RunOpened, SaveRequested, SaveStarted
+from trinity_events.core import (
+    MonitorState,
+    Waiting,
+    expired,
+    explain,
+    holders,
+    overdue,
+    waiting,
+)
+from trinity_events.core.limits import KEPT_UNDER_WAY
+from trinity_events.core.state import Attempt
+from trinity_schemas import (
+    MAX_EVENT_BYTES,
+    Envelope,
+    Process,
+    Producer,
+    RunOpened,
+    SaveRequested,
+    SaveStarted,
+    Slot,
+    encode,
+)
 
 
 def leased(step, save_id, lease, **at):
@@ -31,6 +51,24 @@ def test_a_silent_process_loses_all_it_has_under_way():
     [event] = expired(history.fold()[0].state, {"dead-0"})
     assert event.holder.role == "dead"
     assert [one.save_id for one in event.attempts] == ["runs", "waits"]
+
+
+def test_all_that_a_silent_process_can_have_under_way_fits_into_events():
+    holder = Producer(role="r" * 127, rank=0, node="n" * 256, incarnation="dead")
+    state = MonitorState(run_id="r" * 63)
+    for number in range(KEPT_UNDER_WAY):
+        at = Slot(
+            step=number, kind="checkpoint", role=holder.role, rank=0, name="\N{GRINNING FACE}" * 256
+        )
+        state.attempts[f"{number:0127}"] = Attempt(slot=at, holder=holder, since=1, lease=5.0)
+    said = expired(state, {"dead"})
+    assert [one.save_id for event in said for one in event.attempts] == list(state.attempts)
+    assert all(len(encode(_from_a_reducer(event))) < MAX_EVENT_BYTES for event in said)
+
+
+def _from_a_reducer(event):
+    by = Producer(role="reducer", rank=0, node="here", incarnation="one")
+    return Envelope(run_id="run", epoch=1, producer=by, sequence=1, occurred_at=1.0, event=event)
 
 
 def test_nobody_silent_expires_nothing():

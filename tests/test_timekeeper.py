@@ -9,6 +9,7 @@ from tests.histories import History, committed, finished, registration, slot
 from tests.pipeline import announced, events_of, publish_steps, reducer_task, until
 from tests.servers import servers
 from trinity_events.core import MonitorState
+from trinity_events.core.limits import EXPIRED_AT_ONCE
 from trinity_events.history import current_state
 from trinity_events.log import (
     AsyncPublisher,
@@ -78,6 +79,27 @@ async def test_a_process_that_is_heard_of_keeps_its_saves(publisher, log, redis_
         await log._redis.delete(heartbeat_key(run_id, alive.incarnation))
         assert [one.step for one in await announced(log, 2)] == [2, 1]
     assert [one.sequence for one in await events_of(log, LeaseExpired)] == [1, 2]
+
+
+async def test_a_process_that_dies_with_more_than_an_event_can_tell_is_expired(
+    publisher, log, redis_url, run_id
+):
+    worker = AsyncPublisher(log, publisher.epoch, new_producer("actor"))
+    many = 4 * EXPIRED_AT_ONCE + 1
+    for number in range(many):
+        # With names so long that one event of them all would be above the limit.
+        at = slot(number % 100, rank=number, name="\N{GRINNING FACE}" * 256)
+        save_id = f"{number:0127}"
+        await worker.publish(SaveStarted(save_id=save_id, slot=at, lease=LEASE))
+    async with reducer_task(redis_url, run_id):
+        await until(partial(_all_expired, log, many))
+    said = [one.event for one in await events_of(log, LeaseExpired)]
+    assert [len(one.attempts) for one in said] == [*[EXPIRED_AT_ONCE] * 4, 1]
+    assert (await current_state(log)).attempts == {}
+
+
+async def _all_expired(log, count):
+    return sum(len(one.event.attempts) for one in await events_of(log, LeaseExpired)) >= count
 
 
 class Watched(MemoryEventLog):

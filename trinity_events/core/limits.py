@@ -19,6 +19,8 @@ KEPT_DETACHED = 32
 KEPT_WHOLE = 1024
 KEPT_UNDER_WAY = 16_384
 """Attempts under way at once; of more, the oldest are given up."""
+EXPIRED_AT_ONCE = 1000
+"""Attempts that one event fails; more would outgrow what an event may take."""
 LONGEST_REASON = 4000
 MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""

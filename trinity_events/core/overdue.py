@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from trinity_schemas import DeadlineReached, ExpiredAttempt, Kind, LeaseExpired, Producer
 
+from .limits import EXPIRED_AT_ONCE
 from .state import KindState, MonitorState
 
 
@@ -41,7 +42,7 @@ def holders(state: MonitorState) -> dict[str, Holder]:
 
 
 def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
-    """What to say of the incarnations that were silent for their whole lease."""
+    """What to say of the incarnations that were silent for their whole lease, in parts."""
     under_way: dict[str, list[ExpiredAttempt]] = {}
     for save_id, attempt in state.attempts.items():
         if attempt.lease is not None and attempt.holder.incarnation in silent:
@@ -50,8 +51,13 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
             )
     known = holders(state)
     return [
-        LeaseExpired(holder=known[name].producer, lease=known[name].lease, attempts=tuple(attempts))
+        LeaseExpired(
+            holder=known[name].producer,
+            lease=known[name].lease,
+            attempts=tuple(attempts[first : first + EXPIRED_AT_ONCE]),
+        )
         for name, attempts in under_way.items()
+        for first in range(0, len(attempts), EXPIRED_AT_ONCE)
     ]
 
 
