@@ -205,3 +205,6 @@ def test_nonsense_is_refused_before_anything_is_connected():
             refusing(StepReady, start="yesterday")
         with pytest.raises(ValueError, match="is not an event"):
             refusing(dict)
+        for group in ("", "x" * 257):
+            with pytest.raises(ValueError, match=f"1 to 256 characters, .* has {len(group)}"):
+                refusing(group=group)

@@ -250,6 +250,38 @@ async def _is_known(log):
     return "announcements/gone" in (await current_state(log)).detached
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (b"caf\xe9", "caf\\xe9"),
+        (b"x" * 300, "x" * 256),
+        (b"\xff" * 100, ("\\xff" * 100)[:256]),
+        (b"", "(without a name)"),
+    ],
+    ids=["no text", "too long", "too long as text", "empty"],
+)
+async def test_a_group_of_any_name_is_detached_once(publisher, log, redis_url, run_id, name, told):
+    await log._redis.execute_command("XGROUP", "CREATE", log.keys.events, name, "0")
+    async with reducer_task(redis_url, run_id, policy=Policy(group_idle=0.5)):
+        await until(lambda: _is_without_groups(log))
+        await anyio.sleep(1.0)
+    assert [one.event.group for one in await events_of(log, ConsumerDetached)] == [told]
+    assert await log.dead_letters() == []
+
+
+async def _is_without_groups(log):
+    return await log.groups(Stream.EVENTS) == []
+
+
+async def test_members_of_a_group_of_any_name_are_forgotten(publisher, log):
+    key, name = log.keys.events, b"caf\xe9"
+    await log._redis.execute_command("XGROUP", "CREATE", key, name, "0")
+    for member in ("one", "two"):
+        await log._redis.execute_command("XGROUP", "CREATECONSUMER", key, name, member)
+    [group] = await log.groups(Stream.EVENTS)
+    assert await log.forget_members(Stream.EVENTS, group.name, 0) == 1
+
+
 async def test_a_group_is_not_detached_for_the_time_that_the_server_was_down(tmp_path):
     idle = Policy(group_idle=2.0)
     with servers(tmp_path, 1) as [server]:

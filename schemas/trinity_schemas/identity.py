@@ -17,7 +17,8 @@ Role = Annotated[Slug, Meta(description="What the process is in the run, such as
 SaveId = Annotated[Slug, Meta(description="Name of one attempt at a slot, never used again.")]
 Transport = Annotated[Slug, Meta(description="How the version's bytes travel.")]
 Incarnation = Annotated[Slug, Meta(description="One life of a process, never used again.")]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+LONGEST_NAME = 256
+Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 Node = Annotated[Name, Meta(description="The host.")]
 Text = Annotated[str, Meta(max_length=8192)]
 Step = Annotated[int, Meta(ge=0, le=2**53, description="The training step.")]

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
+from trinity_schemas.identity import LONGEST_NAME
+
 from .position import ORIGIN
 
 DEAD_LETTERS_KEPT = 10_000
@@ -51,6 +53,7 @@ class GroupInfo(NamedTuple):
     """How a consumer group stands."""
 
     name: str
+    """Bytes of it that are no text are surrogates, as in names of files: see :attr:`shown`."""
     pending: int
     """Entries that were given to a member and not acknowledged."""
     last_delivered: str
@@ -59,6 +62,12 @@ class GroupInfo(NamedTuple):
     idle: float
     """Seconds since any member asked for anything; since it was created, before any did."""
     members: int
+
+    @property
+    def shown(self) -> str:
+        """Its name as events and logs can tell it: anyone can create a group of any name."""
+        text = self.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        return text[:LONGEST_NAME] or "(without a name)"
 
 
 class Standing(NamedTuple):

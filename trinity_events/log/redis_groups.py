@@ -71,7 +71,7 @@ class RedisGroups:
         found = await self._run("groups", keys=[self._key(stream)], args=[_FIRST_MEMBER])
         return [
             GroupInfo(
-                name=name.decode(errors="backslashreplace"),
+                name=name.decode(errors="surrogateescape"),
                 pending=pending,
                 last_delivered=last.decode(),
                 oldest_pending=oldest.decode() or None,
@@ -84,7 +84,7 @@ class RedisGroups:
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
         """Let the log forget a group. False when ``token`` is not the newest leader's."""
         keys = [self._key(stream), self.keys.fence]
-        return bool(await self._run("destroy_group", keys=keys, args=[token, group]))
+        return bool(await self._run("destroy_group", keys=keys, args=[token, _raw(group)]))
 
     async def forget_members(self, stream: Stream, group: str, idle: float) -> int:
         """Forget members that have nothing pending and asked for nothing for so many seconds.
@@ -92,4 +92,10 @@ class RedisGroups:
         The last one to ask stays: it tells how long the group has been idle.
         """
         keys = [self._key(stream)]
-        return int(await self._run("forget_members", keys=keys, args=[group, int(idle * 1000)]))
+        args = [_raw(group), int(idle * 1000)]
+        return int(await self._run("forget_members", keys=keys, args=args))
+
+
+def _raw(group: str) -> bytes:
+    """A group's name as the server has it."""
+    return group.encode(errors="surrogateescape")

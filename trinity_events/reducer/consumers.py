@@ -49,7 +49,7 @@ class Consumers:
         """Say it, then do it: a group is never gone in silence."""
         said = await self._voice.say(
             ConsumerDetached(
-                group=group.name,
+                group=group.shown,
                 stream=stream.value,
                 position=group.last_delivered,
                 pending=group.pending,
@@ -64,7 +64,7 @@ class Consumers:
         logger.warning(
             "consumer group %s of the %s of run %s asked for nothing for %d s and is detached, "
             "with %d entries that it never acknowledged: subscribe again to go on from there",
-            group.name,
+            group.shown,
             stream.value,
             live.state.run_id,
             group.idle,

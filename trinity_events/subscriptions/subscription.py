@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import Struct
 
 from trinity_schemas import ANNOUNCEMENT_TYPES, EVENT_TYPES
+from trinity_schemas.identity import LONGEST_NAME
 
 from ..log import GroupedLog, RedisEventLog, position
 from ..server import connect, serving
@@ -120,7 +121,7 @@ def subscribe(
             gone: trimmed, or lost in a failover.
         GroupDetached: from the iterator, when the group was given up and may have missed events.
         ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on entering.
-        ValueError: for a start or a mixture of types that makes no sense.
+        ValueError: for a start, a mixture of types or a group's name that makes no sense.
     """
 
     @asynccontextmanager
@@ -163,6 +164,11 @@ def subscription_on(
     for one in types:
         if one not in EVENT_TYPES:
             raise ValueError(f"{one.__name__} is not an event: see trinity_schemas.EVENT_TYPES")
+    if group is not None and not 1 <= len(group) <= LONGEST_NAME:
+        raise ValueError(
+            f"the name of a consumer group has 1 to {LONGEST_NAME} characters, but this one has "
+            f"{len(group)}: choose another"
+        )
     if max_deliveries < 1 or claim_after <= 0:
         raise ValueError(
             f"an event that is given {max_deliveries} times for {claim_after:g} s is never "
