@@ -1,13 +1,19 @@
-"""Opening runs, the index and what cannot be published; the log itself is in test_log_contract."""
+"""Opening runs, the index and what cannot be written; the log itself is in test_log_contract."""
+
+import re
 
 import anyio
 import pytest
 import redis.asyncio
 
 from tests.histories import committed, registration
-from trinity_events.errors import PublishError, RunNotFound
+from trinity_events.errors import KeyTaken, PublishError, RunNotFound
 from trinity_events.log import (
+    ORIGIN,
     AsyncPublisher,
+    Commit,
+    DeadLetter,
+    Entry,
     RedisEventLog,
     Stream,
     before,
@@ -18,7 +24,7 @@ from trinity_events.log import (
     require_run,
     watch_runs,
 )
-from trinity_schemas import RunOpened, RunResumed, decode_envelope
+from trinity_schemas import RunOpened, RunResumed, decode_envelope, grant_key
 
 
 async def test_each_opening_of_a_run_takes_the_next_epoch(client, run_id):
@@ -84,3 +90,31 @@ async def test_a_group_that_others_created_is_not_idle_since_its_stream_began(cl
         [group] = await log.groups(Stream.EVENTS)
         assert group.idle < 30
         assert (group.shown, group.members) == ("theirs-\\xff", 0)
+
+
+@pytest.mark.parametrize("taken", ["position", "announcements", "dead", "current", "grant"])
+async def test_a_commit_that_meets_a_key_of_something_else_writes_nothing(client, run_id, taken):
+    log = RedisEventLog(client, run_id)
+    token, _ = await log.lead(60)
+    key = grant_key(run_id, "save") if taken == "grant" else getattr(log.keys, taken)
+    await client.lpush(key, "of something else")
+    step = Commit(
+        token=token,
+        after=ORIGIN,
+        position="1-0",
+        announcements=[("step-ready/weights", b"said")],
+        grants=["save"],
+        dead_letters=[DeadLetter(Entry("1-0", b""), "why")],
+        snapshot=b"state",
+    )
+    before_it = {one: await client.dump(one) for one in await _keys_of(client, run_id)}
+    says = f"^{re.escape(key)} is a list, where the log keeps a .* something else wrote"
+    with pytest.raises(KeyTaken, match=says):
+        await log.commit(step)
+    assert {one: await client.dump(one) for one in await _keys_of(client, run_id)} == before_it
+    await client.delete(key)
+    assert await log.commit(step)
+
+
+async def _keys_of(client, run_id):
+    return sorted(await client.keys(f"trinity:{{{run_id}}}:*"))

@@ -30,7 +30,7 @@ from trinity_events.log import (
     open_run,
     opening,
 )
-from trinity_events.reducer import Reducer, reduce, reduce_run
+from trinity_events.reducer import Reducer, process, reduce, reduce_run
 from trinity_events.reducer.process import _has_more
 from trinity_events.server import connect
 from trinity_schemas import RunClosed, RunOpened, StepReady, VersionRetired, encode
@@ -73,6 +73,21 @@ async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_t
     assert ready == list(range(steps))
     retired = [one.step for one in events if isinstance(one, VersionRetired)]
     assert retired == list(range(steps - KEPT_VERSIONS))
+
+
+async def test_a_key_that_something_else_wrote_is_named_and_makes_nothing_twice(
+    publisher, log, redis_url, run_id, monkeypatch, caplog
+):
+    monkeypatch.setattr(process, "_LONG_BREAK", 0.1)
+    await log._redis.set(log.keys.current, b"of something else")
+    await publish_steps(publisher, [1, 2])
+    async with reducer_task(redis_url, run_id):
+        await until(lambda: caplog.text.count(f"{log.keys.current} is a string, where") >= 3)
+        assert await count_announcements(log) == 0
+        sentence = next(one for one in caplog.records if "cannot be folded" in one.message)
+        assert sentence.exc_info is None
+        await log._redis.delete(log.keys.current)
+        assert [one.step for one in await announced(log, 2)] == [1, 2]
 
 
 async def test_a_replay_gives_the_state_and_the_bytes_of_the_live_reducer(

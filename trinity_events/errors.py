@@ -71,6 +71,10 @@ class LogLost(TrinityError):
     """The server has less of the log than it had: it failed over, or lost its data."""
 
 
+class KeyTaken(TrinityError):
+    """A key of a run's log is of another type: something else wrote it."""
+
+
 class CheckpointHeld(TrinityError):
     """A checkpoint is being removed, or is not there, and cannot be held for reading."""
 

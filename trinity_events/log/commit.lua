@@ -1,9 +1,20 @@
 -- One step of the reducer, whole or not at all: only for the newest leader (the fence), only
 -- from the position that it folded from. A reply that was lost is therefore safe to ask again:
 -- the position has moved, and the reducer reloads.
+-- A key that something else wrote is found before anything is written: an error in the middle
+-- would leave what was written before it, and each further attempt would write that again.
 -- KEYS: position, fence, announcements, dead, snapshot, current, grant keys
 -- ARGV: token, after, position, snapshot or '', dead letters kept, milliseconds of a grant,
 --       k, k * retracted subject, n, n * (subject or '', payload), m * (id, reason, payload)
+local kept = {'string', 'string', 'stream', 'stream', nil, 'hash'} -- a snapshot replaces anything
+for i, key in ipairs(KEYS) do
+  local wanted = kept[i] or i > 6 and 'stream' or nil
+  local found = redis.call('TYPE', key)['ok']
+  if wanted and found ~= 'none' and found ~= wanted then
+    return redis.error_reply(
+      'WRONGTYPE ' .. key .. ' is a ' .. found .. ', where the log keeps a ' .. wanted)
+  end
+end
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 'fenced' end
 if (redis.call('GET', KEYS[1]) or '0-0') ~= ARGV[2] then return 'moved' end
 local at = 8

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import redis
 import redis.asyncio
 
 from trinity_schemas import grant_key, heartbeat_key
 
+from ..errors import KeyTaken
 from .base import DEAD_LETTERS_KEPT, GRANT_KEPT, Commit, DeadLetter, Entry, Standing, Stream
 from .position import ORIGIN
 from .raw import FIELD, entries, flat_entries
@@ -87,7 +89,10 @@ class RedisEventLog(RedisGroups):
         return snapshot, position.decode() if position else ORIGIN
 
     async def commit(self, commit: Commit) -> bool:
-        """Write a reducer's step. False when another reducer leads or has gone further."""
+        """Write a reducer's step. False when another reducer leads or has gone further.
+
+        Raises KeyTaken, with nothing written, when a key is of another type.
+        """
         keys = self.keys
         args: list[Any] = [commit.token, commit.after, commit.position, commit.snapshot or b""]
         args += (DEAD_LETTERS_KEPT, int(GRANT_KEPT * 1000))
@@ -96,20 +101,17 @@ class RedisEventLog(RedisGroups):
             args += (subject, payload)
         for letter in commit.dead_letters:
             args += (letter.entry.id, letter.reason, letter.entry.payload)
-        outcome = await self._run(
-            "commit",
-            keys=[
-                keys.position,
-                keys.fence,
-                keys.announcements,
-                keys.dead,
-                keys.snapshot,
-                keys.current,
-                *(grant_key(self.run_id, save_id) for save_id in commit.grants),
-            ],
-            args=args,
-        )
-        return bool(outcome == b"ok")
+        written = [
+            *(keys.position, keys.fence, keys.announcements, keys.dead, keys.snapshot),
+            *(keys.current, *(grant_key(self.run_id, save_id) for save_id in commit.grants)),
+        ]
+        try:
+            return bool(await self._run("commit", keys=written, args=args) == b"ok")
+        except redis.ResponseError as error:
+            taken = _taken(error)
+            if taken is None:
+                raise
+            raise taken from None
 
     async def append_leading(self, token: int, payload: bytes) -> str | None:
         """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
@@ -192,3 +194,13 @@ class RedisEventLog(RedisGroups):
         """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""
         kept = await self._run("renew", keys=[self.keys.leader], args=[token, int(lease * 1000)])
         return bool(int(kept))
+
+
+def _taken(error: redis.ResponseError) -> KeyTaken | None:
+    """What to raise where a script found a key of another type."""
+    code, _, found = str(error).partition(" ")
+    if code != "WRONGTYPE":
+        return None
+    return KeyTaken(
+        f"{found}: something else wrote to this key; rename or delete it, and the run goes on"
+    )
