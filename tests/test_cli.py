@@ -12,8 +12,8 @@ import pytest
 from tests.histories import committed, registration
 from tests.pipeline import announced, publish_steps, reducer_task, until
 from trinity_events.cli.app import build
-from trinity_events.log import open_run
-from trinity_schemas import RunClosed, RunKeys
+from trinity_events.log import AsyncPublisher, new_producer, open_run
+from trinity_schemas import ExplorerStatusChanged, RunClosed, RunKeys
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
@@ -50,6 +50,28 @@ async def test_status_shows_what_is_ready_and_what_a_step_waits_for(cli, finishe
     assert "Step 2 state_dict waits for 1 of 1 saves" in shown.stdout
     state = json.loads(cli("status", finished_run, "--json").stdout)
     assert state["ready"]["weights"]["at"] == {"epoch": 1, "step": 2}
+
+
+async def test_status_and_tail_say_why_a_run_failed_and_who_is_lost(
+    publisher, log, redis_url, run_id, cli
+):
+    error = "ProcessDied: explorer (process 7) of the run died: killed"
+    lost, ended = (AsyncPublisher(log, 1, new_producer("explorer", rank)) for rank in (0, 1))
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1])
+        await lost.publish(ExplorerStatusChanged(status="running"))
+        await ended.publish(ExplorerStatusChanged(status="stopped"))
+        await publisher.publish(RunClosed(reason="failed", step=1, error=f"{error}\n  so it is"))
+        await until(lambda: _is_folded(log))
+    shown = cli("status", run_id, env={"COLUMNS": "150"}).stdout
+    assert error in shown
+    found = dict(line.split()[:2] for line in shown.splitlines() if line.startswith("explorer-"))
+    assert found == {"explorer-0": "lost", "explorer-1": "stopped"}
+    assert f"reason=failed step=1 error={error} so it is\n" in cli("tail", run_id).stdout
+
+
+async def _is_folded(log):
+    return (await log.load())[1] == await log.last_id()
 
 
 async def test_runs_lists_the_run(cli, finished_run):

@@ -189,12 +189,12 @@ class Monitor(Saves, Versions):
         state.trainer_step = step
         state.steps = {}
         state.forgotten_through = -1
-        state.closed = None
+        state.closed = state.closed_error = None
         if state.opened_at is None:
             state.opened_at = self._now
 
     def _run_closed(self, event: RunClosed, _: Envelope) -> None:
-        self.state.closed = event.reason
+        self.state.closed, self.state.closed_error = event.reason, event.error
         self.state.trainer = "stopped"
 
 

@@ -163,6 +163,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Milliseconds at which the run was first opened."""
     closed: str | None = None
     """Reason with which the present epoch was closed."""
+    closed_error: str | None = None
+    """What went wrong, where it was not closed by itself."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
     steps: dict[int, StepState] = field(default_factory=dict)

@@ -46,8 +46,10 @@ def _value(value: Any) -> str:  # noqa: PLR0911
             return f"{value:.4g}"
         case dict():
             return ",".join(f"{key}:{_value(one)}" for key, one in value.items())
-        case str() if ":" in value and len(value) > 32:
+        case str() if ":" in value and " " not in value and len(value) > 32:
             return value[:16] + "…"  # a digest
+        case str():
+            return " ".join(value.split())  # on one line, as all of it
         case _ if hasattr(value, "epoch") and hasattr(value, "step"):
             return f"{value.epoch}/{value.step}"
         case _ if hasattr(value, "__struct_fields__"):

@@ -57,8 +57,10 @@ def status_panel(state: MonitorState) -> RenderableType:
         explorers.add_column(column)
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
-        explorers.add_row(name, explorer.status, serves, _when(explorer.applied_at))
-    travel = []
+        gone = state.closed == "failed" and explorer.status != "stopped"
+        status = "lost" if gone else explorer.status
+        explorers.add_row(name, status, serves, _when(explorer.applied_at))
+    travel: list[Text] = []
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
         travel = [Text.assemble(("weights travel by ", "dim"), chosen)]
@@ -72,6 +74,8 @@ def status_panel(state: MonitorState) -> RenderableType:
         lines.append(Text(f"Anomalies: {counts}.", style="red"))
         last = state.anomalies[-1]
         lines.append(Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"))
+    if state.closed_error is not None:
+        travel.append(Text(state.closed_error, style="red"))
     return Group(head, *travel, Text(), ready, Text(), explorers, *lines)
 
 
