@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ..log import ORIGIN, Entry, Stream, position
-from .format import ArchiveMissing, Header, bare_line, read_lines, write_lines
+from .format import ArchiveMissing, BadRecording, Header, bare_line, read_lines, write_lines
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +125,22 @@ class Archive:
         What of them comes before ``before`` is of this log too, and stays. Returns where they are.
         """
         strange = [one for one in self._segments(stream) if one.last > position(after)]
-        shared = [one for one in self.read(stream, after) if position(one.id) < position(before)]
-        self.add(stream, shared, after)
+        self.add(stream, self._shared(stream, after, before), after)
         folder = self.folder / f"not-on-the-server-after-{after}"
         folder.mkdir(parents=True, exist_ok=True)
         for segment in strange:
             segment.path.replace(folder / segment.path.name)
         return folder
+
+    def _shared(self, stream: Stream, after: str, before: str) -> list[Entry]:
+        """What is between the two, as far as it can be read: of one segment, at most."""
+        found: list[Entry] = []
+        with suppress(ArchiveMissing, BadRecording):
+            for entry in self.read(stream, after):
+                if position(entry.id) >= position(before):
+                    break
+                found.append(entry)
+        return found
 
     def _segments(self, stream: Stream) -> list[_Segment]:
         found: list[_Segment] = []
