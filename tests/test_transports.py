@@ -839,6 +839,16 @@ def test_all_ranks_of_a_version_may_be_one_process(name, part, request, opened):
             assert all(torch.equal(one, torch.full((100,), float(step))) for one in found.values())
 
 
+def test_an_attempt_that_is_given_up_takes_nothing_of_an_earlier_one_with_it(opened, shm, part):
+    ours, theirs = opened(shm), opened(shm)
+    event = put(ours, part)
+    again = PartWriter(ours, part, CHUNK)
+    again.add(*SOME[0])
+    again.discard()
+    put(ours, part._replace(step=part.step + 1))
+    assert_same(read(theirs, part.run_id, event), SOME)
+
+
 def test_memory_that_an_attempt_took_in_vain_is_given_back(part, opened, shm):
     ours, theirs = opened(shm), opened(shm)
     put(ours, part)

@@ -263,7 +263,7 @@ class SharedMemorySink:
         self._chunk_bytes = chunk_bytes
         self._segment: Segment | None = None
         self._filled = 0
-        self._open = True
+        self._open, self._sealed = True, False
 
     def room(self) -> memoryview:
         """The place in the segment where the chunk stays."""
@@ -281,15 +281,16 @@ class SharedMemorySink:
         memory[end - len(manifest) : end] = manifest
         memory[: HEADER.size] = HEADER.pack(MAGIC, self._filled, len(manifest))
         self._store.keep(self._part, self._writing(), end, base)
-        self._open, self._segment = False, None
+        self._open, self._sealed, self._segment = False, True, None
 
     def discard(self) -> None:
         """Give the segment back; a part that is sealed is deleted."""
         if self._segment is not None:
             self._store.put_back(self._segment)
-        elif not self._open:
+        elif self._sealed:
             self._store.delete(self._part)
-        self._open, self._segment = False, None
+        self._open = self._sealed = False
+        self._segment = None
 
     def _writing(self) -> Segment:
         if not self._open:
