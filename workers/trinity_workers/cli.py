@@ -170,7 +170,7 @@ def demo(
     Example: trinity-events demo --steps 100 --explorers 2
     """
     # What can be wrong is found out before the heavy imports.
-    run_id = checked_run(run or f"demo-{datetime.now():%Y%m%d-%H%M%S}")
+    run_id = checked_run(run if run is not None else f"demo-{datetime.now():%Y%m%d-%H%M%S}")
     folder = writable_root(checkpoint_root(root))
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
     from .launch.launcher import LaunchOptions, run_demo
@@ -190,7 +190,7 @@ def demo(
         engine=engine,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-    )
+    ).checked()
     options = LaunchOptions(
         run_id=run_id,
         settings=settings,
@@ -251,7 +251,7 @@ def trainer(
         engine=engine,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-    )
+    ).checked()
     options = LaunchOptions(
         run_id=run_id,
         settings=settings,

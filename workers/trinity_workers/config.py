@@ -20,7 +20,7 @@ NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class BadSettings(TrinityError):
-    """What the log says of a run's settings cannot be used."""
+    """What a run is to be, or what the log says that it is, cannot be."""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True):
@@ -95,6 +95,21 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         """As JSON, to travel in the log with the event that opens the run."""
         values = {name: getattr(self, name) for name in RunSettings.__struct_fields__}
         return msgspec.json.encode(values).decode()
+
+    def checked(self) -> RunSettings:
+        """These, if they can be. Raises BadSettings when some contradict each other."""
+        parts = (self.tensor_parallel or 1) * self.pipeline_parallel
+        if self.engine != "megatron" and parts > 1:
+            raise BadSettings(
+                "--tensor-parallel and --pipeline-parallel are of Megatron alone: leave them out, "
+                "or add --engine megatron"
+            )
+        if self.trainers % parts:
+            raise BadSettings(
+                f"{self.trainers} trainers cannot be dealt out to groups of {parts} "
+                "(--tensor-parallel times --pipeline-parallel): choose --trainers as a multiple"
+            )
+        return self
 
     @classmethod
     def from_text(cls, text: str) -> RunSettings:
