@@ -69,9 +69,7 @@ class Archive:
 
     def through(self, stream: Stream) -> str:
         """The last entry that is kept."""
-        segments = self._segments(stream)
-        last = max((segment.last for segment in segments), default=None)
-        return ORIGIN if last is None else f"{last[0]}-{last[1]}"
+        return next(iter(self.ends(stream)), ORIGIN)
 
     def read(self, stream: Stream, after: str = ORIGIN) -> Iterator[Entry]:
         """The entries that are kept, in order, each once.

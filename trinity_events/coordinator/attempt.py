@@ -69,8 +69,7 @@ class SaveAttempt:
 
     def progress(self, nbytes: int) -> SaveProgressed:
         """So many bytes are written."""
-        if self.stage != "running":
-            raise RuntimeError(f"the save {self.what} is {self.stage}, not running")
+        self._leave("running")  # or stay in it
         return SaveProgressed(save_id=self.save_id, slot=self.slot, bytes=nbytes)
 
     def finish(self, *, nbytes: int, seconds: float, digest: str | None = None) -> SaveFinished:

@@ -71,11 +71,16 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's elements, row-major; a copy only where :func:`as_plain` makes one."""
-    flat = as_plain(tensor).detach().reshape(-1)
+    return flat_bytes(as_plain(tensor)).numpy().data
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A row-major tensor's own memory, uint8 [bytes], on any device."""
+    flat = tensor.detach().reshape(-1)
     if flat.stride() != (1,):  # a single element may have any
         flat = flat.as_strided(flat.shape, (1,))
     # view() refuses tensors of no elements.
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def address(memory: memoryview) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..tensors import copy_bytes
+from ..tensors import copy_bytes, flat_bytes
 from .lanes import Lane, lane_of
 
 SLOT_BYTES = 16 << 20
@@ -40,7 +40,7 @@ class IntoDevice:
             target: On the device; it is changed.
             source: On the CPU; it is not needed any more when this returns.
         """
-        into, begin = _bytes(target), source.data_ptr()
+        into, begin = flat_bytes(target), source.data_ptr()
         done, whole = 0, target.nbytes
         while done < whole:
             if self._filled >= self._slot_bytes:
@@ -89,11 +89,3 @@ def _travels(target: torch.Tensor, source: torch.Tensor) -> bool:
             for one in (target, source)
         )
     )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory, uint8 [bytes]; view() refuses tensors of no elements."""
-    flat = tensor.detach().reshape(-1)
-    if flat.stride() != (1,):  # a single element may have any
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

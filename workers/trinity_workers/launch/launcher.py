@@ -179,8 +179,10 @@ async def _all(references: Sequence[Any]) -> list[Any]:
 
 def _in_words(error: Any) -> Exception:
     """What failed in another process, as if it had failed here; itself, where it is a defect."""
+    from ray.exceptions import RayTaskError
+
     cause = error
-    while type(cause).__name__.startswith("RayTaskError") and cause.cause is not None:
+    while isinstance(cause, RayTaskError) and cause.cause is not None:
         cause = cause.cause
     if isinstance(cause, TrinityError | redis.RedisError | RedisClusterException):
         return cause
