@@ -1,0 +1,47 @@
+"""What fails in another process of the run, as one sentence."""
+
+import errno
+
+import pytest
+import redis
+
+ray = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
+
+from trinity_events.errors import DeadlineExceeded  # noqa: E402
+from trinity_workers.launch.launcher import ProcessDied, _in_words, _of_the_dead  # noqa: E402
+
+
+def told(cause):
+    """As Ray raises it: of two classes at once, and nested where one task called another."""
+    inner = ray.RayTaskError("inner", "a traceback\n" * 40, cause).as_instanceof_cause()
+    return ray.RayTaskError("outer", "another\n" * 40, inner).as_instanceof_cause()
+
+
+@pytest.mark.parametrize("cause", [DeadlineExceeded("no weights"), redis.ConnectionError("gone")])
+def test_what_fails_for_a_known_reason_is_that_error_itself(cause):
+    found = _in_words(told(cause))
+    assert type(found) is type(cause)
+    assert str(found) == str(cause)
+
+
+def test_a_disk_that_is_full_is_one_sentence():
+    found = _in_words(told(OSError(errno.ENOSPC, "No space left on device", "/models/a")))
+    assert isinstance(found, ProcessDied)
+    assert str(found).endswith("failed: [Errno 28] No space left on device: '/models/a'")
+
+
+def test_a_defect_keeps_its_traceback():
+    error = told(KeyError("layer"))
+    assert _in_words(error) is error
+
+
+def test_a_dead_process_is_named_on_one_line():
+    said = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: Explorer\n"
+        "\tactor_id: 0123\n\tpid: 77\n\tnamespace: x\nSome common causes are many."
+    )
+    assert _of_the_dead(said) == (
+        "explorer (process 77) of the run died: "
+        "The actor died unexpectedly before finishing this task."
+    )
+    assert _of_the_dead("").startswith("a process of the run died")
