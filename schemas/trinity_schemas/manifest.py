@@ -48,7 +48,8 @@ class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     of which tensor it is a part: that one's shape, and where in each dimension the shard begins.
 
     In a part that rests on a base, it may be there as what changed of it, in ``stored`` bytes, or
-    not at all where nothing did. Its ``digest`` is then that of all its bytes.
+    not at all where nothing did. It has a ``digest`` then, which is that of all its bytes; one that
+    is dense may have one too.
     """
 
     name: Name

@@ -3,6 +3,7 @@
 from .boxes import Box, Place
 from .install import Fit, adopt, check_fit, install
 from .load import load_version
+from .proof import check_installed
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
 from .synchronizer import Synchronizer
@@ -35,6 +36,7 @@ __all__ = [
     "WeightSyncInfo",
     "adopt",
     "check_fit",
+    "check_installed",
     "install",
     "load_version",
     "pull_version",

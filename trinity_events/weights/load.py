@@ -21,6 +21,7 @@ from ..errors import CorruptVersion, VersionUnavailable
 from .ahead import Ahead
 from .fitting import targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
+from .proof import check_installed
 from .pull import Wanted, names_in, read_manifest
 from .tensors import Digesting, address
 from .torn import Torn
@@ -80,12 +81,14 @@ def load_version(
                 about_to_change(module)
                 for part in parts:
                     _finish(part, ahead)
+                check_installed(module, manifests)
             return manifests
         plan = planned(targets_of(module), manifests, wanted)
         with torn.until_whole(module, names):
             about_to_change(module)
             for part, found in zip(parts, plan, strict=True):
                 _fill(part, found)
+            check_installed(module, manifests, wanted)
     return manifests
 
 

@@ -62,6 +62,8 @@ class PartWriter:
         subset: Whether the version is of some of the model's tensors, such as an adapter's.
         last: What the rank last published, so that only what changed of it travels; it has begun
             the part already. Without it all tensors travel in full.
+        tensor_digests: Whether the manifest has a digest of each tensor too, by which it can be
+            compared wherever it is.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class PartWriter:
         *,
         subset: bool = False,
         last: LastPublished | None = None,
+        tensor_digests: bool = False,
     ) -> None:
         self._subset = subset
+        self._tensor_digests = tensor_digests
         self._part = part
         self._last = last
         self._sink = store.begin(part, chunk_bytes)
@@ -105,14 +109,18 @@ class PartWriter:
             )
         tensor = as_plain(tensor)
         offset = self._offset + -self._offset % ALIGNMENT
+        digested = digest(as_bytes(tensor)) if self._tensor_digests else None
         if place is None:
-            entry = TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset)
+            entry = TensorEntry(
+                name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, digest=digested
+            )
         else:
             entry = TensorEntry(
                 name=name,
                 dtype=dtype,
                 shape=tuple(tensor.shape),
                 offset=offset,
+                digest=digested,
                 global_shape=place.global_shape,
                 begins=place.begins,
             )

@@ -32,6 +32,7 @@ from .deltas.patch import Installed, ModelDiffers
 from .deltas.tracking import LastPublished
 from .install import check_fit, install
 from .load import Based, load_version
+from .proof import check_installed
 from .publish import PartWriter, PublishedPartReport
 from .pull import PulledVersion, Wanted, pull_version
 from .standing import Standing
@@ -68,6 +69,8 @@ class Synchronizer(CollectiveGroups):
         full_every: Versions from one that is published in full to the next, at most; between them
             only what changed travels, where that is less. 1 publishes all in full; more keeps a
             copy of what this process published last.
+        tensor_digests: Whether each tensor that it publishes is digested by itself too. Whoever
+            applies or loads such a version digests its model's own tensors before it says so.
         lease: Seconds of silence after which a process that publishes is taken for dead.
     """
 
@@ -84,6 +87,7 @@ class Synchronizer(CollectiveGroups):
         chunk_bytes: int | None = None,
         group_timeout: float = TIMEOUT,
         full_every: int = 1,
+        tensor_digests: bool = False,
         lease: float = LEASE,
     ) -> None:
         self.run_id = run_id
@@ -96,6 +100,7 @@ class Synchronizer(CollectiveGroups):
         self._chunk_bytes = chunk_bytes
         self._group_timeout = group_timeout
         self._full_every = full_every
+        self._tensor_digests = tensor_digests
         self._lease = lease
         self._disconnect()
 
@@ -138,6 +143,7 @@ class Synchronizer(CollectiveGroups):
             chunk_bytes=self._chunk_bytes,
             group_timeout=self._group_timeout,
             full_every=self._full_every,
+            tensor_digests=self._tensor_digests,
             lease=self._lease,
         )
 
@@ -201,7 +207,14 @@ class Synchronizer(CollectiveGroups):
         if self._full_every > 1 and not subset:
             last = self._last.setdefault(rank, LastPublished(self._full_every))
             last.begin(part, self._is_lasting)
-        return PartWriter(self._store, part, self._chunk_bytes, subset=subset, last=last)
+        return PartWriter(
+            self._store,
+            part,
+            self._chunk_bytes,
+            subset=subset,
+            last=last,
+            tensor_digests=self._tensor_digests,
+        )
 
     def part_published(
         self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
@@ -393,6 +406,7 @@ class Synchronizer(CollectiveGroups):
             self._installed.forget()
             with self._torn.until_whole(module, names):
                 install(fit)
+                check_installed(module, [manifest for manifest, _ in version.parts], wanted)
             if wanted is None:
                 self._installed.note(module, ready, version)
                 self._ahead.note(module, [manifest for manifest, _ in version.parts])

@@ -128,6 +128,14 @@ WeightsFullEvery = Annotated[
         "changed travels (deltas), where that is less. 1 publishes all in full.",
     ),
 ]
+WeightsTensorDigests = Annotated[
+    bool,
+    typer.Option(
+        "--weights-tensor-digests",
+        help="Digest each tensor by itself too: explorers digest their models' own tensors before "
+        "they say that they serve a version, and manifests tell which tensors two versions share.",
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 WeightsRedisUrl = Annotated[
@@ -152,6 +160,7 @@ def demo(
     weights: WeightsOption = Weights.AUTO,
     publish: PublishOption = Publish.AUTO,
     weights_full_every: WeightsFullEvery = 1,
+    weights_tensor_digests: WeightsTensorDigests = False,
     learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
@@ -182,6 +191,7 @@ def demo(
         sync_interval=sync_interval,
         sync_offset=sync_offset,
         weights_full_every=weights_full_every,
+        weights_tensor_digests=weights_tensor_digests,
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         learning_rate=learning_rate,
@@ -214,6 +224,7 @@ def trainer(
     weights: WeightsOption = Weights.AUTO,
     publish: PublishOption = Publish.AUTO,
     weights_full_every: WeightsFullEvery = 1,
+    weights_tensor_digests: WeightsTensorDigests = False,
     learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
     engine: EngineName = "fsdp",
@@ -243,6 +254,7 @@ def trainer(
         sync_interval=sync_interval,
         sync_offset=sync_offset,
         weights_full_every=weights_full_every,
+        weights_tensor_digests=weights_tensor_digests,
         save_interval=save_interval,
         save_strategy=save_strategy.value,
         learning_rate=learning_rate,

@@ -49,6 +49,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     """Versions that explorers may be behind; 0 is strictly on-policy and takes turns."""
     weights_full_every: Positive = 1
     """Versions from one published in full to the next; between them only what changed travels."""
+    weights_tensor_digests: bool = False
+    """Whether each tensor is digested by itself too, and again in the models of the explorers."""
     save_interval: NotNegative = 100
     """Steps between two checkpoints; 0 writes none."""
     save_strategy: SaveStrategy = "unrestricted"

@@ -96,7 +96,7 @@ class LastPublished:
             entry,
             encoding="delta" if changed else "skip",
             stored=len(delta),
-            digest=digest(data),
+            digest=entry.digest or digest(data),
         )
         return shrunk, memoryview(delta)
 

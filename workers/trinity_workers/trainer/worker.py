@@ -88,6 +88,7 @@ class TrainWorker:
             role=ROLE,
             rank=self._rank,
             full_every=config.weights_full_every,
+            tensor_digests=config.weights_tensor_digests,
         )
         self._snapshots = (
             SnapshotUploads(self._synchronizer, config.sync_timeout)
