@@ -654,6 +654,22 @@ def test_what_ray_was_told_of_in_vain_is_deleted(ray_cluster, part, monkeypatch)
     ours.close()
 
 
+def test_a_publisher_that_ray_has_half_forgotten_is_gone(ray_cluster, part, monkeypatch):
+    with closing(RayStore()) as store:
+        put(store, part)
+
+        def of_no_class(*_, **__):
+            raise AssertionError("Expected str or bytes, got <class 'NoneType'>")
+
+        with monkeypatch.context() as patch:  # for milliseconds after its process was killed
+            patch.setattr("ray.get_actor", of_no_class)
+            assert store.open(part) is None
+            assert "its trainer ended" in store.missing(part)
+        found = store.open(part)
+        assert found is not None
+        found.close()
+
+
 def test_an_actor_that_one_store_lost_is_not_ended_by_another(ray_cluster, part):
     one, other = RayStore(), RayStore()
     before = SHARED._actor, SHARED._users

@@ -134,6 +134,16 @@ def pointed(part: PartRef) -> str:
     return found.decode()
 
 
+def directory_of(ray: Any, part: PartRef) -> Any:
+    """The actor that knows the part. Raises ValueError when there is none, or its process ended."""
+    try:
+        return ray.get_actor(pointed(part), namespace=NAMESPACE)
+    except (AssertionError, TypeError):
+        # Ray lets go of an actor's class with its process, and of its name a moment later: between
+        # the two it trips over the class that is not there.
+        raise ValueError("who published as that rank of the run has just ended") from None
+
+
 def unpoint(key: bytes, name: str) -> None:
     """Take the word back, unless another publisher has taken the part over."""
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get

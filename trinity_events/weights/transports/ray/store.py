@@ -14,7 +14,7 @@ from typing import Any
 
 from ....errors import RayUnusable
 from ..base import PartRef
-from .directory import DEADLINE, NAMESPACE, SHARED, Objects, joined, key_of, point, pointed, unpoint
+from .directory import DEADLINE, SHARED, Objects, directory_of, joined, key_of, point, unpoint
 from .sink import Putter, RaySink
 from .source import RaySource
 
@@ -104,7 +104,7 @@ class RayStore:
         """The part, or None when it is not there."""
         errors = self._ray.exceptions
         try:
-            directory = self._ray.get_actor(pointed(part), namespace=NAMESPACE)
+            directory = directory_of(self._ray, part)
             found = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
         except (ValueError, errors.RayActorError, errors.GetTimeoutError):
             return None
@@ -116,7 +116,7 @@ class RayStore:
     def missing(self, part: PartRef) -> str:
         """Why the part may not be there, in words."""
         try:
-            self._ray.get_actor(pointed(part), namespace=NAMESPACE)
+            directory_of(self._ray, part)
         except ValueError:
             return (
                 "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
