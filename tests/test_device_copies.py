@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.devices import LateLane
 from tests.test_weights import awkward, bits
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, check_fit, install
 from trinity_events.weights.devices.into_device import IntoDevice, copy_pairs
@@ -17,34 +18,6 @@ GPU = pytest.param(
         not torch.cuda.is_available(), reason="this machine has no GPU, or torch is built without"
     ),
 )
-
-
-class LateLane:
-    """Copies nothing before it is waited for: who writes to a slot too early, or looks, is seen."""
-
-    pinned = False
-
-    def __init__(self):
-        self._begun = []
-        self._done = 0
-        self.held_back_at = []
-
-    def begin(self):
-        pass
-
-    def copy(self, target, source):
-        self._begun.append((target, source))
-
-    def mark(self):
-        return len(self._begun)
-
-    def wait(self, mark):
-        for target, source in self._begun[self._done : mark]:
-            target.copy_(source)
-        self._done = max(self._done, mark)
-
-    def hold_back(self, mark):
-        self.held_back_at.append(mark)
 
 
 @pytest.fixture(params=["host", "late", GPU])

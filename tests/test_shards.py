@@ -23,6 +23,7 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.boxes import Box, Place
 from trinity_events.weights.tensors import DTYPES, Digesting
+from trinity_events.weights.transports.cuda import source
 from trinity_events.weights.transports.redis import values
 from trinity_events.weights.transports.shared_memory import available
 from trinity_workers.helpers.shards import owners
@@ -31,7 +32,13 @@ CHUNK = 64
 
 
 @pytest.fixture(
-    params=["redis", pytest.param("shm", marks=pytest.mark.skipif(not available(), reason="none"))]
+    params=[
+        "redis",
+        *(
+            pytest.param(name, marks=pytest.mark.skipif(not available(), reason="none"))
+            for name in ("shm", "device")
+        ),
+    ]
 )
 def stores(request, weights_url):
     """Those of two publishing ranks, and a reader's."""
@@ -64,6 +71,10 @@ def verified(monkeypatch) -> list[int]:
     monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
     monkeypatch.setattr(values, "Received", noted)
     monkeypatch.setattr(load, "Digesting", Seen)
+    digests = source.digests_of
+    monkeypatch.setattr(
+        source, "digests_of", lambda chunks: sizes.extend(map(len, chunks)) or digests(chunks)
+    )
     return sizes
 
 

@@ -19,7 +19,17 @@ import torch
 
 from tests.pipeline import announced, reducer_task
 from tests.test_weights import awkward, bits, publish, ready
-from tests.transport_actors import CHUNK, SOME, STAGES, Where, actor, kill, publishes_until, reads
+from tests.transport_actors import (
+    CHUNK,
+    ON_A_DEVICE,
+    SOME,
+    STAGES,
+    Where,
+    actor,
+    kill,
+    publishes_until,
+    reads,
+)
 from trinity_events import Synchronizer
 from trinity_events.errors import (
     CorruptVersion,
@@ -30,6 +40,7 @@ from trinity_events.errors import (
 )
 from trinity_events.server import open_client
 from trinity_events.weights import (
+    CudaStore,
     PartRef,
     PartWriter,
     RayStore,
@@ -41,6 +52,7 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.publish import manifest_digest
+from trinity_events.weights.transports.cuda.layout import decoded, encoded
 from trinity_events.weights.transports.ray.directory import NAMESPACE, SHARED, Objects, pointed
 from trinity_events.weights.transports.ray.source import RaySource
 from trinity_events.weights.transports.shared_memory.segments import (
@@ -66,7 +78,13 @@ from trinity_workers.launch.transport import chosen_transport
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
 
 
-TRANSPORTS = ("redis", "shm", "ray", "collective")
+GPU = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="this machine has no GPU, or torch is built without"
+    ),
+)
+TRANSPORTS = ("redis", "shm", "ray", "collective", "device", GPU)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -162,7 +180,7 @@ def announcement(part, *reports) -> StepReady:
 
 def read(store, run_id, ready) -> dict[str, torch.Tensor]:
     with pull_version(store, run_id, ready) as version:
-        return {name: tensor.clone() for name, tensor in version.tensors()}
+        return {name: tensor.cpu().clone() for name, tensor in version.tensors()}
 
 
 def assert_same(found, sent):
@@ -227,6 +245,17 @@ def received(reader):
     """What an explorer of a collective group has of the newest version."""
     _, buffer = reader._staging._newest
     return buffer
+
+
+def files_of(store) -> SharedMemoryStore:
+    """Where a store has the files of its parts."""
+    return store._files if isinstance(store, CudaStore) else store
+
+
+def layout(part):
+    """Where a part lies on a device."""
+    with contextlib.closing(SharedMemoryStore().open(part)) as file:
+        return decoded(file.data, part)
 
 
 def segment(part):
@@ -330,6 +359,9 @@ def test_bytes_that_were_changed_are_found(ours, theirs, part, where):
         assert exchanged is not None
     elif where.name == "collective":
         received(theirs)._memory[2 * CHUNK + 5] = 0x55
+    elif where.name in ON_A_DEVICE:
+        [room] = ours._rooms.values()
+        room._blocks[0].tensor[2 * CHUNK + 5] = 0x55
     else:
         with segment(part).open("r+b") as file:
             file.seek(4096 + 2 * CHUNK + 5)
@@ -348,6 +380,13 @@ def test_bytes_that_are_missing_are_found(ours, theirs, part, where):
         assert exchanged is not None
     elif where.name == "collective":
         received(theirs).filled = 2 * CHUNK
+    elif where.name in ON_A_DEVICE:
+        said = layout(part)
+        [lent] = said.blocks
+        lent = msgspec.structs.replace(lent, nbytes=2 * CHUNK)
+        with segment(part).open("r+b") as file:
+            file.seek(4096)
+            file.write(encoded(msgspec.structs.replace(said, blocks=(lent,))))
     else:
         os.truncate(segment(part), 4096 + 2 * CHUNK)
     with pytest.raises(CorruptVersion, match="weights of step 1"):
@@ -385,7 +424,7 @@ def test_retired_versions_are_freed_and_their_memory_is_used_again(ours, theirs,
     # Of a collective group's versions an explorer has the newest alone.
     steps = {19} if where.name == "collective" else {18, 19}
     assert all(theirs.open(part._replace(step=step)) is None for step in set(range(20)) - steps)
-    if where.name in {"shm", "collective"}:
+    if where.name in {"shm", "collective", *ON_A_DEVICE}:
         assert len(used) <= 3
 
 
@@ -393,6 +432,10 @@ def memory(where, part, reader) -> set:
     """In which memory the transport has what it has of a run."""
     if where.name == "shm":
         return {path.stat().st_ino for path in users_folder().glob(f"*/{part.run_id}~*")}
+    if where.name in ON_A_DEVICE:
+        steps = {int(path.name.split("~")[2]) for path in left(where, part.run_id)}
+        kept = [layout(part._replace(step=step)) for step in steps]
+        return {lent.handle for one in kept for lent in one.blocks}
     return {id(received(reader))} if where.name == "collective" else set(left(where, part.run_id))
 
 
@@ -419,7 +462,12 @@ def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
         put(ours, part._replace(step=step), [("other", torch.rand(6000))])
         ours.delete(part._replace(step=step))
     manifest = decode_manifest(source.manifest)
-    [data] = source.read([chunk.nbytes for chunk in manifest.chunks], lambda *_: None)
+    sizes = [chunk.nbytes for chunk in manifest.chunks]
+    if where.name in ON_A_DEVICE:
+        [tensor], _ = source.copied(sizes)
+        data = memoryview(tensor.cpu().numpy())
+    else:
+        [data] = source.read(sizes, lambda *_: None)
     for entry, (_, tensor) in zip(manifest.tensors, SOME, strict=True):
         sent = bits(tensor).numpy().tobytes()
         assert data[entry.offset : entry.offset + len(sent)] == sent
@@ -431,7 +479,7 @@ def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
         ours.begin(part)
         assert left(where, part.run_id) == []
     else:
-        assert all(segment.take() for segment in ours._idle)
+        assert all(segment.take() for segment in files_of(ours)._idle)
 
 
 def test_a_reader_that_never_ends_holds_up_nobody_else(ours, theirs, opened, where, part):
@@ -456,7 +504,7 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory
     with actor(publishes_until, where, part, stage) as (process, told):
         kill(process)
         source = theirs.open(part)
-        if where.name == "ray":  # a sealed part may still be found, but its owner is dead
+        if where.name in {"ray", *ON_A_DEVICE}:  # a sealed part may be found, but its owner is dead
             assert source is None or stage == "sealed"
             source = None
         else:
@@ -468,7 +516,7 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory
     if where.name == "collective":
         assert left(where, part.run_id, reader=theirs) == ([part] if stage == "sealed" else [])
     assert opened(where).open(part._replace(step=9)) is None
-    if where.name == "shm":
+    if where.name in {"shm", *ON_A_DEVICE}:
         assert left(where, part.run_id, process.pid) == []
     elif where.name == "ray":
         until(lambda: in_ray(part.run_id) == [])
@@ -501,8 +549,8 @@ def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, their
         event = put(ours, part._replace(step=step))
         assert_same(read(theirs, part.run_id, event), SOME)
         ours.delete(part._replace(step=step))
-    if where.name == "shm":
-        assert len(ours._idle) == 1, "the one that it read is used again"
+    if where.name in {"shm", *ON_A_DEVICE}:
+        assert len(files_of(ours)._idle) == 1, "the one that it read is used again"
 
 
 def until(condition):

@@ -11,9 +11,11 @@ from unittest import mock
 
 import torch
 
+from tests.devices import HostDevice
 from trinity_events.server import open_client
 from trinity_events.weights import (
     CollectiveStore,
+    CudaStore,
     PartRef,
     PartWriter,
     RayStore,
@@ -26,6 +28,8 @@ from trinity_events.weights.transports.shared_memory.under_way import Follower
 STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
 SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]
 CHUNK = 4096
+ON_A_DEVICE = ("device", "cuda")
+"""A GPU's memory: what stands in for one, and one."""
 TIMEOUT = 5.0
 """Of collective groups."""
 
@@ -53,6 +57,8 @@ class Where(NamedTuple):
             if not ray.is_initialized():  # in a process of its own
                 ray.init(address=self.ray_address, log_to_driver=False, logging_level=40)
             return RayStore()
+        if self.name in ON_A_DEVICE:
+            return CudaStore(HostDevice() if self.name == "device" else None)
         if self.name == "collective":
             return Meeting.opened(self, reads=reads)
         return RedisChunkStore(open_client(self.weights_url), lease=self.lease)
@@ -115,7 +121,7 @@ def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
             stop()
     if stage == "unsealed":
         stop()
-    if stage == "sealing" and where.name == "shm":
+    if stage == "sealing" and where.name in {"shm", *ON_A_DEVICE}:
         # All is written; what is left is the name.
         with mock.patch("pathlib.Path.rename", stop):
             writer.seal()

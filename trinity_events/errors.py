@@ -87,6 +87,10 @@ class SharedMemoryUnusable(TrinityError):
     """Weights cannot be published through this host's shared memory."""
 
 
+class GpuUnusable(TrinityError):
+    """Weights cannot travel through a GPU's memory from here."""
+
+
 class RayUnusable(TrinityError):
     """Weights cannot travel through a Ray cluster from here."""
 

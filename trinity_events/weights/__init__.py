@@ -9,6 +9,7 @@ from .pull import PulledVersion, Wanted, pull_version
 from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource
 from .transports.collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
+from .transports.cuda import CudaStore
 from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory import SharedMemoryStore
@@ -18,6 +19,7 @@ __all__ = [
     "Box",
     "ChunkStore",
     "CollectiveStore",
+    "CudaStore",
     "Fit",
     "ModelUpdateGroup",
     "PartRef",

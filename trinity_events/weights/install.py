@@ -136,6 +136,12 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     came = dict(version.tensors())  # all of them first: one may not be what it was
     others = tied(targets, came)
     for name, tensor in came.items():
+        if tensor.device != targets[name].device and tensor.numel():
+            raise IncompatibleWeights(
+                f"{name!r} is on {targets[name].device} in the model and on {tensor.device} in the "
+                "version: it has to be copied"
+            )
+    for name, tensor in came.items():
         _rebind(targets[name], tensor)
     for name, other in others.items():
         _rebind(targets[name], came[other])
@@ -170,7 +176,7 @@ def _fit_whole(
     target = targets.get(entry.name)
     if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
         raise misfit(entry.name, target, entry.dtype, entry.shape)
-    if is_plain(target) and not target.is_inference():
+    if buffer.on_host and is_plain(target) and not target.is_inference():
         nbytes = target.nbytes
         source = buffer.address(entry.offset, nbytes)
         fit.plain.append(target)

@@ -16,7 +16,7 @@ from .boxes import Box, runs
 from .fitting import check_covered, misfit
 from .part_bytes import PartBytes
 from .pull import Piece, Wanted, shares, wanted_box
-from .tensors import DTYPES, as_bytes, copy_bytes, is_plain
+from .tensors import DTYPES, as_buffer, as_bytes, copy_bytes, flat_bytes, is_plain
 
 _NOWHERE = PartBytes([])
 _NOTHING = torch.empty(0, device="cpu")
@@ -57,6 +57,21 @@ class Landing:
             self._begin()
         copy_bytes(self._filled.data_ptr() + at, source, nbytes)
         self.landed(nbytes)
+
+    def copy(self, at: int, data: torch.Tensor) -> None:
+        """Copy bytes of a device, which are verified; to a target on a device they stay there.
+
+        Args:
+            at: Where they go.
+            data: uint8 [bytes].
+        """
+        target = self._target
+        if target.layout is torch.strided and target.is_contiguous() and not target.is_neg():
+            with torch.inference_mode(target.is_inference()):
+                flat_bytes(target)[at : at + len(data)].copy_(data)
+        else:
+            as_buffer(self.room(at, len(data))).copy_(data)
+            self.landed(len(data))
 
     def landed(self, nbytes: int) -> None:
         """So many bytes more are in their rooms, and verified."""

@@ -25,7 +25,7 @@ from .proof import check_installed
 from .pull import Wanted, names_in, read_manifest
 from .tensors import Digesting, address
 from .torn import Torn
-from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room
+from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room, TensorSource
 
 
 class Based(Exception):
@@ -34,7 +34,7 @@ class Based(Exception):
 
 class _Part(NamedTuple):
     ref: PartRef
-    source: PartSource
+    source: PartSource | TensorSource
     manifest: WeightManifest
 
 
@@ -72,7 +72,8 @@ def load_version(
         if any(part.manifest.base is not None for part in parts):
             raise Based
         manifests = [part.manifest for part in parts]
-        in_memory = not any(isinstance(part.source, ReceivesInto) for part in parts)
+        elsewhere = (ReceivesInto, TensorSource)
+        in_memory = not any(isinstance(part.source, elsewhere) for part in parts)
         refs = [part.ref for part in parts]
         names = names_in(manifests) if wanted is None else wanted.keys()
         torn = torn or Torn()
@@ -108,6 +109,9 @@ def _fill(part: _Part, plan: list[Some]) -> None:
     if isinstance(part.source, ReceivesInto):
         _receive(part, part.source, sizes, plan)
         return
+    if isinstance(part.source, TensorSource):
+        _copy(part, part.source, sizes, plan)
+        return
     # They lie in memory already: each chunk is verified there, and copied while it is in the cache.
     wanted = dict(by_chunk(sizes, plan))
 
@@ -117,6 +121,19 @@ def _fill(part: _Part, plan: list[Some]) -> None:
             run.landing.bring(run.at, begin + run.begin, run.nbytes)
 
     part.source.read(sizes, take, wanted)
+
+
+def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[Some]) -> None:
+    """Bring to where they belong the bytes of a part that lies on a device."""
+    wanted = dict(by_chunk(sizes, plan))
+    came = 0
+    for index, data, digested in source.each(sizes, wanted):
+        _check(part, index, len(data), digested, ())
+        for run in wanted[index]:
+            run.landing.copy(run.at, data[run.begin : run.begin + run.nbytes])
+        came += 1
+    if came < len(wanted):
+        raise CorruptVersion(f"the {part.ref} are shorter than what was published")
 
 
 def _finish(part: _Part, ahead: Ahead) -> None:
@@ -129,6 +146,7 @@ def _finish(part: _Part, ahead: Ahead) -> None:
         if index >= taken or digested != part.manifest.chunks[index].digest:
             ahead.bring(part.ref, index, verified)  # it was not when it was digested
 
+    assert not isinstance(part.source, TensorSource)
     part.source.read(sizes, take, ahead.chunks(part.ref))
 
 

@@ -22,8 +22,14 @@ class PartBytes:
         pieces: They follow each other in the part.
     """
 
-    def __init__(self, pieces: Sequence[memoryview]) -> None:
-        self._pieces = [as_buffer(piece) for piece in pieces if len(piece)]
+    def __init__(self, pieces: Sequence[memoryview | torch.Tensor]) -> None:
+        self._pieces = [
+            as_buffer(piece) if isinstance(piece, memoryview) else piece
+            for piece in pieces
+            if len(piece)
+        ]
+        self.on_host = all(piece.is_cpu for piece in self._pieces)
+        """Whether they lie in the host's memory."""
         self._addresses = [piece.data_ptr() for piece in self._pieces]
         self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         """The pieces again, by their number, as elements of a dtype."""

@@ -20,8 +20,8 @@ from trinity_schemas import (
 
 from .boxes import Place
 from .deltas.tracking import LastPublished
-from .tensors import address, as_bytes, as_plain, copy_bytes, digest, dtype_name
-from .transports.base import ChunkStore, InPieces, PartRef, SendsFrom
+from .tensors import address, as_bytes, as_dense, as_plain, copy_bytes, digest, dtype_name
+from .transports.base import ChunkStore, InPieces, PartRef, SendsFrom, TensorSink
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)
@@ -53,7 +53,8 @@ class PartWriter:
     Each begins at a multiple of :data:`~trinity_schemas.ALIGNMENT`: what is aligned is copied a
     fifth faster, and can be looked at where it lies.
 
-    Each chunk is digested as soon as it is full.
+    Each chunk is digested as soon as it is full. Where the transport keeps tensors on their device,
+    it lays them there itself, and digests them there.
 
     Args:
         store: Where the part goes.
@@ -81,6 +82,10 @@ class PartWriter:
         self._part = part
         self._last = last
         self._sink = store.begin(part, chunk_bytes)
+        self._on_device = self._sink if isinstance(self._sink, TensorSink) else None
+        if self._on_device is not None and last is not None:
+            raise ValueError(f"what changed is found on the host: {store.name} sends full versions")
+        self._into = None if isinstance(self._sink, TensorSink) else self._sink
         self._direct = self._sink if isinstance(self._sink, SendsFrom) else None
         self._pieces = self._sink if isinstance(self._sink, InPieces) else None
         self._room: memoryview | None = None
@@ -107,7 +112,7 @@ class PartWriter:
                 f"{name[:80]!r} of {tensor.dim()} dimensions cannot be published: a name has 1 to "
                 f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
             )
-        tensor = as_plain(tensor)
+        tensor = as_plain(tensor) if self._on_device is None else as_dense(tensor)
         offset = self._offset + -self._offset % ALIGNMENT
         digested = digest(as_bytes(tensor)) if self._tensor_digests else None
         if place is None:
@@ -124,7 +129,11 @@ class PartWriter:
                 global_shape=place.global_shape,
                 begins=place.begins,
             )
-        if self._last is None and self._direct is not None and tensor.nbytes >= _LARGE:
+        if self._on_device is not None:
+            self._on_device.take(tensor, offset)
+            self._tensors.append(entry)
+            self._offset = offset + tensor.nbytes
+        elif self._last is None and self._direct is not None and tensor.nbytes >= _LARGE:
             self._send(entry, self._direct, as_bytes(tensor))
         elif self._last is None:
             self._append(entry, tensor.data_ptr(), tensor.nbytes)
@@ -171,7 +180,9 @@ class PartWriter:
 
     def seal(self) -> PublishedPartReport:
         """Put what is left and the manifest: from now on the part can be read."""
-        if self._filled:
+        if self._on_device is not None:
+            self._chunks = self._on_device.chunks(self._offset)
+        elif self._filled:
             self._put()
         base = self._last.base if self._last else None
         manifest = encode(
@@ -206,7 +217,8 @@ class PartWriter:
         self._sink.discard()
 
     def _take_room(self) -> None:
-        self._room = self._sink.room()
+        assert self._into is not None
+        self._room = self._into.room()
         self._address, self._size = address(self._room), len(self._room)
 
     def _put(self) -> None:
@@ -216,7 +228,8 @@ class PartWriter:
             self._chunks.append(Chunk(nbytes=len(data), digest=self._direct.send(data)))
         else:
             self._chunks.append(Chunk(nbytes=len(data), digest=digest(data)))
-            self._sink.put(len(data))
+            assert self._into is not None
+            self._into.put(len(data))
         self._room, self._filled = None, 0
 
 

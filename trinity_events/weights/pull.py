@@ -28,7 +28,7 @@ from .deltas.rebuild import FullPart, Key, rebuilt
 from .part_bytes import PartBytes
 from .publish import manifest_digest
 from .tensors import DTYPES, digest
-from .transports.base import ChunkStore, PartRef, PartSource
+from .transports.base import ChunkStore, PartRef, PartSource, TensorSource
 
 Wanted: TypeAlias = Mapping[str, Box | None]
 """Tensors by name, and of each the part that is wanted; None is all of it."""
@@ -246,7 +246,7 @@ def _read_base(
 
 
 def _read_part(
-    source: PartSource,
+    source: PartSource | TensorSource,
     part: PartRef,
     announced: PublishedPart,
     chunks: Callable[[WeightManifest], Container[int]] | None = None,
@@ -262,14 +262,25 @@ def _read_part(
         if digested == chunk.digest and len(data) == chunk.nbytes:
             return
         if len(data) != chunk.nbytes or digest(data) != chunk.digest:
-            raise CorruptVersion(
-                f"chunk {index} of the {part} is not what was published: the version is not used"
-            )
+            raise _corrupt(part, index)
 
     # Sized by a manifest whose digest the log vouches for, and whose sums were checked.
     sizes = [chunk.nbytes for chunk in manifest.chunks]
-    read = source.read(sizes, check, None if chunks is None else chunks(manifest))
-    return manifest, PartBytes(read)
+    wanted = None if chunks is None else chunks(manifest)
+    if isinstance(source, TensorSource):
+        copied, came = source.copied(sizes, wanted)
+        for index, chunk in enumerate(manifest.chunks):
+            asked = wanted is None or index in wanted
+            if asked and came.get(index) != (chunk.nbytes, chunk.digest):
+                raise _corrupt(part, index)
+        return manifest, PartBytes(copied)
+    return manifest, PartBytes(source.read(sizes, check, wanted))
+
+
+def _corrupt(part: PartRef, index: int) -> CorruptVersion:
+    return CorruptVersion(
+        f"chunk {index} of the {part} is not what was published: the version is not used"
+    )
 
 
 def wanted_chunks(manifest: WeightManifest, wanted: Wanted) -> set[int]:

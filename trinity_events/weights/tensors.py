@@ -61,12 +61,15 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
     What every rank holds a part of is gathered: a collective.
     """
-    if is_plain(tensor):
-        return tensor
+    return tensor if is_plain(tensor) else on_host(as_dense(tensor))
+
+
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements row-major, on its device; gathered as :func:`as_plain`."""
     gather = getattr(tensor, "full_tensor", None)
     if gather is not None:
         tensor = gather()
-    return on_host(tensor.detach()).resolve_neg().contiguous().as_subclass(torch.Tensor)
+    return tensor.detach().resolve_neg().contiguous().as_subclass(torch.Tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

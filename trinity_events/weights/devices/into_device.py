@@ -66,15 +66,20 @@ class IntoDevice:
 def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each source into its target, wherever the two are; all is there on return."""
     by_device: dict[torch.device, IntoDevice] = {}
+    by_themselves: set[torch.device] = set()
     for target, source in pairs:
         if not _travels(target, source):
             target.detach().copy_(source)  # of one made in inference mode that alone may be written
+            if target.is_cuda:
+                by_themselves.add(target.device)
             continue
         if target.device not in by_device:
             by_device[target.device] = IntoDevice(lane_of(target.device))
         by_device[target.device].copy(target, source)
     for one in by_device.values():
         one.finish()
+    for device in by_themselves:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _travels(target: torch.Tensor, source: torch.Tensor) -> bool:

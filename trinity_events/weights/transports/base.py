@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from trinity_schemas import Chunk
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PartRef(NamedTuple):
@@ -63,6 +68,34 @@ class PartSink(Protocol):
 
     def discard(self) -> None:
         """Take back what was put of a part that will not be sealed, or is not wanted any more."""
+        ...
+
+
+@runtime_checkable
+class TensorSink(Protocol):
+    """Takes one part, tensor by tensor, and keeps it on the device that computes them.
+
+    Nobody can read it before it is sealed; that, and to discard it, is as with a
+    :class:`PartSink`.
+    """
+
+    def take(self, tensor: torch.Tensor, offset: int) -> None:
+        """Keep a tensor, row-major, from an offset of the part on, which never goes back.
+
+        It may be changed once this has returned, by what its device is told to compute then.
+        """
+        ...
+
+    def chunks(self, nbytes: int) -> list[Chunk]:
+        """The part has so many bytes: sizes and digests of its chunks."""
+        ...
+
+    def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
+        """Keep the manifest: from now on the part can be read."""
+        ...
+
+    def discard(self) -> None:
+        """Take back what was put."""
         ...
 
 
@@ -127,11 +160,11 @@ class ChunkStore(Protocol):
     name: str
     """What the log calls it."""
 
-    def begin(self, part: PartRef, chunk_bytes: int | None = None) -> PartSink:
+    def begin(self, part: PartRef, chunk_bytes: int | None = None) -> PartSink | TensorSink:
         """Begin a part, in chunks of this size or of the transport's own."""
         ...
 
-    def open(self, part: PartRef) -> PartSource | None:
+    def open(self, part: PartRef) -> PartSource | TensorSource | None:
         """The part, or None when it is not there."""
         ...
 
@@ -166,6 +199,37 @@ class ReadsAlong(Protocol):
         A ``taker`` is asked for each part that is found, and what it returns is given each of the
         part's chunks that was digested; the same part may be begun again.
         """
+        ...
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """One part that lies on a device, which stays as it is until it is closed, as far as that goes.
+
+    What is got of it is a copy, and digested as such. Chunks are shorter than what is asked for, or
+    left out, where the part is not what it should be.
+    """
+
+    manifest: bytes
+
+    def copied(
+        self, sizes: Sequence[int], wanted: Container[int] | None = None
+    ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
+        """All bytes, uint8, in pieces that follow each other, none of which ends within a chunk.
+
+        And of each chunk, by its index, how many bytes came, and their digest. Where only some are
+        wanted, the bytes of others are undefined.
+        """
+        ...
+
+    def each(
+        self, sizes: Sequence[int], wanted: Container[int]
+    ) -> Iterator[tuple[int, torch.Tensor, str]]:
+        """Chunks by their index, uint8 [bytes], with their digests; each until the next one."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the part."""
         ...
 
 

@@ -8,11 +8,12 @@ from ...errors import VersionUnavailable
 from ...server import open_client
 from .base import ChunkStore
 from .collective import CollectiveStore
+from .cuda import CudaStore
 from .ray import RayStore
 from .redis.store import RedisChunkStore
 from .shared_memory.store import SharedMemoryStore
 
-TransportName = Literal["redis", "shm", "ray", "collective"]
+TransportName = Literal["redis", "shm", "ray", "collective", "cuda"]
 
 
 class Stores:
@@ -58,6 +59,8 @@ class Stores:
                 self._process,
                 timeout=self._group_timeout,
             )
+        if transport == CudaStore.name:
+            return CudaStore()
         raise VersionUnavailable(
             f"the version travels by {transport}, of which this version of trinity-events "
             f"knows nothing: it knows {', '.join(get_args(TransportName))}"

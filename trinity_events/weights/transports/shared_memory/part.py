@@ -67,6 +67,11 @@ class SharedMemorySource:
         generation, _ = WRITING.unpack_from(memory, WRITING_AT)
         self._seen = seen if seen is not None and seen.generation == generation else None
 
+    @property
+    def data(self) -> memoryview:
+        """All bytes of the part, whether or not they are what was published."""
+        return self._data
+
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> Sequence[memoryview]:

@@ -265,6 +265,11 @@ class SharedMemorySink:
         self._filled = 0
         self._open, self._sealed = True, False
 
+    @property
+    def segment(self) -> Segment:
+        """Where the part is written."""
+        return self._writing()
+
     def room(self) -> memoryview:
         """The place in the segment where the chunk stays."""
         return self._writing().room(DATA + self._filled, self._chunk_bytes)

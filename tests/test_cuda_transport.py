@@ -1,0 +1,241 @@
+"""Through a GPU's memory: what holds beside what every transport promises."""
+
+import gc
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.devices import HostDevice
+from tests.pipeline import reducer_task
+from tests.test_transports import GPU, announcement, assert_same, layout, put, read, segment
+from tests.test_weights import awkward, bits, publish, ready
+from tests.transport_actors import CHUNK, SOME
+from trinity_events import Synchronizer
+from trinity_events.errors import CorruptVersion, GpuUnusable, VersionUnavailable
+from trinity_events.weights import CudaStore, PartWriter, load_version
+from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.devices.digests import digests_of
+from trinity_events.weights.transports import stores
+from trinity_events.weights.transports.cuda import sink
+from trinity_events.weights.transports.cuda.layout import encoded
+from trinity_events.weights.transports.shared_memory import available
+
+pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
+
+
+@pytest.fixture
+def device():
+    return HostDevice()
+
+
+@pytest.fixture
+def ours(device):
+    made = CudaStore(device)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def theirs():
+    made = CudaStore(HostDevice())
+    yield made
+    made.close()
+
+
+# --- digests ----------------------------------------------------------------------------------
+
+
+def reference(data: bytes) -> str:
+    """The same by Python's own numbers."""
+    word = (1 << 64) - 1
+    padded = data + bytes(-len(data) % 8)
+    plain = weighted = 0
+    for place in range(len(padded) // 8):
+        key = ((place + 1) * 0x9E3779B97F4A7C15 & word) | 1
+        one = int.from_bytes(padded[8 * place :][:8], "little") ^ key
+        one = one * 0xFF51AFD7ED558CCD & word
+        one ^= one >> 32
+        one = one * 0xC4CEB9FE1A85EC53 & word
+        one ^= one >> 29
+        plain, weighted = plain + one, weighted + one * key
+    return f"mix128:{plain + len(data) & word:016x}{weighted & word:016x}"
+
+
+def chunk_of(data: bytes, device="cpu") -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8, device=device)
+
+
+@given(st.lists(st.binary(max_size=100), max_size=4))
+def test_a_digest_is_what_it_is_said_to_be(chunks):
+    assert digests_of([chunk_of(one) for one in chunks]) == [reference(one) for one in chunks]
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_a_digest_sees_bits_that_flip_bytes_that_swap_and_zeros_that_are_added(data, drawn):
+    [before] = digests_of([chunk_of(data)])
+    at = drawn.draw(st.integers(0, len(data) - 1))
+    flipped = bytearray(data)
+    flipped[at] ^= 1 << drawn.draw(st.integers(0, 7))
+    assert digests_of([chunk_of(flipped)]) != [before]
+    other = drawn.draw(st.integers(0, len(data) - 1))
+    if data[at] != data[other]:
+        swapped = bytearray(data)
+        swapped[at], swapped[other] = data[other], data[at]
+        assert digests_of([chunk_of(swapped)]) != [before]
+    assert digests_of([chunk_of(data + b"\0")]) != [before]
+    assert digests_of([chunk_of(data[1:])]) != [before]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_two_signs_that_flip_do_not_cancel_each_other(device):
+    """As they would in a sum of words times odd numbers."""
+    words = torch.zeros(1000, dtype=torch.int64, device=device)
+    [before] = digests_of([words.view(torch.uint8)])
+    words[[3, 500]] = -(2**63)
+    assert digests_of([words.view(torch.uint8)]) != [before]
+    assert digests_of([words.view(torch.uint8).cpu()]) == digests_of([words.view(torch.uint8)])
+
+
+def test_what_is_digested_may_lie_at_any_address():
+    data = torch.arange(100, dtype=torch.uint8)
+    for begin in range(9):
+        assert digests_of([data[begin:90]]) == [reference(bytes(range(begin, 90)))]
+
+
+# --- where parts lie --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 4096, None])
+def test_a_part_in_several_blocks_travels_and_no_tensor_lies_in_two(
+    ours, theirs, part, monkeypatch, chunk_bytes
+):
+    monkeypatch.setattr(sink, "BLOCK_BYTES", 9000)
+    sent = [*SOME, ("large", torch.rand(5000)), ("none", torch.empty(0)), *awkward().items()]
+    for step in range(3):  # in new memory, and again
+        here = part._replace(step=step)
+        assert_same(read(theirs, part.run_id, put(ours, here, sent, chunk_bytes)), sent)
+        sizes = [lent.nbytes for lent in layout(here).blocks]
+        assert len(sizes) > 4
+        assert all(size <= 9000 or size >= 20_000 for size in sizes)
+        ours.delete(here)
+
+
+def test_the_memory_grows_and_shrinks_with_the_model_and_is_all_given_back(part):
+    device = HostDevice()
+    before = device._left
+    ours, theirs = CudaStore(device), CudaStore(HostDevice())
+    for step, count in enumerate((1000, 9_000_000, 10, 5_000_000)):
+        sent = [("first", torch.rand(10)), ("a", torch.rand(count)), ("last", torch.rand(10))]
+        here = part._replace(step=step)
+        assert_same(read(theirs, part.run_id, put(ours, here, sent, None)), sent)
+        ours.delete(here)
+    theirs.close()
+    ours.close()
+    assert device._left == before
+
+
+def test_memory_that_is_read_is_neither_written_nor_freed(device, ours, theirs, part):
+    event = put(ours, part)
+    source = theirs.open(part)
+    ours.delete(part)
+    put(ours, part._replace(step=2), [("other", torch.rand(6000))])
+    ours.close()
+    assert len(device._descriptors) == 1, "what is read stays, what nobody reads is freed"
+    copied, came = source.copied([CHUNK] * 6)
+    assert torch.equal(copied[0][:4000].view(torch.float32), SOME[0][1])
+    assert len(came) == 6
+    source.close()
+    assert event.step == part.step
+
+
+def test_what_was_given_may_change_once_it_was_taken(ours, theirs, part):
+    tensor = torch.full((1000,), 1.0)
+    writer = PartWriter(ours, part, CHUNK)
+    writer.add("a", tensor)
+    tensor.fill_(2)
+    event = announcement(part, writer.seal())
+    assert (read(theirs, part.run_id, event)["a"] == 1).all()
+
+
+def test_where_it_lies_is_not_believed_when_it_cannot_be(ours, theirs, part):
+    event = put(ours, part)
+    for nonsense in (b"\xc1" * 40, msgspec.msgpack.encode({"device": 3, "blocks": []})):
+        with segment(part).open("r+b") as file:
+            file.seek(4096)
+            file.write(nonsense)
+        with pytest.raises(CorruptVersion, match="where the weights of step 1"):
+            read(theirs, part.run_id, event)
+
+
+def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, part):
+    event = put(ours, part, [("a", torch.rand(9000))])
+    module = torch.nn.ParameterDict({"a": torch.zeros(9000)})
+    said = encoded(msgspec.structs.replace(layout(part), blocks=()))
+    with segment(part).open("r+b") as file:
+        file.seek(4096)
+        file.write(said)
+        file.seek(8)
+        file.write(len(said).to_bytes(8, "little"))
+    with pytest.raises(CorruptVersion, match="weights of step 1"):
+        read(theirs, part.run_id, event)
+    with pytest.raises(CorruptVersion, match="weights of step 1"):
+        load_version(theirs, part.run_id, event, module)
+
+
+def test_a_reader_that_does_not_see_the_device_is_told_why(ours, theirs, part, monkeypatch):
+    event = put(ours, part)
+
+    def unseen(*_):
+        raise VersionUnavailable("it lies in the memory of GPU 7, which this process does not see")
+
+    monkeypatch.setattr(HostDevice, "borrow", unseen)
+    with pytest.raises(VersionUnavailable, match=r"not there: it lies in the memory of GPU 7"):
+        read(theirs, part.run_id, event)
+
+
+def test_deltas_are_refused(ours, part):
+    with pytest.raises(ValueError, match="cuda sends full versions"):
+        PartWriter(ours, part, last=LastPublished(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused_with_the_way_out():
+    with pytest.raises(GpuUnusable, match=r"sees none: publish with --weights shm"):
+        CudaStore()
+
+
+# --- all of it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["cpu", GPU])
+@pytest.mark.parametrize("way", ["apply", "load"])
+async def test_a_model_is_published_and_installed_without_the_host(
+    place, way, publisher, redis_url, weights_url, run_id, log, monkeypatch
+):
+    if place == "cpu":
+
+        class Standin(CudaStore):
+            def __init__(self):
+                super().__init__(HostDevice())
+
+        monkeypatch.setattr(stores, "CudaStore", Standin)
+    urls = {"redis_url": redis_url, "weights_url": weights_url}
+    trainer = Synchronizer(run_id, publisher.epoch, transport="cuda", **urls)
+    explorer = Synchronizer(run_id, 0, role="explorer", **urls)
+    sent = {name.replace(".", "-"): one.to(place) for name, one in awkward().items()}
+    model = torch.nn.Module()
+    for name, tensor in sent.items():
+        model.register_buffer(name, torch.zeros_like(tensor))
+    async with reducer_task(redis_url, run_id):
+        publish(trainer, sent, 1)
+        event = await ready(log, 1)
+        assert event.transport == "cuda"
+        getattr(explorer, way)(model, event)
+        for name, tensor in sent.items():
+            assert torch.equal(bits(getattr(model, name).cpu()), bits(tensor.cpu())), name
+    explorer.close()
+    trainer.close()
+    gc.collect()

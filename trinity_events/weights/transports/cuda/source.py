@@ -1,0 +1,107 @@
+"""Reading a part from another process's memory of a device: into memory of one's own, always.
+
+CUDA leaves undefined what is seen of memory whose owner ended. So nothing is looked at twice: it is
+copied, and the copy is digested, and nothing but the copy is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from ...devices.digests import digests_of
+from ..base import PartRef
+from ..shared_memory.part import SharedMemorySource
+from .layout import decoded
+from .memory import DeviceMemory
+
+
+class _Cut(NamedTuple):
+    """A chunk, where it lies."""
+
+    number: int
+    """The chunk's index."""
+    block: int
+    begin: int
+    end: int
+
+
+class CudaSource:
+    """Implements :class:`~trinity_events.weights.TensorSource`.
+
+    While it is open the publisher writes nothing to it, and frees none of it.
+
+    Args:
+        part: Which part it is.
+        file: Says where it lies; its lease is the part's. Closed at the end.
+        memory: The device's.
+
+    Raises VersionUnavailable when the memory is not to be seen from here, and CorruptVersion.
+    """
+
+    def __init__(self, part: PartRef, file: SharedMemorySource, memory: DeviceMemory) -> None:
+        self.manifest = file.manifest
+        self._held = ExitStack()
+        self._held.callback(file.close)
+        self._lent: list[torch.Tensor] = []
+        try:
+            layout = decoded(file.data, part)
+            for lent in layout.blocks:
+                block = memory.borrow(layout.device, lent.handle, lent.nbytes)
+                self._held.callback(memory.let_go, block)
+                self._lent.append(block.tensor[: lent.nbytes])
+        except BaseException:
+            self.close()
+            raise
+
+    def copied(
+        self, sizes: Sequence[int], wanted: Container[int] | None = None
+    ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
+        """The bytes in memory of this process on the device, and what came of each chunk."""
+        own = [torch.empty_like(lent) for lent in self._lent]
+        cuts = [cut for cut in self._cut(sizes) if wanted is None or cut.number in wanted]
+        for one in cuts:
+            self._copy(one, own[one.block][one.begin : one.end])
+        chunks = [own[one.block][one.begin : one.end] for one in cuts]
+        digests = digests_of(chunks)
+        return own, {
+            one.number: (len(data), digest)
+            for one, data, digest in zip(cuts, chunks, digests, strict=True)
+        }
+
+    def each(
+        self, sizes: Sequence[int], wanted: Container[int]
+    ) -> Iterator[tuple[int, torch.Tensor, str]]:
+        """Chunks one by one, each with its digest, in memory that the next one takes."""
+        cuts = [cut for cut in self._cut(sizes) if cut.number in wanted]
+        if not cuts:
+            return
+        beside = self._lent[0].new_empty(max(one.end - one.begin for one in cuts))
+        for one in cuts:
+            data = beside[: one.end - one.begin]
+            self._copy(one, data)
+            [digest] = digests_of([data])
+            yield one.number, data, digest
+
+    def close(self) -> None:
+        """Let go of the memory, and then of the lease."""
+        self._lent = []
+        self._held.close()
+
+    def _copy(self, one: _Cut, into: torch.Tensor) -> None:
+        into.copy_(self._lent[one.block][one.begin : one.end])
+
+    def _cut(self, sizes: Sequence[int]) -> Iterator[_Cut]:
+        """Chunks of these sizes; what does not lie in the blocks as they say is shorter."""
+        block = begin = 0
+        for index, size in enumerate(sizes):
+            if block < len(self._lent) and begin == len(self._lent[block]):
+                block, begin = block + 1, 0
+            if block == len(self._lent):
+                return
+            end = min(begin + size, len(self._lent[block]))
+            yield _Cut(index, block, begin, end)
+            begin = end
