@@ -17,6 +17,9 @@ from ....errors import GpuUnusable, VersionUnavailable
 from ...devices.lanes import Lane, lane_of
 
 
+_LENT_AT_ONCE = 2 << 20
+
+
 class Block(NamedTuple):
     """An allocation of this process's, or another's that it looks at."""
 
@@ -87,6 +90,8 @@ class CudaMemory:
         Raises GpuUnusable when there is not so much.
         """
         index, pointer = self._used(), ctypes.c_void_p()
+        # What is smaller may be lent together with its neighbours, by the same handle.
+        nbytes += -nbytes % _LENT_AT_ONCE
         with torch.cuda.device(index):
             runtime = _runtime()
             if runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
