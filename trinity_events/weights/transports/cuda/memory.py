@@ -16,7 +16,6 @@ import torch
 from ....errors import GpuUnusable, VersionUnavailable
 from ...devices.lanes import Lane, lane_of
 
-
 _LENT_AT_ONCE = 2 << 20
 
 
