@@ -323,6 +323,30 @@ def test_a_version_stays_as_it_is_while_it_is_held_and_memory_is_bounded(opened)
     assert len(buffers) <= 3
 
 
+def test_an_explorer_that_keeps_up_has_room_for_one_version(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    staging, buffers = explorer._groups._staging, set()
+    for step in range(6):
+        with explorer.pull(
+            sent(trainer, step, [("a", torch.full((3000,), float(step)))])
+        ) as version:
+            assert (dict(version.tensors())["a"] == step).all()
+        buffers.add(id(staging._newest[1]))
+    assert len(buffers) == 1
+
+
+def test_what_nobody_has_read_yet_stays_until_the_next_version_is_whole(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    unread = sent(trainer, 1, SOME)
+    writer = trainer.part_writer(2, 0)
+    writer.add("a", torch.rand(3_000_000))
+    writer.discard()
+    with explorer.pull(unread) as version:
+        assert len(version.names) == len(SOME)
+
+
 def test_bytes_that_were_changed_on_the_way_are_found_before_anything_is_installed(opened):
     trainer, explorer = opened("trainer"), opened("explorer")
     trainer.setup_weight_sync_group(1, 10)

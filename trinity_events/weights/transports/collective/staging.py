@@ -24,10 +24,11 @@ class Buffer:
         self.filled = 0
         self.manifest = b""
         self.holders = 0
+        self.was_read = False
 
     def clear(self) -> None:
         """Begin anew; what is mapped stays."""
-        self.filled, self.manifest = 0, b""
+        self.filled, self.manifest, self.was_read = 0, b"", False
 
     def extend(self, nbytes: int) -> torch.Tensor:
         """Room for so many bytes behind those that are there: uint8 [nbytes]."""
@@ -49,8 +50,9 @@ class Buffer:
 class Staging:
     """The newest whole version, the one that comes, and those that are still being read.
 
-    So an explorer has room for two versions beside its model, and for one more while it installs
-    one and two others come.
+    The newest makes way for the one that comes once it was read, since a model has it then. So an
+    explorer that keeps up has room for one version beside its model; one that falls behind for two,
+    and for one more while it installs one and two others come.
     """
 
     def __init__(self) -> None:
@@ -60,9 +62,15 @@ class Staging:
         self._last_size = 0
 
     def begin(self) -> Buffer:
-        """A buffer that nobody reads and that is not the newest version."""
+        """A buffer that nobody reads, and that has nothing that somebody may still come for."""
         with self._lock:
-            buffer = self._spare.pop() if self._spare else Buffer(self._last_size)
+            newest = None if self._newest is None else self._newest[1]
+            if self._spare:
+                buffer = self._spare.pop()
+            elif newest is not None and newest.was_read and not newest.holders:
+                buffer, self._newest = newest, None
+            else:
+                buffer = Buffer(self._last_size)
         buffer.clear()
         return buffer
 
@@ -91,6 +99,7 @@ class Staging:
         """One reader less."""
         with self._lock:
             buffer.holders -= 1
+            buffer.was_read = True
             current = self._newest is not None and self._newest[1] is buffer
             if not buffer.holders and not current:
                 self._put_back(buffer)
