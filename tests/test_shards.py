@@ -212,11 +212,18 @@ def test_a_hole_or_an_overlap_changes_nothing_and_names_the_tensor(stores, part,
     assert (module["a"] == 0).all()
 
 
-def test_a_tensor_that_two_ranks_bring_whole_is_refused(stores, part):
-    event = publish(stores, part, [("a", torch.ones(3))], [("a", torch.ones(3))])
-    refused = pytest.raises(IncompatibleWeights, match="'a' comes twice")
-    with pulled(stores, part, event) as version, refused:
-        check_fit(module_of(a=3), version)
+@pytest.mark.parametrize("size", [3, 0])
+def test_a_tensor_that_two_ranks_bring_whole_is_refused_in_every_way(stores, part, size):
+    event = publish(stores, part, [("a", torch.ones(size))], [("a", torch.ones(size))])
+    module = module_of(a=size)
+    with pulled(stores, part, event) as version:
+        for fill in (check_fit, adopt):
+            with pytest.raises(IncompatibleWeights, match="'a' comes twice"):
+                fill(module, version)
+        with pytest.raises(IncompatibleWeights, match="'a' comes twice"):
+            dict(version.tensors())
+    with pytest.raises(IncompatibleWeights, match="'a' comes twice"):
+        load.load_version(stores[-1], part.run_id, event, module)
 
 
 def test_shards_that_disagree_on_what_they_are_of_are_refused(stores, part):

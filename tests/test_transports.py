@@ -638,6 +638,18 @@ def test_a_part_in_several_objects_of_ray_travels_and_no_tensor_lies_in_two(
     ours.close()
 
 
+def test_behind_a_large_tensor_of_an_odd_size_views_stay_views(ray_cluster, part):
+    sent = [("odd", torch.full((2001,), 7, dtype=torch.uint8)), ("a", torch.rand(100))]
+    with closing(RayStore(object_bytes=1024)) as store:
+        event = put(store, part, sent)
+        with pull_version(store, part.run_id, event) as version:
+            [(manifest, buffer)] = version.parts
+            found = dict(version.tensors())
+            assert torch.equal(found["a"], sent[1][1])
+            assert found["a"].data_ptr() == buffer.address(manifest.tensors[1].offset, 400)
+            del found
+
+
 def of_three_objects(objects):
     references, sizes = objects
     yield Objects(references, [sizes[0] + 1, sizes[1] - 1, *sizes[2:]])

@@ -137,6 +137,8 @@ def wanted_box(name: str, pieces: list[Piece], wanted: Box | None) -> Box:
     Raises IncompatibleWeights when the pieces do not agree on what they are of, or that has no such
     part.
     """
+    if len(pieces) > 1 and any(piece.entry.begins is None for piece in pieces):
+        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
     all_of_it = whole(shape_of(name, pieces))
     if wanted is None:
         return all_of_it

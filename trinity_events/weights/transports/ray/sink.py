@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from trinity_schemas import ALIGNMENT
+
 from ..base import PartRef
 from .directory import Objects
 
@@ -102,7 +104,8 @@ class RaySink:
         """Begin another object, with place for a tensor; a large one has its own."""
         self._check()
         self._put_object()
-        self._next_size = max(self._object_bytes, nbytes)
+        # With what is between it and the next one, which so begins the next object, aligned.
+        self._next_size = max(self._object_bytes, nbytes + -nbytes % ALIGNMENT)
 
     def put(self, nbytes: int) -> None:
         """The chunk is where it is to be."""
