@@ -861,6 +861,18 @@ def test_an_older_version_makes_room_when_nobody_retires_any(opened, shm, part):
     assert_same(read(theirs, part.run_id, events[4]), SOME)
 
 
+def test_memory_of_a_publisher_that_ended_is_let_go_of_before_the_next_version_is_there(
+    opened, part
+):
+    theirs = opened(Where("shm", ""))
+    for ends in (1, 2, 3):
+        with closing(SharedMemoryStore()) as ours:
+            assert_same(read(theirs, part.run_id, put(ours, part._replace(epoch=ends))), SOME)
+            assert len(theirs._mappings) == 1
+    assert theirs.open(part._replace(epoch=4)) is None
+    assert not theirs._mappings
+
+
 def test_the_segments_of_a_publisher_are_bounded(part):
     ours, theirs = SharedMemoryStore(most=3), SharedMemoryStore()
     held = []

@@ -62,8 +62,8 @@ class Synchronizer(CollectiveGroups):
         role: The process's role, in its events.
         rank: The process's rank in that role.
         transport: How its versions travel: over the chunks' server, through this host's shared
-            memory, a Ray cluster's object store, or a collective group. Those who pull follow what
-            the log says of each version.
+            memory, a Ray cluster's object store, a collective group, or the memory of a GPU that
+            all of them see. Those who pull follow what the log says of each version.
         chunk_bytes: Largest size of a chunk; by default what is best for the transport.
         group_timeout: Seconds within which a dead peer of a collective group is an error.
         full_every: Versions from one that is published in full to the next, at most; between them

@@ -160,6 +160,7 @@ class SharedMemoryStore:
     def open(self, part: PartRef) -> SharedMemorySource | None:
         """The part under a lease of ours, or None when it is not there."""
         self._sweep()
+        self._unmap_gone()
         for path in self._newest_first(file_name(part)):
             with suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -182,6 +183,7 @@ class SharedMemoryStore:
     ) -> Ended:
         """Digest the parts' chunks as they are written; what was seen of others is forgotten."""
         self._sweep()
+        self._unmap_gone()
         self._seen = {}
         self.followers = [Follower(part, self._newest_first, self._mapped, taker) for part in parts]
         try:
@@ -213,8 +215,7 @@ class SharedMemoryStore:
 
     def _mapped(self, descriptor: int) -> memoryview:
         """The segment's memory, mapped once for all versions that come in it."""
-        for key in [key for key, one in self._mappings.items() if one.is_gone()]:
-            self._mappings.pop(key).close()
+        self._unmap_gone()
         while True:
             found = os.fstat(descriptor)
             key = (found.st_dev, found.st_ino)
@@ -228,6 +229,11 @@ class SharedMemoryStore:
                     continue  # its writer trimmed it between the two calls: once, as it seals it
             self._mappings[key] = mapping
             return mapping.memory
+
+    def _unmap_gone(self) -> None:
+        """Let go of segments that were removed: their memory may be what the next version needs."""
+        for key in [key for key, one in self._mappings.items() if one.is_gone()]:
+            self._mappings.pop(key).close()
 
     # --- both ------------------------------------------------------------------------------
 
