@@ -1,5 +1,6 @@
 """Stand-ins for a GPU, which show what is done too early, or too late."""
 
+import ctypes
 import mmap
 import os
 
@@ -76,3 +77,49 @@ class HostDevice:
 
     def let_go(self, block):
         pass
+
+
+class HostRuntime:
+    """Stands in for the CUDA runtime: memory of the host, and an error that stays until asked for.
+
+    Args:
+        most: Bytes that may be allocated.
+    """
+
+    def __init__(self, most):
+        self.left = most
+        self.last_error = 0
+        self._made = {}
+
+    def cudaMalloc(self, pointer, size):  # noqa: N802
+        if size.value > self.left:
+            return self._failed(2)
+        memory = ctypes.create_string_buffer(size.value)
+        pointer._obj.value = ctypes.addressof(memory)
+        self._made[pointer._obj.value] = memory
+        self.left -= size.value
+        return 0
+
+    def cudaFree(self, pointer):  # noqa: N802
+        if pointer.value not in self._made:
+            return self._failed(1)
+        self.left += len(self._made.pop(pointer.value))
+        return 0
+
+    def cudaIpcGetMemHandle(self, handle, pointer):  # noqa: N802
+        handle._obj.reserved[:8] = pointer.value.to_bytes(8, "little")
+        return 0
+
+    def cudaIpcOpenMemHandle(self, pointer, handle, flags):  # noqa: N802
+        return self._failed(1)
+
+    def cudaGetLastError(self):  # noqa: N802
+        code, self.last_error = self.last_error, 0
+        return code
+
+    def cudaGetErrorString(self, code):  # noqa: N802
+        return f"error {code}".encode()
+
+    def _failed(self, code):
+        self.last_error = code
+        return code

@@ -1,6 +1,8 @@
 """Through a GPU's memory: what holds beside what every transport promises."""
 
+import ctypes
 import gc
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.devices import HostDevice
+from tests.devices import HostDevice, HostRuntime
 from tests.pipeline import reducer_task
 from tests.test_transports import GPU, announcement, assert_same, layout, put, read, segment
 from tests.test_weights import awkward, bits, publish, ready
@@ -19,9 +21,11 @@ from trinity_events.weights import CudaStore, PartWriter, load_version
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.devices.digests import digests_of
 from trinity_events.weights.transports import stores
-from trinity_events.weights.transports.cuda import sink
+from trinity_events.weights.transports.cuda import CudaMemory, memory, sink
 from trinity_events.weights.transports.cuda.layout import encoded
 from trinity_events.weights.transports.shared_memory import available
+
+U8 = torch.uint8
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
 
@@ -205,6 +209,68 @@ def test_deltas_are_refused(ours, part):
 def test_without_a_gpu_it_is_refused_with_the_way_out():
     with pytest.raises(GpuUnusable, match=r"sees none: publish with --weights shm"):
         CudaStore()
+
+
+# --- what CUDA answers ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """CUDA's calls, in the host's memory; of 8 MiB torch keeps 5 that it does not need."""
+    made, kept = HostRuntime(3 << 20), [5 << 20]
+
+    def give_back():
+        assert made.last_error == 0, "torch raises what it finds here"
+        made.left += kept.pop() if kept else 0
+
+    def tensor(pointer, nbytes, index):
+        return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(pointer.value), dtype=U8)
+
+    monkeypatch.setattr(memory, "_runtime", lambda: made)
+    monkeypatch.setattr(memory, "_tensor", tensor)
+    monkeypatch.setattr(memory, "_index_of", lambda device: 0 if device == "ours" else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", give_back)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    return made
+
+
+def test_memory_that_torch_gave_back_is_lent_and_no_error_is_left_to_torch(runtime):
+    ours = CudaMemory(0)
+    first, second = ours.allocate(3 << 20), ours.allocate(100)
+    assert [len(first.tensor), len(second.tensor)] == [4 << 20, 2 << 20], "whole pages are lent"
+    assert runtime.last_error == 0
+    assert ours.borrow("ours", second.handle, 100).tensor is second.tensor
+    with pytest.raises(GpuUnusable, match=r"no 4194304 bytes left .*error 2.* --weights shm"):
+        ours.allocate(4 << 20)
+    for block in (first, second):
+        ours.free(block)
+    assert runtime.left == 8 << 20
+    assert runtime.last_error == 0
+
+
+def test_an_allocator_that_minds_memory_beside_its_own_is_refused(runtime, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(GpuUnusable, match=r"leave that out of PYTORCH_CUDA_ALLOC_CONF"):
+        CudaMemory().allocate(100)
+
+
+def test_memory_that_is_not_to_be_seen_is_told_with_the_reason(runtime):
+    theirs = CudaMemory()
+    with pytest.raises(VersionUnavailable, match="does not see: add it to CUDA_VISIBLE_DEVICES"):
+        theirs.borrow("another", b"handle", 100)
+    with pytest.raises(VersionUnavailable, match=r"\(error 1\): its publisher ended"):
+        theirs.borrow("ours", b"handle", 100)
+    assert runtime.last_error == 0
+
+
+def test_a_torch_without_a_runtime_is_refused_with_the_way_out():
+    if torch.version.cuda is None:
+        with pytest.raises(GpuUnusable, match=r"no.* CUDA runtime .* --weights shm"):
+            memory._runtime()
+    else:
+        assert memory._runtime().cudaGetErrorString(0) == b"no error"
 
 
 # --- all of it --------------------------------------------------------------------------------

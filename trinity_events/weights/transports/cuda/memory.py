@@ -8,6 +8,7 @@ so these allocations are the runtime's, beside torch's allocator.
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -88,12 +89,18 @@ class CudaMemory:
 
         Raises GpuUnusable when there is not so much.
         """
+        if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+            raise GpuUnusable(
+                "torch with backend:cudaMallocAsync copies to no memory beside its own: leave that "
+                "out of PYTORCH_CUDA_ALLOC_CONF, or publish with --weights shm"
+            )
         index, pointer = self._used(), ctypes.c_void_p()
         # What is smaller may be lent together with its neighbours, by the same handle.
         nbytes += -nbytes % _LENT_AT_ONCE
         with torch.cuda.device(index):
             runtime = _runtime()
             if runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
+                runtime.cudaGetLastError()  # else torch would take it for its own
                 torch.cuda.empty_cache()
                 code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
                 if code:
@@ -104,9 +111,10 @@ class CudaMemory:
             handle = _Handle()
             code = runtime.cudaIpcGetMemHandle(ctypes.byref(handle), pointer)
             if code:
+                why = _words(code)
                 runtime.cudaFree(pointer)
                 raise GpuUnusable(
-                    f"the GPU's memory cannot be lent to other processes ({_words(code)}): publish "
+                    f"the GPU's memory cannot be lent to other processes ({why}): publish "
                     "with --weights shm"
                 )
         block = Block(_tensor(pointer, nbytes, index), bytes(handle.reserved))
@@ -117,7 +125,8 @@ class CudaMemory:
         """Free it."""
         del _lent[block.handle]
         with torch.cuda.device(block.tensor.device):
-            _runtime().cudaFree(ctypes.c_void_p(block.tensor.data_ptr()))
+            if _runtime().cudaFree(ctypes.c_void_p(block.tensor.data_ptr())):
+                _runtime().cudaGetLastError()
 
     def borrow(self, device: str, handle: bytes, nbytes: int) -> Block:
         """Map another process's memory.
@@ -148,7 +157,8 @@ class CudaMemory:
             return
         torch.cuda.synchronize(block.tensor.device)
         with torch.cuda.device(block.tensor.device):
-            _runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(block.tensor.data_ptr()))
+            if _runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(block.tensor.data_ptr())):
+                _runtime().cudaGetLastError()
 
     def _used(self) -> int:
         if self._index is None:
@@ -190,11 +200,21 @@ def _tensor(pointer: ctypes.c_void_p, nbytes: int, index: int) -> torch.Tensor:
 
 @lru_cache
 def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded. Its calls return 0, or the number of an error."""
+    """The CUDA runtime that torch has loaded. Its calls return 0, or the number of an error.
+
+    Raises GpuUnusable when there is none.
+    """
     major = (torch.version.cuda or "").partition(".")[0]
-    runtime = ctypes.CDLL(f"libcudart.so.{major}")
-    runtime.cudaGetErrorString.restype = ctypes.c_char_p
-    return runtime
+    # What torch is linked with is found through torch, whatever its file is called.
+    for name in (torch._C.__file__, f"libcudart.so.{major}"):
+        with suppress(OSError, AttributeError):
+            runtime = ctypes.CDLL(name)
+            runtime.cudaGetErrorString.restype = ctypes.c_char_p
+            return runtime
+    raise GpuUnusable(
+        f"torch {torch.__version__} has not loaded a CUDA runtime that can be called: publish "
+        "with --weights shm"
+    )
 
 
 def _words(code: int) -> str:
