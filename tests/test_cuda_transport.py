@@ -3,6 +3,7 @@
 import ctypes
 import gc
 from contextlib import nullcontext
+from unittest import mock
 
 import msgspec
 import pytest
@@ -263,6 +264,17 @@ def test_memory_that_is_not_to_be_seen_is_told_with_the_reason(runtime):
     with pytest.raises(VersionUnavailable, match=r"\(error 1\): its publisher ended"):
         theirs.borrow("ours", b"handle", 100)
     assert runtime.last_error == 0
+
+
+def test_the_gpu_of_the_first_tensor_is_taken_whatever_a_thread_takes_for_the_current_one(runtime):
+    ours = CudaMemory()
+    for tensor in (
+        torch.rand(3),
+        mock.Mock(is_cuda=True, device=torch.device("cuda", 5)),
+        mock.Mock(is_cuda=True, device=torch.device("cuda", 6)),
+    ):
+        ours.near(tensor)
+    assert ours._used() == 5
 
 
 def test_a_torch_without_a_runtime_is_refused_with_the_way_out():

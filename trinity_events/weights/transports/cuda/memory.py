@@ -42,6 +42,10 @@ class DeviceMemory(Protocol):
         """Takes copies into it."""
         ...
 
+    def near(self, tensor: torch.Tensor) -> None:
+        """A tensor that will be copied into it, before anything was asked of it; or later."""
+        ...
+
     def allocate(self, nbytes: int) -> Block:
         """Memory to lend. Raises GpuUnusable when there is not so much."""
         ...
@@ -63,7 +67,8 @@ class CudaMemory:
     """Implements :class:`DeviceMemory` by CUDA's own calls.
 
     Args:
-        index: Of the GPU; the current one when it is first used, by default.
+        index: Of the GPU; by default that of the first tensor on one that is published, or the
+            current one where none is. Other threads have another current one.
     """
 
     def __init__(self, index: int | None = None) -> None:
@@ -83,6 +88,11 @@ class CudaMemory:
     def lane(self) -> Lane:
         """A stream of its own."""
         return lane_of(torch.device("cuda", self._used()))
+
+    def near(self, tensor: torch.Tensor) -> None:
+        """Be on the tensor's GPU, unless it is settled which one it is."""
+        if self._index is None and tensor.is_cuda:
+            self._index = tensor.device.index
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate; what torch keeps of memory that it does not need is given back first if needed.

@@ -55,6 +55,7 @@ class CudaSink:
         """Begin to copy a tensor to where it begins in the part."""
         if not tensor.nbytes:
             return
+        self._memory.near(tensor)
         lane = self._memory.lane
         lane.begin()  # behind what computed the tensor
         at = self._place(offset, tensor.nbytes)

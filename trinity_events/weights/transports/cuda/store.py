@@ -32,7 +32,7 @@ class CudaStore:
     """Implements :class:`~trinity_events.weights.ChunkStore`.
 
     Args:
-        memory: The device's; by default that of the GPU that is this process's current one.
+        memory: The device's; by default the GPU's that :class:`CudaMemory` takes.
         root: Where shared memory is mounted.
         most: The most parts that this publisher may have on the device.
 
