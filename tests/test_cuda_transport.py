@@ -22,7 +22,7 @@ from trinity_events.weights import CudaStore, PartWriter, load_version
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.devices.digests import digests_of
 from trinity_events.weights.transports import stores
-from trinity_events.weights.transports.cuda import CudaMemory, memory, sink
+from trinity_events.weights.transports.cuda import CudaMemory, memory, room, sink
 from trinity_events.weights.transports.cuda.layout import encoded
 from trinity_events.weights.transports.shared_memory import available
 
@@ -199,6 +199,26 @@ def test_a_reader_that_does_not_see_the_device_is_told_why(ours, theirs, part, m
     monkeypatch.setattr(HostDevice, "borrow", unseen)
     with pytest.raises(VersionUnavailable, match=r"not there: it lies in the memory of GPU 7"):
         read(theirs, part.run_id, event)
+
+
+def test_the_next_part_takes_as_much_memory_as_the_last_one_needed(ours, device, part, monkeypatch):
+    monkeypatch.setattr(sink, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(room, "_LEAST", 1 << 10)
+    sent = [(f"layer.{number}", torch.rand(25_000)) for number in range(50)]
+    put(ours, part, sent, None)
+    before = device._left
+    put(ours, part._replace(step=2), sent, None)
+    assert before - device._left < 51 * 100_096
+
+
+def test_who_publishes_in_inference_mode_may_do_so_outside_of_it_later(ours, theirs, part):
+    with torch.inference_mode():
+        event = put(ours, part)
+    assert_same(read(theirs, part.run_id, event), SOME)
+    ours.delete(part)
+    event = put(ours, part._replace(step=2))
+    with torch.inference_mode():
+        assert_same(read(theirs, part.run_id, event), SOME)
 
 
 def test_deltas_are_refused(ours, part):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from trinity_schemas import ALIGNMENT
 
 from .memory import Block, DeviceMemory
@@ -14,10 +18,10 @@ class Room:
 
     Args:
         memory: Where they come from.
-        expected: Bytes that the part will take, as far as the last one tells.
+        expected: Bytes that the part will take of each block, as far as the last one tells.
     """
 
-    def __init__(self, memory: DeviceMemory, expected: int) -> None:
+    def __init__(self, memory: DeviceMemory, expected: Sequence[int] = ()) -> None:
         self._memory = memory
         self._expected = expected
         self._blocks: list[Block] = []
@@ -30,8 +34,7 @@ class Room:
         Raises GpuUnusable when the device has no memory left.
         """
         if number == len(self._blocks):
-            before = sum(len(block.tensor) for block in self._blocks)
-            usual = self._expected - before if self._expected > before else _LEAST
+            usual = self._expected[number] if number < len(self._expected) else _LEAST
             self._blocks.append(self._allocated(max(nbytes, usual)))
         old = self._blocks[number]
         if len(old.tensor) < nbytes:
@@ -49,4 +52,5 @@ class Room:
             self._memory.free(self._blocks.pop())
 
     def _allocated(self, nbytes: int) -> Block:
-        return self._memory.allocate(nbytes + -nbytes % ALIGNMENT)
+        with torch.inference_mode(False):  # else nobody could write to it but in that mode
+            return self._memory.allocate(nbytes + -nbytes % ALIGNMENT)

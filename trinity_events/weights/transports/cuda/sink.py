@@ -93,7 +93,7 @@ class CudaSink:
         self._file.room()[: len(said)] = said
         self._file.put(len(said))
         self._file.seal(manifest, base)
-        self._store.took(sum(self._regions))
+        self._store.took(self._regions)
 
     def discard(self) -> None:
         """Give the room back, once nothing is copied into it any more."""

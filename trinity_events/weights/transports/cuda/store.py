@@ -10,7 +10,7 @@ Not for deltas, which are found on the host.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -51,7 +51,7 @@ class CudaStore:
         self._memory = memory or CudaMemory()
         self._files = SharedMemoryStore(root, most=most)
         self._rooms: MutableMapping[Segment, Room] = WeakKeyDictionary()
-        self._last_size = 0
+        self._last: Sequence[int] = ()
         self._why: VersionUnavailable | None = None
 
     # --- publishing ------------------------------------------------------------------------
@@ -63,12 +63,12 @@ class CudaStore:
     def room_of(self, file: SharedMemorySink) -> Room:
         """The memory that goes with a file, which nobody reads."""
         if file.segment not in self._rooms:
-            self._rooms[file.segment] = Room(self._memory, self._last_size)
+            self._rooms[file.segment] = Room(self._memory, self._last)
         return self._rooms[file.segment]
 
-    def took(self, nbytes: int) -> None:
-        """A part took so many bytes: so will the next one, presumably."""
-        self._last_size = nbytes
+    def took(self, regions: Sequence[int]) -> None:
+        """A part took so many bytes of each of its blocks: so will the next one, presumably."""
+        self._last = regions
 
     def delete(self, part: PartRef) -> None:
         """Forget the part; its memory is used again once nobody reads it."""
