@@ -3,8 +3,13 @@
 import ctypes
 import mmap
 import os
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinity_events.errors import VersionUnavailable
+from trinity_events.weights.devices.lanes import HostLane
 from trinity_events.weights.tensors import as_buffer
 from trinity_events.weights.transports.cuda.memory import Block
 
@@ -126,3 +131,39 @@ class HostRuntime:
     def _failed(self, code):
         self.last_error = code
         return code
+
+
+class EagerLane(HostLane):
+    """Sees who gives it what was computed since it was told to begin, while that is watched."""
+
+    def __init__(self, computing):
+        self._computing = computing
+
+    def begin(self):
+        self._computing.fresh.clear()
+
+    def copy(self, target, source):
+        assert source.untyped_storage().data_ptr() not in self._computing.fresh, "too early"
+        with self._computing.paused():
+            target.copy_(source)
+
+
+class Computing(TorchDispatchMode):
+    """Notes in whose memory something was computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.fresh = set()
+        self._watches = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if self._watches and isinstance(found, torch.Tensor) and not func.is_view:
+            self.fresh.add(found.untyped_storage().data_ptr())
+        return found
+
+    @contextmanager
+    def paused(self):
+        self._watches = False
+        yield
+        self._watches = True

@@ -11,11 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.devices import HostDevice, HostRuntime
+from tests.devices import Computing, EagerLane, HostDevice, HostRuntime
 from tests.pipeline import reducer_task
-from tests.test_transports import GPU, announcement, assert_same, layout, put, read, segment
+from tests.test_transports import (
+    GPU,
+    announcement,
+    assert_same,
+    layout,
+    left,
+    put,
+    read,
+    segment,
+)
 from tests.test_weights import awkward, bits, publish, ready
-from tests.transport_actors import CHUNK, SOME
+from tests.transport_actors import CHUNK, SOME, Where
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, GpuUnusable, VersionUnavailable
 from trinity_events.weights import CudaStore, PartWriter, load_version
@@ -201,6 +210,21 @@ def test_a_reader_that_does_not_see_the_device_is_told_why(ours, theirs, part, m
         read(theirs, part.run_id, event)
 
 
+@pytest.mark.parametrize("last", [10, 0])
+def test_what_fills_gaps_is_computed_before_it_is_copied(part, last):
+    """As is the tensor itself, which is put in order first."""
+    device = HostDevice()
+    with Computing() as computing:
+        device.lane = EagerLane(computing)
+        ours = CudaStore(device)
+        writer = PartWriter(ours, part, CHUNK)
+        writer.add("odd", torch.rand(3, 5).t())
+        writer.add("more", torch.rand(7))
+        writer.add("last", torch.rand(last))
+        writer.seal()
+    ours.close()
+
+
 def test_the_next_part_takes_as_much_memory_as_the_last_one_needed(ours, device, part, monkeypatch):
     monkeypatch.setattr(sink, "BLOCK_BYTES", 1 << 20)
     monkeypatch.setattr(room, "_LEAST", 1 << 10)
@@ -219,6 +243,33 @@ def test_who_publishes_in_inference_mode_may_do_so_outside_of_it_later(ours, the
     event = put(ours, part._replace(step=2))
     with torch.inference_mode():
         assert_same(read(theirs, part.run_id, event), SOME)
+
+
+def test_a_part_that_was_given_up_writes_into_no_other(ours, theirs, part):
+    given_up = PartWriter(ours, part, CHUNK)
+    given_up.add("a", torch.rand(10))
+    given_up.add("none", torch.rand(0))
+    event = put(ours, part._replace(step=2))
+    for late in (lambda: given_up.add("b", torch.rand(10)), given_up.seal):
+        with pytest.raises(ValueError, match=r"step 1 .* sealed or given up"):
+            late()
+    given_up.discard()
+    assert_same(read(theirs, part.run_id, event), SOME)
+
+
+def test_a_device_that_answers_no_more_keeps_no_files(part, monkeypatch):
+    device = HostDevice()
+    ours = CudaStore(device)
+    put(ours, part)
+    writer = PartWriter(ours, part._replace(step=2))
+    writer.add("a", torch.rand(10))
+    monkeypatch.setattr(device.lane, "wait", mock.Mock(side_effect=RuntimeError("CUDA error")))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        writer.discard()
+    assert len(ours._files._idle) == 1
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        ours.close()
+    assert left(Where("device", ""), part.run_id) == []
 
 
 def test_deltas_are_refused(ours, part):

@@ -43,7 +43,6 @@ class CudaSink:
         self._memory = memory
         self._file = file
         self._chunk_bytes = chunk_bytes
-        self._room: Room | None = None
         self._blocks: list[Block] = []
         """Those that have something of the part."""
         self._begin = self._filled = 0
@@ -56,9 +55,9 @@ class CudaSink:
         if not tensor.nbytes:
             return
         self._memory.near(tensor)
+        at = self._place(offset, tensor.nbytes)
         lane = self._memory.lane
         lane.begin()  # behind what computed the tensor
-        at = self._place(offset, tensor.nbytes)
         lane.copy(self._blocks[-1].tensor[at : at + tensor.nbytes], flat_bytes(tensor))
         self._filled = at + tensor.nbytes
         if tensor.is_cpu:
@@ -68,9 +67,11 @@ class CudaSink:
 
     def chunks(self, nbytes: int) -> list[Chunk]:
         """Wait until all is copied, and digest it."""
-        if self._blocks:
-            self._fill(nbytes - self._begin)
-            self._regions.append(nbytes - self._begin)
+        if not self._blocks:
+            return []
+        self._room()  # which must not be another part's by now
+        self._fill(nbytes - self._begin)
+        self._regions.append(nbytes - self._begin)
         lane = self._memory.lane
         lane.wait(lane.mark())
         cut = [
@@ -85,11 +86,13 @@ class CudaSink:
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Say where it lies, and give the file the part's name."""
-        if self._room is not None:
-            self._room.trim(len(self._blocks))
+        device = ""
+        if self._blocks:
+            self._room().trim(len(self._blocks))
+            device = self._memory.device
         lent = zip(self._blocks, self._regions, strict=True)
         blocks = tuple(Lent(block.handle, region) for block, region in lent)
-        said = encoded(Layout(self._memory.device, blocks))
+        said = encoded(Layout(device, blocks))
         self._file.room()[: len(said)] = said
         self._file.put(len(said))
         self._file.seal(manifest, base)
@@ -97,30 +100,37 @@ class CudaSink:
 
     def discard(self) -> None:
         """Give the room back, once nothing is copied into it any more."""
-        lane = self._memory.lane
-        lane.wait(lane.mark())
-        self._file.discard()
+        try:
+            if self._blocks:
+                lane = self._memory.lane
+                lane.wait(lane.mark())
+        finally:  # a GPU that answers no more writes nothing either
+            self._file.discard()
 
     def _place(self, offset: int, nbytes: int) -> int:
         """Where in the last block a tensor goes; it may be another one from now on."""
-        if self._room is None:
-            self._room = self._store.room_of(self._file)
+        room = self._room()
         at = offset - self._begin
         if self._blocks:
             self._fill(at)
         if not self._blocks or at + nbytes > BLOCK_BYTES:
             if self._blocks:
                 self._regions.append(at)
-            self._blocks.append(self._room.block(len(self._blocks), nbytes))
+            self._blocks.append(room.block(len(self._blocks), nbytes))
             self._begin, self._filled = offset, 0
             return 0
-        self._blocks[-1] = self._room.block(len(self._blocks) - 1, at + nbytes)
+        self._blocks[-1] = room.block(len(self._blocks) - 1, at + nbytes)
         return at
+
+    def _room(self) -> Room:
+        """Raises ValueError when the part is given up."""
+        return self._store.room_of(self._file)
 
     def _fill(self, until: int) -> None:
         """Zeros between two tensors, whatever lay there before."""
         gap = self._blocks[-1].tensor[self._filled : until]
         if len(gap):
-            lane = self._memory.lane
-            lane.copy(gap, torch.zeros_like(gap))
+            zeros, lane = torch.zeros_like(gap), self._memory.lane
+            lane.begin()  # behind them
+            lane.copy(gap, zeros)
         self._filled = until

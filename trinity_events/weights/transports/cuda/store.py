@@ -61,7 +61,10 @@ class CudaStore:
         return CudaSink(self, self._memory, self._files.begin(part), chunk_bytes or CHUNK_BYTES)
 
     def room_of(self, file: SharedMemorySink) -> Room:
-        """The memory that goes with a file, which nobody reads."""
+        """The memory that goes with a file, which nobody reads.
+
+        Raises ValueError when the file is sealed or given up: then another part may have it.
+        """
         if file.segment not in self._rooms:
             self._rooms[file.segment] = Room(self._memory, self._last)
         return self._rooms[file.segment]
@@ -96,9 +99,13 @@ class CudaStore:
 
     def close(self) -> None:
         """Remove what is published here; what somebody still reads is freed with the process."""
-        self._memory.lane.wait(self._memory.lane.mark())
-        for segment, room in list(self._rooms.items()):
-            if segment.take():
-                room.trim(0)
+        rooms = list(self._rooms.items())
         self._rooms.clear()
-        self._files.close()
+        try:
+            if rooms:  # else nothing was copied here, and the device may never have been used
+                self._memory.lane.wait(self._memory.lane.mark())
+            for segment, room in rooms:
+                if segment.take():
+                    room.trim(0)
+        finally:
+            self._files.close()
