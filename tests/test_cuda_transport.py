@@ -199,6 +199,19 @@ def test_a_part_whose_blocks_are_fewer_than_it_takes_is_corrupt(ours, theirs, pa
         load_version(theirs, part.run_id, event, module)
 
 
+def test_what_is_behind_the_end_of_a_block_is_not_looked_at(ours, theirs, part):
+    """There a GPU ends with an error that stays."""
+    event = put(ours, part)
+    said = layout(part)
+    [lent] = said.blocks
+    lent = msgspec.structs.replace(lent, nbytes=lent.nbytes + 64)
+    with segment(part).open("r+b") as file:
+        file.seek(4096)
+        file.write(encoded(msgspec.structs.replace(said, blocks=(lent,))))
+    with pytest.raises(CorruptVersion, match="in more memory than they take"):
+        read(theirs, part.run_id, event)
+
+
 def test_a_reader_that_does_not_see_the_device_is_told_why(ours, theirs, part, monkeypatch):
     event = put(ours, part)
 
@@ -270,6 +283,19 @@ def test_a_device_that_answers_no_more_keeps_no_files(part, monkeypatch):
     with pytest.raises(RuntimeError, match="CUDA error"):
         ours.close()
     assert left(Where("device", ""), part.run_id) == []
+
+
+def test_a_copy_that_there_is_no_memory_for_is_an_error_with_the_way_out(
+    ours, theirs, part, monkeypatch
+):
+    event = put(ours, part)
+    model = torch.nn.ParameterDict({"a": torch.zeros(3)})
+    monkeypatch.setattr(torch, "empty_like", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(GpuUnusable, match=r"no 24160 bytes left .* load them, .* --weights shm"):
+        read(theirs, part.run_id, event)
+    sent = [("a", torch.rand(3))]
+    load_version(theirs, part.run_id, put(ours, part._replace(step=2), sent), model)
+    assert torch.equal(model["a"], sent[0][1])
 
 
 def test_deltas_are_refused(ours, part):

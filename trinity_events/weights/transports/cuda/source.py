@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ....errors import CorruptVersion, GpuUnusable
 from ...devices.digests import digests_of
 from ..base import PartRef
 from ..shared_memory.part import SharedMemorySource
@@ -44,6 +45,7 @@ class CudaSource:
 
     def __init__(self, part: PartRef, file: SharedMemorySource, memory: DeviceMemory) -> None:
         self.manifest = file.manifest
+        self._part = part
         self._held = ExitStack()
         self._held.callback(file.close)
         self._lent: list[torch.Tensor] = []
@@ -61,8 +63,15 @@ class CudaSource:
         self, sizes: Sequence[int], wanted: Container[int] | None = None
     ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
         """The bytes in memory of this process on the device, and what came of each chunk."""
-        own = [torch.empty_like(lent) for lent in self._lent]
         cuts = [cut for cut in self._cut(sizes) if wanted is None or cut.number in wanted]
+        try:
+            own = [torch.empty_like(lent) for lent in self._lent]
+        except torch.OutOfMemoryError:
+            raise GpuUnusable(
+                f"the GPU has no {sum(map(len, self._lent))} bytes left for a copy of the "
+                f"{self._part}: load them, which takes one chunk at a time, or publish with "
+                "--weights shm"
+            ) from None
         for one in cuts:
             self._copy(one, own[one.block][one.begin : one.end])
         chunks = [own[one.block][one.begin : one.end] for one in cuts]
@@ -95,7 +104,13 @@ class CudaSource:
         into.copy_(self._lent[one.block][one.begin : one.end])
 
     def _cut(self, sizes: Sequence[int]) -> Iterator[_Cut]:
-        """Chunks of these sizes; what does not lie in the blocks as they say is shorter."""
+        """Chunks of these sizes; what does not lie in the blocks as they say is shorter.
+
+        Raises CorruptVersion when the blocks have more: what is behind an allocation's end must not
+        even be looked at, or the device answers this process no more.
+        """
+        if sum(map(len, self._lent)) > sum(sizes):
+            raise CorruptVersion(f"the {self._part} lie in more memory than they take")
         block = begin = 0
         for index, size in enumerate(sizes):
             if block < len(self._lent) and begin == len(self._lent[block]):
