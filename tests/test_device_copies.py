@@ -79,6 +79,20 @@ def test_pairs_on_the_cpu_are_copied_as_ever():
         assert torch.equal(target.float(), source)
 
 
+def test_staging_is_on_the_host_whatever_is_the_default():
+    lane, sent = LateLane(), [torch.rand(100), torch.empty(0)]
+    with torch.device("meta"):
+        staging = Staging(lane)
+        copies = staging.copied(sent)
+        staging.settle()
+        into, target = IntoDevice(lane), torch.zeros(100, device="cpu")
+        into.copy(target, sent[0])
+        into.finish()
+    assert torch.equal(copies[0], sent[0])
+    assert copies[1].is_cpu
+    assert torch.equal(target, sent[0])
+
+
 def test_what_is_on_the_host_stays_where_it_is():
     tensor = torch.rand(100_000)
     assert on_host(tensor).data_ptr() == tensor.data_ptr()

@@ -230,6 +230,26 @@ def test_threads_fill_what_was_made_for_inference():
         assert torch.equal(target, data)
 
 
+class Elsewhere(torch.Tensor):
+    """Its elements are not where its address says."""
+
+    came: list[torch.Tensor]
+
+    def copy_(self, source):
+        self.came.append(source.clone())
+
+
+def test_bytes_of_a_device_reach_a_subclass_by_its_own_copy():
+    Elsewhere.came = []
+    data, target = torch.rand(6), torch.zeros(6).as_subclass(Elsewhere)
+    landing = Landing(target)
+    for at in (0, 12):
+        landing.copy(at, data.view(torch.uint8)[at : at + 12])
+    [came] = Elsewhere.came
+    assert torch.equal(came, data)
+    assert (target.as_subclass(torch.Tensor) == 0).all()
+
+
 def test_what_lies_beside_a_tensor_is_on_the_host_whatever_is_the_default():
     data, target = torch.rand(4, 6), torch.zeros(6, 4).t()
     with torch.device("meta"):

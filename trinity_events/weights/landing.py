@@ -16,7 +16,7 @@ from .boxes import Box, runs
 from .fitting import check_covered, misfit
 from .part_bytes import PartBytes
 from .pull import Piece, Wanted, shares, wanted_box
-from .tensors import DTYPES, as_buffer, as_bytes, copy_bytes, flat_bytes, is_plain
+from .tensors import DTYPES, as_buffer, as_bytes, copy_bytes, flat_bytes, is_plain, is_row_major
 
 _NOWHERE = PartBytes([])
 _NOTHING = torch.empty(0, device="cpu")
@@ -58,6 +58,11 @@ class Landing:
         copy_bytes(self._filled.data_ptr() + at, source, nbytes)
         self.landed(nbytes)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is."""
+        return self._target.device
+
     def copy(self, at: int, data: torch.Tensor) -> None:
         """Copy bytes of a device, which are verified; to a target on a device they stay there.
 
@@ -65,10 +70,9 @@ class Landing:
             at: Where they go.
             data: uint8 [bytes].
         """
-        target = self._target
-        if target.layout is torch.strided and target.is_contiguous() and not target.is_neg():
-            with torch.inference_mode(target.is_inference()):
-                flat_bytes(target)[at : at + len(data)].copy_(data)
+        if is_row_major(self._target):
+            with torch.inference_mode(self._target.is_inference()):
+                flat_bytes(self._target)[at : at + len(data)].copy_(data)
         else:
             as_buffer(self.room(at, len(data))).copy_(data)
             self.landed(len(data))

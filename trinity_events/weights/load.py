@@ -19,6 +19,7 @@ from trinity_schemas import StepReady, WeightManifest
 
 from ..errors import CorruptVersion, VersionUnavailable
 from .ahead import Ahead
+from .devices.into_device import settle
 from .fitting import targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
 from .proof import check_installed
@@ -134,6 +135,7 @@ def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[Some])
         came += 1
     if came < len(wanted):
         raise CorruptVersion(f"the {part.ref} are shorter than what was published")
+    settle({run.landing.device for runs in wanted.values() for run in runs})
 
 
 def _finish(part: _Part, ahead: Ahead) -> None:

@@ -42,18 +42,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie in this process's memory, row-major, from its address on.
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie row-major from its address on, on whatever device.
 
     Subclasses may keep them anywhere.
     """
     return (
         type(tensor) in _PLAIN
-        and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
     )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie so in this process's memory."""
+    return tensor.is_cpu and is_row_major(tensor)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +107,7 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
 def as_buffer(memory: memoryview) -> torch.Tensor:
     """Memory as a tensor, uint8 [bytes], which keeps it; nothing is copied."""
     if not len(memory):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     array = np.frombuffer(memory, np.uint8)
     if array.flags.writeable:
         return torch.from_numpy(array)

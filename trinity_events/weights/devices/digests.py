@@ -59,4 +59,8 @@ def _words(chunk: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=8)
 def _keys(device: torch.device, count: int) -> torch.Tensor:
     """Of each place another odd number, int64 [count]."""
-    return torch.arange(1, count + 1, device=device).mul_(_ODD).bitwise_or_(1)
+    with torch.inference_mode(False):
+        made = torch.arange(1, count + 1, device=device).mul_(_ODD).bitwise_or_(1)
+    if made.is_cuda:  # another thread, which gets them too, may compute on another stream
+        torch.cuda.current_stream(device).synchronize()
+    return made

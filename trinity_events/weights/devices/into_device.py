@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..tensors import copy_bytes, flat_bytes
+from ..tensors import copy_bytes, flat_bytes, is_row_major
 from .lanes import Lane, lane_of
 
 SLOT_BYTES = 16 << 20
@@ -27,7 +27,8 @@ class IntoDevice:
         self._lane = lane
         self._slot_bytes = slot_bytes
         self._slots = [
-            torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=lane.pinned) for _ in range(2)
+            torch.empty(slot_bytes, dtype=torch.uint8, device="cpu", pin_memory=lane.pinned)
+            for _ in range(2)
         ]
         self._sent = [lane.mark(), lane.mark()]
         self._now = self._filled = 0
@@ -78,8 +79,14 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         by_device[target.device].copy(target, source)
     for one in by_device.values():
         one.finish()
-    for device in by_themselves:
-        torch.cuda.current_stream(device).synchronize()
+    settle(by_themselves)
+
+
+def settle(devices: Iterable[torch.device]) -> None:
+    """Wait until all is there that this thread told these devices to copy."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _travels(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -89,8 +96,6 @@ def _travels(target: torch.Tensor, source: torch.Tensor) -> bool:
         and source.is_cpu
         and target.dtype == source.dtype
         and target.shape == source.shape
-        and all(
-            one.layout is torch.strided and one.is_contiguous() and not one.is_neg()
-            for one in (target, source)
-        )
+        and is_row_major(target)
+        and is_row_major(source)
     )

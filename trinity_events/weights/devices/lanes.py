@@ -119,7 +119,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.is_cuda or tensor.nbytes < _SMALL:
         return tensor.cpu()
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     lane = lane_of(tensor.device)
     lane.begin()
     lane.copy(made, tensor)

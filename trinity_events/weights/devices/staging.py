@@ -26,7 +26,7 @@ class Staging:
     def __init__(self, lane: Lane | None = None) -> None:
         self._lane = lane
         self._under_way: list[tuple[Lane, Any]] = []
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: list[tuple[torch.dtype, torch.Size]] = []
         self._rooms: list[torch.Tensor] = []
 
@@ -68,9 +68,11 @@ class Staging:
         if sum(sizes) > len(self._memory):
             # Let go of the old one first: there are never two.
             self._rooms, self._layout = [], []
-            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             pinned = any(tensor.is_cuda for tensor in tensors)
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+            self._memory = torch.empty(
+                sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned
+            )
         rooms, begin = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
             rooms.append(self._room(tensor, begin))
@@ -79,6 +81,6 @@ class Staging:
 
     def _room(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
         if not tensor.nbytes:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         raw = self._memory[begin : begin + tensor.nbytes]
         return raw.view(tensor.dtype).view(tensor.shape)
