@@ -494,6 +494,17 @@ def test_a_reader_that_never_ends_holds_up_nobody_else(ours, theirs, opened, whe
             assert_same(read(reader, part.run_id, newer), SOME)
 
 
+def test_a_version_of_another_process_is_read_whole(where, theirs, part):
+    with actor(publishes_until, where, part, "sealed") as (_, told):
+        event = announcement(part, told)
+        assert_same(read(theirs, part.run_id, event), SOME)
+        model = torch.nn.Module()
+        model.layer = torch.nn.ParameterDict({str(at): torch.zeros(1000) for at in range(6)})
+        load_version(theirs, part.run_id, event, model)
+        for name, tensor in SOME:
+            assert torch.equal(model.get_parameter(name), tensor)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory(
     where, theirs, opened, part, stage
