@@ -69,6 +69,8 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     by_device: dict[torch.device, IntoDevice] = {}
     by_themselves: set[torch.device] = set()
     for target, source in pairs:
+        if not target.nbytes:
+            continue
         if not _travels(target, source):
             target.detach().copy_(source)  # of one made in inference mode that alone may be written
             if target.is_cuda:
