@@ -162,7 +162,7 @@ class Synchronizer(CollectiveGroups):
     def close(self) -> None:
         """Close the connections; a later call opens them again.
 
-        What it published through shared memory is gone then.
+        What it published through shared memory, or a GPU's, is gone then.
 
         Raises PublishError when the log did not take all that was said.
         """
