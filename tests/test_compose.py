@@ -14,7 +14,6 @@ import pytest
 
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, SaveStrategy, decode_envelope
-from trinity_workers.cli import Strategy
 from trinity_workers.config import BadSettings, RunSettings
 
 ROOT = Path(__file__).parent.parent
@@ -299,6 +298,8 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
         RunSettings.from_text('{"steps": 0}')
 
 
-def test_every_save_strategy_of_the_contract_is_an_option_and_no_other():
+@pytest.mark.parametrize("command", ["demo", "trainer"])
+def test_every_save_strategy_of_the_contract_is_an_option_and_no_other(cli, command):
     [strategies, *_] = get_args(SaveStrategy)
-    assert [one.value for one in Strategy] == [*get_args(strategies)]
+    options = f"--save-strategy <{'|'.join(get_args(strategies))}>"
+    assert options in cli(command, "--help", env={"COLUMNS": "80"}).stdout

@@ -8,9 +8,9 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable
 from datetime import datetime
-from enum import StrEnum
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import anyio
 import typer
@@ -27,17 +27,15 @@ from trinity_events.cli.options import (
 )
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
+from trinity_schemas import SaveStrategy
 
-from .config import RunSettings
+from .config import EngineName, PublishName, RunSettings, TransportChoice
 
 if TYPE_CHECKING:
     from .explorer import ExplorationResult
-    from .launch.launcher import LaunchOptions
-    from .launch.summary import DemoSummary
 
 T = TypeVar("T")
 R = TypeVar("R")
-
 
 _MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge")}
 
@@ -46,9 +44,7 @@ class MissingExtra(TrinityError):
     """A part of the installation that the command needs is not there."""
 
 
-EngineName = Annotated[
-    Literal["fsdp", "megatron"], typer.Option("--engine", help="What holds the model and trains.")
-]
+Engine = Annotated[EngineName, typer.Option("--engine", help="What holds the model and trains.")]
 TensorParallel = Annotated[
     int | None,
     typer.Option(
@@ -60,36 +56,6 @@ TensorParallel = Annotated[
 PipelineParallel = Annotated[
     int, typer.Option(min=1, help="On Megatron, stages that the layers are dealt out to.")
 ]
-
-
-class Weights(StrEnum):
-    """How weights may travel, as options."""
-
-    AUTO = "auto"
-    SHM = "shm"
-    RAY = "ray"
-    REDIS = "redis"
-    COLLECTIVE = "collective"
-
-
-class Publish(StrEnum):
-    """What may be published of the weights, as options."""
-
-    AUTO = "auto"
-    SHARDS = "shards"
-    SNAPSHOT = "snapshot"
-    FULL = "full"
-
-
-class Strategy(StrEnum):
-    """The save strategies of the contract, as options."""
-
-    UNRESTRICTED = "unrestricted"
-    SINGLE_THREAD = "single_thread"
-    SINGLE_PROCESS = "single_process"
-    SINGLE_NODE = "single_node"
-
-
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
 Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (ranks).")]
@@ -98,11 +64,11 @@ SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers ma
 SaveInterval = Annotated[
     int, typer.Option(min=0, help="Steps between two checkpoints; 0 writes none.")
 ]
-SaveStrategyOption = Annotated[
-    Strategy, typer.Option("--save-strategy", help="Which saves may run at once.")
+Strategy = Annotated[
+    SaveStrategy, typer.Option("--save-strategy", help="Which saves may run at once.")
 ]
-WeightsOption = Annotated[
-    Weights,
+Weights = Annotated[
+    TransportChoice,
     typer.Option(
         "--weights",
         help="How weights travel: shared memory (shm, every explorer on the trainer's host), Ray's "
@@ -110,8 +76,8 @@ WeightsOption = Annotated[
         "Redis; auto takes the first of shm, ray and redis that is sure to do.",
     ),
 ]
-PublishOption = Annotated[
-    Publish,
+Publish = Annotated[
+    PublishName,
     typer.Option(
         "--publish",
         help="What is published of the weights: shards, each by the rank that holds it, while "
@@ -143,46 +109,45 @@ WeightsRedisUrl = Annotated[
     typer.Option(
         "--weights-redis-url",
         envvar="TRINITY_WEIGHTS_REDIS_URL",
-        help="Server of the weight chunks; an embedded one, or else the log's, when left out.",
+        help="Server of the weight chunks; when left out, an embedded one beside the embedded log "
+        "server, else the log's.",
         show_default=False,
     ),
 ]
 
 
-def demo(
+def _launch(
+    run_id: str,
+    alone: bool,
+    *,
     steps: Steps = 300,
     explorers: Explorers = 1,
     trainers: Trainers = 2,
     sync_interval: SyncInterval = 1,
     sync_offset: SyncOffset = 1,
     save_interval: SaveInterval = 100,
-    save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
-    weights: WeightsOption = Weights.AUTO,
-    publish: PublishOption = Publish.AUTO,
+    save_strategy: Strategy = "unrestricted",
+    weights: Weights = "auto",
+    publish: Publish = "auto",
     weights_full_every: WeightsFullEvery = 1,
     weights_tensor_digests: WeightsTensorDigests = False,
     learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
-    engine: EngineName = "fsdp",
+    engine: Engine = "fsdp",
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = 1,
-    run: Annotated[
-        str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
-    ] = None,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Run the main job on this machine: train a small model with GRPO, every part a process.
-
-    Example: trinity-events demo --steps 100 --explorers 2
-    """
+    """Run the main job to its end, and print its summary."""
     # What can be wrong is found out before the heavy imports.
-    run_id = checked_run(run if run is not None else f"demo-{datetime.now():%Y%m%d-%H%M%S}")
+    checked_run(run_id)
     folder = writable_root(checkpoint_root(root))
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
-    from .launch.launcher import LaunchOptions, run_demo
+    from .launch.launcher import LaunchOptions, run_job
+    from .launch.summary import summary_table
 
     settings = RunSettings(
         steps=steps,
@@ -193,48 +158,56 @@ def demo(
         weights_full_every=weights_full_every,
         weights_tensor_digests=weights_tensor_digests,
         save_interval=save_interval,
-        save_strategy=save_strategy.value,
+        save_strategy=save_strategy,
         learning_rate=learning_rate,
         seed=seed,
-        publish=publish.value,
+        publish=publish,
         engine=engine,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
     ).checked()
     options = LaunchOptions(
         run_id=run_id,
+        alone=alone,
         settings=settings,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
-        transport=weights.value,
+        transport=weights,
         checkpoint_root=folder,
     )
-    _summarized(run_demo, options, as_json=as_json)
+    summary = _interruptible(run_job, options)
+    if as_json:
+        print_json(summary)
+    else:
+        console().print(summary_table(summary))
 
 
-def trainer(
-    run: Run,
-    steps: Steps = 300,
-    explorers: Explorers = 1,
-    trainers: Trainers = 2,
-    sync_interval: SyncInterval = 1,
-    sync_offset: SyncOffset = 1,
-    save_interval: SaveInterval = 100,
-    save_strategy: SaveStrategyOption = Strategy.UNRESTRICTED,
-    weights: WeightsOption = Weights.AUTO,
-    publish: PublishOption = Publish.AUTO,
-    weights_full_every: WeightsFullEvery = 1,
-    weights_tensor_digests: WeightsTensorDigests = False,
-    learning_rate: LearningRate = 5e-4,
-    seed: Seed = 0,
-    engine: EngineName = "fsdp",
-    tensor_parallel: TensorParallel = None,
-    pipeline_parallel: PipelineParallel = 1,
-    root: CheckpointRoot = None,
-    redis_url: RedisUrl = None,
-    weights_redis_url: WeightsRedisUrl = None,
-    as_json: Json = False,
+def _with_job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Show the options of the job in the place of the command's ``**options``."""
+    run, _ = signature(command, eval_str=True).parameters.values()
+    job = signature(_launch, eval_str=True).parameters.values()
+    options = [one for one in job if one.kind is Parameter.KEYWORD_ONLY]
+    command.__signature__ = Signature([run, *options])  # type: ignore[attr-defined]
+    return command
+
+
+@_with_job_options
+def demo(
+    run: Annotated[
+        str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
+    ] = None,
+    **options: Any,
 ) -> None:
+    """Run the main job on this machine: train a small model with GRPO, every part a process.
+
+    Example: trinity-events demo --steps 100 --explorers 2
+    """
+    run_id = f"demo-{datetime.now():%Y%m%d-%H%M%S}" if run is None else run
+    _launch(run_id, alone=True, **options)
+
+
+@_with_job_options
+def trainer(run: Run, **options: Any) -> None:
     """Open a run and train it, with a reducer and explorers that run elsewhere.
 
     They need this one's servers and, by --checkpoint-root, its folder. The explorers learn what
@@ -242,37 +215,7 @@ def trainer(
 
     Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
     """
-    run_id = checked_run(run)
-    folder = writable_root(checkpoint_root(root))
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
-    from .launch.launcher import LaunchOptions, run_trainer
-
-    settings = RunSettings(
-        steps=steps,
-        trainers=trainers,
-        explorers=explorers,
-        sync_interval=sync_interval,
-        sync_offset=sync_offset,
-        weights_full_every=weights_full_every,
-        weights_tensor_digests=weights_tensor_digests,
-        save_interval=save_interval,
-        save_strategy=save_strategy.value,
-        learning_rate=learning_rate,
-        seed=seed,
-        publish=publish.value,
-        engine=engine,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-    ).checked()
-    options = LaunchOptions(
-        run_id=run_id,
-        settings=settings,
-        redis_url=redis_url,
-        weights_redis_url=weights_redis_url,
-        transport=weights.value,
-        checkpoint_root=folder,
-    )
-    _summarized(run_trainer, options, as_json=as_json)
+    _launch(run, alone=False, **options)
 
 
 def explorer(
@@ -351,21 +294,6 @@ def _held_out(result: ExplorationResult) -> str:
         return ""
     before = "" if result.accuracy_before is None else f"{result.accuracy_before:.2f} -> "
     return f", held-out questions {before}{result.accuracy_after:.2f}"
-
-
-def _summarized(
-    launch: Callable[[LaunchOptions], Awaitable[DemoSummary]],
-    options: LaunchOptions,
-    *,
-    as_json: bool,
-) -> None:
-    summary = _interruptible(launch, options)
-    if as_json:
-        print_json(summary)
-    else:
-        from .launch.summary import summary_table
-
-        console().print(summary_table(summary))
 
 
 def _interruptible(run: Callable[[T], Awaitable[R]], options: T) -> R:

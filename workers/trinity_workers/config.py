@@ -11,8 +11,10 @@ from msgspec import Meta, Struct
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
-TransportName = Literal["redis", "shm", "ray", "collective"]
-
+EngineName = Literal["fsdp", "megatron"]
+# The Synchronizer's, once more: to import them from there is to import torch.
+TransportName = Literal["shm", "ray", "redis", "collective"]
+TransportChoice = Literal["auto", TransportName]
 PublishName = Literal["auto", "shards", "snapshot", "full"]
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -26,7 +28,7 @@ class BadSettings(TrinityError):
 class RunSettings(Struct, frozen=True, kw_only=True):
     """What a run is, wherever its processes are. Times are seconds."""
 
-    engine: Literal["fsdp", "megatron"] = "fsdp"
+    engine: EngineName = "fsdp"
     trainers: Positive = 2
     tensor_parallel: Positive | None = None
     """On Megatron, trainers that share every layer; when left out, all of a pipeline's stage."""

@@ -27,7 +27,7 @@ from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ContractError, StepRef, decode_envelope
 
-from ..config import RunConfig, RunSettings
+from ..config import RunConfig, RunSettings, TransportChoice
 from ..explorer import ExplorationResult, Explorer
 from ..trainer import Trainer, TrainingResult
 from .lifecycle import closing, interruptible
@@ -35,7 +35,7 @@ from .model import make_model
 from .processes import ReducerProcess, local_ray
 from .progress import ProgressView
 from .summary import TRANSPORTS, DemoSummary, summarize
-from .transport import TransportChoice, chosen_transport
+from .transport import chosen_transport
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,12 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     """What the command line was told."""
 
     run_id: str
+    alone: bool
+    """Whether every part runs here; else the trainer, with a reducer and explorers elsewhere."""
     settings: RunSettings
     redis_url: str | None
     weights_redis_url: str | None
-    transport: TransportChoice = "auto"
+    transport: TransportChoice
     checkpoint_root: Path
 
 
@@ -58,7 +60,7 @@ class ProcessDied(TrinityError):
     """A process of the run ended while it was needed."""
 
 
-async def run_demo(options: LaunchOptions) -> DemoSummary:
+async def run_job(options: LaunchOptions) -> DemoSummary:
     """Run the main job from beginning to end, and summarise it.
 
     Raises:
@@ -66,20 +68,12 @@ async def run_demo(options: LaunchOptions) -> DemoSummary:
         TrinityError: when a part fails.
     """
     async with interruptible(options.run_id):
-        return await _run(options, alone=True)
+        return await _run(options)
     raise AssertionError("unreachable")
 
 
-async def run_trainer(options: LaunchOptions) -> DemoSummary:
-    """Open the run and train it; a reducer and explorers run elsewhere. Raises as run_demo."""
-    async with interruptible(options.run_id):
-        return await _run(options, alone=False)
-    raise AssertionError("unreachable")
-
-
-async def _run(options: LaunchOptions, *, alone: bool) -> DemoSummary:
-    """Run what is to run here: every part when this process is alone, else the trainer."""
-    began = time.monotonic()
+async def _run(options: LaunchOptions) -> DemoSummary:
+    began, alone = time.monotonic(), options.alone
     chosen = chosen_transport(
         options.transport,
         explorers_here=alone,

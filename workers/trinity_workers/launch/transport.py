@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed
 
@@ -10,9 +10,7 @@ from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
-from ..config import BadSettings, PublishName, TransportName
-
-TransportChoice = Literal["auto", "shm", "ray", "collective", "redis"]
+from ..config import BadSettings, PublishName, TransportChoice, TransportName
 
 ENOUGH = 1 << 30
 """Free bytes below which shared memory is not chosen unasked; a container often has 64 MiB."""

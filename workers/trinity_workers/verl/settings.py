@@ -11,8 +11,7 @@ from msgspec import Meta, Struct
 
 from trinity_schemas import check_run_id
 
-from ..config import BadSettings, Positive
-from ..launch.transport import TransportChoice
+from ..config import BadSettings, Positive, TransportChoice
 
 NAME = "trinity"
 """Of the backend, in veRL's configuration."""
