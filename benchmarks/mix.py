@@ -77,22 +77,22 @@ class Cast:
         )
 
 
-def length(steps: int, ranks: int = RANKS, explorers: int = EXPLORERS) -> int:
+def length(steps: int) -> int:
     """How many events :func:`training` gives up to the end of a step."""
     checkpoints = steps // CHECKPOINT_EVERY
-    return 1 + steps * (2 + ranks + explorers) + checkpoints * (2 + ranks * (2 + PROGRESS))
+    return 1 + steps * (2 + RANKS + EXPLORERS) + checkpoints * (2 + RANKS * (2 + PROGRESS))
 
 
-def training(run_id: str, *, ranks: int = RANKS, explorers: int = EXPLORERS) -> Iterator[bytes]:
+def training(run_id: str) -> Iterator[bytes]:
     """The events of a run that does not end: see :data:`MIX`."""
     cast = Cast(run_id)
     yield cast.say(RunOpened())
     step = 0
     while True:
         step += 1
-        yield from weights(cast, step, ranks, explorers)
+        yield from weights(cast, step, RANKS, EXPLORERS)
         if step % CHECKPOINT_EVERY == 0:
-            yield from checkpoint(cast, step, ranks, progress=PROGRESS)
+            yield from checkpoint(cast, step, RANKS, progress=PROGRESS)
 
 
 def weights(cast: Cast, step: int, ranks: int, explorers: int = 0) -> Iterator[bytes]:

@@ -30,6 +30,7 @@ _LOOK, _LOOKS = 0.25, 3
 _IDLE = 0.15
 """Share of a core that is no work: a reducer looks after its lead and its files."""
 _GLANCE = 0.02
+_PAUSE = 0.005
 _A_PAGE = 1000
 _A_MILLISECOND = 100
 """Entries that a filled log has a millisecond; a busy trainer sends fewer."""
@@ -237,7 +238,7 @@ def list_run(client: redis.Redis, run_id: str) -> None:
 
 
 def wait_for_position(
-    client: redis.Redis, run_id: str, wanted: str | None, deadline: float, pause: float = 0.005
+    client: redis.Redis, run_id: str, wanted: str | None, deadline: float
 ) -> tuple[str, float]:
     """Wait until the reducer is where it should be, or anywhere; returns where, and when."""
     key = RunKeys.of(run_id).position
@@ -254,4 +255,4 @@ def wait_for_position(
                 f"after {deadline:g} s the reducer of {run_id} is {where}, not at "
                 f"{wanted or 'its first entry'}"
             )
-        time.sleep(pause)
+        time.sleep(_PAUSE)

@@ -90,7 +90,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[by
     return [bytes(theirs[: int(one)].tolist()) for theirs, one in zip(everyone, sizes, strict=True)]
 
 
-def _message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where the group takes tensors from: NCCL alone takes none from the CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())

@@ -58,7 +58,6 @@ def convert(
     source: Path,
     target: Path,
     *,
-    dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Conversion:
     """Convert a folder to the other format; which it is of, is seen from what is in it.
@@ -69,7 +68,6 @@ def convert(
     Args:
         source: Folder to convert.
         target: Folder to make; it appears whole or not at all.
-        dtype: Of the weights; as they are when left out.
         shard_bytes: Largest size of a safetensors file, unless one tensor is larger.
 
     Raises:
@@ -84,9 +82,9 @@ def convert(
     try:
         with _alone():
             if to_megatron:
-                sizes = _to_megatron(source, staging / "result", dtype)
+                sizes = _to_megatron(source, staging / "result")
             else:
-                sizes = _to_huggingface(source, staging / "result", dtype, shard_bytes)
+                sizes = _to_huggingface(source, staging / "result", shard_bytes)
         if target.is_dir():
             target.rmdir()
         (staging / "result").rename(target)
@@ -134,10 +132,10 @@ def _map_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
-def _to_megatron(source: Path, target: Path, dtype: torch.dtype | None) -> list[int]:
+def _to_megatron(source: Path, target: Path) -> list[int]:
     config, tokenizer = _description(source)
     reader = _reader(source)
-    outline = Outline(config, _checked(dtype or reader.tensor(reader.names()[0]).dtype, source))
+    outline = Outline(config, _checked(reader.tensor(reader.names()[0]).dtype, source))
     read = 0
 
     def value(name: str) -> torch.Tensor:
@@ -162,17 +160,13 @@ def _to_megatron(source: Path, target: Path, dtype: torch.dtype | None) -> list[
     return [tensor.nbytes for _, tensor in _planned(outline)]
 
 
-def _to_huggingface(
-    source: Path, target: Path, dtype: torch.dtype | None, shard_bytes: int
-) -> list[int]:
+def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[int]:
     from megatron.core import dist_checkpointing
 
     config, _ = _description(source / "huggingface")
-    if dtype is None:
-        # Not the configuration's: a model may have been trained in another one.
-        entries = dist_checkpointing.load_tensors_metadata(str(source / "model"))
-        dtype = next(iter(entries.values())).dtype
-    outline = Outline(config, _checked(dtype, source))
+    # Not the configuration's type: a model may have been trained in another one.
+    entries = dist_checkpointing.load_tensors_metadata(str(source / "model"))
+    outline = Outline(config, _checked(next(iter(entries.values())).dtype, source))
     tensors = (
         one
         for name, whole in outline.load(source / "model")
@@ -270,7 +264,8 @@ def _description(folder: Path) -> tuple[Any, Any]:
 def _checked(dtype: torch.dtype, source: Path) -> torch.dtype:
     if dtype not in _NAMES:
         raise ConversionRefused(
-            f"the weights in {source} are {dtype}: give the floating-point type that they are to be"
+            f"the weights in {source} are {dtype}, which is none that can be converted: "
+            f"{', '.join(map(str, _NAMES))}"
         )
     return dtype
 

@@ -44,8 +44,6 @@ class FSDPEngine:
         from ..learning.policy import load_policy
 
         model, self.tokenizer = load_policy(model_folder)
-        self.device = device
-        self.config: Any = model.config
         self.module: Any = _shard(model, device)
         self._gradient_norm = gradient_norm
         self.optimizer = torch.optim.AdamW(
@@ -73,11 +71,6 @@ class FSDPEngine:
             value = parameter.detach()
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
-    def model_state(self) -> dict[str, Any]:
-        """This rank's shard of the model, copied to the CPU: training may go on."""
-        state: dict[str, Any] = copied(self.module.state_dict())
-        return state
-
     def training_state(self) -> dict[str, Any]:
         """This rank's shard of optimizer, scheduler and random generator, copied to the CPU."""
         return {
@@ -97,7 +90,7 @@ class FSDPEngine:
         del hdfs_path, global_step, max_ckpt_to_keep
         folder = Path(local_path)
         with together():
-            write_state(folder / shard_name("model"), self.model_state())
+            write_state(folder / shard_name("model"), copied(self.module.state_dict()))
             write_state(folder / shard_name("optim"), self.training_state())
 
     def load_checkpoint(

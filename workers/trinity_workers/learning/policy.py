@@ -85,16 +85,14 @@ def save_policy(model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def load_policy(
-    folder: Path, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model (on the CPU, in evaluation mode) and tokenizer; the hub is never asked."""
+def load_policy(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model (float32, on the CPU, for evaluation) and tokenizer; the hub is never asked."""
     if not (folder / "config.json").is_file():
         # transformers would take a missing folder for the name of a repository on the hub.
         raise FileNotFoundError(f"no policy in {folder}: config.json is missing")
     with _no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     return model, tokenizer

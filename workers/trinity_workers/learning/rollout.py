@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from trinity_workers.learning.policy import isolated_rng
-from trinity_workers.learning.tasks import Question, Task
+from .policy import isolated_rng
+from .tasks import Question, Task
 
 # An answer has at most four letters and its end; two more let a wrong one run on.
 MAX_NEW_TOKENS = 7
@@ -55,84 +55,6 @@ def generate(
     fresh entropy. torch's global generators are left as they were. Only one thread of a process may
     generate at a time.
     """
-    return _answer(
-        model,
-        tokenizer,
-        task,
-        questions,
-        samples=samples,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        generator=generator,
-    )
-
-
-def sampled_accuracy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    questions: Sequence[Question],
-    *,
-    samples: int = 1,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> float:
-    """Share in [0, 1] of sampled answers that are exactly right: the number that GRPO raises."""
-    return _exact_share(
-        generate(
-            model,
-            tokenizer,
-            task,
-            questions,
-            samples=samples,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            generator=generator,
-        )
-    )
-
-
-def greedy_accuracy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    questions: Sequence[Question],
-    *,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-) -> float:
-    """Share in [0, 1] of greedy answers that are exactly right; it dips now and then."""
-    return _exact_share(
-        _answer(
-            model,
-            tokenizer,
-            task,
-            questions,
-            samples=1,
-            max_new_tokens=max_new_tokens,
-            temperature=None,
-            generator=None,
-        )
-    )
-
-
-def _exact_share(rollouts: Sequence[Rollout]) -> float:
-    rewards = [reward for rollout in rollouts for reward in rollout.rewards]
-    return sum(rewards) / len(rewards) if rewards else 0.0
-
-
-def _answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    questions: Sequence[Question],
-    *,
-    samples: int,
-    max_new_tokens: int,
-    temperature: float | None,
-    generator: torch.Generator | None,
-) -> list[Rollout]:
-    """`generate`, and greedily where the temperature is None."""
     if samples < 1 or max_new_tokens < 1:
         raise ValueError(
             f"samples and max_new_tokens must be at least 1, not {samples} and {max_new_tokens}"
@@ -169,6 +91,30 @@ def _answer(
     return rollouts
 
 
+def sampled_accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    questions: Sequence[Question],
+    *,
+    samples: int = 1,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Share in [0, 1] of sampled answers that are exactly right: the number that GRPO raises."""
+    rollouts = generate(
+        model,
+        tokenizer,
+        task,
+        questions,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        generator=generator,
+    )
+    rewards = [reward for rollout in rollouts for reward in rollout.rewards]
+    return sum(rewards) / len(rewards) if rewards else 0.0
+
+
 def _response_length(tokens: list[int], eos_token_id: int) -> tuple[int, bool]:
     """Length of the response with its end of sequence, and whether it has one."""
     try:
@@ -184,7 +130,7 @@ def _generate_tokens(
     *,
     samples: int,
     max_new_tokens: int,
-    temperature: float | None,
+    temperature: float,
     generator: torch.Generator | None,
 ) -> tuple[list[list[int]], list[list[float]]]:
     """New token ids and their log-probabilities, [questions x samples, T], T <= max_new_tokens."""
@@ -199,14 +145,12 @@ def _generate_tokens(
     )
     # top_k=0 and top_p=1 switch off the truncation that `generate` applies by default: the policy
     # that is sampled must be the one that is trained.
-    choice: dict[str, Any] = (
-        {"do_sample": False}
-        if temperature is None
-        else {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    )
     configure: Any = GenerationConfig  # its constructor has no annotations
     configuration = configure(
-        **choice,
+        do_sample=True,
+        temperature=temperature,
+        top_k=0,
+        top_p=1.0,
         max_new_tokens=max_new_tokens,
         num_return_sequences=samples,
         pad_token_id=pad,

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from trinity_workers.learning.policy import load_policy, save_policy
-from trinity_workers.learning.rollout import sampled_accuracy
-from trinity_workers.learning.tasks import Question, Task
+from .policy import load_policy, save_policy
+from .rollout import sampled_accuracy
+from .tasks import Question, Task
 
 _LEARNING_RATE = 2e-3
 _BETAS = (0.9, 0.95)
