@@ -233,26 +233,22 @@ def original_rows(on: Stage, ours: list[float], samples: int) -> list[Row]:
     seen, calls = delays(on.folder, samples)
     return [
         Row(
-            what="the original's design, save's end to seen, median",
-            figure=milliseconds(median(seen)),
-            peer="ours, median",
-            peer_figure=milliseconds(median(ours)),
-            ratio=median(seen) / median(ours),
-        ),
-        Row(
-            what="the original's design, slowest",
-            figure=milliseconds(max(seen)),
-            peer="ours, slowest",
-            peer_figure=milliseconds(max(ours)),
-            ratio=max(seen) / max(ours),
-        ),
-        Row(
-            what="of it, the call to the actor, median",
-            figure=milliseconds(median(calls)),
-            peer="ours, median",
-            peer_figure=milliseconds(median(ours)),
-            ratio=median(calls) / median(ours),
-        ),
+            what=what,
+            figure=milliseconds(theirs),
+            peer=f"ours, {which}",
+            peer_figure=milliseconds(mine),
+            ratio=theirs / mine,
+        )
+        for what, theirs, which, mine in (
+            (
+                "the original's design, save's end to seen, median",
+                median(seen),
+                "median",
+                median(ours),
+            ),
+            ("the original's design, slowest", max(seen), "slowest", max(ours)),
+            ("of it, the call to the actor, median", median(calls), "median", median(ours)),
+        )
     ]
 
 

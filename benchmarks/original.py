@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,12 +60,7 @@ class FilePoller:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 
@@ -198,12 +192,7 @@ class WeightsThroughRay:
         self.sync()  # everyone is there, and has its memory
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         import ray
 
         ray.shutdown()

@@ -21,8 +21,7 @@ from .ends import Turn, end, row
 from .measure import Noise, Row, taking_turns
 from .original import LAST
 from .stage import Stage
-from .weights_peer import DEADLINE, RUN, Model, Peer, apply
-from .weights_redis import published
+from .weights_peer import DEADLINE, RUN, Model, Peer, apply, published
 
 WHOLE, APPLIED = (
     "collective group, whole and confirmed at the explorer",
@@ -63,7 +62,7 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> list[Row]:
             number = float(1 + step % 100)
             source[LAST][-1] = number
             began = time.perf_counter()
-            ready = published(store, PartRef(RUN, 1, step, 0), list(source.items()))
+            ready = published(store, PartRef(RUN, 1, step, 0), source.items())
             whole = time.perf_counter() - began
             found = other.ask("apply", ready)
             applied = time.perf_counter() - began

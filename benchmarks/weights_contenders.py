@@ -10,15 +10,22 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from trinity_events.weights import PartRef, PartWriter
+from trinity_events.weights import PartRef
 from trinity_events.weights.devices.staging import Staging
-from trinity_schemas import PublishedPart, StepReady, version_digest
+from trinity_schemas import StepReady
 
 from .original import LAST
-from .weights_peer import BLOCK, RUN, Model, Peer, mapped_file, store_of, undigested
-
-KEPT = 2
-"""Versions that are there at a time, as in a run."""
+from .weights_peer import (
+    BLOCK,
+    KEPT,
+    RUN,
+    Model,
+    Peer,
+    mapped_file,
+    published,
+    store_of,
+    undigested,
+)
 
 
 class Timed(NamedTuple):
@@ -110,21 +117,8 @@ class Contenders:
         part, began = PartRef(RUN, 1, next(self._steps), 0), time.perf_counter()
         for other in readers:
             other.say("along", part, at_rest)
-        writer = PartWriter(self._stores[transport], part)
-        for name, tensor in self._source.items():
-            writer.add(name, tensor)
-        report = writer.seal()
-        seconds = time.perf_counter() - began
-        told = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
-        ready = StepReady(
-            epoch=1,
-            step=part.step,
-            kind="weights",
-            caused_by="1-0",
-            parts=(told,),
-            version_digest=version_digest([(0, report.manifest_digest)]),
-        )
-        return ready, seconds
+        ready = published(self._stores[transport], part, self._source.items())
+        return ready, time.perf_counter() - began
 
     def _done(
         self,
@@ -138,10 +132,10 @@ class Contenders:
         all_of_it = time.perf_counter() - began
         if any(one != number for one in found):
             raise RuntimeError(f"over {transport} {found} was applied, not {number}")
-        published = self._published[transport]
-        published.append(ready.step)
-        while len(published) > self._kept:
-            self._stores[transport].delete(PartRef(RUN, 1, published.pop(0), 0))
+        steps = self._published[transport]
+        steps.append(ready.step)
+        while len(steps) > self._kept:
+            self._stores[transport].delete(PartRef(RUN, 1, steps.pop(0), 0))
         self.newest = ready
         return Timed(all_of_it, seconds)
 

@@ -19,13 +19,12 @@ from trinity_events.weights.deltas.patch import Installed
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.install import check_fit, install
 from trinity_events.weights.pull import pull_version
-from trinity_schemas import PublishedPart, StepReady, version_digest
 
 from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
 from .policy_steps import Learning, policy_steps
 from .report import PERFORMANCE
 from .stage import Stage
-from .weights_peer import Model, store_of
+from .weights_peer import Model, announced, store_of
 
 TITLE = "weights of which only what changed is published"
 PLACE = PERFORMANCE
@@ -312,19 +311,6 @@ def ends(transport: str, url: str, like: Tensors) -> Iterator[Ends]:
     finally:
         with suppress(ConnectionError):
             made.close()
-
-
-def announced(part: PartRef, report: PublishedPartReport) -> StepReady:
-    """As the reducer announces it."""
-    told = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
-    return StepReady(
-        epoch=part.epoch,
-        step=part.step,
-        kind="weights",
-        caused_by="1-0",
-        parts=(told,),
-        version_digest=version_digest([(0, report.manifest_digest)]),
-    )
 
 
 def notes_of(size: Size, *, learns: bool) -> list[str]:

@@ -32,8 +32,7 @@ from trinity_schemas import StepReady
 from .ends import Turn, end
 from .measure import Asked, Row, say
 from .original import start_ray
-from .weights_peer import DEADLINE, RUN, Model, apply
-from .weights_redis import KEPT, published
+from .weights_peer import DEADLINE, KEPT, RUN, Model, apply, published
 
 STAGED = Asked("at most", 1.1)
 """Of the model's size; what is asked is one copy, and something is always on its way."""
@@ -173,7 +172,7 @@ def _publisher(store: ChunkStore, role: str, model: Model) -> dict[str, Callable
         part, tensors = PartRef(RUN, 1, step, 0), list(source.values())
         if role == _SNAPSHOT:
             tensors = staging.copied(tensors)
-        ready = published(store, part, list(zip(source, tensors, strict=True)))
+        ready = published(store, part, zip(source, tensors, strict=True))
         kept.append(part)
         while len(kept) > KEPT:
             store.delete(kept.popleft())

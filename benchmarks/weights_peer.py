@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,6 +21,8 @@ from trinity_events.server import open_client
 from trinity_events.weights import (
     ChunkStore,
     PartRef,
+    PartWriter,
+    PublishedPartReport,
     RedisChunkStore,
     SharedMemoryStore,
     adopt,
@@ -31,11 +33,13 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.ahead import Ahead
 from trinity_events.weights.transports.base import Taker
-from trinity_schemas import StepReady
+from trinity_schemas import PublishedPart, StepReady, version_digest
 
 from .original import LAST
 
 RUN = "bench-weights"
+KEPT = 2
+"""Versions that are there at a time, as in a run."""
 BLOCK = 16 << 20
 """Of the bare pipeline."""
 DEADLINE = 300.0
@@ -215,6 +219,29 @@ def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, diges
     with pull_version(store, RUN, ready) as version:
         install(check_fit(module, version))
     return float(module.get_parameter(LAST).detach()[-1])
+
+
+def published(
+    store: ChunkStore, part: PartRef, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> StepReady:
+    """Publish a part; what would be announced of it."""
+    writer = PartWriter(store, part)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    return announced(part, writer.seal())
+
+
+def announced(part: PartRef, report: PublishedPartReport) -> StepReady:
+    """As the reducer announces it."""
+    told = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
+    return StepReady(
+        epoch=part.epoch,
+        step=part.step,
+        kind="weights",
+        caused_by="1-0",
+        parts=(told,),
+        version_digest=version_digest([(0, report.manifest_digest)]),
+    )
 
 
 def copy_blocks(requests: Connection, source: memoryview, target: memoryview) -> None:

@@ -14,8 +14,7 @@ from trinity_schemas import StepReady
 from .ends import Turn, row
 from .measure import Asked, Noise, Row, taking_turns
 from .original import LAST, WeightsThroughRay
-from .weights_peer import RUN, Model, apply
-from .weights_redis import KEPT, published
+from .weights_peer import KEPT, RUN, Model, apply, published
 
 ORIGINAL = Asked("at least", 10)
 CAREFUL = Asked("at least", 1.0)
@@ -75,7 +74,7 @@ class Ours:
         self._source[LAST][-1] = number
         began = time.perf_counter()
         part = PartRef(RUN, 1, self._synced, 0)
-        ready = published(self._store, part, list(self._source.items()))
+        ready = published(self._store, part, self._source.items())
         applied = ray.get(take.remote(msgspec.msgpack.encode(ready)))
         seconds = time.perf_counter() - began
         if applied != number:

@@ -6,35 +6,25 @@ import socket
 import time
 from collections import deque
 from itertools import count
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
 from trinity_events.server import EmbeddedServer, open_client
-from trinity_events.weights import (
-    ChunkStore,
-    PartRef,
-    PartWriter,
-    RedisChunkStore,
-    pull_version,
-)
-from trinity_schemas import PublishedPart, StepReady, version_digest
+from trinity_events.weights import PartRef, RedisChunkStore, pull_version
+from trinity_schemas import StepReady
 
 from .measure import Asked, Findings, Noise, Row, median, ratio, spread, taking_turns
 from .report import PERFORMANCE
 from .stage import Stage
+from .weights_peer import KEPT, published
 
 TITLE = "weights over Redis, from publish to pulled and verified"
 PLACE = PERFORMANCE
 LIMIT = Asked("at least", 0.7)
 OURS, BARE = "publish and pull, digests on", "bare socket: SET, then GET"
-KEPT = 2
-"""Versions that are there at a time."""
 _VALUE = 4 << 20
 _RUN = "bench-weights-redis"
-
-
-NamedTensors: TypeAlias = list[tuple[str, torch.Tensor]]
 
 
 class Turn(NamedTuple):
@@ -122,23 +112,6 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
         ratio=ratio(rates[OURS], rates[BARE]),
         spread=spread(rates[OURS]),
         asked=LIMIT,
-    )
-
-
-def published(store: ChunkStore, part: PartRef, tensors: NamedTensors) -> StepReady:
-    """Publish a part; what would be announced of it."""
-    writer = PartWriter(store, part)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
-    report = writer.seal()
-    one = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
-    return StepReady(
-        epoch=1,
-        step=part.step,
-        kind="weights",
-        caused_by="1-0",
-        parts=(one,),
-        version_digest=version_digest([(0, one.manifest_digest)]),
     )
 
 
