@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from tests.pipeline import reducer_task
 from tests.rank_processes import RankProcesses
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run
 from trinity_events.reducer import retention
@@ -143,6 +144,46 @@ def rank_group(rank_processes):
     """Makes a process group over Gloo of so many ranks."""
     yield rank_processes.group
     rank_processes.leave()
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory):
+    """A Hugging Face folder of the demo's random policy, for reading alone."""
+    from trinity_workers.learning.policy import create_policy
+
+    folder = tmp_path_factory.mktemp("policy")
+    create_policy(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def make_config(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
+    """Makes a configuration of the run, with these settings."""
+    from trinity_workers.config import RunConfig
+
+    def config(**settings):
+        return RunConfig(
+            run_id=run_id,
+            epoch=publisher.epoch,
+            redis_url=redis_url,
+            weights_url=weights_url,
+            checkpoint_folder=tmp_path / run_id,
+            model_folder=policy_folder,
+            **settings,
+        )
+
+    return config
+
+
+@pytest.fixture
+async def committer(publisher, redis_url, weights_url, run_id):
+    """Commits weight versions as the trainer does, with a reducer running."""
+    from trinity_events.weights import Synchronizer
+
+    made = Synchronizer(run_id, publisher.epoch, redis_url=redis_url, weights_url=weights_url)
+    async with reducer_task(redis_url, run_id):
+        yield made
+    made.close()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from trinity_workers import experiences  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
 from trinity_workers.experiences import GROUP, ExperienceReader, ExperienceWriter  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
-from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
+from trinity_workers.learning.policy import load_policy  # noqa: E402
 
 EPOCH = 2
 
@@ -226,24 +226,11 @@ async def test_a_group_whose_delivery_was_lost_is_found_again(
 # --- explorers --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    create_policy(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-async def config(publisher, redis_url, weights_url, run_id, folder, tmp_path):
+async def config(make_config, redis_url, run_id):
     """One step of one question, with a reducer running."""
     async with reducer_task(redis_url, run_id):
-        yield RunConfig(
-            run_id=run_id,
-            epoch=publisher.epoch,
-            redis_url=redis_url,
-            weights_url=weights_url,
-            checkpoint_folder=tmp_path,
-            model_folder=folder,
+        yield make_config(
             steps=1,
             prompts_per_step=1,
             samples_per_prompt=2,

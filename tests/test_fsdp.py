@@ -30,13 +30,14 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 
+from tests.failing_writers import FailingSynchronizer, FailsOnRank1  # noqa: E402
 from tests.pipeline import announced, reducer_task  # noqa: E402
 from tests.rank_processes import Rank, RankGroup, RankProcesses  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.weights import PartWriter, Place  # noqa: E402
+from trinity_events.weights import PartWriter  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExperienceGroup,
     SaveFailed,
@@ -55,7 +56,7 @@ from trinity_workers.engines.files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
 from trinity_workers.helpers.shards import fsdp_shards  # noqa: E402
 from trinity_workers.helpers.snapshot import SnapshotUploads  # noqa: E402
-from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
+from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
 
@@ -117,21 +118,14 @@ def processes(rank_processes) -> RankProcesses:
     return rank_processes
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    create_policy(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def where(publisher, redis_url, weights_url, run_id, folder, tmp_path) -> Where:
+def where(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path) -> Where:
     return Where(
         run_id=run_id,
         epoch=publisher.epoch,
         redis_url=redis_url,
         weights_url=weights_url,
-        model_folder=folder,
+        model_folder=policy_folder,
         run_folder=tmp_path / run_id,
     )
 
@@ -200,25 +194,14 @@ async def applied(where: Where, log, step: int) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.fixture
-async def committer(where):
-    """Commits versions as the trainer does, with a reducer running."""
-    made = Synchronizer(
-        where.run_id, where.epoch, redis_url=where.redis_url, weights_url=where.weights_url
-    )
-    async with reducer_task(where.redis_url, where.run_id):
-        yield made
-    made.close()
-
-
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert list(one) == list(other)
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
 
 
-async def test_full_tensors_are_the_model_folders_by_name_and_bit_on_every_rank(ranks, folder):
-    in_folder = load_file(folder / "model.safetensors")
+async def test_full_tensors_are_the_model_folders_by_name_and_bit_on_every_rank(ranks, where):
+    in_folder = load_file(where.model_folder / "model.safetensors")
     for found in await ranks(_full_weights):
         names = [name for name, _ in found]
         assert sorted(names) == sorted(in_folder)
@@ -237,18 +220,6 @@ async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
     assert not torch.equal(trained["model.norm.weight"], at_start["model.norm.weight"])
     assert_equal(trained, again)
     assert_equal(await applied(where, log, 1), trained)
-
-
-class FailsAtThirdTensor(PartWriter):
-    def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
-        if len(self._tensors) == 2:
-            raise OSError("no room for the third tensor")
-        super().add(name, tensor, place)
-
-
-class FailingSynchronizer(Synchronizer):
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
-        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
 
 
 def upload_that_fails(rank: Rank, step: int) -> None:
@@ -299,14 +270,6 @@ async def test_a_model_that_applies_every_ranks_shards_equals_the_trainers_bit_f
     assert sum(one.bytes for one in event.parts) == whole, "nothing travels twice"
     assert all(one.bytes < 0.6 * whole for one in event.parts), "no rank is the bottleneck"
     assert_equal(await applied(where, log, 1), trained)
-
-
-class FailsOnRank1(Synchronizer):
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
-        writer = super().part_writer(global_step, rank)
-        if rank != 1:
-            return writer
-        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
 
 
 def is_begun(event) -> bool:

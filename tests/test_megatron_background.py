@@ -34,32 +34,14 @@ from trinity_schemas import (  # noqa: E402
 )
 from trinity_workers.collectives import CollectiveBroken  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
-from trinity_workers.learning.policy import create_policy  # noqa: E402
 from trinity_workers.trainer.megatron import MegatronTrainWorker  # noqa: E402
 
 WORLD = 2
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policy")
-    create_policy(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def config(publisher, redis_url, weights_url, run_id, policy, tmp_path) -> RunConfig:
-    return RunConfig(
-        run_id=run_id,
-        epoch=publisher.epoch,
-        redis_url=redis_url,
-        weights_url=weights_url,
-        checkpoint_folder=tmp_path / run_id,
-        model_folder=policy,
-        engine="megatron",
-        trainers=2,
-        sync_timeout=30.0,
-    )
+def config(make_config) -> RunConfig:
+    return make_config(engine="megatron", trainers=2, sync_timeout=30.0)
 
 
 class Workers:

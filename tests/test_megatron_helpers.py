@@ -23,12 +23,12 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests import megatron_ranks as at  # noqa: E402
+from tests.failing_writers import FailingSynchronizer  # noqa: E402
 from tests.pipeline import announced, reducer_task  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.weights import PartWriter  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ALIGNMENT,
     SaveFailed,
@@ -160,18 +160,6 @@ async def test_a_model_of_what_was_uploaded_equals_the_exported_weights_bit_for_
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     loaded.save_pretrained(tmp_path / "again")
     at.assert_same(at.in_folder(tmp_path / "again"), exported)
-
-
-class FailsAtThirdTensor(PartWriter):
-    def add(self, name, tensor, place=None):
-        if len(self._tensors) == 2:
-            raise OSError("no room for the third tensor")
-        super().add(name, tensor, place)
-
-
-class FailingSynchronizer(Synchronizer):
-    def part_writer(self, global_step, rank):
-        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
 
 
 async def test_rank_0_failing_in_the_middle_of_a_stream_fails_all_and_the_next_one_works(

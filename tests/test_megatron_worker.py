@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from pathlib import Path
 
 import anyio
 import pytest
@@ -15,10 +14,8 @@ pytest.importorskip("megatron.core")
 
 from tests.test_fsdp import make_groups  # noqa: E402
 from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
-from trinity_workers.config import RunConfig  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.launch.lifecycle import closing  # noqa: E402
-from trinity_workers.learning.policy import create_policy  # noqa: E402
 from trinity_workers.trainer.fleet import RayTrainerFleet, WorkerDied  # noqa: E402
 from trinity_workers.trainer.megatron import (  # noqa: E402
     DistGlobalInfo,
@@ -46,13 +43,6 @@ def test_ranks_know_their_places_in_megatrons_order(engine_ranks):
     assert [one.dp_rank for _, one in found] == [0, 0, 1, 1]
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    create_policy(folder, seed=0)
-    return folder
-
-
 def make_worker(rank, config):
     kind = MegatronTrainWorker if config.engine == "megatron" else TrainWorker
     rank.held.worker = kind(config, rank.number)
@@ -70,23 +60,12 @@ def train(rank, host, port, steps):
 
 
 @pytest.fixture
-def trained(rank_processes, publisher, redis_url, weights_url, run_id, policy, tmp_path):
+def trained(rank_processes, make_config):
     """What workers of so many ranks come to from the same start, on the same groups."""
     rank_processes.leave()
 
     def run(world: int, steps, **settings):
-        config = RunConfig(
-            run_id=run_id,
-            epoch=publisher.epoch,
-            redis_url=redis_url,
-            weights_url=weights_url,
-            checkpoint_folder=tmp_path,
-            model_folder=policy,
-            trainers=world,
-            ramp_steps=0,
-            sync_timeout=30.0,
-            **settings,
-        )
+        config = make_config(trainers=world, ramp_steps=0, sync_timeout=30.0, **settings)
         rank_processes.start(world)
         places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
         asked = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
@@ -125,21 +104,11 @@ def dies_in_its_next_gradient(worker):
 
 
 async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
-    publisher, client, log, redis_url, weights_url, run_id, policy, tmp_path
+    client, log, run_id, make_config
 ):
     import ray
 
-    config = RunConfig(
-        run_id=run_id,
-        epoch=publisher.epoch,
-        redis_url=redis_url,
-        weights_url=weights_url,
-        checkpoint_folder=tmp_path,
-        model_folder=policy,
-        engine="megatron",
-        trainers=2,
-        sync_timeout=30.0,
-    )
+    config = make_config(engine="megatron", trainers=2, sync_timeout=30.0)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         fleet = RayTrainerFleet(config)

@@ -51,7 +51,6 @@ from trinity_schemas import (
 
 PATIENCE = 20.0
 STATE_DICT = "latest_state_dict_iteration.txt"
-CHECKPOINT = "latest_checkpointed_iteration.txt"
 
 
 def of(said, event_type):

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.failing_writers import FailingSynchronizer, FailsOnRank1
 from tests.rank_processes import Rank
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_events.weights import PartWriter, Place
 from trinity_workers.engines.files import read_state
 from trinity_workers.helpers import (
     fsdp_save_state_dict,
@@ -152,25 +152,6 @@ def publish_adapter(rank: Rank, step: int) -> dict[str, torch.Tensor]:
         to.publish(gathered.items(), step, subset=True)
         to.flush()
     return gathered
-
-
-class FailsAtThirdTensor(PartWriter):
-    def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
-        if len(self._tensors) == 2:
-            raise OSError("no room for the third tensor")
-        super().add(name, tensor, place)
-
-
-class FailingSynchronizer(Synchronizer):
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
-        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
-
-
-class FailsOnRank1(FailingSynchronizer):
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
-        if rank == 1:
-            return super().part_writer(global_step, rank)
-        return Synchronizer.part_writer(self, global_step, rank)
 
 
 def upload_that_fails(rank: Rank, step: int, sharded: bool) -> None:

@@ -18,7 +18,6 @@ from tests.pipeline import events_of
 from tests.test_fsdp import assert_equal
 from tests.verl.conftest import speak_to_verl
 from trinity_schemas import StepRef, VersionPartPublished, WeightsApplied
-from trinity_workers.learning.policy import create_policy
 
 pytestmark = [
     pytest.mark.timeout(600),  # its own deadlines are shorter, and say what is missing
@@ -31,12 +30,10 @@ SHORT = 5.0
 
 
 @pytest.fixture(scope="module")
-def fleet(redis_url, weights_url, tmp_path_factory):
+def fleet(redis_url, weights_url, policy_folder, tmp_path_factory):
     """Two trainers and two rollouts, which take a minute to start; and a reducer of all runs."""
     speak_to_verl()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    folder = tmp_path_factory.mktemp("policy")
-    create_policy(folder, seed=0)
     command = [
         *(sys.executable, "-m", "trinity_events", "reducer", "--redis-url", redis_url),
         *("--checkpoint-root", str(tmp_path_factory.mktemp("checkpoints"))),
@@ -52,7 +49,9 @@ def fleet(redis_url, weights_url, tmp_path_factory):
             "local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=40
         )
         try:
-            yield Fleet(folder, redis_url=redis_url, weights_url=weights_url, deadline=DEADLINE)
+            yield Fleet(
+                policy_folder, redis_url=redis_url, weights_url=weights_url, deadline=DEADLINE
+            )
         finally:
             ray.shutdown()
             reducer.kill()

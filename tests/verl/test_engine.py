@@ -7,7 +7,6 @@ import anyio.to_thread
 import pytest
 import torch
 
-from tests.pipeline import reducer_task
 from tests.test_fsdp import assert_equal, ready
 from tests.verl import ranks as at
 from tests.verl.ranks import Where
@@ -17,16 +16,8 @@ from trinity_schemas import SaveFailed, VersionPartPublished, decode_envelope
 from trinity_workers.collectives import PeerFailed
 from trinity_workers.engines.files import read_state
 from trinity_workers.helpers.shards import ShardsRefused
-from trinity_workers.learning.policy import create_policy
 
 pytestmark = pytest.mark.timeout(420)  # its own deadlines are shorter, and say what is missing
-
-
-@pytest.fixture(scope="session")
-def policy_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policy")
-    create_policy(folder, seed=0)
-    return folder
 
 
 @pytest.fixture
@@ -41,17 +32,6 @@ def engines(ranks, where):
     norms = ranks(at.take_step, 1)
     assert norms[0] == norms[1] > 0
     return ranks
-
-
-@pytest.fixture
-async def committer(where):
-    """Commits versions as the trainer does, with a reducer running."""
-    made = Synchronizer(
-        where.run_id, where.epoch, redis_url=where.redis_url, weights_url=where.weights_url
-    )
-    async with reducer_task(where.redis_url, where.run_id):
-        yield made
-    made.close()
 
 
 async def pulled(where: Where, log, step: int) -> dict[str, torch.Tensor]:

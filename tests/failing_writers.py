@@ -1,0 +1,34 @@
+"""Ranks that cannot publish all of their weights."""
+
+from __future__ import annotations
+
+import torch
+
+from trinity_events import Synchronizer
+from trinity_events.weights import PartWriter, Place
+
+
+class FailsAtThirdTensor(PartWriter):
+    """A part's writer without room for a third tensor."""
+
+    def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
+        if len(self._tensors) == 2:
+            raise OSError("no room for the third tensor")
+        super().add(name, tensor, place)
+
+
+class FailingSynchronizer(Synchronizer):
+    """Fails on every rank that publishes."""
+
+    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
+
+
+class FailsOnRank1(Synchronizer):
+    """Fails on rank 1 alone, which has said that it begins."""
+
+    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+        writer = super().part_writer(global_step, rank)
+        if rank != 1:
+            return writer
+        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
