@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class TrinityError(Exception):
     """Base of all errors that this package raises on purpose."""
@@ -57,6 +59,19 @@ class SaveError(TrinityError):
     def __init__(self, message: str, failures: tuple[BaseException, ...] = ()) -> None:
         super().__init__(message)
         self.failures = failures
+
+    @classmethod
+    def of(cls, failed: Sequence[tuple[str, BaseException]], *others: BaseException) -> SaveError:
+        """Of saves in words with what they raised; ``others`` is what failed beside them."""
+        (what, first), count = failed[0], len(failed) + len(others)
+        more = f" (and {count - 1} more)" if count > 1 else ""
+        made = cls(
+            f"background save {what} failed{more}: {type(first).__name__}: {first}: "
+            "mend that, and save the step again; until then it is not ready",
+            (*(error for _, error in failed), *others),
+        )
+        made.__cause__ = first
+        return made
 
 
 class StaleEpoch(TrinityError):

@@ -283,14 +283,7 @@ class CheckpointCoordinator:
             failures, self._failures = self._failures, []
             untold, self._untold = self._untold, []
         if failures:
-            others = [*(error for _, error in failures[1:]), *untold]
-            more = f" (and {len(others)} more)" if others else ""
-            what, first = failures[0]
-            raise SaveError(
-                f"background save {what} failed{more}: {type(first).__name__}: {first}: "
-                "mend that, and save the step again; until then it is not ready",
-                (first, *others),
-            ) from first
+            raise SaveError.of(failures, *untold)
         if untold:
             raise untold[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trinity_schemas import Kind
 
 from .complete import missing
+from .known import words_of
 from .state import KindState, MonitorState, StepState
 
 _NAMED = 8
@@ -79,8 +80,7 @@ def _turn(state: MonitorState, kind: KindState) -> str:
     if not any(slot.waiting for slot in kind.slots.values()) or not state.turns:
         return ""
     having = [
-        f"{attempt.slot.name} of {attempt.slot.role}-{attempt.slot.rank} for {attempt.slot.kind} "
-        f"step {attempt.slot.step}"
+        words_of(attempt.slot)
         for save_id in list(state.turns)[:3]
         if (attempt := state.attempts.get(save_id)) is not None
     ]

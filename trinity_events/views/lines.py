@@ -9,6 +9,8 @@ from msgspec.structs import asdict
 
 from trinity_schemas import ANNOUNCEMENT_TYPES, Envelope, Registration, Slot, event_tag
 
+from ..core.known import who_is
+
 
 def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = None) -> str:
     """The entry as a line: id, time, who, what."""
@@ -20,7 +22,7 @@ def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = N
     )
     event = envelope.event
     mark = "»" if isinstance(event, ANNOUNCEMENT_TYPES) else " "
-    who = f"{envelope.producer.role}-{envelope.producer.rank}"
+    who = who_is(envelope.producer)
     details = " ".join(_details(asdict(event)))
     return f"{entry_id:<18} {when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
 

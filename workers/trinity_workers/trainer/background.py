@@ -58,13 +58,7 @@ class BackgroundSaves:
         begun, self._begun = self._begun, []
         failed = [(what, error) for what, one in begun if (error := one.exception()) is not None]
         if failed:
-            what, first = failed[0]
-            more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
-            raise SaveError(
-                f"background save {what} failed{more}: {type(first).__name__}: {first}: "
-                "mend that, and save the step again; until then it is not ready",
-                tuple(error for _, error in failed),
-            ) from first
+            raise SaveError.of(failed)
 
     def close(self) -> None:
         """Take no more of them."""
