@@ -125,7 +125,7 @@ async def test_an_outage_of_the_server_does_not_end_the_training(server, log, pu
 
 async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monkeypatch, caplog):
     view = ProgressView(RUN, 10)
-    monkeypatch.setattr(view, "_show", lambda: 1 / 0)
+    monkeypatch.setattr(view, "_show", lambda *_: 1 / 0)
     async with launcher._shown(view, log):
         await until(lambda: "is not shown any more: division by zero" in caplog.text)
         await anyio.sleep(0)

@@ -82,7 +82,7 @@ class Producer(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
-class Slot(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class Slot(Struct, frozen=True, kw_only=True):
     """What one save fills: one kind of one step, from one rank, under one name.
 
     Together with the envelope's epoch it identifies the slot; a save id is one attempt at it.

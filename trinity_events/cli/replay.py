@@ -42,18 +42,16 @@ def replay(
 
     Example: trinity-events replay demo-1 --until 40 --no-timeline
     """
+    show = timeline and not as_json
     path = recorded_file(run)
     if path is not None:
         header, lines = read_lines(path)
         replaying = Replay(header.run_id, until)
         for line in lines:
-            if line.stream != Stream.EVENTS.value:
-                continue
-            if not _feed(replaying, line.entry, show=timeline and not as_json):
+            if line.stream == Stream.EVENTS.value and not _feed(replaying, line.entry, show=show):
                 break
     else:
         replaying = Replay(run, until)
-        show = timeline and not as_json
         anyio.run(_replay_run, redis_url, run, checkpoint_root(root), replaying, show)
     replaying.check_finished()
     if as_json:

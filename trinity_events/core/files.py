@@ -62,7 +62,8 @@ def plan_files(state: MonitorState) -> FilePlan:
             old = pointer.at.epoch != state.epoch
             promotions[pointer.path] = Promotion(pointer.at.step, pointer.path, only_if_absent=old)
     for step, step_state in state.steps.items():
-        complete = [k for k in ITERATION_FILES if _has_outcome(step_state.kinds.get(k))]
+        kinds = step_state.kinds
+        complete = [k for k in ITERATION_FILES if k in kinds and kinds[k].outcome is not None]
         folders = {kind: staged_folder(step_state, kind) for kind in complete}
         # The checkpoint's folder takes the place of its state dict's, and its files with it.
         chosen = folders.get("checkpoint") or folders.get("state_dict")
@@ -78,7 +79,3 @@ def plan_files(state: MonitorState) -> FilePlan:
         if (pointer := state.ready.get(kind)) is not None
     )
     return FilePlan(promotions=tuple(sorted(promotions.values())), iterations=iterations)
-
-
-def _has_outcome(kind: object) -> bool:
-    return getattr(kind, "outcome", None) is not None

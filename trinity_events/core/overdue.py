@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trinity_schemas import DeadlineReached, ExpiredAttempt, Kind, LeaseExpired, Producer
 
 from .limits import EXPIRED_AT_ONCE
-from .state import KindState, MonitorState
+from .state import MonitorState
 
 
 class Holder(NamedTuple):
@@ -67,7 +67,7 @@ def waiting(state: MonitorState) -> list[Waiting]:
         Waiting(state.epoch, step, kind, committed_at)
         for step, step_state in state.steps.items()
         for kind, kind_state in step_state.kinds.items()
-        if (committed_at := _waits_since(kind_state)) is not None
+        if (committed_at := kind_state.committed_at) is not None and not kind_state.settled
     ]
 
 
@@ -80,7 +80,3 @@ def overdue(
         for one in waiting(state)
         if one in late
     ]
-
-
-def _waits_since(kind: KindState) -> int | None:
-    return None if kind.settled else kind.committed_at

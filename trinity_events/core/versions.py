@@ -79,8 +79,7 @@ class Versions(Readiness):
         # Taken out and put back: whoever was silent longest goes first.
         found = explorers.pop(who, None) or ExplorerState()
         explorers[who] = found
-        if len(explorers) > KEPT_EXPLORERS:
-            keep_last(explorers, KEPT_EXPLORERS)
+        keep_last(explorers, KEPT_EXPLORERS)
         return found
 
     def _consumer_detached(self, event: ConsumerDetached, _: Envelope) -> None:

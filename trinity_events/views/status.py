@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trinity_schemas import Kind
+
 from ..core import MonitorState, explain
 from ..core.state import KINDS
 
@@ -60,10 +62,12 @@ def status_panel(state: MonitorState) -> RenderableType:
         gone = state.closed == "failed" and explorer.status != "stopped"
         status = "lost" if gone else explorer.status
         explorers.add_row(name, status, serves, _when(explorer.applied_at))
-    travel: list[Text] = []
+    about: list[Text] = []
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
-        travel = [Text.assemble(("weights travel by ", "dim"), chosen)]
+        about.append(Text.assemble(("weights travel by ", "dim"), chosen))
+    if state.closed_error is not None:
+        about.append(Text(state.closed_error, style="red"))
     lines = [
         Text(explain(state, step), style="yellow")
         for step, found in sorted(state.steps.items())
@@ -74,13 +78,11 @@ def status_panel(state: MonitorState) -> RenderableType:
         lines.append(Text(f"Anomalies: {counts}.", style="red"))
         last = state.anomalies[-1]
         lines.append(Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"))
-    if state.closed_error is not None:
-        travel.append(Text(state.closed_error, style="red"))
-    return Group(head, *travel, Text(), ready, Text(), explorers, *lines)
+    return Group(head, *about, Text(), ready, Text(), explorers, *lines)
 
 
-def _pointer(state: MonitorState, kind: str) -> str:
-    pointer = state.ready.get(kind)  # type: ignore[call-overload]
+def _pointer(state: MonitorState, kind: Kind) -> str:
+    pointer = state.ready.get(kind)
     if pointer is None:
         return "-"
     return f"{pointer.at.step}" + (f" (epoch {pointer.at.epoch})" if pointer.at.epoch > 1 else "")

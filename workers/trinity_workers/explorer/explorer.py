@@ -140,7 +140,7 @@ class Explorer:
         self, versions: NewestVersion, writer: ExperienceWriter
     ) -> ExplorationResult:
         config = self.config
-        before = after = None
+        before: float | None = None
         groups = 0
         standing = await versions.wait(0, deadline=config.sync_timeout)
         self._pass_over(standing.step)

@@ -32,8 +32,6 @@ class ProgressView:
         self._console = Console(stderr=True)
         self._printed_at = 0.0
         self._printed_step = 0
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
     async def follow(self, log: EventLog) -> None:
         """Show the run until cancelled; a server that is away is waited for."""
@@ -46,13 +44,13 @@ class ProgressView:
             console=self._console,
             disable=not self._console.is_terminal,
             transient=True,
-        ) as self._bar:
-            self._task = self._bar.add_task("", total=self._steps, shown="starting")
+        ) as bar:
+            task = bar.add_task("", total=self._steps, shown="starting")
             while True:
                 after = {Stream.EVENTS: self._monitor.state.position}
                 for _, entry in await wait.ask(partial(log.wait, after, seconds=5)):
                     self._fold(entry)
-                self._show()
+                self._show(bar, task)
 
     def say(self, text: str) -> None:
         """One line about what is being done."""
@@ -69,7 +67,7 @@ class ProgressView:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])
 
-    def _show(self) -> None:
+    def _show(self, bar: Progress, task: TaskID) -> None:
         state = self._monitor.state
         recent = self._rewards[-_SMOOTHING:]
         served = [e.version.step for e in state.explorers.values() if e.version is not None]
@@ -82,8 +80,7 @@ class ProgressView:
                 f"staleness {self._metrics.get('staleness', 0):.1f}",
             )
         )
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=state.trainer_step, shown=shown)
+        bar.update(task, completed=state.trainer_step, shown=shown)
         due = time.monotonic() - self._printed_at > LINES_EVERY
         if not self._console.is_terminal and due and state.trainer_step > self._printed_step:
             self._printed_at, self._printed_step = time.monotonic(), state.trainer_step

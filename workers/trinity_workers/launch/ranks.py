@@ -118,5 +118,4 @@ async def _claim(claims: _Claims, config: RunConfig) -> int:
                 config.explorers,
                 config.run_id,
             )
-        # As the reducer's lead: the other's lease says how long to wait at least.
-        await anyio.sleep(LEASE / 10)
+        await anyio.sleep(LEASE / 10)  # nothing tells when another gives one up, or lets it lapse

@@ -8,6 +8,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from trinity_events.core import RunSummary
+from trinity_events.core.summary import Spread
 
 from ..explorer import ExplorationResult
 from ..trainer import TrainingResult
@@ -159,6 +160,5 @@ def _mebibytes(count: int) -> str:
     return f"{count / (1 << 20):,.1f} MiB"
 
 
-def _spread(spread: object) -> str:
-    median, p99 = getattr(spread, "median", 0.0), getattr(spread, "p99", 0.0)
-    return f"{median * 1000:.1f} ms median, {p99 * 1000:.1f} ms p99"
+def _spread(spread: Spread) -> str:
+    return f"{spread.median * 1000:.1f} ms median, {spread.p99 * 1000:.1f} ms p99"
