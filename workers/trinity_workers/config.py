@@ -12,7 +12,7 @@ from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
 EngineName = Literal["fsdp", "megatron"]
-# The Synchronizer's, once more: to import them from there is to import torch.
+# Of the Synchronizer's those that a run can be told to use. Not taken from there: that is torch.
 TransportName = Literal["shm", "ray", "redis", "collective"]
 TransportChoice = Literal["auto", TransportName]
 PublishName = Literal["auto", "shards", "snapshot", "full"]
