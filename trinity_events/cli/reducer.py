@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 import anyio
@@ -82,10 +83,7 @@ def reducer(
     folder = writable_root(checkpoint_root(root))
     calm_interpreter()
     with serving(redis_url) as url:
-
-        async def reduce() -> None:
-            await reduce_all(url, run_id=run, root=folder, policy=policy)
-
+        reduce = partial(reduce_all, url, run_id=run, root=folder, policy=policy)
         anyio.run(until_stopped, reduce, lifeline)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from functools import partial
 from typing import Annotated
 
 import anyio
@@ -42,8 +42,7 @@ def serve(
     )
     folder = writable_root(checkpoint_root(root))
     calm_interpreter()
-    with ExitStack() as stack:
-        url = stack.enter_context(EmbeddedServer(trinity_home()).attached())
+    with EmbeddedServer(trinity_home()).attached() as url:
         shown = url
         if port:
             with connect_sync(url) as client:
@@ -56,11 +55,6 @@ def serve(
                         "choose another with --port"
                     ) from None
             shown = f"redis://127.0.0.1:{port}"
-
-        def started() -> None:
-            print(f"serving at {shown} (Ctrl-C stops)", flush=True)
-
-        async def reduce() -> None:
-            await reduce_all(url, run_id=None, root=folder, started=started, policy=policy)
-
+        say = partial(print, f"serving at {shown} (Ctrl-C stops)", flush=True)
+        reduce = partial(reduce_all, url, run_id=None, root=folder, started=say, policy=policy)
         anyio.run(until_stopped, reduce)
