@@ -667,18 +667,7 @@ def make_groups(run_id: str, seed: int, count: int = 5) -> list[ExperienceGroup]
     return groups
 
 
-def run_config(where: Where, trainers: int) -> RunConfig:
-    return RunConfig(
-        run_id=where.run_id,
-        epoch=where.epoch,
-        redis_url=where.redis_url,
-        weights_url=where.weights_url,
-        checkpoint_folder=where.run_folder,
-        model_folder=where.model_folder,
-        trainers=trainers,
-        ramp_steps=0,
-        sync_timeout=20.0,
-    )
+SETTINGS = {"ramp_steps": 0, "sync_timeout": 20.0}
 
 
 def make_worker(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
@@ -720,17 +709,18 @@ def train_alone(rank: Rank, config: RunConfig, steps: list[list[ExperienceGroup]
     return train_from_the_start(rank, make_worker(rank, config), steps)
 
 
-async def test_training_on_two_ranks_equals_training_on_one(processes, where):
-    steps = [make_groups(where.run_id, seed) for seed in (1, 2, 3)]
+async def test_training_on_two_ranks_equals_training_on_one(processes, make_config, run_id):
+    steps = [make_groups(run_id, seed) for seed in (1, 2, 3)]
     tokens = [
         sum(len(one) for group in steps[0][rank::WORLD] for one in group.responses)
         for rank in range(WORLD)
     ]
     assert tokens[0] > 3 * tokens[1], "the ranks' shares differ"
 
-    [alone] = await Ranks(RankGroup(processes, 1))(train_alone, run_config(where, 1), steps)
+    config = make_config(trainers=1, **SETTINGS)
+    [alone] = await Ranks(RankGroup(processes, 1))(train_alone, config, steps)
     both_ranks = Ranks(RankGroup(processes, WORLD))
-    address, _ = await both_ranks(make_worker, run_config(where, WORLD))
+    address, _ = await both_ranks(make_worker, make_config(trainers=WORLD, **SETTINGS))
     together, second = await both_ranks(train_from_the_start, address, steps)
 
     assert together.metrics == second.metrics, "metrics are of all ranks"
@@ -744,19 +734,19 @@ async def test_training_on_two_ranks_equals_training_on_one(processes, where):
 
 
 @pytest.fixture
-async def trainers(processes, where):
+async def trainers(processes, make_config):
     """The two processes as the fleet's workers."""
     ranks = Ranks(RankGroup(processes, WORLD))
-    address, _ = await ranks(make_worker, run_config(where, WORLD))
+    address, _ = await ranks(make_worker, make_config(trainers=WORLD, **SETTINGS))
     await ranks(set_up_worker, *address)
     yield ranks
     await ranks(shut_worker_down)
 
 
 async def test_a_share_that_cannot_be_trained_on_fails_on_all_ranks_and_the_next_works(
-    trainers, where
+    trainers, run_id
 ):
-    groups = make_groups(where.run_id, 1)
+    groups = make_groups(run_id, 1)
     first, second = await trainers.answers(train, groups[:1])
     assert isinstance(first, PeerFailed)
     assert isinstance(second, ValueError)
