@@ -223,9 +223,13 @@ async def test_a_run_that_cannot_be_read_hides_no_other(finished_run, client, cl
     await client.xadd(keys.events, {"e": b"a later entry"})
     await client.xtrim(keys.events, maxlen=1, approximate=False)
     await client.set(keys.snapshot, b"not a snapshot")
+    taken = f"{finished_run}-taken"
+    await open_run(client, taken)
+    await client.set(RunKeys.of(taken).position, b"\xff")
     said = cli("runs", "--json", "--redis-url", redis_url)
     assert said.returncode == 0, said.stderr
     assert f"of run {spoiled} the snapshot is not readable" in said.stderr
+    assert f"error: {RunKeys.of(taken).position} holds " in said.stderr
     listed = {row["run_id"] for row in json.loads(said.stdout)}
     assert finished_run in listed
-    assert spoiled not in listed
+    assert not {spoiled, taken} & listed

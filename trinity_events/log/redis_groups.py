@@ -11,11 +11,13 @@ from trinity_schemas import RunKeys
 from .base import DEAD_LETTERS_KEPT, Claimed, Entry, GroupInfo, Stream
 from .raw import entries, flat_entries
 from .scripts import Scripts
+from .taken import naming_taken_keys
 
 _FIRST_MEMBER = "-"
 """With which a group is created, so that the server knows since when it has been idle."""
 
 
+@naming_taken_keys
 class RedisGroups:
     """Implements :class:`~trinity_events.log.ConsumerGroup`."""
 
