@@ -56,11 +56,10 @@ class RedisGroups:
 
         What was given to members ``most`` times already is put to the dead letters instead.
         """
-        reason = f"group {group}: delivered TIMES times and never acknowledged"
         claimed, dead = await self._run(
             "claim",
             keys=[self._key(stream), self.keys.dead],
-            args=[group, member, int(idle * 1000), most, limit, reason, DEAD_LETTERS_KEPT],
+            args=[group, member, int(idle * 1000), most, limit, DEAD_LETTERS_KEPT],
         )
         return Claimed(flat_entries(claimed), flat_entries(dead))
 
