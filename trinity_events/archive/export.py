@@ -21,7 +21,7 @@ from ..history import page_of
 from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
 from ..log.raw import FIELD
-from .continuation import goes_on_from
+from .continuation import common_part
 from .format import (
     ArchiveMissing,
     Header,
@@ -84,8 +84,7 @@ async def whole_stream(
         behind = after
         if archive is not None:
             # What of it is of another log is set aside by the next leader.
-            common = await goes_on_from(archive, log, stream)
-            known = max(common, await log.first_left(stream) or ORIGIN, key=position)
+            known = (await common_part(archive, log, stream)).known
             for entry in archive.read(stream, after):
                 if position(entry.id) > position(known):
                     break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -35,6 +36,8 @@ the next batch comes in as many pieces as a socket holds."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
 _SHORTEST_WAIT = 0.01
+KEEP_AGAIN = 10.0
+"""Seconds before archiving that failed is tried again."""
 _UNKEPT = 40
 """Snapshots after which the log is archived although there is a backlog to fold; one that comes
 faster than it can be archived is folded no faster, so that the server is not filled. What was on
@@ -72,7 +75,8 @@ class Reducer:
         log: The run's log.
         files: The run's checkpoint directory, if it has one.
         token: The fencing token of our lead.
-        keep: Archives what came up to a position, that of a snapshot; called when there is time.
+        keep: Archives what came up to a position, that of a snapshot; called when there is time,
+            and again after a while when it returns False or raises.
         archived: The events that are kept in files after a position.
         beside: What else the leader does, given the state as it is folded.
         reached: How far we know the log was folded before, to notice when that is lost.
@@ -83,7 +87,7 @@ class Reducer:
         log: EventLog,
         files: CheckpointFiles | None,
         token: int,
-        keep: Callable[[str], Awaitable[None]] | None = None,
+        keep: Callable[[str], Awaitable[bool]] | None = None,
         *,
         archived: Callable[[str], Iterator[Entry]] | None = None,
         beside: Sequence[Callable[[Live], Coroutine[Any, Any, None]]] = (),
@@ -103,6 +107,7 @@ class Reducer:
         self._snapshot_at = ORIGIN
         self._began_before = ORIGIN
         self._unkept = 0
+        self._keep_at = -math.inf
         self._reconciled_at = 0.0
         self._stale = False
 
@@ -174,7 +179,8 @@ class Reducer:
                 return False
             found = await self._wait(state)
             if not found and self._file_chore.rests:
-                if until_closed and state.closed is not None and not holders(state):
+                over = state.closed is not None and not holders(state)
+                if until_closed and over and self._is_kept:
                     return True
                 if position(await self._log.last_id()) < position(state.position):
                     return False  # the server has less than it had: what is left is loaded
@@ -261,10 +267,24 @@ class Reducer:
         return True
 
     def _wish_to_keep(self) -> None:
-        """Have the log archived up to the last snapshot, if that is new."""
-        if self._unkept and self._keep is not None:
+        """Have the log archived up to the last snapshot, if that is new, or it failed before."""
+        if self._unkept and self._keep is not None and anyio.current_time() >= self._keep_at:
             self._unkept = 0
-            self._log_chore.wish(partial(self._keep, self._snapshot_at))
+            self._log_chore.wish(partial(self._keep_through, self._keep, self._snapshot_at))
+
+    async def _keep_through(self, keep: Callable[[str], Awaitable[bool]], through: str) -> None:
+        failed = True
+        try:
+            failed = await keep(through) is False
+        finally:
+            if failed:
+                self._unkept = max(1, self._unkept)
+                self._keep_at = anyio.current_time() + KEEP_AGAIN
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether nothing is left to archive, of what is to be."""
+        return self._keep is None or (self._log_chore.rests and not self._unkept)
 
     def _look_at_files(self, state: MonitorState, pause: float) -> None:
         """Have the files reconciled once a second, and ``pause`` after they were when stale."""
