@@ -11,6 +11,7 @@ import redis
 
 from tests.histories import committed
 from trinity_events.log import (
+    DEAD_LETTER_BYTES,
     ORIGIN,
     AsyncPublisher,
     Commit,
@@ -375,6 +376,22 @@ async def test_dead_letters_are_kept_with_their_reason(log):
         Commit(token=token, after=ORIGIN, position="9-0", dead_letters=[letter])
     )
     assert await log.dead_letters() == [letter]
+
+
+async def test_of_a_long_dead_letter_the_beginning_is_kept(log):
+    long = bytes(range(256)) * (DEAD_LETTER_BYTES // 128)
+    await log.create_group(EVENTS, "g", ORIGIN)
+    at = await log.append(long)
+    await log.read_group(EVENTS, "g", "one", seconds=1)
+    await log.claim(EVENTS, "g", "two", idle=0, most=1)
+    token, _ = await log.lead(5)
+    letter = DeadLetter(Entry(at, long), "not MessagePack: " + "x" * 100_000)
+    assert await log.commit(Commit(token=token, after=ORIGIN, position=at, dead_letters=[letter]))
+    of_group, of_reducer = await log.dead_letters()
+    assert of_group.entry == of_reducer.entry == Entry(at, long[:DEAD_LETTER_BYTES])
+    assert of_reducer.reason.startswith("not MessagePack: x")
+    assert len(of_reducer.reason) <= 1000
+    assert await log.read() == [Entry(at, long)], "the log has it whole"
 
 
 async def test_a_lease_that_is_not_renewed_is_free(log):

@@ -18,7 +18,7 @@ from ..core import MonitorState
 from ..core.standing import stands, subject
 from ..errors import KeyTaken, TrinityError
 from ..history import page_of
-from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
+from ..log import ORIGIN, DeadLetter, Entry, PageSize, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
 from ..log.raw import FIELD
 from .continuation import common_part
@@ -79,7 +79,7 @@ async def whole_stream(
     log: RedisEventLog, stream: Stream, archive: Archive | None
 ) -> AsyncIterator[Entry]:
     """Every entry of a stream: the archive first, then what is still on the server."""
-    after, end = ORIGIN, None
+    after, end, page = ORIGIN, None, PageSize(page_of(stream))
     while True:
         behind = after
         if archive is not None:
@@ -92,7 +92,8 @@ async def whole_stream(
                 yield entry
         end = end or await log.last_id(stream)
         while True:
-            found = await log.read(after, stream=stream, through=end, limit=page_of(stream))
+            found = await log.read(after, stream=stream, through=end, limit=page.limit)
+            page.learn(found)
             left = await log.first_left(stream)
             # What is trimmed is in the archive, whose newest segments the server has too. A
             # reader that is slow may be overtaken: it goes on in the archive.

@@ -403,7 +403,7 @@ class MemoryEventLog:
         return 0 < token == self._fence
 
     def _bury(self, letter: DeadLetter) -> None:
-        self._dead.append(letter)
+        self._dead.append(letter.kept)
         del self._dead[:-DEAD_LETTERS_KEPT]
 
     def _grant(self, save_ids: Sequence[str]) -> None:

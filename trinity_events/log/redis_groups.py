@@ -8,11 +8,19 @@ import redis.asyncio
 
 from trinity_schemas import RunKeys
 
-from .base import DEAD_LETTERS_KEPT, Claimed, Entry, GroupInfo, Stream
+from .base import (
+    DEAD_LETTER_BYTES,
+    DEAD_LETTERS_KEPT,
+    Claimed,
+    Entry,
+    GroupInfo,
+    Stream,
+)
 from .raw import entries, flat_entries
 from .scripts import Scripts
 from .taken import naming_taken_keys
 
+_KEPT = (DEAD_LETTERS_KEPT, DEAD_LETTER_BYTES)
 _FIRST_MEMBER = "-"
 """With which a group is created, so that the server knows since when it has been idle."""
 
@@ -59,7 +67,7 @@ class RedisGroups:
         claimed, dead = await self._run(
             "claim",
             keys=[self._key(stream), self.keys.dead],
-            args=[group, member, int(idle * 1000), most, limit, DEAD_LETTERS_KEPT],
+            args=[group, member, int(idle * 1000), most, limit, *_KEPT],
         )
         return Claimed(flat_entries(claimed), flat_entries(dead))
 

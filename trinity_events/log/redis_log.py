@@ -109,7 +109,8 @@ class RedisEventLog(RedisGroups):
         for subject, payload in commit.announcements:
             args += (subject, payload)
         for letter in commit.dead_letters:
-            args += (letter.entry.id, letter.reason, letter.entry.payload)
+            entry, reason = letter.kept
+            args += (entry.id, reason, entry.payload)
         written = [
             *(keys.position, keys.fence, keys.announcements, keys.dead, keys.snapshot),
             *(keys.current, *(grant_key(self.run_id, save_id) for save_id in commit.grants)),

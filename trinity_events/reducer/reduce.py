@@ -19,7 +19,7 @@ from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.overdue import holders
 from ..core.standing import OF_AN_EPOCH, newest
 from ..history import fold, load_monitor
-from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, Stream, position
+from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
 from .checkpoints import CheckpointFiles
 from .chores import Chore
 from .live import Live
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 5_000
 """Entries between two snapshots."""
 BATCH = 2000
+"""Entries that are folded and committed at once, at most; of large ones, fewer: see PageSize."""
 SLICE = 125
 """Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile, and
 the next batch comes in as many pieces as a socket holds."""
@@ -102,6 +103,7 @@ class Reducer:
         self.reached = reached
         """The position of the last commit that was taken."""
         self._decode = EnvelopeReader().decode
+        self._batch = PageSize(BATCH)
         self._after = ORIGIN
         self._since_snapshot = 0
         self._snapshot_at = ORIGIN
@@ -163,13 +165,16 @@ class Reducer:
     async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:
         """Fold batch by batch; returns whether the run was closed, and not our commit refused."""
         state = monitor.state
-        found = await self._log.read(state.position, limit=BATCH)
+        asked = self._batch.limit
+        found = await self._log.read(state.position, limit=asked)
         while True:
-            if len(found) == BATCH:
+            self._batch.learn(found)
+            if len(found) == asked:
                 if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
                     await self._log_chore.at_rest()  # what is not archived stays on the server
                     self._wish_to_keep()
-                more = partial(self._log.read, found[-1].id, limit=BATCH)
+                asked = self._batch.limit
+                more = partial(self._log.read, found[-1].id, limit=asked)
                 ahead = UnderWay(self._tasks, more)
                 if not await self._step(monitor, found, last=False):
                     return False
@@ -177,7 +182,8 @@ class Reducer:
                 continue
             if not await self._step(monitor, found, last=True):
                 return False
-            found = await self._wait(state)
+            asked = self._batch.limit
+            found = await self._wait(state, asked)
             if not found and self._file_chore.rests:
                 over = state.closed is not None and not holders(state)
                 if until_closed and over and self._is_kept:
@@ -188,7 +194,7 @@ class Reducer:
     def _is_past_the_beginning(self, entry_id: str) -> bool:
         return position(entry_id) > position(self._began_before)
 
-    async def _wait(self, state: MonitorState) -> list[Entry]:
+    async def _wait(self, state: MonitorState, limit: int) -> list[Entry]:
         """Wait for entries; all there was is folded and committed by now.
 
         Where it waits for a whole second, the files were reconciled too: the waits are short
@@ -201,7 +207,7 @@ class Reducer:
             if self._file_chore.rests or seconds > RECONCILE_EVERY:
                 seconds = RECONCILE_EVERY
             waited = await self._log.wait(
-                {Stream.EVENTS: state.position}, seconds=seconds, limit=BATCH
+                {Stream.EVENTS: state.position}, seconds=seconds, limit=limit
             )
             if waited or seconds == RECONCILE_EVERY:
                 return [entry for _, entry in waited]

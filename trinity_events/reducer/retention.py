@@ -10,7 +10,7 @@ import anyio.to_thread
 from ..archive.continuation import common_part
 from ..archive.segments import Archive
 from ..history import page_of
-from ..log import Entry, RedisEventLog, Stream
+from ..log import Entry, PageSize, RedisEventLog, Stream
 from ..log import position as number
 from ..log.position import before
 
@@ -137,12 +137,14 @@ class Retention:
     async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
         """The next entries to keep; page by page, so that the folding has its turns."""
         segment: list[Entry] = []
-        page, nbytes = page_of(stream), 0
+        page, nbytes = PageSize(page_of(stream)), 0
         while len(segment) < SEGMENT_ENTRIES[stream] and nbytes < SEGMENT_BYTES:
-            found = await self._log.read(after, stream=stream, through=through, limit=page)
+            limit = page.limit
+            found = await self._log.read(after, stream=stream, through=through, limit=limit)
             segment += found
-            if len(found) < page:
+            if len(found) < limit:
                 break
+            page.learn(found)
             after = found[-1].id
             nbytes += sum(len(entry.payload) for entry in found)
         return segment
