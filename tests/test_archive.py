@@ -101,6 +101,12 @@ def lines(path):
     return path.read_bytes().splitlines(keepends=True)
 
 
+def uncounted(header):
+    told = json.loads(header)
+    del told["entries"]
+    return json.dumps(told).encode() + b"\n"
+
+
 DAMAGES = {
     "no header": (lambda all_lines: all_lines[1:], "is not a recorded log"),
     "another file": (lambda _: [b"hello\n"], "is not a recorded log"),
@@ -112,6 +118,14 @@ DAMAGES = {
     "cut off": (
         lambda all_lines: [*all_lines[:-1], all_lines[-1][:20]],
         r"line \d+ is not an entry",
+    ),
+    "cut off at a line's end": (
+        lambda all_lines: all_lines[:-1],
+        r"is not whole: its first line tells of \d+ entries, but it has \d+: it was cut off",
+    ),
+    "cut off at a line's end, and of before its entries were counted": (
+        lambda all_lines: [uncounted(all_lines[0]), *all_lines[1:4]],
+        r"is not whole: its first line tells of events up to .*, but they end at",
     ),
     "a line that does not parse": (
         lambda all_lines: [*all_lines[:3], b"{not json}\n", *all_lines[3:]],
@@ -137,6 +151,21 @@ async def test_a_damaged_file_is_one_sentence_that_names_the_place(exported, dam
     exported.write_bytes(b"".join(damage(lines(exported))))
     with pytest.raises(BadRecording, match=said):
         read_recording(exported)
+
+
+async def test_a_whole_file_of_before_its_entries_were_counted_is_read(exported):
+    all_lines = lines(exported)
+    exported.write_bytes(b"".join([uncounted(all_lines[0]), *all_lines[1:]]))
+    assert len(list(read_recording(exported).events)) > 0
+
+
+@pytest.mark.parametrize("command", ["replay", "import", "verify"])
+async def test_no_command_takes_a_file_that_was_cut_off_for_whole(exported, cli, command, tmp_path):
+    exported.write_bytes(b"".join(lines(exported)[:-2]))
+    said = cli(command, str(exported), env={"TRINITY_HOME": str(tmp_path / "elsewhere")})
+    assert said.returncode == 1
+    assert said.stderr.startswith(f"error: {exported} is not whole")
+    assert len(said.stderr.splitlines()) == 1
 
 
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path):

@@ -8,12 +8,21 @@ import sys
 
 import anyio
 import pytest
+from msgspec import structs
 
-from tests.histories import committed, registration
+from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task, until
+from trinity_events import silence
 from trinity_events.cli.app import build
-from trinity_events.log import AsyncPublisher, new_producer, open_run
-from trinity_schemas import ExplorerStatusChanged, RunClosed, RunKeys
+from trinity_events.history import current_state
+from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, position
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    RunClosed,
+    RunKeys,
+    explorer_key,
+    heartbeat_key,
+)
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
@@ -68,6 +77,50 @@ async def test_status_and_tail_say_why_a_run_failed_and_who_is_lost(
     found = dict(line.split()[:2] for line in shown.splitlines() if line.startswith("explorer-"))
     assert found == {"explorer-0": "lost", "explorer-1": "stopped"}
     assert f"reason=failed step=1 error={error} so it is\n" in cli("tail", run_id).stdout
+
+
+async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_lapsed(
+    publisher, log, client, redis_url, run_id, cli, monkeypatch
+):
+    monkeypatch.setattr(silence, "SILENCE", 0.0)
+    explorer = AsyncPublisher(log, 1, new_producer("explorer", 3))
+
+    async def silent():
+        return await silence.silent_since(client, await current_state(log))
+
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1])
+        await explorer.publish(ExplorerStatusChanged(status="running"))
+        await publisher.publish(structs.replace(started(2), lease=60.0))
+        await until(lambda: _is_folded(log))
+        assert await silent() is None, "a reducer leads"
+    signs = {
+        "a rank saves": heartbeat_key(run_id, publisher._stamp.producer.incarnation),
+        "an explorer has its rank": explorer_key(run_id, 1, 3),
+    }
+    for sign, key in signs.items():
+        await client.set(key, b"")
+        assert await silent() is None, sign
+        await client.delete(key)
+    last = max([position(await log.last_id(stream)) for stream in Stream])
+    assert await silent() == last[0]
+    monkeypatch.setattr(silence, "SILENCE", 60.0)
+    assert await silent() is None, "an entry is a sign of life, too"
+
+
+async def test_status_says_in_a_sentence_that_nobody_is_there(publisher, log, run_id, cli):
+    explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
+    await publish_steps(publisher, [1])
+    await explorer.publish(ExplorerStatusChanged(status="running"))
+    await anyio.sleep(silence.SILENCE)
+    shown = " ".join(cli("status", run_id, env={"COLUMNS": "300"}).stdout.split())
+    assert "Nobody seems to be there any more: the run is open, but no reducer leads it" in shown
+    assert "trainer silent at step 1" in shown
+    assert "explorer-0 silent" in shown
+    told = json.loads(cli("status", run_id, "--json").stdout)
+    assert told["silent_since"] == int((await log.last_id()).partition("-")[0])
+    await publisher.publish(RunClosed(reason="interrupted"))
+    assert "Nobody" not in cli("status", run_id).stdout
 
 
 async def _is_folded(log):
@@ -223,9 +276,13 @@ async def test_a_run_that_cannot_be_read_hides_no_other(finished_run, client, cl
     await client.xadd(keys.events, {"e": b"a later entry"})
     await client.xtrim(keys.events, maxlen=1, approximate=False)
     await client.set(keys.snapshot, b"not a snapshot")
+    taken = f"{finished_run}-taken"
+    await open_run(client, taken)
+    await client.set(RunKeys.of(taken).position, b"\xff")
     said = cli("runs", "--json", "--redis-url", redis_url)
     assert said.returncode == 0, said.stderr
     assert f"of run {spoiled} the snapshot is not readable" in said.stderr
+    assert f"error: {RunKeys.of(taken).position} holds " in said.stderr
     listed = {row["run_id"] for row in json.loads(said.stdout)}
     assert finished_run in listed
-    assert spoiled not in listed
+    assert not {spoiled, taken} & listed

@@ -14,10 +14,11 @@ from tests.pipeline import announced, publish_steps, reducer_task
 from tests.servers import cluster
 from tests.test_acl import DOCS, rules
 from tests.test_experiences import group as experiences
-from trinity_events import StepReady, subscribe
+from trinity_events import StepReady, silence, subscribe
 from trinity_events.archive.export import Recording, import_recording
 from trinity_events.archive.format import Header
-from trinity_events.errors import InvalidUrl, ServerUnreachable
+from trinity_events.errors import InvalidUrl, KeyTaken, ServerUnreachable
+from trinity_events.history import current_state
 from trinity_events.log import (
     ORIGIN,
     AsyncPublisher,
@@ -82,6 +83,21 @@ async def test_the_whole_pipeline_runs_on_a_cluster(nodes, url, tmp_path):
                     assert event.step == 1
                     await event.ack()
             assert run_id in await list_runs(client)
+
+
+async def test_what_is_told_of_silence_and_of_taken_keys_is_told_of_runs_on_every_node(
+    nodes, url, monkeypatch
+):
+    monkeypatch.setattr(silence, "SILENCE", 0.0)
+    async with connect(url) as client:
+        for run_id in runs_on_every_node(nodes):
+            await open_run(client, run_id)
+            log = RedisEventLog(client, run_id)
+            assert await silence.silent_since(client, await current_state(log)) is not None
+            await client.set(log.keys.holds, "of something else")
+            with pytest.raises(KeyTaken, match=re.escape(f"{log.keys.holds} is a string")):
+                await log.hold(1, "me", 60)
+            await client.delete(log.keys.holds)
 
 
 async def test_one_reducer_serves_the_runs_of_all_nodes(nodes, run_id, tmp_path):

@@ -11,6 +11,7 @@ import redis
 
 from tests.histories import committed
 from trinity_events.log import (
+    DEAD_LETTER_BYTES,
     ORIGIN,
     AsyncPublisher,
     Commit,
@@ -377,6 +378,22 @@ async def test_dead_letters_are_kept_with_their_reason(log):
     assert await log.dead_letters() == [letter]
 
 
+async def test_of_a_long_dead_letter_the_beginning_is_kept(log):
+    long = bytes(range(256)) * (DEAD_LETTER_BYTES // 128)
+    await log.create_group(EVENTS, "g", ORIGIN)
+    at = await log.append(long)
+    await log.read_group(EVENTS, "g", "one", seconds=1)
+    await log.claim(EVENTS, "g", "two", idle=0, most=1)
+    token, _ = await log.lead(5)
+    letter = DeadLetter(Entry(at, long), "not MessagePack: " + "x" * 100_000)
+    assert await log.commit(Commit(token=token, after=ORIGIN, position=at, dead_letters=[letter]))
+    of_group, of_reducer = await log.dead_letters()
+    assert of_group.entry == of_reducer.entry == Entry(at, long[:DEAD_LETTER_BYTES])
+    assert of_reducer.reason.startswith("not MessagePack: x")
+    assert len(of_reducer.reason) <= 1000
+    assert await log.read() == [Entry(at, long)], "the log has it whole"
+
+
 async def test_a_lease_that_is_not_renewed_is_free(log):
     token, _ = await log.lead(5)
     assert not await log.renew(token + 1, 5)
@@ -449,17 +466,18 @@ async def test_what_is_left_pending_is_claimed_once_it_is_idle_and_not_after_its
 
 
 async def test_what_was_given_too_often_becomes_a_dead_letter_and_the_rest_goes_on(log):
-    await log.create_group(EVENTS, "g", ORIGIN)
+    group = "TIMES {0}"  # words of its own, where a reason is made of them
+    await log.create_group(EVENTS, group, ORIGIN)
     await log.append(b"poison")
     await log.append(b"sound")
-    poison, sound = await log.read_group(EVENTS, "g", "one", seconds=1)
-    assert await log.claim(EVENTS, "g", "two", idle=0, most=3, limit=1) == ([poison], [])
-    assert await log.claim(EVENTS, "g", "three", idle=0, most=3) == ([poison, sound], [])
-    assert await log.claim(EVENTS, "g", "four", idle=0, most=3) == ([sound], [poison])
-    reason = "group g: delivered 3 times and never acknowledged"
+    poison, sound = await log.read_group(EVENTS, group, "one", seconds=1)
+    assert await log.claim(EVENTS, group, "two", idle=0, most=3, limit=1) == ([poison], [])
+    assert await log.claim(EVENTS, group, "three", idle=0, most=3) == ([poison, sound], [])
+    assert await log.claim(EVENTS, group, "four", idle=0, most=3) == ([sound], [poison])
+    reason = "group TIMES {0}: delivered 3 times and never acknowledged"
     assert await log.dead_letters() == [DeadLetter(poison, reason)]
-    await log.ack(EVENTS, "g", sound.id)
-    assert await log.claim(EVENTS, "g", "five", idle=0, most=3) == ([], [])
+    await log.ack(EVENTS, group, sound.id)
+    assert await log.claim(EVENTS, group, "five", idle=0, most=3) == ([], [])
     assert (await log.groups(EVENTS))[0].pending == 0
     assert await log.read(limit=1) == [poison], "the log keeps it for all others"
 

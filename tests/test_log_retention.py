@@ -1,5 +1,7 @@
 """The log on the server stays small, and what is taken from it is kept and still wanted by none."""
 
+import subprocess
+import sys
 import threading
 
 import anyio
@@ -8,6 +10,7 @@ import pytest
 from tests.pipeline import announced, events_of, publish_steps, recorded, reducer_task, until
 from trinity_events import history
 from trinity_events.archive import Archive, ArchiveMissing, segments, verify
+from trinity_events.archive.continuation import common_part
 from trinity_events.archive.export import whole_stream
 from trinity_events.core import decode_state
 from trinity_events.history import Replay, current_state, load_monitor
@@ -21,7 +24,7 @@ from trinity_events.log import (
 )
 from trinity_events.reducer import Policy, reduce, retention
 from trinity_events.reducer.retention import Retention
-from trinity_schemas import ConsumerDetached, RunOpened, StepReady
+from trinity_schemas import ConsumerDetached, RunClosed, RunOpened, StepReady
 
 
 async def is_folded(log):
@@ -175,6 +178,88 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
         goes_on.set()
         await until(lambda: is_folded(log))
         scope.cancel()
+
+
+@pytest.mark.parametrize("fails", ["by saying so", "by raising"])
+async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
+    run_id, monkeypatch, fails
+):
+    monkeypatch.setattr(reduce, "KEEP_AGAIN", 0.05)
+    log, kept = MemoryEventLog(run_id), []
+    publisher = await _fill(log, 5)
+    await publisher.publish(RunClosed(reason="finished"))
+    token, _ = await log.lead(60)
+
+    async def keep(position):
+        kept.append(position)
+        if len(kept) < 3 and fails == "by raising":
+            raise RuntimeError("the disk is gone")
+        return len(kept) == 3
+
+    with anyio.fail_after(20):
+        assert await reduce.Reducer(log, None, token, keep).run(until_closed=True)
+    assert kept == [log.last_id_now()] * 3, "a run that is over is left once it is kept"
+
+
+async def test_a_disk_that_works_again_is_archived_to(
+    publisher, log, redis_url, run_id, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(reduce, "KEEP_AGAIN", 0.05)
+    folder = tmp_path / run_id / "log"
+    folder.parent.mkdir()
+    folder.write_text("no folder")
+    async with reducer_task(redis_url, run_id, tmp_path):
+        await publish_steps(publisher, [1])
+        await publisher.publish(RunClosed(reason="finished"))
+        await until(lambda: "it stays on the server until it can" in caplog.text)
+        folder.unlink()
+        archive = Archive(tmp_path / run_id, run_id)
+        await until(lambda: archive.through(Stream.ANNOUNCEMENTS) != "0-0")
+    assert caplog.text.count("it stays on the server") == 1
+    assert list(archive.read(Stream.EVENTS)) == await log.read()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from trinity_events.archive.format import Header, lines_written
+with lines_written(Path(sys.argv[1]), Header(run_id="run")):
+    os._exit(9)
+"""
+
+
+async def test_what_a_leader_that_was_killed_while_it_archived_has_left_is_removed(
+    log, run_id, tmp_path
+):
+    archive = Archive(tmp_path, run_id)
+    name = "events.1-0.2-0.2.after-gap.jsonl"
+    command = [sys.executable, "-c", KILLED, str(archive.folder / name)]
+    assert subprocess.run(command, check=False).returncode == 9
+    [left] = archive.folder.iterdir()
+    assert left.name.startswith(f".{name}.")
+    others = {archive.folder / other for other in (".events", "events.jsonl.gz", ".mine.jsonl.x")}
+    for other in others:
+        other.touch()
+    await Retention(log, archive, 1).begin()
+    assert set(archive.folder.iterdir()) == others
+
+
+class TrimmedJustThen(MemoryEventLog):
+    """The leader trims it before its first answer."""
+
+    async def read(self, *args, **kwargs):
+        if not self._streams[Stream.EVENTS].trimmed:
+            await self.trim(Stream.EVENTS, self.read_now()[-1].id)
+        return await super().read(*args, **kwargs)
+
+
+async def test_an_archive_is_of_the_log_that_is_trimmed_while_it_is_looked_at(run_id, tmp_path):
+    log, archive = TrimmedJustThen(run_id), Archive(tmp_path, run_id)
+    await _fill(log, 3)
+    entries = log.read_now()
+    archive.add(Stream.EVENTS, entries[:-1])
+    last, end = entries[-2].id, entries[-1].id
+    assert await common_part(archive, log, Stream.EVENTS) == (last, end)
 
 
 @pytest.mark.usefixtures("two_segments_stay")

@@ -1,6 +1,8 @@
 """What users get wrong, and what is cut off: one sentence each, and nothing passed over."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 import redis
@@ -9,6 +11,8 @@ from tests.pipeline import publish_steps, recorded, reducer_task
 from trinity_events import StepReady, subscribe
 from trinity_events.archive import Archive, verify
 from trinity_events.archive.export import import_recording, whole_stream
+from trinity_events.core import MonitorState, explain
+from trinity_events.core.state import KindState, StepState
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.history import PAGE
 from trinity_events.log import Stream
@@ -37,6 +41,49 @@ def test_an_option_of_a_url_that_is_unknown_or_wrong_is_named(cli, option):
 def test_a_password_among_the_options_is_not_shown(cli):
     said = cli("runs", "--redis-url", "redis://127.0.0.1:1?password=open-sesame")
     assert "open-sesame" not in is_a_sentence(said)
+
+
+@pytest.mark.parametrize("option", ["ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"])
+def test_a_file_of_tls_that_is_not_there_is_named(cli, option):
+    said = cli("runs", "--redis-url", f"rediss://127.0.0.1:1?{option}=/nowhere/of.pem")
+    shown = (
+        f"/nowhere/of.pem, which rediss://127.0.0.1:1?{option}=/nowhere/of.pem names as {option}"
+    )
+    assert is_a_sentence(said).startswith(f"error: {shown}, cannot be used (No such file")
+
+
+def test_authorities_that_are_none_are_named(cli, tmp_path):
+    path = tmp_path / "ca.pem"
+    path.write_text("not a certificate")
+    said = cli("runs", "--redis-url", f"rediss://127.0.0.1:1?ssl_ca_certs={path}")
+    assert f"error: {path}, which" in is_a_sentence(said)
+
+
+def test_no_sentence_has_two_full_stops(cli):
+    step = StepState(kinds={"weights": KindState(failure="Connection refused.")})
+    said = explain(MonitorState(run_id="run", steps={1: step}), 1)
+    assert said.endswith("failed so far: Connection refused.")
+    said = is_a_sentence(cli("runs", "--redis-url", "redis://127.0.0.1:1"))
+    assert ".)" not in said
+
+
+INTERRUPTED = """
+import sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "trinity_events.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from trinity_events.cli import main
+assert "msgspec" not in sys.modules, "nothing that takes long is loaded before main"
+main()
+"""
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback():
+    command = [sys.executable, "-c", INTERRUPTED]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert is_a_sentence(said, status=130) == ""
 
 
 async def test_a_subscription_that_has_raised_says_so_when_it_is_asked_again(redis_url, run_id):

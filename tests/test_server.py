@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from trinity_events.server import (
     connect,
     connect_sync,
     find_binary,
+    keeper,
     open_client,
     redacted,
     serving,
@@ -68,25 +71,66 @@ def test_a_server_without_durability_keeps_no_file(own_home):
         assert client.get("chunk") is None
 
 
-def test_a_user_that_is_killed_lets_go(own_home):
-    script = (
-        "import sys, time; from pathlib import Path\n"
-        "from trinity_events.server import EmbeddedServer\n"
-        "with EmbeddedServer(Path(sys.argv[1])).attached():\n"
-        "    print('ready', flush=True); time.sleep(60)\n"
-    )
-    user = subprocess.Popen(
-        [sys.executable, "-c", script, str(own_home)], stdout=subprocess.PIPE, text=True
-    )
-    assert user.stdout.readline() == "ready\n"
-    user.kill()
-    user.wait()
-    user.stdout.close()
+USE = (
+    "import sys, time; from pathlib import Path\n"
+    "from trinity_events.server import EmbeddedServer\n"
+    "with EmbeddedServer(Path(sys.argv[1]), sys.argv[2], durable=False).attached():\n"
+    "    print('ready', flush=True); time.sleep(60)\n"
+)
+
+
+@contextmanager
+def user_to_kill(home, name):
+    """A process that uses a server; it ends without a word."""
+    command = [sys.executable, "-c", USE, str(home), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout.readline() == "ready\n"
+        try:
+            yield user
+        finally:
+            user.kill()
+
+
+def keepers(home):
+    """Processes that watch over a server of the home."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_bytes()
+            if b"keeper.py" in command and os.fsencode(home) in command:
+                found.append(path.parent.name)
+    return found
+
+
+def within(seconds, met):
+    give_up = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["redis", "weights"])
+def test_a_server_ends_with_its_last_user_although_all_were_killed(own_home, name):
+    server = EmbeddedServer(own_home, name)
+    with user_to_kill(own_home, name):
+        with user_to_kill(own_home, name):
+            assert alive(server)
+            assert len(keepers(own_home)) == 1, "one, although there are two users"
+        time.sleep(2.5 * keeper.LOOK)
+        assert alive(server), "one user is left"
+    within(10, lambda: not alive(server) and not keepers(own_home))
+
+
+def test_a_server_that_starts_again_at_once_outlives_the_keeper_of_the_one_before(own_home):
     server = EmbeddedServer(own_home)
-    assert alive(server)
     with server.attached():
         pass
-    assert not alive(server)
+    with server.attached():
+        time.sleep(2.5 * keeper.LOOK)
+        assert alive(server)
+        assert len(keepers(own_home)) == 1
+    assert not alive(server), "who leaves in order stops it before it goes on"
+    within(10, lambda: not keepers(own_home))
 
 
 def test_many_who_start_at_once_share_one_server(own_home):

@@ -5,9 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trinity_schemas import StepFailed, StepReady, StepSuperseded, VersionRetired, WeightsApplied
-
 if TYPE_CHECKING:
+    from trinity_schemas import (
+        StepFailed,
+        StepReady,
+        StepSuperseded,
+        VersionRetired,
+        WeightsApplied,
+    )
+
     from .coordinator import CheckpointCoordinator
     from .holds import hold_checkpoint
     from .subscriptions import Delivered, Subscription, subscribe
@@ -30,15 +36,21 @@ __all__ = [
 _HOMES = {
     "CheckpointCoordinator": ".coordinator",
     "Delivered": ".subscriptions",
+    "StepFailed": "trinity_schemas",
+    "StepReady": "trinity_schemas",
+    "StepSuperseded": "trinity_schemas",
     "Subscription": ".subscriptions",
     "Synchronizer": ".weights",
+    "VersionRetired": "trinity_schemas",
+    "WeightsApplied": "trinity_schemas",
     "hold_checkpoint": ".holds",
     "subscribe": ".subscriptions",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a consumer of events pays neither for torch nor for what it does not name.
+    # On first use: a consumer of events pays neither for torch nor for what it does not name, and
+    # the command line can be interrupted while it is loaded.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

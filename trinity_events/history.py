@@ -13,12 +13,12 @@ from trinity_schemas import ContractError, Envelope, EnvelopeReader, decode_enve
 
 from .core import Monitor, MonitorState, decode_state
 from .errors import TrinityError
-from .log import ORIGIN, DeadLetter, Entry, EventLog, Stream, position
+from .log import ORIGIN, DeadLetter, Entry, EventLog, PageSize, Stream, position
 
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
-"""Events that are read at once."""
+"""Events that are read at once, at most."""
 
 Decode = Callable[[bytes], Envelope]
 """That of an :class:`EnvelopeReader`, where many entries are read; or :func:`decode_envelope`."""
@@ -41,7 +41,7 @@ class UntilNotFound(TrinityError):
 
 
 def page_of(stream: Stream) -> int:
-    """Entries of a stream that are read at once.
+    """Entries of a stream that are read at once, at most.
 
     An announcement lists what it rests on: that of 2,048 ranks takes as much as a page of events.
     """
@@ -52,8 +52,9 @@ async def read_all(
     log: EventLog, stream: Stream = Stream.EVENTS, after: str = ORIGIN
 ) -> AsyncIterator[Entry]:
     """Every entry after a position that is there now, oldest first."""
-    end = await log.last_id(stream)
-    while found := await log.read(after, stream=stream, through=end, limit=page_of(stream)):
+    end, page = await log.last_id(stream), PageSize(page_of(stream))
+    while found := await log.read(after, stream=stream, through=end, limit=page.limit):
+        page.learn(found)
         for entry in found:
             yield entry
         after = found[-1].id
@@ -125,9 +126,11 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
     through = await _reachable(log, reached)
     monitor = Monitor(await _load_state(log, snapshot, through, archived))
     state, silent, decode = monitor.state, 0, EnvelopeReader().decode
+    page = PageSize(PAGE)
     began = min(state.position, through, key=position)
     while position(state.position) < position(through):
-        found = await log.read(state.position, through=through, limit=PAGE)
+        found = await log.read(state.position, through=through, limit=page.limit)
+        page.learn(found)
         if not found:
             logger.error(
                 "the log of %s has no entry %s, which was folded before: what followed %s is lost",
@@ -218,8 +221,9 @@ def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
 
 async def current_state(log: EventLog) -> MonitorState:
     """The state after the newest entry, from the last snapshot on."""
-    monitor = (await load_monitor(log)).monitor
-    while found := await log.read(monitor.state.position, limit=PAGE):
+    monitor, page = (await load_monitor(log)).monitor, PageSize(PAGE)
+    while found := await log.read(monitor.state.position, limit=page.limit):
+        page.learn(found)
         fold(monitor, found)
     return monitor.state
 

@@ -14,7 +14,7 @@ import redis.asyncio
 from trinity_schemas import check_run_id
 
 from .core import final_name
-from .errors import CheckpointHeld, InvalidRunId
+from .errors import CheckpointHeld, InvalidRunId, KeyTaken
 from .log import RedisEventLog, new_producer
 from .log.faults import FAULTS, passes
 from .server import connect, serving, trinity_home
@@ -87,7 +87,7 @@ async def _held(
                 failure = error  # the caller's own, not to be wrapped in a group
             tasks.cancel_scope.cancel()
     finally:
-        with anyio.CancelScope(shield=True), suppress(redis.RedisError, *FAULTS):
+        with anyio.CancelScope(shield=True), suppress(redis.RedisError, KeyTaken, *FAULTS):
             with anyio.move_on_after(5):
                 await log.release(step, who)
     if failure is not None:

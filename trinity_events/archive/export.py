@@ -12,16 +12,16 @@ import anyio
 import redis
 import redis.asyncio
 
-from trinity_schemas import ContractError, Envelope, decode_envelope
+from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, Envelope, decode_envelope
 
 from ..core import MonitorState
 from ..core.standing import stands, subject
-from ..errors import TrinityError
+from ..errors import KeyTaken, TrinityError
 from ..history import page_of
-from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, list_runs, position
+from ..log import ORIGIN, DeadLetter, Entry, PageSize, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
 from ..log.raw import FIELD
-from .continuation import goes_on_from
+from .continuation import common_part
 from .format import (
     ArchiveMissing,
     Header,
@@ -79,13 +79,12 @@ async def whole_stream(
     log: RedisEventLog, stream: Stream, archive: Archive | None
 ) -> AsyncIterator[Entry]:
     """Every entry of a stream: the archive first, then what is still on the server."""
-    after, end = ORIGIN, None
+    after, end, page = ORIGIN, None, PageSize(page_of(stream))
     while True:
         behind = after
         if archive is not None:
             # What of it is of another log is set aside by the next leader.
-            common = await goes_on_from(archive, log, stream)
-            known = max(common, await log.first_left(stream) or ORIGIN, key=position)
+            known = (await common_part(archive, log, stream)).known
             for entry in archive.read(stream, after):
                 if position(entry.id) > position(known):
                     break
@@ -93,7 +92,8 @@ async def whole_stream(
                 yield entry
         end = end or await log.last_id(stream)
         while True:
-            found = await log.read(after, stream=stream, through=end, limit=page_of(stream))
+            found = await log.read(after, stream=stream, through=end, limit=page.limit)
+            page.learn(found)
             left = await log.first_left(stream)
             # What is trimmed is in the archive, whose newest segments the server has too. A
             # reader that is slow may be overtaken: it goes on in the archive.
@@ -164,6 +164,7 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
 
     Raises:
         RunExists: when the server has a run of that name; nothing is changed.
+        KeyTaken: when it has a key of that run, without the run; nothing is changed.
     """
     run_id = recording.header.run_id
     log = RedisEventLog(client, run_id)
@@ -172,16 +173,26 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
             f"run {run_id} is on this server already and is left as it is: "
             "import into another server, or another TRINITY_HOME"
         )
+    for key in _written(log):
+        if await client.exists(key):
+            raise KeyTaken(
+                f"{key} is on this server already, without run {run_id}: something else wrote to "
+                "this key; rename or delete it, and import again"
+            )
     try:
         await _write(client, log, recording)
         await add_run(client, run_id)
     except BaseException:
         # What is half there would keep the name taken, and be listed nowhere.
         with anyio.CancelScope(shield=True), suppress(redis.RedisError, OSError):
-            keys = log.keys
-            written = (keys.events, keys.announcements, keys.dead, keys.current)
-            await client.delete(*written, keys.epoch, keys.position)
+            await client.delete(*_written(log))
         raise
+
+
+def _written(log: RedisEventLog) -> tuple[str, ...]:
+    keys = log.keys
+    streams = (keys.events, keys.announcements, keys.dead)
+    return (*streams, keys.current, keys.epoch, keys.position)
 
 
 async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Recording) -> None:
@@ -191,7 +202,8 @@ async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Rec
     async for _, envelope in _added(server, keys.events, recording.events):
         state.epoch = max(state.epoch, envelope.epoch)
     async for entry, envelope in _added(server, keys.announcements, recording.announcements):
-        if stands(envelope, state):
+        # What something else put there is kept, as all of it; a reader passes it over.
+        if isinstance(envelope.event, ANNOUNCEMENT_TYPES) and stands(envelope, state):
             standing[subject(envelope)] = entry.id.encode() + b" " + entry.payload
     async with server.pipeline(transaction=True) as pipe:
         for entry, reason in recording.dead:

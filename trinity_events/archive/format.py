@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_schemas import ContractError, Envelope, check_run_id, decode_envelope
 
@@ -26,6 +26,8 @@ FORMAT = "trinity-events-log"
 FORMAT_VERSION = 1
 _A_PAGE = 500
 """Lines that are encoded at once."""
+_MOST_ENTRIES = 10**15 - 1
+"""Of a file: so many digits are kept free for their number."""
 
 LineStream = Literal["events", "announcements", "dead"]
 
@@ -41,7 +43,9 @@ class BadRecording(TrinityError):
 class Header(Struct, frozen=True, kw_only=True):
     """First line of a file. ``position`` is how far the reducer had folded.
 
-    A segment says ``after`` which entry it goes on, so that a missing one is noticed.
+    A segment says ``after`` which entry it goes on, so that a missing one is noticed. ``entries``
+    is how many follow, so that it is noticed when some of them do not; None in files of before it
+    was told.
     """
 
     run_id: str
@@ -49,6 +53,7 @@ class Header(Struct, frozen=True, kw_only=True):
     version: int = FORMAT_VERSION
     position: str = ORIGIN
     after: str = ORIGIN
+    entries: int | None = None
 
 
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,14 +95,21 @@ def lines_written(path: Path, header: Header) -> Iterator[Callable[[Sequence[Lin
     path = path.resolve()  # of a link, what it leads to
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     encoder = msgspec.json.Encoder()
+    count = 0
+    # Its length is that of the longest header: how many entries follow is known at the end.
+    room = len(encoder.encode(structs.replace(header, entries=_MOST_ENTRIES)))
     try:
         with temporary.open("wb") as file:
-            file.write(encoder.encode(header) + b"\n")
+            file.write(b" " * room + b"\n")
 
             def write(lines: Sequence[Line]) -> None:
+                nonlocal count
                 file.write(encoder.encode_lines(lines))
+                count += len(lines)
 
             yield write
+            file.seek(0)
+            file.write(encoder.encode(structs.replace(header, entries=count)))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -128,7 +140,8 @@ def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
     """
     with _opened(path) as file:
         first = file.readline()
-    return _header(path, first), _lines(path)
+    header = _header(path, first)
+    return header, _lines(path, header)
 
 
 def _opened(path: Path) -> Any:
@@ -163,9 +176,10 @@ def _header(path: Path, first: bytes) -> Header:
     return header
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(path: Path, header: Header) -> Iterator[Line]:
     decoder = msgspec.json.Decoder(Line)
     last: dict[str, tuple[int, int]] = {}
+    count = 0
     with _opened(path) as file:
         file.readline()
         for number, raw in enumerate(file, start=2):
@@ -180,4 +194,21 @@ def _lines(path: Path) -> Iterator[Line]:
             if at <= last.get(line.stream, (-1, -1)):
                 raise BadRecording(f"{path} line {number}: entry {line.id} is out of order")
             last[line.stream] = at
+            count += 1
             yield line
+    _check_whole(path, header, count, last.get("events", position(ORIGIN)))
+
+
+def _check_whole(path: Path, header: Header, entries: int, end: tuple[int, int]) -> None:
+    """Raise BadRecording when a file was cut off at the end of a line."""
+    if header.entries is None:
+        told, found = f"events up to {header.position}", f"they end at {end[0]}-{end[1]}"
+        whole = end >= position(header.position)
+    else:
+        told, found = f"{header.entries} entries", f"it has {entries}"
+        whole = entries == header.entries
+    if not whole:
+        raise BadRecording(
+            f"{path} is not whole: its first line tells of {told}, but {found}: it was cut off or "
+            "changed; export the run again, or put a whole copy in its place"
+        )

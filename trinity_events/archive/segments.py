@@ -67,6 +67,12 @@ class Archive:
             lines = (bare_line(stream.value, entry) for entry in entries)
             write_lines(self.folder / name, Header(run_id=self._run_id, after=after), lines)
 
+    def clear_up(self) -> None:
+        """Remove what is left of segments that were never finished."""
+        for stream in Stream:
+            for path in self.folder.glob(f".{stream.value}.*.jsonl.*"):
+                path.unlink(missing_ok=True)
+
     def through(self, stream: Stream) -> str:
         """The last entry that is kept."""
         return next(iter(self.ends(stream)), ORIGIN)

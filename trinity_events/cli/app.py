@@ -43,12 +43,10 @@ def build() -> typer.Typer:
     return app
 
 
-def main() -> None:
+def run() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit status 1."""
     try:
         build()()
-    except KeyboardInterrupt:
-        sys.exit(130)
     except Exception as error:
         for one in _causes(error):
             cause = denied(one) or one

@@ -7,6 +7,7 @@ import sys
 import anyio
 
 from ..core import MonitorState
+from ..errors import KeyTaken
 from ..history import SnapshotUnreadable, current_state
 from ..log import RedisEventLog, list_runs
 from ..views import runs_table
@@ -33,7 +34,7 @@ async def _states(redis_url: str | None) -> list[MonitorState]:
         for run in await list_runs(client):
             try:
                 found.append(await current_state(RedisEventLog(client, run)))
-            except SnapshotUnreadable as error:
+            except (SnapshotUnreadable, KeyTaken) as error:
                 print(f"error: {error}", file=sys.stderr)
     return found
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 
 from ..core import MonitorState
 from ..history import current_state
+from ..log import RedisEventLog, require_run
+from ..silence import silent_since
 from ..views import status_panel
-from .options import Json, OptionalRun, RedisUrl, console, log_of, print_json
+from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
 
 def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = False) -> None:
@@ -15,13 +18,16 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
 
     Example: trinity-events status demo-1
     """
-    state = anyio.run(_state, redis_url, run)
+    state, since = anyio.run(_state, redis_url, run)
     if as_json:
-        print_json(state)
+        silent = {} if since is None else {"silent_since": since}
+        print_json(msgspec.to_builtins(state, str_keys=True) | silent)
     else:
-        console().print(status_panel(state))
+        console().print(status_panel(state, since))
 
 
-async def _state(redis_url: str | None, run: str | None) -> MonitorState:
-    async with log_of(redis_url, run) as log:
-        return await current_state(log)
+async def _state(redis_url: str | None, run: str | None) -> tuple[MonitorState, int | None]:
+    async with client_of(redis_url) as client:
+        log = RedisEventLog(client, await require_run(client, run))
+        state = await current_state(log)
+        return state, await silent_since(client, state)

@@ -42,7 +42,8 @@ def _explain_kind(
     if kind_state.outcome is not None:
         return f"{subject} is {kind_state.outcome}."
     wanting = ", ".join(missing(found, kind, now)) or "nothing"
-    failed = f"; failed so far: {kind_state.failure}" if kind_state.failure else ""
+    # What failed says so in a sentence of its own, which often ends as this one does.
+    failed = f"; failed so far: {kind_state.failure.rstrip('.')}" if kind_state.failure else ""
     left = _time_left(kind_state, now, deadline)
     at_it = _at_it(state, step, now) if kind == "weights" else _turn(state, kind_state)
     return f"{subject} waits for {wanting}{left}{at_it}{failed}."

@@ -2,6 +2,7 @@
 
 from .async_publisher import AsyncPublisher, open_run
 from .base import (
+    DEAD_LETTER_BYTES,
     DEAD_LETTERS_KEPT,
     Claimed,
     Commit,
@@ -16,6 +17,7 @@ from .base import (
 )
 from .index import list_runs, require_run, watch_runs
 from .memory_log import MemoryEventLog
+from .page_size import PageSize
 from .position import ORIGIN, before, position
 from .publisher import Publisher
 from .redis_log import RedisEventLog
@@ -24,6 +26,7 @@ from .sync_log import SyncEventLog
 
 __all__ = [
     "DEAD_LETTERS_KEPT",
+    "DEAD_LETTER_BYTES",
     "ORIGIN",
     "AsyncPublisher",
     "Claimed",
@@ -35,6 +38,7 @@ __all__ = [
     "GroupInfo",
     "GroupedLog",
     "MemoryEventLog",
+    "PageSize",
     "Publisher",
     "RedisEventLog",
     "Standing",

@@ -20,7 +20,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..errors import PermissionDenied, PublishError
+from ..errors import KeyTaken, PermissionDenied, PublishError
 from .base import EventLog
 from .faults import passes, pauses
 from .index import add_run
@@ -74,7 +74,7 @@ class AsyncPublisher:
                 return await _within(
                     self._deadline, lambda: self.log.append(payload), what, give_up=give_up
                 )
-            except (redis.RedisError, OSError) as error:
+            except (redis.RedisError, OSError, KeyTaken) as error:
                 # Refused, so it is not in the log. After a fault it may be: its number is used.
                 self._stamp.undo()
                 raise PublishError(f"{what}: {error}") from error

@@ -15,6 +15,12 @@ from .position import ORIGIN
 DEAD_LETTERS_KEPT = 10_000
 """The newest dead letters, at least so many of which a run keeps."""
 
+DEAD_LETTER_BYTES = 16 << 10
+"""What is kept of a dead letter's bytes: with their number this bounds them. The log has it whole,
+under its entry id."""
+_REASON = 1000
+"""Characters that are kept of why it is one."""
+
 GRANT_KEPT = 3600.0
 """Seconds for which a grant can be heard by the save that it was given to."""
 
@@ -40,6 +46,12 @@ class DeadLetter(NamedTuple):
 
     entry: Entry
     reason: str
+
+    @property
+    def kept(self) -> DeadLetter:
+        """As it is put to the dead letters: the beginning of it."""
+        entry = Entry(self.entry.id, bytes(self.entry.payload[:DEAD_LETTER_BYTES]))
+        return DeadLetter(entry, self.reason[:_REASON])
 
 
 class Claimed(NamedTuple):

@@ -1,7 +1,7 @@
 -- Gives a member what any member has left pending for too long. What was given out too often
 -- is acknowledged and put to the dead letters; what was trimmed meanwhile is only acknowledged.
 -- KEYS: stream, dead
--- ARGV: group, member, milliseconds, most deliveries, limit, reason, dead letters kept
+-- ARGV: group, member, milliseconds, most deliveries, limit, dead letters kept, bytes of each
 local claimed, dead = {}, {}
 local pending =
   redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', ARGV[5])
@@ -17,9 +17,10 @@ for _, one in ipairs(pending) do
       for i = 1, #entry[2], 2 do
         if entry[2][i] == 'e' then payload = entry[2][i + 1] end
       end
-      local reason = ARGV[6]:gsub('TIMES', times, 1)
-      redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[7], '*',
-        'id', id, 'reason', reason, 'e', payload)
+      local reason =
+        'group ' .. ARGV[1] .. ': delivered ' .. times .. ' times and never acknowledged'
+      redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], '*',
+        'id', id, 'reason', reason, 'e', payload:sub(1, tonumber(ARGV[7])))
       dead[#dead + 1] = entry
     end
     redis.call('XACK', KEYS[1], ARGV[1], id)

@@ -348,13 +348,13 @@ class MemoryEventLog:
         What was given to members ``most`` times already is put to the dead letters instead.
         """
         await anyio.lowlevel.checkpoint()
-        reason = f"group {group}: delivered {{}} times and never acknowledged"
         with self._lock:
             known = self._group(stream, group)
             times = {one.entry.id: one.times for one in known.pending.values()}
             claimed = known.claim(member, self._timer(), idle, most, limit)
             for entry in claimed.dead:
-                self._bury(DeadLetter(entry, reason.format(times[entry.id])))
+                often = f"delivered {times[entry.id]} times and never acknowledged"
+                self._bury(DeadLetter(entry, f"group {group}: {often}"))
             return claimed
 
     async def groups(self, stream: Stream) -> list[GroupInfo]:
@@ -403,7 +403,7 @@ class MemoryEventLog:
         return 0 < token == self._fence
 
     def _bury(self, letter: DeadLetter) -> None:
-        self._dead.append(letter)
+        self._dead.append(letter.kept)
         del self._dead[:-DEAD_LETTERS_KEPT]
 
     def _grant(self, save_ids: Sequence[str]) -> None:

@@ -8,14 +8,24 @@ import redis.asyncio
 
 from trinity_schemas import RunKeys
 
-from .base import DEAD_LETTERS_KEPT, Claimed, Entry, GroupInfo, Stream
+from .base import (
+    DEAD_LETTER_BYTES,
+    DEAD_LETTERS_KEPT,
+    Claimed,
+    Entry,
+    GroupInfo,
+    Stream,
+)
 from .raw import entries, flat_entries
 from .scripts import Scripts
+from .taken import naming_taken_keys
 
+_KEPT = (DEAD_LETTERS_KEPT, DEAD_LETTER_BYTES)
 _FIRST_MEMBER = "-"
 """With which a group is created, so that the server knows since when it has been idle."""
 
 
+@naming_taken_keys
 class RedisGroups:
     """Implements :class:`~trinity_events.log.ConsumerGroup`."""
 
@@ -54,11 +64,10 @@ class RedisGroups:
 
         What was given to members ``most`` times already is put to the dead letters instead.
         """
-        reason = f"group {group}: delivered TIMES times and never acknowledged"
         claimed, dead = await self._run(
             "claim",
             keys=[self._key(stream), self.keys.dead],
-            args=[group, member, int(idle * 1000), most, limit, reason, DEAD_LETTERS_KEPT],
+            args=[group, member, int(idle * 1000), most, limit, *_KEPT],
         )
         return Claimed(flat_entries(claimed), flat_entries(dead))
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import redis
 import redis.asyncio
 
 from trinity_schemas import grant_key, heartbeat_key
 
-from ..errors import KeyTaken
 from .base import DEAD_LETTERS_KEPT, GRANT_KEPT, Commit, DeadLetter, Entry, Standing, Stream
 from .position import ORIGIN
 from .raw import FIELD, entries, flat_entries
 from .redis_groups import RedisGroups
+from .taken import buried, naming_taken_keys, number, placed, reached, wrong_type
 
 
+@naming_taken_keys
 class RedisEventLog(RedisGroups):
-    """One run's log on a server. Implements :class:`~trinity_events.log.EventLog`."""
+    """One run's log on a server. Implements :class:`~trinity_events.log.EventLog`.
+
+    Methods raise KeyTaken for a key of the run that something else wrote.
+    """
 
     async def append(self, payload: bytes) -> str:
         """Append to the events; returns the entry id."""
@@ -67,7 +70,7 @@ class RedisEventLog(RedisGroups):
 
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
         """Take the next epoch and append its first event, in one script; returns the epoch."""
-        epoch = int(await self._redis.get(self.keys.epoch) or 0) + 1
+        epoch = number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1
         while True:
             keys = [self.keys.epoch, self.keys.events]
             taken = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
@@ -78,20 +81,26 @@ class RedisEventLog(RedisGroups):
     async def standing(self) -> list[Standing]:
         """The last announcement of every subject."""
         found: list[Standing] = []
-        for subject, value in (await self._redis.hgetall(self.keys.current)).items():
-            entry_id, _, payload = value.partition(b" ")
-            found.append(Standing(subject.decode(), Entry(entry_id.decode(), payload)))
+        for field, value in (await self._redis.hgetall(self.keys.current)).items():
+            subject, entry_id, payload = placed(self.keys.current, field, value)
+            found.append(Standing(subject, Entry(entry_id, payload)))
         return found
 
     async def load(self) -> tuple[bytes | None, str]:
         """The reducer's last snapshot and its position."""
-        snapshot, position = await self._redis.mget(self.keys.snapshot, self.keys.position)
-        return snapshot, position.decode() if position else ORIGIN
+        key = self.keys.position
+        snapshot, position = await self._redis.mget(self.keys.snapshot, key)
+        if position is None:
+            # So it is also said of a key that is no string.
+            if (found := (await self._redis.type(key)).decode()) not in ("none", "string"):
+                raise wrong_type(key, found, "string")
+            return snapshot, ORIGIN
+        return snapshot, reached(key, position)
 
     async def commit(self, commit: Commit) -> bool:
         """Write a reducer's step. False when another reducer leads or has gone further.
 
-        Raises KeyTaken, with nothing written, when a key is of another type.
+        With nothing written when a key is of another type.
         """
         keys = self.keys
         args: list[Any] = [commit.token, commit.after, commit.position, commit.snapshot or b""]
@@ -100,18 +109,13 @@ class RedisEventLog(RedisGroups):
         for subject, payload in commit.announcements:
             args += (subject, payload)
         for letter in commit.dead_letters:
-            args += (letter.entry.id, letter.reason, letter.entry.payload)
+            entry, reason = letter.kept
+            args += (entry.id, reason, entry.payload)
         written = [
             *(keys.position, keys.fence, keys.announcements, keys.dead, keys.snapshot),
             *(keys.current, *(grant_key(self.run_id, save_id) for save_id in commit.grants)),
         ]
-        try:
-            return bool(await self._run("commit", keys=written, args=args) == b"ok")
-        except redis.ResponseError as error:
-            taken = _taken(error)
-            if taken is None:
-                raise
-            raise taken from None
+        return bool(await self._run("commit", keys=written, args=args) == b"ok")
 
     async def append_leading(self, token: int, payload: bytes) -> str | None:
         """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
@@ -179,10 +183,11 @@ class RedisEventLog(RedisGroups):
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The entries that could not be decoded, and why."""
-        return [
-            DeadLetter(Entry(fields[b"id"].decode(), fields[b"e"]), fields[b"reason"].decode())
-            for _, fields in await self._redis.xrange(self.keys.dead)
-        ]
+        found: list[DeadLetter] = []
+        for at, fields in await self._redis.xrange(self.keys.dead):
+            entry_id, reason, payload = buried(self.keys.dead, at, fields)
+            found.append(DeadLetter(Entry(entry_id, payload), reason))
+        return found
 
     async def lead(self, lease: float) -> tuple[int, float]:
         """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""
@@ -194,13 +199,3 @@ class RedisEventLog(RedisGroups):
         """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""
         kept = await self._run("renew", keys=[self.keys.leader], args=[token, int(lease * 1000)])
         return bool(int(kept))
-
-
-def _taken(error: redis.ResponseError) -> KeyTaken | None:
-    """What to raise where a script found a key of another type."""
-    code, _, found = str(error).partition(" ")
-    if code != "WRONGTYPE":
-        return None
-    return KeyTaken(
-        f"{found}: something else wrote to this key; rename or delete it, and the run goes on"
-    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import redis
@@ -14,6 +15,7 @@ from .base import Entry, Stream
 from .position import ORIGIN
 from .raw import FIELD, entries
 from .scripts import Scripts
+from .taken import number, wrong_type
 
 _LONGEST_WAIT = 3.0
 """Seconds for which the server is asked to wait at once: less than a connection may be silent."""
@@ -22,7 +24,8 @@ _LONGEST_WAIT = 3.0
 class SyncEventLog:
     """Appends to and reads one run's log. One client serves any number of threads.
 
-    Methods raise the client's errors: :mod:`trinity_events.log.faults` tells which of them pass.
+    Methods raise the client's errors: :mod:`trinity_events.log.faults` tells which of them pass;
+    and KeyTaken for a key of the run that something else wrote.
     """
 
     remote = True
@@ -36,14 +39,16 @@ class SyncEventLog:
 
     def append(self, payload: bytes) -> str:
         """Append to the events; returns the entry id."""
-        entry_id: bytes = self._redis.xadd(self.keys.events, {FIELD: payload})
+        with self._naming():
+            entry_id: bytes = self._redis.xadd(self.keys.events, {FIELD: payload})
         return entry_id.decode()
 
     def append_many(self, payloads: Sequence[bytes]) -> list[str]:
         """Append to the events, in this order, all or none; returns the entry ids."""
         if not payloads:
             return []
-        found = self._run("append_many", keys=[self.keys.events], args=payloads)
+        with self._naming():
+            found = self._run("append_many", keys=[self.keys.events], args=payloads)
         return [entry_id.decode() for entry_id in found]
 
     def read(
@@ -78,8 +83,19 @@ class SyncEventLog:
 
     def epoch(self) -> int:
         """The run's newest epoch; 0 before any."""
-        return int(self._redis.get(self.keys.epoch) or 0)
+        return number(self.keys.epoch, self._redis.get(self.keys.epoch))
 
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Say that it is the key of the events which is of another type."""
+        try:
+            yield
+        except redis.ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            found = self._redis.type(self.keys.events).decode()
+            raise wrong_type(self.keys.events, found, "stream") from None

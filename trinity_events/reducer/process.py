@@ -32,6 +32,7 @@ from .trash import Trash
 logger = logging.getLogger(__name__)
 
 _ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *FAULTS)
+_IN_THE_WAY: tuple[type[Exception], ...] = (*_ABSENCE, TrinityError)
 _BREAK = 1.0
 """Seconds, at most, before a server that is away is asked again."""
 _LONG_BREAK = 5.0
@@ -141,7 +142,7 @@ class _Lead:
                 tasks.cancel_scope.cancel()
         finally:
             self._reached = reducer.reached
-            with anyio.CancelScope(shield=True), suppress(*_ABSENCE), anyio.move_on_after(1):
+            with anyio.CancelScope(shield=True), suppress(*_IN_THE_WAY), anyio.move_on_after(1):
                 await leader.give_up()
         return closed
 
@@ -189,7 +190,7 @@ async def _has_more(log: RedisEventLog) -> bool:
         folded = (await log.load())[1]
         # A log that lost its end is behind what was folded of it: there is nothing to serve.
         return position(folded) < position(await log.last_id())
-    except _ABSENCE:
+    except _IN_THE_WAY:
         return True  # not known: look again
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.overdue import holders
 from ..core.standing import OF_AN_EPOCH, newest
 from ..history import fold, load_monitor
-from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, Stream, position
+from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
 from .checkpoints import CheckpointFiles
 from .chores import Chore
 from .live import Live
@@ -29,12 +30,15 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 5_000
 """Entries between two snapshots."""
 BATCH = 2000
+"""Entries that are folded and committed at once, at most; of large ones, fewer: see PageSize."""
 SLICE = 125
 """Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile, and
 the next batch comes in as many pieces as a socket holds."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
 _SHORTEST_WAIT = 0.01
+KEEP_AGAIN = 10.0
+"""Seconds before archiving that failed is tried again."""
 _UNKEPT = 40
 """Snapshots after which the log is archived although there is a backlog to fold; one that comes
 faster than it can be archived is folded no faster, so that the server is not filled. What was on
@@ -72,7 +76,8 @@ class Reducer:
         log: The run's log.
         files: The run's checkpoint directory, if it has one.
         token: The fencing token of our lead.
-        keep: Archives what came up to a position, that of a snapshot; called when there is time.
+        keep: Archives what came up to a position, that of a snapshot; called when there is time,
+            and again after a while when it returns False or raises.
         archived: The events that are kept in files after a position.
         beside: What else the leader does, given the state as it is folded.
         reached: How far we know the log was folded before, to notice when that is lost.
@@ -83,7 +88,7 @@ class Reducer:
         log: EventLog,
         files: CheckpointFiles | None,
         token: int,
-        keep: Callable[[str], Awaitable[None]] | None = None,
+        keep: Callable[[str], Awaitable[bool]] | None = None,
         *,
         archived: Callable[[str], Iterator[Entry]] | None = None,
         beside: Sequence[Callable[[Live], Coroutine[Any, Any, None]]] = (),
@@ -98,11 +103,13 @@ class Reducer:
         self.reached = reached
         """The position of the last commit that was taken."""
         self._decode = EnvelopeReader().decode
+        self._batch = PageSize(BATCH)
         self._after = ORIGIN
         self._since_snapshot = 0
         self._snapshot_at = ORIGIN
         self._began_before = ORIGIN
         self._unkept = 0
+        self._keep_at = -math.inf
         self._reconciled_at = 0.0
         self._stale = False
 
@@ -158,13 +165,16 @@ class Reducer:
     async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:
         """Fold batch by batch; returns whether the run was closed, and not our commit refused."""
         state = monitor.state
-        found = await self._log.read(state.position, limit=BATCH)
+        asked = self._batch.limit
+        found = await self._log.read(state.position, limit=asked)
         while True:
-            if len(found) == BATCH:
+            self._batch.learn(found)
+            if len(found) == asked:
                 if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
                     await self._log_chore.at_rest()  # what is not archived stays on the server
                     self._wish_to_keep()
-                more = partial(self._log.read, found[-1].id, limit=BATCH)
+                asked = self._batch.limit
+                more = partial(self._log.read, found[-1].id, limit=asked)
                 ahead = UnderWay(self._tasks, more)
                 if not await self._step(monitor, found, last=False):
                     return False
@@ -172,9 +182,11 @@ class Reducer:
                 continue
             if not await self._step(monitor, found, last=True):
                 return False
-            found = await self._wait(state)
+            asked = self._batch.limit
+            found = await self._wait(state, asked)
             if not found and self._file_chore.rests:
-                if until_closed and state.closed is not None and not holders(state):
+                over = state.closed is not None and not holders(state)
+                if until_closed and over and self._is_kept:
                     return True
                 if position(await self._log.last_id()) < position(state.position):
                     return False  # the server has less than it had: what is left is loaded
@@ -182,7 +194,7 @@ class Reducer:
     def _is_past_the_beginning(self, entry_id: str) -> bool:
         return position(entry_id) > position(self._began_before)
 
-    async def _wait(self, state: MonitorState) -> list[Entry]:
+    async def _wait(self, state: MonitorState, limit: int) -> list[Entry]:
         """Wait for entries; all there was is folded and committed by now.
 
         Where it waits for a whole second, the files were reconciled too: the waits are short
@@ -195,7 +207,7 @@ class Reducer:
             if self._file_chore.rests or seconds > RECONCILE_EVERY:
                 seconds = RECONCILE_EVERY
             waited = await self._log.wait(
-                {Stream.EVENTS: state.position}, seconds=seconds, limit=BATCH
+                {Stream.EVENTS: state.position}, seconds=seconds, limit=limit
             )
             if waited or seconds == RECONCILE_EVERY:
                 return [entry for _, entry in waited]
@@ -261,10 +273,24 @@ class Reducer:
         return True
 
     def _wish_to_keep(self) -> None:
-        """Have the log archived up to the last snapshot, if that is new."""
-        if self._unkept and self._keep is not None:
+        """Have the log archived up to the last snapshot, if that is new, or it failed before."""
+        if self._unkept and self._keep is not None and anyio.current_time() >= self._keep_at:
             self._unkept = 0
-            self._log_chore.wish(partial(self._keep, self._snapshot_at))
+            self._log_chore.wish(partial(self._keep_through, self._keep, self._snapshot_at))
+
+    async def _keep_through(self, keep: Callable[[str], Awaitable[bool]], through: str) -> None:
+        failed = True
+        try:
+            failed = await keep(through) is False
+        finally:
+            if failed:
+                self._unkept = max(1, self._unkept)
+                self._keep_at = anyio.current_time() + KEEP_AGAIN
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether nothing is left to archive, of what is to be."""
+        return self._keep is None or (self._log_chore.rests and not self._unkept)
 
     def _look_at_files(self, state: MonitorState, pause: float) -> None:
         """Have the files reconciled once a second, and ``pause`` after they were when stale."""

@@ -7,10 +7,10 @@ from functools import partial
 
 import anyio.to_thread
 
-from ..archive.continuation import goes_on_from
+from ..archive.continuation import common_part
 from ..archive.segments import Archive
 from ..history import page_of
-from ..log import ORIGIN, Entry, RedisEventLog, Stream
+from ..log import Entry, PageSize, RedisEventLog, Stream
 from ..log import position as number
 from ..log.position import before
 
@@ -45,9 +45,11 @@ class Retention:
     async def begin(self) -> None:
         """Take out of the archive what is not of the log that the server has.
 
-        For a leader that begins: nobody adds to the archive meanwhile.
+        And what a leader that was killed while it archived has left. For a leader that begins:
+        nobody adds to the archive meanwhile, or only one that leads no more, and is refused.
         """
         try:
+            await anyio.to_thread.run_sync(self._archive.clear_up)
             for stream in Stream:
                 await self._part_from_another_log(stream)
         except OSError as error:
@@ -55,11 +57,10 @@ class Retention:
 
     async def _part_from_another_log(self, stream: Stream) -> None:
         last = await anyio.to_thread.run_sync(self._archive.through, stream)
-        common = await goes_on_from(self._archive, self._log, stream)
+        common, known = await common_part(self._archive, self._log, stream)
         if common == last:
             return
-        left = await self._log.first_left(stream) or ORIGIN
-        aside = await anyio.to_thread.run_sync(self._archive.set_aside, stream, common, left)
+        aside = await anyio.to_thread.run_sync(self._archive.set_aside, stream, common, known)
         logger.error(
             "the server has no entry %s of the %s of %s, which was archived: it lost its data, or "
             "failed over to a copy that had less. The run goes on from what the server has; what "
@@ -71,22 +72,27 @@ class Retention:
             aside,
         )
 
-    async def __call__(self, position: str) -> None:
-        """Archive up to the position of a snapshot; on a full disk, nothing is trimmed."""
+    async def __call__(self, position: str) -> bool:
+        """Archive up to the position of a snapshot; whether that was possible.
+
+        On a full disk it is not, and nothing is trimmed.
+        """
         try:
             for stream in Stream:
                 await self._keep(stream, position)
-            self._failing = False
         except OSError as error:
-            if self._failing:
-                return
+            if not self._failing:
+                logger.error(
+                    "the log of %s cannot be archived to %s (%s): it stays on the server until "
+                    "it can",
+                    self._log.run_id,
+                    self._archive.folder,
+                    error,
+                )
             self._failing = True
-            logger.error(
-                "the log of %s cannot be archived to %s (%s): it stays on the server",
-                self._log.run_id,
-                self._archive.folder,
-                error,
-            )
+            return False
+        self._failing = False
+        return True
 
     async def _keep(self, stream: Stream, position: str) -> None:
         through = position if stream is Stream.EVENTS else await self._log.last_id(stream)
@@ -131,12 +137,14 @@ class Retention:
     async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
         """The next entries to keep; page by page, so that the folding has its turns."""
         segment: list[Entry] = []
-        page, nbytes = page_of(stream), 0
+        page, nbytes = PageSize(page_of(stream)), 0
         while len(segment) < SEGMENT_ENTRIES[stream] and nbytes < SEGMENT_BYTES:
-            found = await self._log.read(after, stream=stream, through=through, limit=page)
+            limit = page.limit
+            found = await self._log.read(after, stream=stream, through=through, limit=limit)
             segment += found
-            if len(found) < page:
+            if len(found) < limit:
                 break
+            page.learn(found)
             after = found[-1].id
             nbytes += sum(len(entry.payload) for entry in found)
         return segment

@@ -138,6 +138,6 @@ def _is_cluster(info: Any) -> bool:
 
 def _refused(url: str, error: BaseException) -> TrinityError:
     return denied(error, url) or ServerUnreachable(
-        f"no Redis server answers at {redacted(url)} ({error}): "
+        f"no Redis server answers at {redacted(url)} ({str(error).rstrip('.')}): "
         "start one there, or leave --redis-url out to use the embedded server"
     )

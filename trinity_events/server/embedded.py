@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from .connect import OLDEST_SERVER
 
 START_DEADLINE = 20.0
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
+_KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
 
 
 def trinity_home() -> Path:
@@ -65,8 +67,9 @@ class EmbeddedServer:
     """The server of one home folder.
 
     It runs detached. Every user holds a shared lock on ``users.lock`` while it uses the server,
-    and the last one to leave stops it; what is killed lets go by dying. Starting and stopping
-    is decided under ``start.lock``, so that no one attaches to a server that is going away.
+    and the last one to leave stops it; what is killed lets go by dying, and if it was the last, a
+    small process beside the server (``keeper.py``) stops it. Starting and stopping is decided
+    under ``start.lock``, so that no one attaches to a server that is going away.
 
     Args:
         home: The folder.
@@ -162,6 +165,20 @@ class EmbeddedServer:
                     f"the embedded server {command[0]} did not start: see {self.data}/redis.log"
                 )
             time.sleep(0.02)
+        self._have_it_kept()
+
+    def _have_it_kept(self) -> None:
+        """Have it stopped when its users are gone without a word; it works without that, too."""
+        with suppress(redis.RedisError, OSError), probe(self.socket) as client:
+            server = client.info("server")["process_id"]
+            subprocess.run(  # noqa: S603
+                [*_KEEPER, str(self.data), str(self.socket), str(server)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                check=False,
+            )
 
     def _stop(self) -> None:
         with suppress(redis.RedisError, OSError), probe(self.socket) as client:

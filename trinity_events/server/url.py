@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import ssl
+from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 
@@ -13,6 +15,8 @@ from ..errors import InvalidUrl
 _CLUSTER = "+cluster"
 _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 _PORT = 6379
+_OF_AUTHORITIES = {"ssl_ca_certs": "cafile", "ssl_ca_path": "capath"}
+_FILES = (*_OF_AUTHORITIES, "ssl_certfile", "ssl_keyfile")
 _PASSWORD = re.compile(r"((?:^|&)(?:ssl_)?password=)[^&]*")
 
 
@@ -54,6 +58,7 @@ def parse(url: str) -> ServerUrl:
             f"{redacted(url)} has an option that is unknown or wrong ({error}): "
             "leave it out, or see the options of TLS in docs/security.md"
         ) from None
+    _check_files(url, urlsplit(plain).query)
     return ServerUrl(plain, cluster, more)
 
 
@@ -66,6 +71,26 @@ def redacted(url: str) -> str:
         url = url.replace(f"//{parts.netloc}", f"//{name}:***@{hosts}", 1)
     before, mark, query = url.partition("?")
     return before + mark + _PASSWORD.sub(r"\1***", query)
+
+
+def _check_files(url: str, query: str) -> None:
+    """Raise InvalidUrl for a file that is not there: the client would call it an absent server."""
+    options = {name: values[0] for name, values in parse_qs(query).items()}
+    for option in _FILES:
+        path = options.get(option)
+        if path is None:
+            continue
+        try:
+            Path(path).stat()
+            if option in _OF_AUTHORITIES:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+                    **{_OF_AUTHORITIES[option]: path}
+                )
+        except OSError as error:
+            raise InvalidUrl(
+                f"{path}, which {redacted(url)} names as {option}, cannot be used "
+                f"({error.strerror or error}): name one that can, and see docs/security.md"
+            ) from None
 
 
 def _address(node: str) -> tuple[str, int]:

@@ -32,15 +32,21 @@ def runs_table(states: Iterable[MonitorState]) -> Table:
     return table
 
 
-def status_panel(state: MonitorState) -> RenderableType:
-    """Everything about one run that one looks for first."""
+def status_panel(state: MonitorState, silent_since: int | None = None) -> RenderableType:
+    """Everything about one run that one looks for first.
+
+    Args:
+        state: The run's state.
+        silent_since: The milliseconds of its last entry, where nobody is there any more.
+    """
+    silent = silent_since is not None
     head = Text.assemble(
         ("run ", "dim"),
         (state.run_id, "bold"),
         ("  epoch ", "dim"),
         str(state.epoch),
         ("  trainer ", "dim"),
-        f"{_trainer(state)} at step {state.trainer_step}",
+        f"{'silent' if silent else _trainer(state)} at step {state.trainer_step}",
         ("  entries ", "dim"),
         f"{state.entries}",
         ("  opened ", "dim"),
@@ -59,8 +65,9 @@ def status_panel(state: MonitorState) -> RenderableType:
         explorers.add_column(column)
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
-        gone = state.closed == "failed" and explorer.status != "stopped"
-        status = "lost" if gone else explorer.status
+        status: str = explorer.status
+        if status != "stopped" and (silent or state.closed == "failed"):
+            status = "silent" if silent else "lost"
         explorers.add_row(name, status, serves, _when(explorer.applied_at))
     about: list[Text] = []
     if state.transport is not None:
@@ -78,7 +85,18 @@ def status_panel(state: MonitorState) -> RenderableType:
         lines.append(Text(f"Anomalies: {counts}.", style="red"))
         last = state.anomalies[-1]
         lines.append(Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"))
+    if silent:
+        about.append(Text(_nobody(state, silent_since), style="red"))
     return Group(head, *about, Text(), ready, Text(), explorers, *lines)
+
+
+def _nobody(state: MonitorState, since: int | None) -> str:
+    # Between steps a trainer shows no sign of life: without a reducer it may be there, and slow.
+    return (
+        "Nobody seems to be there any more: the run is open, but no reducer leads it, and none of "
+        f"its processes was heard of since {_when(since)}. If it was killed, run it again under "
+        f"this name, or look at what it did with: trinity-events replay {state.run_id}"
+    )
 
 
 def _pointer(state: MonitorState, kind: Kind) -> str:

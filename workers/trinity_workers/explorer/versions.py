@@ -6,11 +6,18 @@ import anyio
 
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.subscriptions import subscribe
-from trinity_schemas import RunClosed, StepReady, StepRef, VersionPartPublished
+from trinity_schemas import (
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    StepReady,
+    StepRef,
+    VersionPartPublished,
+)
 
 
 class RunEnded(TrinityError):
-    """The trainer closed the run; there will be no more weights."""
+    """The run was closed, or opened anew; there will be no more weights of this epoch."""
 
 
 class NewestVersion:
@@ -32,6 +39,7 @@ class NewestVersion:
         self.newest: StepReady | None = None
         self._passed_over: StepRef | None = None
         self._closed: RunClosed | None = None
+        self._newer_epoch: int | None = None
 
     async def follow(self) -> None:
         """Follow until cancelled."""
@@ -48,13 +56,23 @@ class NewestVersion:
                             self._changed.notify_all()
 
     async def _follow_end(self) -> None:
-        events = subscribe(self._run_id, RunClosed, redis_url=self._redis_url, start="beginning")
+        events = subscribe(
+            self._run_id,
+            *(RunOpened, RunResumed, RunClosed),
+            redis_url=self._redis_url,
+            start="beginning",
+        )
         async with events:
             async for delivered in events:
-                if delivered.envelope.epoch >= self._epoch:
-                    async with self._changed:
-                        self._closed = delivered.event
-                        self._changed.notify_all()
+                epoch, event = delivered.envelope.epoch, delivered.event
+                if epoch < self._epoch:
+                    continue
+                async with self._changed:
+                    if epoch > self._epoch:
+                        self._newer_epoch = epoch
+                    elif isinstance(event, RunClosed):
+                        self._closed = event
+                    self._changed.notify_all()
 
     async def _follow_sent(self) -> None:
         events = subscribe(self._run_id, VersionPartPublished, redis_url=self._redis_url)
@@ -78,7 +96,7 @@ class NewestVersion:
         """The newest version, once it is of ``step`` or later and was not passed over.
 
         Raises:
-            RunEnded: when the run is closed before that.
+            RunEnded: when the run is closed before that, or opened anew.
             DeadlineExceeded: when the deadline passes before that.
         """
         with anyio.move_on_after(deadline):
@@ -93,6 +111,11 @@ class NewestVersion:
                         return newest
                     if self._closed is not None:
                         raise RunEnded(f"run {self._run_id} was closed: {self._closed.reason}")
+                    if self._newer_epoch is not None:
+                        raise RunEnded(
+                            f"run {self._run_id} was opened anew as epoch {self._newer_epoch}: "
+                            f"this explorer is of epoch {self._epoch}, and ends"
+                        )
                     await self._changed.wait()
         have = "none" if self.newest is None else f"of step {self.newest.step}"
         raise DeadlineExceeded(

@@ -1,0 +1,52 @@
+"""An explorer whose run ends, or is taken over by a newer epoch, says which of the two it was."""
+
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from trinity_events.log import AsyncPublisher, new_producer, open_run
+from trinity_schemas import RunClosed
+from trinity_workers.explorer.versions import NewestVersion, RunEnded
+
+
+@asynccontextmanager
+async def following(run_id, redis_url):
+    """The versions of the run's first epoch, as an explorer of it follows them."""
+    versions = NewestVersion(run_id, 1, redis_url)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(versions.follow)
+        yield versions
+        tasks.cancel_scope.cancel()
+
+
+async def close(log, epoch, reason):
+    publisher = AsyncPublisher(log, epoch, new_producer("launcher"))
+    await publisher.publish(RunClosed(reason=reason))
+
+
+@pytest.mark.usefixtures("publisher")
+async def test_an_explorer_whose_run_was_opened_anew_names_the_epoch(client, redis_url, run_id):
+    async with following(run_id, redis_url) as versions:
+        assert await open_run(client, run_id) == 2
+        with pytest.raises(RunEnded, match=r"opened anew as epoch 2: this explorer is of epoch 1"):
+            await versions.wait(0, deadline=10)
+
+
+@pytest.mark.usefixtures("publisher")
+async def test_the_end_of_a_newer_epoch_is_not_taken_for_that_of_ours(
+    client, log, redis_url, run_id
+):
+    epoch = await open_run(client, run_id)
+    await close(log, epoch, "interrupted")
+    async with following(run_id, redis_url) as versions:
+        with pytest.raises(RunEnded, match="opened anew as epoch 2"):
+            await versions.wait(0, deadline=10)
+
+
+@pytest.mark.usefixtures("publisher")
+async def test_an_explorer_whose_own_epoch_was_closed_says_how(log, redis_url, run_id):
+    await close(log, 1, "interrupted")
+    async with following(run_id, redis_url) as versions:
+        with pytest.raises(RunEnded, match="was closed: interrupted"):
+            await versions.wait(0, deadline=10)

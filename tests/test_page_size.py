@@ -1,0 +1,75 @@
+"""What is read at once is bounded in bytes, and not only in number."""
+
+import anyio
+
+from tests.pipeline import until
+from trinity_events.archive import Archive
+from trinity_events.history import current_state
+from trinity_events.log import Entry, MemoryEventLog, PageSize, page_size
+from trinity_events.reducer.reduce import BATCH, Reducer
+from trinity_events.reducer.retention import Retention
+
+
+def entries(count, nbytes):
+    return [Entry(f"{number}-1", b"x" * nbytes) for number in range(count)]
+
+
+def test_small_entries_are_read_as_many_at_once_as_may_be():
+    page = PageSize(2000)
+    limits = []
+    while page.limit not in limits:
+        limits.append(page.limit)
+        page.learn(entries(page.limit, 400))
+    assert limits == [64, 256, 1024, 2000]
+
+
+def test_large_entries_are_read_few_at_once_and_one_at_least():
+    page = PageSize(2000)
+    page.learn(entries(64, page_size.PAGE_BYTES // 10))
+    assert page.limit == 10
+    page.learn(entries(10, 2 * page_size.PAGE_BYTES))
+    assert page.limit == 1
+    page.learn([])
+    assert page.limit == 1
+    page.learn(entries(1, 100))
+    assert page.limit == 4, "and more again when they are small again"
+
+
+class Noting(MemoryEventLog):
+    """Notes how many bytes come at once."""
+
+    most = 0
+
+    async def read(self, *args, **keywords):
+        return self._noted(await super().read(*args, **keywords))
+
+    async def wait(self, *args, **keywords):
+        found = await super().wait(*args, **keywords)
+        self._noted([entry for _, entry in found])
+        return found
+
+    def _noted(self, found):
+        self.most = max(self.most, sum(len(entry.payload) for entry in found))
+        return found
+
+
+async def test_a_reducer_a_view_and_the_archive_hold_few_large_entries_at_once(
+    run_id, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(page_size, "PAGE_BYTES", 100_000)
+    log = Noting(run_id)
+    for _ in range(500):
+        await log.append(b"\xff" * 10_000)
+    token, _ = await log.lead(60)
+    most = 64 * 10_000  # the first page: nobody knows before how large they are
+    assert most < 500 * 10_000 < BATCH * 10_000
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Reducer(log, None, token).run)
+            await until(lambda: log._position == log.last_id_now())
+            scope.cancel()
+    assert log.most <= most
+    assert (await current_state(log)).dead_letters == 500
+    assert log.most <= most
+    await Retention(log, Archive(tmp_path, run_id), token)(log.last_id_now())
+    assert log.most <= most
