@@ -162,6 +162,8 @@ def read_recording(path: Path) -> Recording:
 async def import_recording(client: redis.asyncio.Redis, recording: Recording) -> None:
     """Put a recorded run on a server, entry ids and bytes as they were.
 
+    All of it appears at once: a reducer that is there already would fold what has come as new.
+
     Raises:
         RunExists: when the server has a run of that name; nothing is changed.
         KeyTaken: when it has a key of that run, without the run; nothing is changed.
@@ -183,10 +185,15 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
         await _write(client, log, recording)
         await add_run(client, run_id)
     except BaseException:
-        # What is half there would keep the name taken, and be listed nowhere.
+        # What is there would keep the name taken, and be listed nowhere.
         with anyio.CancelScope(shield=True), suppress(redis.RedisError, OSError):
-            await client.delete(*_written(log))
+            await client.delete(*_written(log), *_coming(log))
         raise
+
+
+def _coming(log: RedisEventLog) -> tuple[str, str]:
+    """Where both streams are until they are whole."""
+    return f"{log.keys.events}:coming", f"{log.keys.announcements}:coming"
 
 
 def _written(log: RedisEventLog) -> tuple[str, ...]:
@@ -199,13 +206,19 @@ async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Rec
     server: Any = client
     keys, state = log.keys, MonitorState(run_id=log.run_id)
     standing: dict[str, bytes] = {}
-    async for _, envelope in _added(server, keys.events, recording.events):
+    events, announcements = _coming(log)
+    await server.delete(events, announcements)  # of an import that was killed
+    async for _, envelope in _added(server, events, recording.events):
         state.epoch = max(state.epoch, envelope.epoch)
-    async for entry, envelope in _added(server, keys.announcements, recording.announcements):
+    async for entry, envelope in _added(server, announcements, recording.announcements):
         # What something else put there is kept, as all of it; a reader passes it over.
         if isinstance(envelope.event, ANNOUNCEMENT_TYPES) and stands(envelope, state):
             standing[subject(envelope)] = entry.id.encode() + b" " + entry.payload
+    streams = ((events, keys.events), (announcements, keys.announcements))
+    there = [pair for pair in streams if await server.exists(pair[0])]
     async with server.pipeline(transaction=True) as pipe:
+        for coming, key in there:
+            pipe.execute_command("RENAME", coming, key)  # of a cluster too, unlike rename()
         for entry, reason in recording.dead:
             pipe.xadd(keys.dead, {"id": entry.id, "reason": reason, "e": entry.payload})
         if standing:
