@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 
-import numpy as np
 import torch
 
+from ...tensors import as_buffer
 from ..base import PartRef
 
 _LEAST = 1 << 20
@@ -16,11 +17,11 @@ class Buffer:
     """Memory that grows as bytes come, and is used again.
 
     Args:
-        nbytes: How many may come: what grows is there twice for a moment.
+        nbytes: How many may come.
     """
 
     def __init__(self, nbytes: int = 0) -> None:
-        self._memory = np.empty(nbytes, np.uint8)
+        self._memory = _mapped(max(nbytes, _LEAST))
         self.filled = 0
         self.manifest = b""
         self.holders = 0
@@ -34,17 +35,28 @@ class Buffer:
         """Room for so many bytes behind those that are there: uint8 [nbytes]."""
         end = self.filled + nbytes
         if end > len(self._memory):
-            grown = np.empty(max(end, 2 * len(self._memory), _LEAST), np.uint8)
-            grown[: self.filled] = self._memory[: self.filled]
-            self._memory = grown
-        room = torch.from_numpy(self._memory[self.filled : end])
+            self._grow(max(end, 2 * len(self._memory)))
+        room = as_buffer(memoryview(self._memory)[self.filled : end])
         self.filled = end
         return room
+
+    def _grow(self, nbytes: int) -> None:
+        try:
+            self._memory.resize(nbytes)  # its pages move: they are never there twice
+        except (BufferError, OSError, SystemError):  # somebody looks at it, or this is no Linux
+            grown = _mapped(nbytes)
+            grown[: self.filled] = self._memory[: self.filled]
+            self._memory = grown
 
     @property
     def data(self) -> memoryview:
         """What is there, for reading."""
-        return self._memory.data[: self.filled].toreadonly()
+        return memoryview(self._memory)[: self.filled].toreadonly()
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    """Memory that takes nothing before it is written to."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Staging:
