@@ -146,9 +146,6 @@ def _launch(
     checked_run(run_id)
     folder = writable_root(checkpoint_root(root))
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
-    from .launch.launcher import LaunchOptions, run_job
-    from .launch.summary import summary_table
-
     settings = RunSettings(
         steps=steps,
         trainers=trainers,
@@ -166,6 +163,9 @@ def _launch(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
     ).checked()
+    from .launch.launcher import LaunchOptions, run_job
+    from .launch.summary import summary_table
+
     options = LaunchOptions(
         run_id=run_id,
         alone=alone,
