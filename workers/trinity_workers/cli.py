@@ -27,6 +27,7 @@ from trinity_events.cli.options import (
 )
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
+from trinity_events.server import connect_sync
 from trinity_schemas import SaveStrategy
 
 from .config import EngineName, PublishName, RunSettings, TransportChoice
@@ -163,6 +164,9 @@ def _launch(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
     ).checked()
+    for url in filter(None, (redis_url, weights_redis_url)):
+        with connect_sync(url):
+            pass
     from .launch.launcher import LaunchOptions, run_job
     from .launch.summary import summary_table
 
