@@ -20,6 +20,7 @@ import redis
 from ..errors import ServerUnreachable
 from .clients import probe
 from .connect import OLDEST_SERVER
+from .keeper import unused
 
 START_DEADLINE = 20.0
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
@@ -117,7 +118,7 @@ class EmbeddedServer:
                 yield self.url
             finally:
                 with self._deciding():
-                    if self._last(users):
+                    if unused(users):
                         self._stop()
 
     @contextmanager
@@ -125,14 +126,6 @@ class EmbeddedServer:
         with (self.data / "start.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-    @staticmethod
-    def _last(users: object) -> bool:
-        try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
-        except BlockingIOError:
-            return False
-        return True
 
     def _answers(self) -> bool:
         try:

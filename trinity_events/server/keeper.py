@@ -29,7 +29,7 @@ def keep(folder: Path, path: str, server: int) -> None:
         while _runs(server):
             fcntl.flock(deciding, fcntl.LOCK_EX)
             try:
-                if _unused(users):
+                if unused(users):
                     _stop(path)
                     return
             finally:
@@ -38,7 +38,8 @@ def keep(folder: Path, path: str, server: int) -> None:
             time.sleep(LOOK)
 
 
-def _unused(users: object) -> bool:
+def unused(users: object) -> bool:
+    """Whether nobody else holds the users' lock, which is taken then."""
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
     except BlockingIOError:

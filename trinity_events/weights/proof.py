@@ -38,24 +38,25 @@ def check_installed(
     Raises:
         CorruptVersion: naming the first that is not what was published.
     """
+    digested = [
+        (entry, manifest.step)
+        for manifest in manifests
+        for entry in manifest.tensors
+        if entry.digest is not None and entry.encoding == "dense"
+        if wanted is None or entry.name in wanted
+    ]
+    targets = targets_of(module) if digested else {}
     proven = 0
-    for manifest in manifests:
-        for entry in manifest.tensors:
-            if entry.encoding != "dense" or entry.digest is None:
-                continue
-            if wanted is not None and entry.name not in wanted:
-                continue
-            held = (wanted or {}).get(entry.name) or whole(entry.global_shape or entry.shape)
-            box = box_of(entry)
-            if not contains(held, box):
-                continue
-            if not proven:
-                targets = targets_of(module)
-            found = targets[entry.name].detach()[box.inside(held)]
-            if digest(as_bytes(found)) != entry.digest:
-                raise CorruptVersion(
-                    f"{entry.name!r} of the model is not what was published as step "
-                    f"{manifest.step}, though all that was read of it was: something else wrote it"
-                )
-            proven += 1
+    for entry, step in digested:
+        held = (wanted or {}).get(entry.name) or whole(entry.global_shape or entry.shape)
+        box = box_of(entry)
+        if not contains(held, box):
+            continue
+        found = targets[entry.name].detach()[box.inside(held)]
+        if digest(as_bytes(found)) != entry.digest:
+            raise CorruptVersion(
+                f"{entry.name!r} of the model is not what was published as step {step}, though all "
+                "that was read of it was: something else wrote it"
+            )
+        proven += 1
     return proven

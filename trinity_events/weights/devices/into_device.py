@@ -73,8 +73,7 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             continue
         if not _travels(target, source):
             target.detach().copy_(source)  # of one made in inference mode that alone may be written
-            if target.is_cuda:
-                by_themselves.add(target.device)
+            by_themselves.add(target.device)
             continue
         if target.device not in by_device:
             by_device[target.device] = IntoDevice(lane_of(target.device))
