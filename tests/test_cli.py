@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +78,18 @@ async def test_status_and_tail_say_why_a_run_failed_and_who_is_lost(
     found = dict(line.split()[:2] for line in shown.splitlines() if line.startswith("explorer-"))
     assert found == {"explorer-0": "lost", "explorer-1": "stopped"}
     assert f"reason=failed step=1 error={error} so it is\n" in cli("tail", run_id).stdout
+
+
+async def test_status_counts_ages_to_now_and_says_how_long_ago_the_last_event_was(
+    publisher, run_id, cli
+):
+    await publisher.publish(committed(1, "state_dict", registration()))
+    await anyio.sleep(1.1)
+    shown = cli("status", run_id).stdout
+    assert float(re.search(r"committed (\d+\.\d) s ago", shown)[1]) >= 1.1
+    assert int(re.search(r"^last event (\d+) s ago$", shown, re.MULTILINE)[1]) >= 1
+    await publisher.publish(RunClosed(reason="finished"))
+    assert "last event" not in cli("status", run_id).stdout
 
 
 async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_lapsed(

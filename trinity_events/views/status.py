@@ -13,6 +13,7 @@ from trinity_schemas import Kind
 
 from ..core import MonitorState, explain
 from ..core.state import KINDS
+from ..log import position
 
 
 def runs_table(states: Iterable[MonitorState]) -> Table:
@@ -32,11 +33,15 @@ def runs_table(states: Iterable[MonitorState]) -> Table:
     return table
 
 
-def status_panel(state: MonitorState, silent_since: int | None = None) -> RenderableType:
+def status_panel(
+    state: MonitorState, *, now: int | None = None, silent_since: int | None = None
+) -> RenderableType:
     """Everything about one run that one looks for first.
 
     Args:
         state: The run's state.
+        now: Milliseconds of the server's clock to which ages are counted, where the run is looked
+            at as it is; by default those of the last entry.
         silent_since: The milliseconds of its last entry, where nobody is there any more.
     """
     silent = silent_since is not None
@@ -52,42 +57,60 @@ def status_panel(state: MonitorState, silent_since: int | None = None) -> Render
         ("  opened ", "dim"),
         _when(state.opened_at),
     )
-    ready = Table(box=None, pad_edge=False)
-    for column in ("READY", "STEP", "SINCE", "DIGEST"):
-        ready.add_column(column)
-    for kind in KINDS:
-        pointer = state.ready.get(kind)
-        if pointer is not None:
-            since = _when(int(pointer.entry_id.partition("-")[0]))
-            ready.add_row(kind, _pointer(state, kind), since, (pointer.digest or "")[:20])
-    explorers = Table(box=None, pad_edge=False)
-    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE"):
-        explorers.add_column(column)
-    for name, explorer in sorted(state.explorers.items()):
-        serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
-        status: str = explorer.status
-        if status != "stopped" and (silent or state.closed == "failed"):
-            status = "silent" if silent else "lost"
-        explorers.add_row(name, status, serves, _when(explorer.applied_at))
     about: list[Text] = []
+    if now is not None and state.closed is None and state.entries:
+        heard = _ago(now - position(state.position)[0])
+        about.append(Text.assemble(("last event ", "dim"), heard))
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
         about.append(Text.assemble(("weights travel by ", "dim"), chosen))
     if state.closed_error is not None:
         about.append(Text(state.closed_error, style="red"))
-    lines = [
-        Text(explain(state, step), style="yellow")
+    if silent:
+        about.append(Text(_nobody(state, silent_since), style="red"))
+    waiting = [
+        Text(explain(state, step, now=now), style="yellow")
         for step, found in sorted(state.steps.items())
         if any(kind.outcome is None for kind in found.kinds.values())
     ]
-    if state.anomaly_counts:
-        counts = ", ".join(f"{name} {count}" for name, count in state.anomaly_counts.items())
-        lines.append(Text(f"Anomalies: {counts}.", style="red"))
-        last = state.anomalies[-1]
-        lines.append(Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"))
-    if silent:
-        about.append(Text(_nobody(state, silent_since), style="red"))
-    return Group(head, *about, Text(), ready, Text(), explorers, *lines)
+    tables = (Text(), _ready(state), Text(), _explorers(state, silent=silent))
+    return Group(head, *about, *tables, *waiting, *_anomalies(state))
+
+
+def _ready(state: MonitorState) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("READY", "STEP", "SINCE", "DIGEST"):
+        table.add_column(column)
+    for kind in KINDS:
+        pointer = state.ready.get(kind)
+        if pointer is not None:
+            since = _when(position(pointer.entry_id)[0])
+            table.add_row(kind, _pointer(state, kind), since, (pointer.digest or "")[:20])
+    return table
+
+
+def _explorers(state: MonitorState, *, silent: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE"):
+        table.add_column(column)
+    for name, explorer in sorted(state.explorers.items()):
+        serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
+        status: str = explorer.status
+        if status != "stopped" and (silent or state.closed == "failed"):
+            status = "silent" if silent else "lost"
+        table.add_row(name, status, serves, _when(explorer.applied_at))
+    return table
+
+
+def _anomalies(state: MonitorState) -> list[Text]:
+    if not state.anomaly_counts:
+        return []
+    counts = ", ".join(f"{name} {count}" for name, count in state.anomaly_counts.items())
+    last = state.anomalies[-1]
+    return [
+        Text(f"Anomalies: {counts}.", style="red"),
+        Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"),
+    ]
 
 
 def _nobody(state: MonitorState, since: int | None) -> str:
@@ -104,6 +127,14 @@ def _pointer(state: MonitorState, kind: Kind) -> str:
     if pointer is None:
         return "-"
     return f"{pointer.at.step}" + (f" (epoch {pointer.at.epoch})" if pointer.at.epoch > 1 else "")
+
+
+def _ago(milliseconds: int) -> str:
+    seconds = max(0, milliseconds) // 1000
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit} ago"
+    return f"{seconds} s ago"
 
 
 def _trainer(state: MonitorState) -> str:
