@@ -5,7 +5,7 @@ from .install import Fit, adopt, check_fit, install
 from .load import load_version
 from .proof import check_installed
 from .publish import PartWriter, PublishedPartReport
-from .pull import PulledVersion, Wanted, pull_version
+from .pull import pull_version
 from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource
 from .transports.collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
@@ -14,6 +14,7 @@ from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory import SharedMemoryStore
 from .transports.stores import TransportName
+from .version import PulledVersion, Wanted
 
 __all__ = [
     "Box",

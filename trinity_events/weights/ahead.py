@@ -18,9 +18,9 @@ from trinity_schemas import WeightManifest
 
 from .fitting import targets_of
 from .landing import about_to_change, by_chunk, planned
-from .pull import names_in
 from .tensors import address, copy_bytes, is_plain
 from .transports.base import PartRef, Take, Taker
+from .version import names_in
 
 
 class _Copy(NamedTuple):

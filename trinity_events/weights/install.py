@@ -16,9 +16,9 @@ from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
 from .fitting import check_covered, misfit, targets_of, tied
 from .part_bytes import PartBytes, as_tensor
-from .pull import Piece, PulledVersion, shares, wanted_box
 from .tensors import DTYPES, copy_bytes, is_plain
 from .threads import in_threads
+from .version import Piece, PulledVersion, shares, wanted_box
 
 _LARGE = 64 << 10
 """Bytes from which on a copy may be another thread's."""

@@ -15,8 +15,8 @@ from ..errors import IncompatibleWeights
 from .boxes import Box, runs
 from .fitting import check_covered, misfit
 from .part_bytes import PartBytes
-from .pull import Piece, Wanted, shares, wanted_box
 from .tensors import DTYPES, as_buffer, as_bytes, copy_bytes, flat_bytes, is_plain, is_row_major
+from .version import Piece, Wanted, shares, wanted_box
 
 _NOWHERE = PartBytes([])
 _NOTHING = torch.empty(0, device="cpu")

@@ -23,10 +23,11 @@ from .devices.into_device import settle
 from .fitting import targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
 from .proof import check_installed
-from .pull import Wanted, names_in, read_manifest
+from .pull import read_manifest
 from .tensors import Digesting, address
 from .torn import Torn
 from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room, TensorSource
+from .version import Wanted, names_in
 
 
 class Based(Exception):

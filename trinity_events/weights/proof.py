@@ -15,8 +15,8 @@ from trinity_schemas import WeightManifest
 from ..errors import CorruptVersion
 from .boxes import contains, whole
 from .fitting import targets_of
-from .pull import Wanted, box_of
 from .tensors import as_bytes, digest
+from .version import Wanted, box_of
 
 
 def check_installed(

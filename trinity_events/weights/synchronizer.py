@@ -34,13 +34,14 @@ from .install import check_fit, install
 from .load import Based, load_version
 from .proof import check_installed
 from .publish import PartWriter, PublishedPartReport
-from .pull import PulledVersion, Wanted, pull_version
+from .pull import pull_version
 from .standing import Standing
 from .torn import Torn
 from .transports.base import ChunkStore, Ended, PartRef, ReadsAlong
 from .transports.collective import TIMEOUT, CollectiveGroups
 from .transports.redis.store import RedisChunkStore
 from .transports.stores import Stores, TransportName
+from .version import PulledVersion, Wanted
 
 logger = logging.getLogger(__name__)
 

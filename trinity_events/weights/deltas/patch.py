@@ -10,8 +10,8 @@ import torch
 from trinity_schemas import StepReady
 
 from ...errors import CorruptVersion
-from ..pull import Piece, PulledVersion
 from ..tensors import as_bytes
+from ..version import Piece, PulledVersion
 from .changes import decoded, overwrite, words
 from .rebuild import based, delta_of, differs, makes
 
