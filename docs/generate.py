@@ -1,8 +1,6 @@
 """Writes each command's help, as the command line prints it, into its page below docs/commands.
 
-Usage: python docs/generate.py [--check]
-
-With --check nothing is written: it exits 1 and says which pages lag behind.
+Usage: python docs/generate.py
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -51,34 +48,17 @@ def expected(command: str) -> str:
     return _HELP.sub(lambda _: section, text)
 
 
-def lagging() -> Iterator[tuple[Path, str | None]]:
-    """Pages that are not as they should be, with what they should be; None: not at all."""
+def main() -> None:
+    """Write what lags behind; exits 1 when there is a page of no command."""
     known = commands()
     for command in known:
         page, text = PAGES / f"{command}.md", expected(command)
         if not page.exists() or page.read_text() != text:
-            yield page, text
-    for page in sorted(PAGES.glob("*.md")):
-        if page.stem not in (*known, "index"):
-            yield page, None
-
-
-def main() -> None:
-    """Write what lags behind, or only say so."""
-    check = "--check" in sys.argv[1:]
-    failed = False
-    for page, text in lagging():
-        where = page.relative_to(PAGES.parent.parent)
-        if text is None:
-            failed = True
-            sys.stderr.write(f"{where} is of a command that is not installed\n")
-        elif check:
-            failed = True
-            sys.stderr.write(f"{where} lags behind its command: run make docs\n")
-        else:
             page.write_text(text)
-            sys.stdout.write(f"{where} written\n")
-    sys.exit(failed)
+            sys.stdout.write(f"docs/commands/{page.name} written\n")
+    strays = {page.name for page in PAGES.glob("*.md")} - {f"{one}.md" for one in (*known, "index")}
+    if strays:
+        sys.exit(f"of no command that is installed: docs/commands/{', '.join(sorted(strays))}")
 
 
 if __name__ == "__main__":
