@@ -33,6 +33,10 @@ OLDEST_SERVER = (7, 0)
 _PATIENCE = 2.0
 """Seconds for which a server may be starting."""
 _LONGEST_PAUSE = 0.5
+_OTHERWISE = (
+    "or name another by --redis-url or TRINITY_REDIS_URL: where neither is set, commands use the "
+    "embedded server"
+)
 _ERRORS = (redis.RedisError, RedisClusterException, OSError)
 
 
@@ -128,7 +132,7 @@ def check_server(url: str, info: dict[str, Any]) -> None:
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST_SERVER:
         raise ServerTooOld(
             f"the server at {redacted(url)} is version {version}, but 7.0 or newer is needed: "
-            "upgrade it, or leave --redis-url out to use the embedded server"
+            f"upgrade it, {_OTHERWISE}"
         )
 
 
@@ -139,5 +143,5 @@ def _is_cluster(info: Any) -> bool:
 def _refused(url: str, error: BaseException) -> TrinityError:
     return denied(error, url) or ServerUnreachable(
         f"no Redis server answers at {redacted(url)} ({str(error).rstrip('.')}): "
-        "start one there, or leave --redis-url out to use the embedded server"
+        f"start one there, {_OTHERWISE}"
     )

@@ -64,7 +64,11 @@ class Reading(Generic[E]):
         self.wanted = wanted
         self.stream = wanted.stream
         self.deadline = deadline
-        self.wait = Wait(deadline, f"no {wanted.tags} of run {wanted.run} came")
+        self.wait = Wait(
+            deadline,
+            f"no {wanted.tags} of run {wanted.run} came",
+            f"see trinity-events status {wanted.run}",
+        )
 
     def block(self) -> float:
         """Seconds that the next read may wait on the server."""
