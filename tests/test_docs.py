@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-WITH_SNIPPETS = [ROOT / "README.md", DOCS / "getting-started.md"]
+WITH_SNIPPETS = [page for page in PAGES if "```python" in page.read_text()]
 
 _CODE = re.compile(r"^(```+).*?^\1\s*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(\s*<?([^)\s>]+)")

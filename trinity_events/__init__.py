@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .coordinator import CheckpointCoordinator
     from .holds import hold_checkpoint
     from .subscriptions import Delivered, Subscription, subscribe
+    from .training import publishing, training_run
     from .weights import Synchronizer
 
 __all__ = [
@@ -30,7 +31,9 @@ __all__ = [
     "VersionRetired",
     "WeightsApplied",
     "hold_checkpoint",
+    "publishing",
     "subscribe",
+    "training_run",
 ]
 
 _HOMES = {
@@ -44,7 +47,9 @@ _HOMES = {
     "VersionRetired": "trinity_schemas",
     "WeightsApplied": "trinity_schemas",
     "hold_checkpoint": ".holds",
+    "publishing": ".training",
     "subscribe": ".subscriptions",
+    "training_run": ".training",
 }
 
 

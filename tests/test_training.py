@@ -1,0 +1,151 @@
+"""Loops of one's own: their runs are closed however they end, and the example does what it says."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline import events_of, reducer_process
+from trinity_events import publishing, training_run
+from trinity_events.errors import InvalidRunId, ServerUnreachable
+from trinity_events.history import current_state
+from trinity_schemas import RunClosed, RunResumed, TrainerStatusChanged
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "own_loop.py"
+
+
+async def closed(log):
+    [envelope] = await events_of(log, RunClosed)
+    return envelope.event.reason, envelope.event.error
+
+
+async def test_a_block_that_ends_closes_the_run_as_finished(log, run_id, redis_url):
+    with training_run(run_id, redis_url=redis_url) as publisher:
+        assert publisher.epoch == 1
+        assert (await current_state(log)).closed is None
+    assert await closed(log) == ("finished", None)
+    assert [one.event.status for one in await events_of(log, TrainerStatusChanged)] == ["running"]
+
+
+async def test_an_error_that_leaves_the_block_is_told_and_raised(log, run_id, redis_url):
+    with pytest.raises(ZeroDivisionError), training_run(run_id, redis_url=redis_url):
+        _ = 1 / 0
+    assert await closed(log) == ("failed", "ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+async def test_an_interrupt_is_told_as_one(log, run_id, redis_url, error):
+    with pytest.raises(error), training_run(run_id, redis_url=redis_url):
+        raise error
+    assert await closed(log) == ("interrupted", None)
+
+
+async def test_each_opening_is_an_epoch_and_a_resume_says_from_where(log, run_id, redis_url):
+    with training_run(run_id, redis_url=redis_url):
+        pass
+    with training_run(run_id, redis_url=redis_url, resume_from=20) as publisher:
+        assert publisher.epoch == 2
+    [resumed] = await events_of(log, RunResumed)
+    assert (resumed.epoch, resumed.event.step) == (2, 20)
+    assert (await current_state(log)).trainer_step == 20
+
+
+async def test_sigterm_ends_the_block_in_order_and_with_its_status(log, run_id, redis_url):
+    code = (
+        "import sys, time\n"
+        "from trinity_events import training_run\n"
+        "with training_run(sys.argv[1], redis_url=sys.argv[2]):\n"
+        "    print('opened', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code, run_id, redis_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout.readline() == b"opened\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert await closed(log) == ("interrupted", None)
+
+
+async def test_a_handler_of_the_users_own_stays(run_id, redis_url):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with training_run(run_id, redis_url=redis_url):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def test_what_was_said_is_in_the_log_when_the_block_is_left(log, run_id, redis_url):
+    with publishing(run_id, 3, "actor", rank=2, redis_url=redis_url) as publisher:
+        publisher.publish(TrainerStatusChanged(status="running", step=7))
+    [envelope] = await events_of(log, TrainerStatusChanged)
+    assert (envelope.epoch, envelope.producer.role, envelope.producer.rank) == (3, "actor", 2)
+
+
+def test_an_id_that_cannot_be_one_is_refused_before_a_server_is_asked():
+    with pytest.raises(InvalidRunId), training_run("No Slug", redis_url="redis://127.0.0.1:1"):
+        pass
+
+
+def test_a_server_that_is_not_there_is_one_sentence(run_id):
+    unreachable = pytest.raises(ServerUnreachable, match="name another")
+    with unreachable, training_run(run_id, redis_url="redis://127.0.0.1:1"):
+        pass
+
+
+# --- the example ---------------------------------------------------------------------------------
+
+
+def test_the_documentation_shows_the_example_as_it_is():
+    assert EXAMPLE.read_text() in (ROOT / "docs" / "own-loop.md").read_text()
+
+
+@pytest.mark.timeout(180)
+def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path, cli):
+    env = {
+        **os.environ,
+        "TRINITY_REDIS_URL": redis_url,
+        "CHECKPOINT_ROOT": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
+    example, launcher = str(EXAMPLE), ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    parts = [("0",), ("1",)]
+    with reducer_process(redis_url, "own-loop", tmp_path):
+        explorers = [
+            subprocess.Popen([sys.executable, example, *rank], env=env, stdout=subprocess.PIPE)
+            for rank in parts
+        ]
+        try:
+            trained = subprocess.run(
+                [sys.executable, *launcher, example],
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert trained.returncode == 0, trained.stderr
+            for rank, explorer in enumerate(explorers):
+                told, _ = explorer.communicate(timeout=30)
+                assert explorer.returncode == 0
+                assert f"explorer {rank} serves step 30: " in told.decode().splitlines()[-1]
+        finally:
+            for explorer in explorers:
+                explorer.kill()
+                explorer.wait()
+    shown = cli("status", "own-loop").stdout
+    assert "trainer finished at step 30" in shown
+    assert re.search(r"^weights +30 ", shown, re.MULTILINE)
+    assert re.search(r"^checkpoint +30 ", shown, re.MULTILINE)
+    assert len(re.findall(r"^explorer-\d +stopped +step 30 ", shown, re.MULTILINE)) == 2
+    for step in (20, 30):
+        ranks = sorted(
+            file.name for file in (tmp_path / f"own-loop/global_step_{step}").glob("*.pt")
+        )
+        assert ranks == ["rank_0.pt", "rank_1.pt"]
+    assert (tmp_path / "own-loop/latest_checkpointed_iteration.txt").read_text() == "30"
