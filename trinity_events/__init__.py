@@ -57,5 +57,12 @@ def __getattr__(name: str) -> Any:
     # On first use: a consumer of events pays neither for torch nor for what it does not name, and
     # the command line can be interrupted while it is loaded.
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
+        try:
+            return getattr(import_module(_HOMES[name], __name__), name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("trinity_"):
+                raise
+            raise ModuleNotFoundError(
+                f"{name} needs {error.name}: pip install 'trinity-events[workers]'", name=error.name
+            ) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

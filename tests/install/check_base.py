@@ -1,7 +1,7 @@
 """Run by `make base-install` in an environment with the wheel's base alone: no torch, no extras.
 
-Shows that the event plane imports fast and works against a server, and that a command that needs
-an extra says which.
+Shows that the event plane imports fast and works against a server, and that what needs an
+extra says which.
 """
 
 from __future__ import annotations
@@ -31,19 +31,12 @@ def import_seconds() -> float:
 
 async def announce_and_subscribe(url: str) -> None:
     """One step from its commit to a subscriber, with the reducer of the command line."""
-    from trinity_events import StepReady, subscribe
-    from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
-    from trinity_events.server import connect
+    from trinity_events import StepReady, subscribe, training_run
     from trinity_schemas import Registration, StepCommitted
 
-    async with connect(url) as client:
-        epoch = await open_run(client, "base-install")
-        log = RedisEventLog(client, "base-install")
-        publisher = AsyncPublisher(log, epoch, new_producer("trainer"))
+    with training_run("base-install", redis_url=url) as publisher:
         registration = Registration(registration_id="none", kind="state_dict", expected=0)
-        await publisher.publish(
-            StepCommitted(step=1, kind="state_dict", registrations=(registration,))
-        )
+        publisher.publish(StepCommitted(step=1, kind="state_dict", registrations=(registration,)))
         async with subscribe("base-install", StepReady, redis_url=url, deadline=20) as events:
             async for event in events:
                 assert event.step == 1
@@ -68,6 +61,13 @@ def main(url: str) -> None:
     demo = subprocess.run([*command, "demo"], capture_output=True, text=True, check=False)
     assert demo.returncode == 1, demo
     assert "pip install 'trinity-events[workers]'" in demo.stderr, demo.stderr
+    weights = subprocess.run(
+        [sys.executable, "-c", "from trinity_events import Synchronizer"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Synchronizer needs torch: pip install 'trinity-events[workers]'" in weights.stderr
     alone = subprocess.run([*command, "runs"], capture_output=True, text=True, check=False)
     assert alone.returncode in (0, 1), alone
     assert "Traceback" not in alone.stderr, alone.stderr
