@@ -22,8 +22,8 @@ _ASKED = 1.0
 """Seconds after which the directory answers, whether or not there is anything new."""
 _LOOK = 5e-3
 """The longest between two looks whether to stop."""
-_NOT_THERE = 20e-3
-"""Between two looks for a publisher that is not there."""
+_SHORTEST, _LONGEST = 20e-3, 0.5
+"""Seconds between two looks for a publisher that is not there: the whole cluster asks one place."""
 
 
 class Fetched(NamedTuple):
@@ -66,6 +66,7 @@ class Follower:
         self._directory: Any = None
         self._asked: Any = None
         """What it has not answered yet."""
+        self._pause, self._again = _SHORTEST, 0.0
         self._forget("")
 
     @property
@@ -75,7 +76,7 @@ class Follower:
 
     def waits_for(self) -> list[Any]:
         """The directory's answer, and objects, wherever they are; nothing when nobody is there."""
-        if self._asked is None and not self._all_told:
+        if self._asked is None and not self._all_told and time.monotonic() >= self._again:
             self._ask()
         asked = [] if self._asked is None else [self._asked]
         return asked + [one for one, _ in self._coming if one not in self._here]
@@ -93,7 +94,13 @@ class Follower:
                 self._digest(reference, chunk_bytes)
         except self._ray.exceptions.RayError:  # its publisher ended, or a node of theirs
             self._forget("")
-            self._directory = self._asked = None
+            self._is_gone()
+
+    def _is_gone(self) -> None:
+        """Nobody publishes the part: look again in a while."""
+        self._directory = self._asked = None
+        self._again = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST)
 
     def _ask(self) -> None:
         try:
@@ -102,14 +109,14 @@ class Follower:
             follow = self._directory.follow.remote
             self._asked = follow(self.part, self._attempt, self._told_of, _ASKED)
         except (ValueError, self._ray.exceptions.RayError):
-            self._directory = None
+            self._is_gone()
 
     def _hear(self, told: UnderWay) -> None:
         if told.attempt != self._attempt:
             self._forget(told.attempt)
             if self._taker is not None and told.attempt:
                 self._take = self._taker(self.part)
-        self._all_told = told.sealed
+        self._all_told, self._pause = told.sealed, _SHORTEST
         self._told_of += len(told.objects.references)
         self._coming.extend((one, told.chunk_bytes) for one in told.objects.references)
 
@@ -155,7 +162,7 @@ def read_along(
             return "late"
         waited_for = [one for follower in followers for one in follower.waits_for()]
         if not waited_for:
-            stop.wait(_NOT_THERE)
+            stop.wait(_SHORTEST)
             continue
         there, _ = ray.wait(waited_for, num_returns=1, timeout=_LOOK)
         for follower in followers:
