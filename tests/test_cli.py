@@ -190,7 +190,10 @@ async def test_replay_stops_at_a_step_or_at_an_entry(cli, finished_run, log):
 
 
 MISTAKES = {
-    "an unreachable server": (("runs", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
+    "an unreachable server": (
+        ("runs", "--redis-url", "redis://127.0.0.1:1"),
+        "start one there, or leave --redis-url (TRINITY_REDIS_URL) out to use the embedded server",
+    ),
     "no URL": (("runs", "--redis-url", "ftp://x"), "is not the URL of a Redis server"),
     "no port": (("runs", "--redis-url", "redis://localhost:notaport"), "is not the URL"),
     "no bracket": (("runs", "--redis-url", "redis://[::1"), "is not the URL"),
@@ -210,7 +213,11 @@ MISTAKES = {
     "a demo without server": (("demo", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
     "a demo without chunk server": (
         ("demo", "--weights-redis-url", "redis://127.0.0.1:1"),
-        "no Redis server answers at redis://127.0.0.1:1",
+        "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
+    ),
+    "an explorer without chunk server": (
+        ("explorer", "--run", "nope", "--wait", "0", "--weights-redis-url", "redis://127.0.0.1:1"),
+        "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
     ),
 }
 
