@@ -124,6 +124,10 @@ async def record_run(
         path: The file.
         archive: What is kept of the log in files.
         line: Makes the line of an entry.
+
+    Raises:
+        NotWritten: when the file cannot be written, or another is writing it.
+        ArchiveMissing, BadRecording: when what is kept in files cannot be had.
     """
     # A reducer may be at work: what it has announced must be of the position that is recorded.
     while True:
@@ -132,7 +136,8 @@ async def record_run(
         if (await log.load())[1] == reached:
             break
     count = 0
-    with lines_written(path, Header(run_id=log.run_id, position=reached)) as write:
+    header = Header(run_id=log.run_id, position=reached)
+    with lines_written(path, header, alone=True) as write:
         async for entry in whole_stream(log, Stream.EVENTS, archive):
             write([line("events", entry)])
             count += 1
