@@ -1,5 +1,7 @@
 """What is read at once is bounded in bytes, and not only in number."""
 
+from contextlib import asynccontextmanager
+
 import anyio
 import redis.asyncio
 
@@ -7,16 +9,20 @@ from tests.pipeline import until
 from trinity_events.archive import Archive, Header, Recording, export, import_recording
 from trinity_events.history import current_state
 from trinity_events.log import (
+    AsyncPublisher,
     DeadLetter,
     Entry,
     MemoryEventLog,
     PageSize,
     RedisEventLog,
     Stream,
+    new_producer,
     page_size,
 )
 from trinity_events.reducer.reduce import BATCH, Reducer
 from trinity_events.reducer.retention import Retention
+from trinity_events.subscriptions import subscription_on
+from trinity_schemas import StepCommitted
 
 
 def entries(count, nbytes):
@@ -82,6 +88,25 @@ async def test_a_reducer_a_view_and_the_archive_hold_few_large_entries_at_once(
     assert log.most <= most
     await Retention(log, Archive(tmp_path, run_id), token)(log.last_id_now())
     assert log.most <= most
+
+
+async def test_a_follower_holds_few_large_events_at_once(run_id, monkeypatch):
+    monkeypatch.setattr(page_size, "PAGE_BYTES", 100_000)
+    log, reward = Noting(run_id), {"x" * 10_000: 1.0}
+    publisher = AsyncPublisher(log, 1, new_producer("trainer"))
+    for step in range(500):
+        await publisher.publish(StepCommitted(step=step, kind="weights", metrics=reward))
+
+    @asynccontextmanager
+    async def open_log():
+        yield log
+
+    events = subscription_on(
+        open_log, run_id, StepCommitted, start="beginning", group=None, deadline=5, claim_after=60
+    )
+    async with events:
+        assert [(await anext(events)).step for _ in range(500)] == list(range(500))
+    assert log.most <= 64 * 10_200
 
 
 async def test_an_import_sends_few_large_entries_at_once(client, run_id, monkeypatch):

@@ -206,8 +206,8 @@ async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: Progr
             if not late:
                 return
             wait.missing = f"{', '.join(late)} did not take the last weights"
-            ask = partial(log.wait, {Stream.EVENTS: state.position}, seconds=min(5, wait.left()))
-            await wait.ask(ask)
+            after = {Stream.EVENTS: state.position}
+            await wait.ask(partial(log.wait, after, seconds=min(5, wait.left()), limit=1))
     except DeadlineExceeded as error:
         view.say(str(error))
 
