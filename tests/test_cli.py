@@ -142,8 +142,10 @@ async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finish
     assert len(cli("tail", finished_run, "-n", "2").stdout.splitlines()) == 2
 
 
-async def test_tail_follows(finished_run, publisher, client):
-    command = [sys.executable, "-m", "trinity_events", "tail", finished_run, "-n", "0", "-f"]
+@pytest.mark.parametrize("options", [(), ("--json",)])
+async def test_tail_follows(finished_run, publisher, client, options):
+    asked = ("tail", finished_run, "-n", "0", "-f", *options)
+    command = [sys.executable, "-m", "trinity_events", *asked]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     heard = []
