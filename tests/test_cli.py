@@ -108,7 +108,9 @@ async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_laps
     assert await silent() is None, "an entry is a sign of life, too"
 
 
-async def test_status_says_in_a_sentence_that_nobody_is_there(publisher, log, run_id, cli):
+async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word(
+    publisher, log, run_id, cli
+):
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
     await publish_steps(publisher, [1])
     await explorer.publish(ExplorerStatusChanged(status="running"))
@@ -119,8 +121,18 @@ async def test_status_says_in_a_sentence_that_nobody_is_there(publisher, log, ru
     assert "explorer-0 silent" in shown
     told = json.loads(cli("status", run_id, "--json").stdout)
     assert told["silent_since"] == int((await log.last_id()).partition("-")[0])
+    [row] = [one for one in json.loads(cli("runs", "--json").stdout) if one["run_id"] == run_id]
+    assert row["silent_since"] == told["silent_since"], "runs says the same"
+    assert _trainer_in_runs(cli, run_id) == "silent"
     await publisher.publish(RunClosed(reason="interrupted"))
     assert "Nobody" not in cli("status", run_id).stdout
+    assert _trainer_in_runs(cli, run_id) == "interrupted"
+
+
+def _trainer_in_runs(cli, run_id):
+    shown = cli("runs").stdout.splitlines()
+    [line] = [one for one in shown if one.startswith(run_id)]
+    return line.split()[4]
 
 
 async def _is_folded(log):
