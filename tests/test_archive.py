@@ -236,6 +236,14 @@ DAMAGES = {
         lambda all_lines: [*all_lines[:2], all_lines[2].replace(b'"payload":"', b'"payload":"*')],
         "line 3 is not an entry",
     ),
+    "nested without end": (
+        lambda all_lines: [all_lines[0], b'{"envelope":' + b"[" * 100_000 + b"\n"],
+        "line 2 is not an entry",
+    ),
+    "a header that is nested without end": (
+        lambda _: [b'{"format":"trinity-events-log","more":' + b"[" * 60_000 + b"\n"],
+        "is not a recorded log",
+    ),
     "out of order": (
         lambda all_lines: [all_lines[0], all_lines[2], all_lines[1]],
         "line 3: entry .* is out of order",
@@ -269,6 +277,11 @@ async def test_no_command_takes_a_file_that_was_cut_off_for_whole(exported, cli,
     assert len(said.stderr.splitlines()) == 1
 
 
+def test_a_file_without_lines_is_not_read_to_its_end():
+    with pytest.raises(BadRecording, match="/dev/zero is not a recorded log"):
+        read_recording(Path("/dev/zero"))
+
+
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(BadRecording, match="cannot be read: No such file"):
         read_recording(tmp_path / "missing.jsonl")
@@ -296,7 +309,8 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
         {**msgspec.msgpack.decode(snapshot, strict=False), "announced": 999}
     )
     assert not verify(recording, changed).sound
-    assert not verify(recording, b"\x01").sound
+    for unreadable in (b"\x01", b"\x81\xa6run_id\xa1\xff"):
+        assert not verify(recording, unreadable).sound
     earlier = recording._replace(events=recording.events[:-1])
     assert "snapshot" not in verify(earlier, snapshot).checked, "it is of a later entry"
 

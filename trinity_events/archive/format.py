@@ -30,6 +30,10 @@ _A_PAGE = 500
 _MOST_ENTRIES = 10**15 - 1
 """Of a file: so many digits are kept free for their number."""
 
+_LONGEST_HEADER = 1 << 16
+"""Bytes: what has more is another file, which may have no line's end at all."""
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+
 LineStream = Literal["events", "announcements", "dead"]
 
 
@@ -209,7 +213,7 @@ def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
             too.
     """
     with _opened(path) as file:
-        first = file.readline()
+        first = file.readline(_LONGEST_HEADER)
     header = _header(path, first)
     return header, _lines(path, header)
 
@@ -226,7 +230,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _header(path: Path, first: bytes) -> Header:
     try:
         raw = msgspec.json.decode(first, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         raw = {}
     if raw.get("format") != FORMAT:
         raise BadRecording(
@@ -258,7 +262,7 @@ def _lines(path: Path, header: Header) -> Iterator[Line]:
             try:
                 line = decoder.decode(raw)
                 at = position(line.id)
-            except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            except _UNREADABLE as error:
                 raise BadRecording(
                     f"{path} line {number} is not an entry ({error}): the file was cut off or "
                     "changed; export the run again"
