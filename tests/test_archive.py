@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.histories import committed, finished, registration, started
-from tests.pipeline import announced, publish_steps, recorded, reducer_task
+from tests.pipeline import announced, publish_steps, recorded, reducer_task, until
 from trinity_events.archive import (
     Archive,
     ArchiveMissing,
@@ -142,6 +142,28 @@ async def test_what_cannot_be_read_is_not_said_to_be_the_file_that_cannot_be_wri
     assert not (tmp_path / "run.jsonl").exists()
     said = cli("import", UNREADABLE)
     assert said.stderr == f"error: {UNREADABLE} cannot be read: Input/output error\n"
+
+
+@pytest.mark.parametrize("command", ["export", "verify"])
+async def test_what_is_terminated_leaves_nothing_behind(finished_run, run_id, tmp_path, command):
+    [segment] = (finished_run / "log").glob("events.*")
+    segment.unlink()
+    os.mkfifo(segment)  # it is waited for
+    room = tmp_path / "room"
+    room.mkdir()
+    asked = (command, run_id, "--checkpoint-root", str(tmp_path / "root"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trinity_events", *asked],
+        cwd=room,
+        env={**os.environ, "TMPDIR": str(room)},
+    )
+    try:
+        await until(lambda: list(room.glob("**/.*.part")))
+        process.terminate()
+        assert process.wait(10) == 143
+    finally:
+        process.kill()
+    assert list(room.iterdir()) == []
 
 
 @pytest.mark.parametrize(
