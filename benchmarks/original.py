@@ -12,6 +12,8 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +96,41 @@ def start_ray(object_store: int) -> None:
     )
 
 
+ELSEWHERE = "elsewhere"
+"""A resource that the other one of two nodes has."""
+
+
+@contextmanager
+def ray_of(nodes: int, object_store: int) -> Iterator[None]:
+    """A Ray of our own with one node, or two on this machine; this process is on the first."""
+    import ray
+
+    if nodes == 1:
+        start_ray(object_store)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    from ray.cluster_utils import Cluster
+
+    cluster: Any = Cluster()
+    cluster.add_node(num_cpus=1, object_store_memory=object_store, include_dashboard=False)
+    try:
+        other = {ELSEWHERE: 100}
+        cluster.add_node(num_cpus=1, object_store_memory=object_store, resources=other)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def placed(made: Any, nodes: int) -> Any:
+    """An actor's class, for the last of so many nodes."""
+    return made.options(num_cpus=0, resources={ELSEWHERE: 1} if nodes > 1 else None)
+
+
 def delays(folder: Path, samples: int) -> tuple[list[float], list[float]]:
     """Seconds from a save's end until it is seen, and of the call to the actor alone.
 
@@ -174,28 +211,30 @@ class WeightsThroughRay:
     Args:
         model: What its tensors look like.
         versions: For how many Ray's object store has room.
+        nodes: Of Ray; the actor that has the model is on the last.
     """
 
-    def __init__(self, model: Model, versions: int = 4) -> None:
+    def __init__(self, model: Model, versions: int = 4, nodes: int = 1) -> None:
         self._model = model
         self._versions = versions
+        self._nodes = nodes
+        self._held = ExitStack()
         self._synced = 0
 
     def __enter__(self) -> WeightsThroughRay:
         import ray
 
-        start_ray(object_store=self._versions * self._model.nbytes + (200 << 20))
+        room = self._versions * self._model.nbytes + (200 << 20)
+        self._held.enter_context(ray_of(self._nodes, room))
         self._source = self._model.parameters()
         self._keeper: Any = ray.remote(WeightKeeper).options(num_cpus=0).remote()
-        taker: Any = ray.remote(WeightTaker).options(num_cpus=0)
+        taker = placed(ray.remote(WeightTaker), self._nodes)
         self._taker = taker.remote(self._model, self._keeper)
         self.sync()  # everyone is there, and has its memory
         return self
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
-        ray.shutdown()
+        self._held.close()
 
     def sync(self) -> float:
         """Seconds that one version takes."""

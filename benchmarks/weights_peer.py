@@ -32,7 +32,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.ahead import Ahead
-from trinity_events.weights.transports.base import Taker
+from trinity_events.weights.transports.base import ReadsAlong, Taker
 from trinity_schemas import PublishedPart, StepReady, version_digest
 
 from .original import LAST
@@ -198,7 +198,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
 class Along:
     """Reads a part along with its publisher, until it is announced."""
 
-    def __init__(self, store: SharedMemoryStore, part: PartRef, taker: Taker | None) -> None:
+    def __init__(self, store: ReadsAlong, part: PartRef, taker: Taker | None) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=store.read_along, args=([part], self._stop, DEADLINE, taker)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from trinity_events.weights import PartRef, RayStore, load_version
+from trinity_events.weights.ahead import Ahead
 from trinity_schemas import StepReady
 
 from .ends import Turn, row
 from .measure import Asked, Noise, Row, taking_turns
-from .original import LAST, WeightsThroughRay
-from .weights_peer import KEPT, RUN, Model, apply, published
+from .original import LAST, WeightsThroughRay, placed
+from .weights_peer import KEPT, RUN, Along, Model, apply, published
+
+if TYPE_CHECKING:
+    import torch
 
 ORIGINAL = Asked("at least", 10)
 CAREFUL = Asked("at least", 1.0)
 OURS = "Ray's object store"
+PACE = 1 << 30
+"""Bytes a second."""
 _VERSIONS = 7
 """Room in Ray's object store: three of ours, what the others put, and what is not freed yet."""
 _WARM = 3
@@ -32,29 +39,42 @@ class Taker:
 
         self._module = torch.nn.ParameterDict(model.parameters())
         self._store = RayStore()
+        self._ahead = Ahead()
+        self._along: Along | None = None
+
+    def along(self, part: PartRef, at_rest: bool) -> None:
+        """Begin to read a part along."""
+        taker = self._ahead.begin(self._module) if at_rest else None
+        self._along = Along(self._store, part, taker)
 
     def apply(self, ready: bytes) -> float:
         """Pull and install what was announced; returns a number of the last tensor."""
-        announced = msgspec.msgpack.decode(ready, type=StepReady)
-        return apply(self._store, self._module, announced, digests=True)
+        return apply(self._store, self._module, self._announced(ready), digests=True)
 
     def load(self, ready: bytes) -> float:
         """The same into a model that nobody serves from meanwhile."""
-        announced = msgspec.msgpack.decode(ready, type=StepReady)
-        load_version(self._store, RUN, announced, self._module)
+        announced = self._announced(ready)
+        parts = load_version(self._store, RUN, announced, self._module, ahead=self._ahead)
+        self._ahead.note(self._module, parts)
+        self._ahead.abandon()
         return float(self._module.get_parameter(LAST).detach()[-1])
+
+    def _announced(self, ready: bytes) -> StepReady:
+        if self._along is not None:
+            self._along.end()
+            self._along = None
+        return msgspec.msgpack.decode(ready, type=StepReady)
 
 
 class Ours:
     """This process's end."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, nodes: int) -> None:
         import ray
 
         self._source = model.parameters()
         self._store = RayStore()
-        taker: Any = ray.remote(Taker).options(num_cpus=0)
-        self._taker = taker.remote(model)
+        self._taker = placed(ray.remote(Taker), nodes).remote(model)
         self._kept = deque[PartRef]()
         self._synced = 0
 
@@ -64,9 +84,15 @@ class Ours:
 
     def sync_at_rest(self) -> float:
         """Seconds that one takes into a model that nobody serves from meanwhile."""
-        return self._synced_by(self._taker.load)
+        return self._synced_by(self._taker.load, at_rest=True)
 
-    def _synced_by(self, take: Any) -> float:
+    def sync_paced(self, *, along: bool) -> float:
+        """Seconds that one takes whose tensors come at a pace, into such a model."""
+        return self._synced_by(self._taker.load, at_rest=True, along=along, paced=True)
+
+    def _synced_by(
+        self, take: Any, *, at_rest: bool = False, along: bool = True, paced: bool = False
+    ) -> float:
         import ray
 
         self._synced += 1
@@ -74,7 +100,10 @@ class Ours:
         self._source[LAST][-1] = number
         began = time.perf_counter()
         part = PartRef(RUN, 1, self._synced, 0)
-        ready = published(self._store, part, self._source.items())
+        if along:
+            self._taker.along.remote(part, at_rest)
+        tensors = self._source.items()
+        ready = published(self._store, part, at_pace(tensors) if paced else tensors)
         applied = ray.get(take.remote(msgspec.msgpack.encode(ready)))
         seconds = time.perf_counter() - began
         if applied != number:
@@ -89,34 +118,58 @@ class Ours:
         self._store.close()
 
 
+def at_pace(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors as they come from a gather: each when so many bytes may be there."""
+    began, nbytes = time.perf_counter(), 0
+    for name, tensor in tensors:
+        nbytes += tensor.nbytes
+        time.sleep(max(0.0, began + nbytes / PACE - time.perf_counter()))
+        yield name, tensor
+
+
 NOTES = (
     "Through Ray, ours digests everything once on each side; the others digest nothing. The "
     "original's path is a small model of it: the whole state dict is sent to a Ray actor, and "
     "another fetches it tensor by tensor into its model. Used with care, tensors are put once, as "
     "arrays, and copied from where Ray keeps them.",
+    "Another node is a second one of Ray's on the same machine: what travels goes from one object "
+    "store to the other, over TCP. Tensors come at a pace where they are gathered first: then what "
+    "is put travels while others are waited for, into a model at rest.",
 )
 
 
 def measured(turn: Turn, noise: Noise) -> list[Row]:
-    """One model."""
-    with WeightsThroughRay(turn.model, _VERSIONS) as path:
-        ours = Ours(turn.model)
+    """One model, to another process of this node and to one of another."""
+    return [row for nodes in (1, 2) for row in _measured(turn, nodes, noise)]
+
+
+def _measured(turn: Turn, nodes: int, noise: Noise) -> list[Row]:
+    with WeightsThroughRay(turn.model, _VERSIONS, nodes) as path:
+        ours = Ours(turn.model, nodes)
         them = {
             "ours": ours.sync,
             "at rest": ours.sync_at_rest,
             "original": path.sync,
             "careful": path.sync_with_care,
         }
+        if nodes > 1:
+            them["along"] = lambda: ours.sync_paced(along=True)
+            them["announced"] = lambda: ours.sync_paced(along=False)
         for _ in range(_WARM):
             for name in ("ours", "at rest", "careful"):
                 them[name]()
         found = taking_turns(them, turn.rounds, noise)
         ours.close()
-    return [
+    way = OURS if nodes == 1 else f"{OURS}, to another node"
+    rows = [
         row(turn, what, found[ours], beside, found[theirs], asked)
-        for what, ours in ((OURS, "ours"), (f"{OURS}, into a model at rest", "at rest"))
+        for what, ours in ((way, "ours"), (f"{way}, into a model at rest", "at rest"))
         for beside, theirs, asked in (
             ("the original's path", "original", ORIGINAL),
             ("Ray, used with care", "careful", CAREFUL),
         )
     ]
+    if nodes > 1:
+        paced = f"{way}, tensors that come at 1 GiB/s, read along"
+        rows.append(row(turn, paced, found["along"], "begun when announced", found["announced"]))
+    return rows

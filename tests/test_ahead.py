@@ -247,8 +247,8 @@ def test_what_was_taken_is_not_what_another_transport_has(stores, model, part, w
 def test_nothing_is_taken_from_who_is_not_known_or_says_odd_things(model, part):
     module, ahead = model
     taker = ahead.begin(module)
-    for rank, chunk_bytes in ((1, CHUNK), (0, 0), (0, 1)):
-        taker(part._replace(rank=rank), chunk_bytes)(0, memoryview(b"\x55" * CHUNK))
+    for rank, index, nbytes in ((1, 0, CHUNK), (0, 0, 1), (0, 0, CHUNK + 1), (0, 99, CHUNK)):
+        taker(part._replace(rank=rank))(index, memoryview(b"\x55" * nbytes))
     assert has(module, SOME) and not ahead.took
 
 
@@ -256,8 +256,8 @@ def test_what_counts_as_digested_was_taken(stores, model, part):
     (ours, theirs), (module, ahead) = stores, model
     part, taker = part._replace(step=2), ahead.begin(module)
 
-    def failing(part, chunk_bytes):
-        take = taker(part, chunk_bytes)
+    def failing(part):
+        take = taker(part)
 
         def one_only(index, data):
             if index:

@@ -1,26 +1,33 @@
 """Exports, imports, segments, retention and verification, against a real server."""
 
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 
 import anyio
 import msgspec
 import pytest
 
 from tests.histories import committed, finished, registration, started
-from tests.pipeline import announced, publish_steps, recorded, reducer_task
+from tests.pipeline import announced, publish_steps, recorded, reducer_task, until
 from trinity_events.archive import (
     Archive,
     ArchiveMissing,
     BadRecording,
+    Header,
+    NotWritten,
     import_recording,
     read_recording,
     record_run,
     verify,
 )
 from trinity_events.archive.export import RunExists
+from trinity_events.archive.format import lines_written
 from trinity_events.core import Monitor, MonitorState, encode_state
 from trinity_events.history import SnapshotUnreadable, current_state, fold, load_monitor
 from trinity_events.log import ORIGIN, Entry, Stream
@@ -60,9 +67,125 @@ async def test_an_export_goes_through_a_link_and_takes_the_place_of_nothing_but_
     await record_run(log, link)
     assert link.is_symlink()
     assert read_recording(tmp_path / "there.jsonl").header.run_id == log.run_id
-    with pytest.raises(OSError, match="is no file, and a file would take its place"):
+    with pytest.raises(NotWritten, match="is no file, and a file would take its place"):
         await record_run(log, pipe)
     assert pipe.is_fifo()
+
+
+WRITING = (
+    "import sys; from pathlib import Path\n"
+    "from trinity_events.archive import Header\n"
+    "from trinity_events.archive.format import lines_written\n"
+    "with lines_written(Path(sys.argv[1]), Header(run_id='r'), alone=True):\n"
+    "    print('writing', flush=True); sys.stdin.read()\n"
+)
+
+
+async def test_what_killed_exports_have_left_is_overwritten_by_the_next(
+    finished_run, log, tmp_path
+):
+    folder = tmp_path / "exports"
+    path = folder / "run.jsonl"
+    for _ in range(2):
+        command = [sys.executable, "-c", WRITING, str(path)]
+        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as writer:
+            assert writer.stdout.readline() == "writing\n"
+            writer.kill()
+    assert len(list(folder.iterdir())) == 1
+    await record_run(log, path)
+    assert list(folder.iterdir()) == [path]
+
+
+async def test_two_exports_to_one_file_are_not_mixed(log, tmp_path):
+    path, refused = tmp_path / "run.jsonl", r"cannot be written \(another process is writing it"
+    with (
+        lines_written(path, Header(run_id=log.run_id), alone=True),
+        pytest.raises(NotWritten, match=refused),
+    ):
+        await record_run(log, path)
+    assert read_recording(path).header.entries == 0, "the first is whole"
+    await record_run(log, path)
+
+
+async def test_an_export_writes_into_no_file_that_another_has_just_finished(
+    log, tmp_path, monkeypatch
+):
+    path, lock = tmp_path / "run.jsonl", fcntl.flock
+
+    def finishes_before(*args):
+        if not path.exists():
+            (tmp_path / ".run.jsonl.part").rename(path)
+            (tmp_path / "theirs").hardlink_to(path)
+            path.write_text("theirs")
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", finishes_before)
+    await record_run(log, path)
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert read_recording(path).header.run_id == log.run_id
+
+
+UNREADABLE = "/proc/self/mem"  # it can be opened, and not be read
+
+
+async def test_what_cannot_be_read_is_not_said_to_be_the_file_that_cannot_be_written(
+    finished_run, log, cli, run_id, tmp_path
+):
+    [segment] = (finished_run / "log").glob("events.*")
+    segment.unlink()
+    segment.symlink_to(UNREADABLE)
+    said = cli(
+        "export", run_id, "-o", f"{tmp_path}/run.jsonl", "--checkpoint-root", str(tmp_path / "root")
+    )
+    assert said.returncode == 1
+    assert said.stderr == f"error: {segment} cannot be read: Input/output error\n"
+    assert not (tmp_path / "run.jsonl").exists()
+    said = cli("import", UNREADABLE)
+    assert said.stderr == f"error: {UNREADABLE} cannot be read: Input/output error\n"
+
+
+@pytest.mark.parametrize("command", ["export", "verify"])
+async def test_what_is_terminated_leaves_nothing_behind(finished_run, run_id, tmp_path, command):
+    [segment] = (finished_run / "log").glob("events.*")
+    segment.unlink()
+    os.mkfifo(segment)  # it is waited for
+    room = tmp_path / "room"
+    room.mkdir()
+    asked = (command, run_id, "--checkpoint-root", str(tmp_path / "root"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trinity_events", *asked],
+        cwd=room,
+        env={**os.environ, "TMPDIR": str(room)},
+    )
+    try:
+        await until(lambda: list(room.glob("**/.*.part")))
+        process.terminate()
+        assert process.wait(10) == 143
+    finally:
+        process.kill()
+    assert list(room.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "way_out"),
+    [("export", "name another with --output"), ("verify", "set TMPDIR to a folder with room")],
+)
+async def test_a_disk_on_which_the_log_has_no_room_is_one_sentence(
+    finished_run, run_id, tmp_path, command, way_out
+):
+    root = tmp_path / "root"
+    asked = f"{sys.executable} -m trinity_events {command} {run_id} --checkpoint-root {root}"
+    said = subprocess.run(
+        ["sh", "-c", f"ulimit -f 1 && {asked}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 1, said.stderr
+    [line] = said.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert f"cannot be written (File too large): {way_out}" in line
 
 
 async def test_an_export_read_back_is_the_run_bit_for_bit(exported, log):
@@ -135,6 +258,14 @@ DAMAGES = {
         lambda all_lines: [*all_lines[:2], all_lines[2].replace(b'"payload":"', b'"payload":"*')],
         "line 3 is not an entry",
     ),
+    "nested without end": (
+        lambda all_lines: [all_lines[0], b'{"envelope":' + b"[" * 100_000 + b"\n"],
+        "line 2 is not an entry",
+    ),
+    "a header that is nested without end": (
+        lambda _: [b'{"format":"trinity-events-log","more":' + b"[" * 60_000 + b"\n"],
+        "is not a recorded log",
+    ),
     "out of order": (
         lambda all_lines: [all_lines[0], all_lines[2], all_lines[1]],
         "line 3: entry .* is out of order",
@@ -168,6 +299,11 @@ async def test_no_command_takes_a_file_that_was_cut_off_for_whole(exported, cli,
     assert len(said.stderr.splitlines()) == 1
 
 
+def test_a_file_without_lines_is_not_read_to_its_end():
+    with pytest.raises(BadRecording, match="/dev/zero is not a recorded log"):
+        read_recording(Path("/dev/zero"))
+
+
 def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(BadRecording, match="cannot be read: No such file"):
         read_recording(tmp_path / "missing.jsonl")
@@ -195,7 +331,8 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
         {**msgspec.msgpack.decode(snapshot, strict=False), "announced": 999}
     )
     assert not verify(recording, changed).sound
-    assert not verify(recording, b"\x01").sound
+    for unreadable in (b"\x01", b"\x81\xa6run_id\xa1\xff"):
+        assert not verify(recording, unreadable).sound
     earlier = recording._replace(events=recording.events[:-1])
     assert "snapshot" not in verify(earlier, snapshot).checked, "it is of a later entry"
 

@@ -121,7 +121,9 @@ async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_laps
     assert await silent() is None, "an entry is a sign of life, too"
 
 
-async def test_status_says_in_a_sentence_that_nobody_is_there(publisher, log, run_id, cli):
+async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word(
+    publisher, log, run_id, cli
+):
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
     await publish_steps(publisher, [1])
     await explorer.publish(ExplorerStatusChanged(status="running"))
@@ -132,8 +134,18 @@ async def test_status_says_in_a_sentence_that_nobody_is_there(publisher, log, ru
     assert "explorer-0 silent" in shown
     told = json.loads(cli("status", run_id, "--json").stdout)
     assert told["silent_since"] == int((await log.last_id()).partition("-")[0])
+    [row] = [one for one in json.loads(cli("runs", "--json").stdout) if one["run_id"] == run_id]
+    assert row["silent_since"] == told["silent_since"], "runs says the same"
+    assert _trainer_in_runs(cli, run_id) == "silent"
     await publisher.publish(RunClosed(reason="interrupted"))
     assert "Nobody" not in cli("status", run_id).stdout
+    assert _trainer_in_runs(cli, run_id) == "interrupted"
+
+
+def _trainer_in_runs(cli, run_id):
+    shown = cli("runs").stdout.splitlines()
+    [line] = [one for one in shown if one.startswith(run_id)]
+    return line.split()[4]
 
 
 async def _is_folded(log):
@@ -155,8 +167,10 @@ async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finish
     assert len(cli("tail", finished_run, "-n", "2").stdout.splitlines()) == 2
 
 
-async def test_tail_follows(finished_run, publisher, client):
-    command = [sys.executable, "-m", "trinity_events", "tail", finished_run, "-n", "0", "-f"]
+@pytest.mark.parametrize("options", [(), ("--json",)])
+async def test_tail_follows(finished_run, publisher, client, options):
+    asked = ("tail", finished_run, "-n", "0", "-f", *options)
+    command = [sys.executable, "-m", "trinity_events", *asked]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     heard = []
@@ -203,7 +217,10 @@ async def test_replay_stops_at_a_step_or_at_an_entry(cli, finished_run, log):
 
 
 MISTAKES = {
-    "an unreachable server": (("runs", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
+    "an unreachable server": (
+        ("runs", "--redis-url", "redis://127.0.0.1:1"),
+        "start one there, or leave --redis-url (TRINITY_REDIS_URL) out to use the embedded server",
+    ),
     "no URL": (("runs", "--redis-url", "ftp://x"), "is not the URL of a Redis server"),
     "no port": (("runs", "--redis-url", "redis://localhost:notaport"), "is not the URL"),
     "no bracket": (("runs", "--redis-url", "redis://[::1"), "is not the URL"),
@@ -223,7 +240,11 @@ MISTAKES = {
     "a demo without server": (("demo", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
     "a demo without chunk server": (
         ("demo", "--weights-redis-url", "redis://127.0.0.1:1"),
-        "no Redis server answers at redis://127.0.0.1:1",
+        "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
+    ),
+    "an explorer without chunk server": (
+        ("explorer", "--run", "nope", "--wait", "0", "--weights-redis-url", "redis://127.0.0.1:1"),
+        "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
     ),
 }
 

@@ -109,10 +109,7 @@ def test_what_was_late_in_an_epoch_is_not_in_the_next():
     assert overdue(history.fold()[0].state, late, 10.0) == []
 
 
-def test_explain_counts_to_the_present_and_to_the_deadline():
+def test_explain_counts_to_the_present():
     history = History()
     history.add(committed(1, "state_dict", registration(expected=1)))
-    state = history.fold()[0].state
-    said = explain(state, 1, now=5001, deadline=10.0)
-    assert "committed 4.0 s ago, failed in 6.0 s" in said
-    assert "past its deadline of 3 s" in explain(state, 1, now=5001, deadline=3.0)
+    assert "committed 4.0 s ago." in explain(history.fold()[0].state, 1, now=5001)

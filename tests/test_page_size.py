@@ -1,13 +1,28 @@
 """What is read at once is bounded in bytes, and not only in number."""
 
+from contextlib import asynccontextmanager
+
 import anyio
+import redis.asyncio
 
 from tests.pipeline import until
-from trinity_events.archive import Archive
+from trinity_events.archive import Archive, Header, Recording, export, import_recording
 from trinity_events.history import current_state
-from trinity_events.log import Entry, MemoryEventLog, PageSize, page_size
+from trinity_events.log import (
+    AsyncPublisher,
+    DeadLetter,
+    Entry,
+    MemoryEventLog,
+    PageSize,
+    RedisEventLog,
+    Stream,
+    new_producer,
+    page_size,
+)
 from trinity_events.reducer.reduce import BATCH, Reducer
 from trinity_events.reducer.retention import Retention
+from trinity_events.subscriptions import subscription_on
+from trinity_schemas import StepCommitted
 
 
 def entries(count, nbytes):
@@ -73,3 +88,41 @@ async def test_a_reducer_a_view_and_the_archive_hold_few_large_entries_at_once(
     assert log.most <= most
     await Retention(log, Archive(tmp_path, run_id), token)(log.last_id_now())
     assert log.most <= most
+
+
+async def test_a_follower_holds_few_large_events_at_once(run_id, monkeypatch):
+    monkeypatch.setattr(page_size, "PAGE_BYTES", 100_000)
+    log, reward = Noting(run_id), {"x" * 10_000: 1.0}
+    publisher = AsyncPublisher(log, 1, new_producer("trainer"))
+    for step in range(500):
+        await publisher.publish(StepCommitted(step=step, kind="weights", metrics=reward))
+
+    @asynccontextmanager
+    async def open_log():
+        yield log
+
+    events = subscription_on(
+        open_log, run_id, StepCommitted, start="beginning", group=None, deadline=5, claim_after=60
+    )
+    async with events:
+        assert [(await anext(events)).step for _ in range(500)] == list(range(500))
+    assert log.most <= 64 * 10_200
+
+
+async def test_an_import_sends_few_large_entries_at_once(client, run_id, monkeypatch):
+    sent, execute = [], redis.asyncio.client.Pipeline.execute
+
+    async def noted(pipe, *args, **keywords):
+        values = [value for command in pipe.command_stack for value in command[0]]
+        sent.append(sum(len(value) for value in values if isinstance(value, bytes)))
+        return await execute(pipe, *args, **keywords)
+
+    monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", noted)
+    monkeypatch.setattr(export, "PAGE_BYTES", 100_000)
+    large = entries(40, 10_000)[1:]
+    letters = [DeadLetter(entry, "too large") for entry in large]
+    await import_recording(client, Recording(Header(run_id=run_id), large, large, letters))
+    assert max(sent) < 120_000 < 39 * 10_000
+    log = RedisEventLog(client, run_id)
+    assert await log.read() == await log.read(stream=Stream.ANNOUNCEMENTS) == large
+    assert await log.dead_letters() == letters

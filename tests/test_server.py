@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -157,6 +158,18 @@ def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path):
     assert len(os.fsencode(server.socket)) <= 100
     with server.attached() as url, connect_sync(url) as client:
         assert client.ping()
+    assert not server.socket.parent.exists(), "it is gone with the server"
+    with user_to_kill(home, "redis"):
+        assert alive(server)
+    within(10, lambda: not alive(server) and not keepers(home))
+    assert not server.socket.parent.exists(), "also where the keeper stopped it"
+
+
+def test_a_socket_that_cannot_be_made_elsewhere_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    server = EmbeddedServer(tmp_path / ("long" * 30))
+    with pytest.raises(ServerUnreachable, match="cannot listen at /proc/trinity-events-"):
+        server.attached().__enter__()
 
 
 def test_a_home_that_cannot_be_written_is_one_sentence():

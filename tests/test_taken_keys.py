@@ -1,7 +1,9 @@
 """What something else wrote under a run's own keys: one sentence that names the key."""
 
 import re
+from functools import partial
 
+import anyio
 import pytest
 
 from tests.histories import committed, started
@@ -13,6 +15,7 @@ from trinity_events.history import current_state
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer, open_run
 from trinity_events.reducer import process
 from trinity_events.server import EmbeddedServer, connect
+from trinity_schemas import RUN_INDEX, RunKeys
 
 BYTES = b"\xff of something else"
 
@@ -102,6 +105,30 @@ async def test_commands_and_subscriptions_name_the_key(
         assert said.returncode == 1
         [line] = said.stderr.splitlines()
         assert line.startswith(f"error: {keys.position} holds ")
+
+
+async def test_an_index_of_runs_that_something_else_wrote_is_named(
+    run_id, cli, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(process, "_LONG_BREAK", 0.1)
+    with EmbeddedServer(tmp_path).attached() as url:
+        async with connect(url) as client, anyio.create_task_group() as tasks:
+            await client.set(RUN_INDEX, BYTES)
+            for command in (["runs"], ["tail", run_id]):
+                said = cli(*command, "--redis-url", url)
+                assert said.returncode == 1
+                [line] = said.stderr.splitlines()
+                assert line.startswith(
+                    f"error: {RUN_INDEX} is a string, where the log keeps a stream: something else"
+                )
+            with naming(RUN_INDEX):
+                await open_run(client, run_id)
+            tasks.start_soon(partial(process.reduce_all, url, run_id=None, root=None))
+            await until(lambda: f"cannot be read: {RUN_INDEX} is a string" in caplog.text)
+            await client.delete(RUN_INDEX)
+            await open_run(client, run_id)
+            await until(lambda: client.exists(RunKeys.of(run_id).leader))
+            tasks.cancel_scope.cancel()
 
 
 async def test_who_publishes_is_told_which_key_it_is(client, sync_client, publisher, log, run_id):

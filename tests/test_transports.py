@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import struct
+import threading
 import time
 import warnings
 from contextlib import closing
@@ -601,6 +602,9 @@ class Elsewhere:
     def read(self, part, event):
         event = msgspec.msgpack.decode(event, type=StepReady)
         return {name: one.numpy() for name, one in read(self._store, part.run_id, event).items()}
+
+    def along(self, part):
+        return self._store.read_along([part], threading.Event(), 30.0)
 
     def delete(self, part):
         self._store.delete(part)

@@ -258,7 +258,7 @@ async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log,
 async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, run_id):
     broken = Synchronizer(run_id, 1, redis_url=redis_url, weights_url="unix:///nowhere/redis.sock")
     broken.open_version(1)
-    with pytest.raises(ServerUnreachable, match="nowhere"):
+    with pytest.raises(ServerUnreachable, match=r"nowhere.*, or leave --weights-redis-url"):
         broken.publish([("a", torch.ones(3))], 1)
     broken.close()
     told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]

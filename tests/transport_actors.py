@@ -126,8 +126,8 @@ def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:
         with mock.patch("pathlib.Path.rename", stop):
             writer.seal()
     elif stage == "sealing" and where.name == "ray":
-        # The object is put; nobody was told of it.
-        with mock.patch.object(RayStore, "_own_directory", stop):
+        # The object is put; nobody was told that it is all.
+        with mock.patch.object(RayStore, "keep", stop):
             writer.seal()
     elif stage == "sealing" and where.name == "collective":
         # All bytes are sent; what is left is the manifest.

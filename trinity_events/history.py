@@ -179,7 +179,7 @@ async def _load_state(
             if goes_on(decoded):
                 return decoded
             why = f"the snapshot is of {decoded.position}"
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             why = f"the snapshot is not readable ({error})"
         logger.warning("of run %s %s: folding anew", log.run_id, why)
     if left is None:

@@ -7,6 +7,7 @@ from .format import (
     BadRecording,
     Header,
     Line,
+    NotWritten,
     read_lines,
     write_lines,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Finding",
     "Header",
     "Line",
+    "NotWritten",
     "Recording",
     "Report",
     "import_recording",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import redis
@@ -20,6 +19,7 @@ from ..errors import KeyTaken, TrinityError
 from ..history import page_of
 from ..log import ORIGIN, DeadLetter, Entry, PageSize, RedisEventLog, Stream, list_runs, position
 from ..log.index import add_run
+from ..log.page_size import PAGE_BYTES
 from ..log.raw import FIELD
 from .continuation import common_part
 from .format import (
@@ -32,6 +32,8 @@ from .format import (
     read_lines,
 )
 from .segments import Archive
+
+T = TypeVar("T")
 
 _AT_ONCE = 500
 
@@ -124,6 +126,10 @@ async def record_run(
         path: The file.
         archive: What is kept of the log in files.
         line: Makes the line of an entry.
+
+    Raises:
+        NotWritten: when the file cannot be written, or another is writing it.
+        ArchiveMissing, BadRecording: when what is kept in files cannot be had.
     """
     # A reducer may be at work: what it has announced must be of the position that is recorded.
     while True:
@@ -132,7 +138,8 @@ async def record_run(
         if (await log.load())[1] == reached:
             break
     count = 0
-    with lines_written(path, Header(run_id=log.run_id, position=reached)) as write:
+    header = Header(run_id=log.run_id, position=reached)
+    with lines_written(path, header, alone=True) as write:
         async for entry in whole_stream(log, Stream.EVENTS, archive):
             write([line("events", entry)])
             count += 1
@@ -191,36 +198,41 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
         raise
 
 
-def _coming(log: RedisEventLog) -> tuple[str, str]:
-    """Where both streams are until they are whole."""
-    return f"{log.keys.events}:coming", f"{log.keys.announcements}:coming"
+def _coming(log: RedisEventLog) -> list[str]:
+    """Where the streams are until they are whole."""
+    return [f"{key}:coming" for key in _streams(log)]
+
+
+def _streams(log: RedisEventLog) -> tuple[str, str, str]:
+    return log.keys.events, log.keys.announcements, log.keys.dead
 
 
 def _written(log: RedisEventLog) -> tuple[str, ...]:
-    keys = log.keys
-    streams = (keys.events, keys.announcements, keys.dead)
-    return (*streams, keys.current, keys.epoch, keys.position)
+    return (*_streams(log), log.keys.current, log.keys.epoch, log.keys.position)
 
 
 async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Recording) -> None:
     server: Any = client
     keys, state = log.keys, MonitorState(run_id=log.run_id)
     standing: dict[str, bytes] = {}
-    events, announcements = _coming(log)
-    await server.delete(events, announcements)  # of an import that was killed
+    events, announcements, dead = _coming(log)
+    await server.delete(events, announcements, dead)  # of an import that was killed
     async for _, envelope in _added(server, events, recording.events):
         state.epoch = max(state.epoch, envelope.epoch)
     async for entry, envelope in _added(server, announcements, recording.announcements):
         # What something else put there is kept, as all of it; a reader passes it over.
         if isinstance(envelope.event, ANNOUNCEMENT_TYPES) and stands(envelope, state):
             standing[subject(envelope)] = entry.id.encode() + b" " + entry.payload
-    streams = ((events, keys.events), (announcements, keys.announcements))
+    for letters in _batches(recording.dead, lambda letter: letter.entry.payload):
+        async with server.pipeline(transaction=False) as pipe:
+            for entry, reason in letters:
+                pipe.xadd(dead, {"id": entry.id, "reason": reason, "e": entry.payload})
+            await pipe.execute()
+    streams = zip(_coming(log), _streams(log), strict=True)
     there = [pair for pair in streams if await server.exists(pair[0])]
     async with server.pipeline(transaction=True) as pipe:
         for coming, key in there:
             pipe.execute_command("RENAME", coming, key)  # of a cluster too, unlike rename()
-        for entry, reason in recording.dead:
-            pipe.xadd(keys.dead, {"id": entry.id, "reason": reason, "e": entry.payload})
         if standing:
             pipe.hset(keys.current, mapping=standing)
         pipe.set(keys.epoch, state.epoch)
@@ -228,12 +240,25 @@ async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Rec
         await pipe.execute()
 
 
+def _batches(found: Iterable[T], payload_of: Callable[[T], bytes]) -> Iterator[list[T]]:
+    """What was found, so much at once as is bounded in number and in bytes."""
+    batch: list[T] = []
+    nbytes = 0
+    for one in found:
+        batch.append(one)
+        nbytes += len(payload_of(one))
+        if len(batch) == _AT_ONCE or nbytes >= PAGE_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
 async def _added(
     server: Any, key: str, entries: Iterable[Entry]
 ) -> AsyncIterator[tuple[Entry, Envelope]]:
     """Put entries into a stream; yields those that can be decoded, once they are there."""
-    left = iter(entries)
-    while batch := list(islice(left, _AT_ONCE)):
+    for batch in _batches(entries, lambda entry: entry.payload):
         async with server.pipeline(transaction=False) as pipe:
             for entry in batch:
                 pipe.xadd(key, {FIELD: entry.payload}, id=entry.id)

@@ -6,13 +6,14 @@ event for people and for ``jq``.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 from msgspec import Struct, structs
@@ -29,6 +30,10 @@ _A_PAGE = 500
 _MOST_ENTRIES = 10**15 - 1
 """Of a file: so many digits are kept free for their number."""
 
+_LONGEST_HEADER = 1 << 16
+"""Bytes: what has more is another file, which may have no line's end at all."""
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+
 LineStream = Literal["events", "announcements", "dead"]
 
 
@@ -38,6 +43,13 @@ class ArchiveMissing(TrinityError):
 
 class BadRecording(TrinityError):
     """A file that is not a recorded log, or not one that this version reads."""
+
+
+class NotWritten(OSError):
+    """A file cannot be written: which it is, and why."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class Header(Struct, frozen=True, kw_only=True):
@@ -85,38 +97,100 @@ def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line
 
 
 @contextmanager
-def lines_written(path: Path, header: Header) -> Iterator[Callable[[Sequence[Line]], None]]:
-    """Write a file bit by bit: whole at the end of the block, and durably, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder, not a file")
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no file, and a file would take its place")
-    path = path.resolve()  # of a link, what it leads to
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+def lines_written(
+    path: Path, header: Header, *, alone: bool = False
+) -> Iterator[Callable[[Sequence[Line]], None]]:
+    """Write a file bit by bit: whole at the end of the block, and durably, or not at all.
+
+    Args:
+        path: The file.
+        header: Its first line.
+        alone: Whether to refuse while another writes the file. Then what one that was killed has
+            left is overwritten by the next, where otherwise each leaves a file of its own.
+
+    Raises:
+        NotWritten: for what is wrong with the file, and not with what is to be in it.
+    """
     encoder = msgspec.json.Encoder()
     count = 0
     # Its length is that of the longest header: how many entries follow is known at the end.
     room = len(encoder.encode(structs.replace(header, entries=_MOST_ENTRIES)))
-    try:
-        with temporary.open("wb") as file:
-            file.write(b" " * room + b"\n")
+    with ExitStack() as exits:
+        with _writing(path):
+            target = _target(path)
+            temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}")
+            if alone:
+                temporary = exits.enter_context(_held(target.with_name(f".{target.name}.part")))
+            file = temporary.open("wb")
 
-            def write(lines: Sequence[Line]) -> None:
-                nonlocal count
+        def write(lines: Sequence[Line]) -> None:
+            nonlocal count
+            with _writing(path):
                 file.write(encoder.encode_lines(lines))
-                count += len(lines)
+            count += len(lines)
 
+        try:
+            with _writing(path):
+                file.write(b" " * room + b"\n")
             yield write
-            file.seek(0)
-            file.write(encoder.encode(structs.replace(header, entries=count)))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
+            with _writing(path):
+                file.seek(0)
+                file.write(encoder.encode(structs.replace(header, entries=count)))
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+                temporary.replace(target)
+                _sync_folder(target.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # of what it holds yet, which nobody wants
+                file.close()
+            raise
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise NotWritten(error.errno, f"{path} cannot be written ({why})") from error
+
+
+def _target(path: Path) -> Path:
+    """Of a link, what it leads to; its folder is there. Raises OSError for what is no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError("it is a folder, not a file")
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file, and a file would take its place")
+    return path.resolve()
+
+
+@contextmanager
+def _held(temporary: Path) -> Iterator[Path]:
+    """A file that one at a time has. Raises BlockingIOError."""
+    while True:
+        with temporary.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError("another process is writing it") from None
+            if _is_at(file, temporary):
+                yield temporary
+                return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether the file still has that name: whoever had it until now may have renamed it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
@@ -139,14 +213,16 @@ def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
             too.
     """
     with _opened(path) as file:
-        first = file.readline()
+        first = file.readline(_LONGEST_HEADER)
     header = _header(path, first)
     return header, _lines(path, header)
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        return path.open("rb")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise BadRecording(f"{path} cannot be read: {error.strerror}") from None
 
@@ -154,7 +230,7 @@ def _opened(path: Path) -> Any:
 def _header(path: Path, first: bytes) -> Header:
     try:
         raw = msgspec.json.decode(first, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         raw = {}
     if raw.get("format") != FORMAT:
         raise BadRecording(
@@ -186,7 +262,7 @@ def _lines(path: Path, header: Header) -> Iterator[Line]:
             try:
                 line = decoder.decode(raw)
                 at = position(line.id)
-            except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            except _UNREADABLE as error:
                 raise BadRecording(
                     f"{path} line {number} is not an entry ({error}): the file was cut off or "
                     "changed; export the run again"

@@ -59,6 +59,10 @@ def run() -> None:
             if isinstance(cause, (redis.RedisError, RedisClusterException)):
                 print(f"error: the server went away: {cause}", file=sys.stderr)
                 sys.exit(1)
+            if isinstance(cause, OSError) and cause.strerror:
+                where = f"{cause.filename}: " if cause.filename else ""
+                print(f"error: {where}{cause.strerror}", file=sys.stderr)
+                sys.exit(1)
         raise
 
 

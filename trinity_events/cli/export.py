@@ -8,7 +8,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..archive import Recording, import_recording, read_recording, record_run
+from ..archive import NotWritten, Recording, import_recording, read_recording, record_run
 from ..archive.segments import Archive
 from ..errors import TrinityError
 from .options import (
@@ -21,7 +21,7 @@ from .options import (
 )
 
 
-class NotWritten(TrinityError):
+class OutputUnusable(TrinityError):
     """The file cannot be written."""
 
 
@@ -44,10 +44,8 @@ def export(
     path = output or Path(f"{run}.jsonl")
     try:
         count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
-    except OSError as error:
-        raise NotWritten(
-            f"{path} cannot be written ({error.strerror or error}): name another with --output"
-        ) from None
+    except NotWritten as error:
+        raise OutputUnusable(f"{error}: name another with --output") from None
     print(f"{count} entries of run {run} in {path}")
 
 

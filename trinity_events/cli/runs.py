@@ -10,6 +10,7 @@ from ..core import MonitorState
 from ..errors import KeyTaken
 from ..history import SnapshotUnreadable, current_state
 from ..log import RedisEventLog, list_runs
+from ..silence import silent_since
 from ..views import runs_table
 from .options import Json, RedisUrl, client_of, console, print_json
 
@@ -17,30 +18,34 @@ from .options import Json, RedisUrl, client_of, console, print_json
 def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
     """List the runs of a server, oldest first. One that cannot be read is told of, and passed over.
 
+    The trainer of a run that is open although nobody seems to be there any more is silent.
+
     Example: trinity-events runs
     """
-    states = anyio.run(_states, redis_url)
+    found = anyio.run(_states, redis_url)
     if as_json:
-        print_json([_row(state) for state in states])
-    elif states:
-        console().print(runs_table(states))
+        print_json([_row(state, since) for state, since in found])
+    elif found:
+        console().print(runs_table(found))
     else:
         print("No runs yet. Start one with: trinity-events demo")
 
 
-async def _states(redis_url: str | None) -> list[MonitorState]:
-    found: list[MonitorState] = []
+async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]]:
+    """Each run's state, and since when nobody is there, as ``status`` has them."""
+    found: list[tuple[MonitorState, int | None]] = []
     async with client_of(redis_url) as client:
         for run in await list_runs(client):
             try:
-                found.append(await current_state(RedisEventLog(client, run)))
+                state = await current_state(RedisEventLog(client, run))
+                found.append((state, await silent_since(client, state)))
             except (SnapshotUnreadable, KeyTaken) as error:
                 print(f"error: {error}", file=sys.stderr)
     return found
 
 
-def _row(state: MonitorState) -> dict[str, object]:
-    return {
+def _row(state: MonitorState, since: int | None) -> dict[str, object]:
+    row: dict[str, object] = {
         "run_id": state.run_id,
         "opened_at": state.opened_at,
         "epoch": state.epoch,
@@ -48,3 +53,4 @@ def _row(state: MonitorState) -> dict[str, object]:
         "step": state.trainer_step,
         "ready": {kind: pointer.at for kind, pointer in state.ready.items()},
     }
+    return row if since is None else row | {"silent_since": since}

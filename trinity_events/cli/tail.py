@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, TypeVar
 
 import anyio
 import typer
 
 from trinity_schemas import ContractError, decode_envelope, to_json
 
-from ..history import read_all
-from ..log import Entry, RedisEventLog, Stream, position
+from ..history import page_of, read_all
+from ..log import Entry, PageSize, RedisEventLog, Stream, before, position
 from ..views import event_line
 from .options import Json, RedisUrl, RunArgument, log_of, print_json
+
+T = TypeVar("T")
 
 
 def tail(
@@ -35,23 +39,63 @@ def tail(
 
 async def _tail(redis_url: str | None, run: str, lines: int, follow: bool, as_json: bool) -> None:
     async with log_of(redis_url, run) as log:
-        after: dict[Stream, str] = {}
-        found: list[tuple[Stream, Entry]] = []
-        for stream in Stream:
-            last = [entry async for entry in read_all(log, stream)][-lines:] if lines else []
-            after[stream] = last[-1].id if last else await log.last_id(stream)
-            found += [(stream, entry) for entry in last]
-        found.sort(key=lambda pair: position(pair[1].id))
-        for stream, entry in found[-lines:] if lines else []:
+        after = await _before_last(log, lines)
+        forwards = {stream: read_all(log, stream, after[stream]) for stream in Stream}
+        # No more than were asked for, although more may come meanwhile.
+        async for stream, entry in _some(lines, _merged(forwards, min)):
+            after[stream] = entry.id
             _print(stream, entry, as_json=as_json)
+        page = PageSize(page_of(Stream.ANNOUNCEMENTS))
         while follow:
-            await _print_new(log, after, as_json=as_json)
+            sys.stdout.flush()
+            found = await log.wait(after, seconds=5, limit=page.limit)
+            page.learn([entry for _, entry in found])
+            for stream, entry in found:
+                after[stream] = entry.id
+                _print(stream, entry, as_json=as_json)
 
 
-async def _print_new(log: RedisEventLog, after: dict[Stream, str], *, as_json: bool) -> None:
-    for stream, entry in await log.wait(after, seconds=5):
-        after[stream] = entry.id
-        _print(stream, entry, as_json=as_json)
+async def _before_last(log: RedisEventLog, lines: int) -> dict[Stream, str]:
+    """After which entry of each stream the last of both begin.
+
+    Nothing but that is kept of them: they may be more than there is memory for.
+    """
+    after = {stream: await log.last_id(stream) for stream in Stream}
+    # At one position the announcement comes last.
+    back = {stream: _read_back(log, stream, lines) for stream in reversed(Stream)}
+    async for stream, entry in _some(lines, _merged(back, max)):
+        after[stream] = before(entry.id)
+    return after
+
+
+async def _read_back(log: RedisEventLog, stream: Stream, lines: int) -> AsyncIterator[Entry]:
+    """Every entry of a stream, the newest first."""
+    end, page = "+", PageSize(min(page_of(stream), lines))
+    while found := await log.read_back(end, stream=stream, limit=page.limit):
+        page.learn(found)
+        for entry in found:
+            yield entry
+        end = found[-1].id
+
+
+async def _merged(
+    streams: dict[Stream, AsyncIterator[Entry]], first: Callable[..., Stream]
+) -> AsyncIterator[tuple[Stream, Entry]]:
+    """The entries of both streams, in the order of their ids."""
+    heads = {stream: await anext(entries, None) for stream, entries in streams.items()}
+    while there := {stream: entry for stream, entry in heads.items() if entry is not None}:
+        stream = first(there, key=lambda one: position(there[one].id))
+        yield stream, there[stream]
+        heads[stream] = await anext(streams[stream], None)
+
+
+async def _some(count: int, found: AsyncIterator[T]) -> AsyncIterator[T]:
+    """So many of them at most."""
+    for _ in range(count):
+        try:
+            yield await anext(found)
+        except StopAsyncIteration:
+            return
 
 
 def _print(stream: Stream, entry: Entry, *, as_json: bool) -> None:
@@ -66,4 +110,4 @@ def _print(stream: Stream, entry: Entry, *, as_json: bool) -> None:
     if as_json:
         print_json({"id": entry.id, "stream": stream.value, **to_json(envelope)})
     else:
-        print(event_line(entry.id, envelope), flush=True)
+        print(event_line(entry.id, envelope))

@@ -10,15 +10,21 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..archive import Report, read_recording, record_run
+from ..archive import NotWritten, Report, read_recording, record_run
 from ..archive import verify as check
 from ..archive.format import bare_line
 from ..archive.segments import Archive
+from ..errors import TrinityError
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 
 RunOrFile = Annotated[
     str, typer.Argument(metavar="RUN|FILE", help="A run, or a file that export wrote.")
 ]
+
+
+class NoRoom(TrinityError):
+    """There is no place for a copy of the log."""
+
 
 _STYLES = {"mismatch": "bold red", "anomaly": "yellow", "open": "dim"}
 
@@ -57,7 +63,12 @@ async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
         path = Path(room) / "log.jsonl"
         async with log_of(redis_url, run) as log:
             snapshot, _ = await log.load()  # before: one that is taken meanwhile may be later
-            await record_run(log, path, Archive(folder, run), bare_line)
+            try:
+                await record_run(log, path, Archive(folder, run), bare_line)
+            except NotWritten as error:
+                raise NoRoom(
+                    f"{error}: set TMPDIR to a folder with room for all of the log"
+                ) from None
         return check(read_recording(path), snapshot, folder if folder.is_dir() else None)
 
 

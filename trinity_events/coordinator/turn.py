@@ -14,7 +14,7 @@ from trinity_schemas import (
 
 from ..errors import BufferFull, StaleEpoch, TrinityError, TurnNotGranted
 from ..history import page_of
-from ..log import ORIGIN, Publisher, Stream, SyncEventLog
+from ..log import ORIGIN, PageSize, Publisher, Stream, SyncEventLog
 from ..log.faults import passes, pauses
 
 _AT_ONCE = 10.0
@@ -97,8 +97,9 @@ def _not_granted(
 def _last_turn(log: SyncEventLog, epoch: int) -> tuple[int, Slot | None]:
     """The newest epoch that announcements are of, and what was given a turn in it last."""
     turn, after = None, ORIGIN
-    page = page_of(Stream.ANNOUNCEMENTS)
-    while found := log.read(after, stream=Stream.ANNOUNCEMENTS, limit=page):
+    stream, page = Stream.ANNOUNCEMENTS, PageSize(page_of(Stream.ANNOUNCEMENTS))
+    while found := log.read(after, stream=stream, limit=page.limit):
+        page.learn(found)
         after = found[-1].id
         for entry in found:
             try:

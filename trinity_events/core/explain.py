@@ -12,9 +12,7 @@ _NAMED = 8
 """Ranks that are named; of more, the number is told."""
 
 
-def explain(
-    state: MonitorState, step: int, *, now: int | None = None, deadline: float | None = None
-) -> str:
+def explain(state: MonitorState, step: int, *, now: int | None = None) -> str:
     """One sentence for each kind of the step: what it has, and who is missing since when.
 
     Args:
@@ -22,7 +20,6 @@ def explain(
         step: The training step.
         now: Milliseconds of the server's clock to which ages are counted; by default those of
             the last entry of the log.
-        deadline: Seconds after its commit at which a kind is failed, where that is known.
     """
     found = state.steps.get(step)
     if found is None:
@@ -31,12 +28,10 @@ def explain(
         return f"Nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}."
     last = int(state.position.partition("-")[0])
     at = last if now is None else max(now, last)
-    return " ".join(_explain_kind(state, step, found, kind, at, deadline) for kind in found.kinds)
+    return " ".join(_explain_kind(state, step, found, kind, at) for kind in found.kinds)
 
 
-def _explain_kind(
-    state: MonitorState, step: int, found: StepState, kind: Kind, now: int, deadline: float | None
-) -> str:
+def _explain_kind(state: MonitorState, step: int, found: StepState, kind: Kind, now: int) -> str:
     kind_state = found.kinds[kind]
     subject = f"Step {step} {kind}"
     if kind_state.outcome is not None:
@@ -44,22 +39,10 @@ def _explain_kind(
     wanting = ", ".join(missing(found, kind, now)) or "nothing"
     # What failed says so in a sentence of its own, which often ends as this one does.
     failed = f"; failed so far: {kind_state.failure.rstrip('.')}" if kind_state.failure else ""
-    left = _time_left(kind_state, now, deadline)
+    since = kind_state.committed_at
+    age = "" if since is None else f"; committed {(now - since) / 1000:.1f} s ago"
     at_it = _at_it(state, step, now) if kind == "weights" else _turn(state, kind_state)
-    return f"{subject} waits for {wanting}{left}{at_it}{failed}."
-
-
-def _time_left(kind: KindState, now: int, deadline: float | None) -> str:
-    """How long ago it was committed, and when that will be too long."""
-    if kind.committed_at is None:
-        return ""
-    age = (now - kind.committed_at) / 1000
-    committed = f"; committed {age:.1f} s ago"
-    if deadline is None or kind.settled:
-        return committed
-    if age >= deadline:
-        return f"{committed}, past its deadline of {deadline:g} s"
-    return f"{committed}, failed in {deadline - age:.1f} s"
+    return f"{subject} waits for {wanting}{age}{at_it}{failed}."
 
 
 def _at_it(state: MonitorState, step: int, now: int) -> str:

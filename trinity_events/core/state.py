@@ -213,4 +213,7 @@ def encode_state(state: MonitorState) -> bytes:
 
 def decode_state(snapshot: bytes) -> MonitorState:
     """The state of a snapshot. Raises :class:`msgspec.DecodeError` for anything else."""
-    return _decoder.decode(snapshot)
+    try:
+        return _decoder.decode(snapshot)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None

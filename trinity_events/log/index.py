@@ -10,18 +10,21 @@ import redis.asyncio
 from trinity_schemas import RUN_INDEX, check_run_id
 
 from ..errors import RunNotFound
+from .taken import naming_wrong_type
 
 _FIELD = b"run"
 
 
 async def add_run(client: redis.asyncio.Redis, run_id: str) -> None:
     """List a run. Listing one again changes nothing for readers."""
-    await client.xadd(RUN_INDEX, {_FIELD: check_run_id(run_id)})
+    async with naming_wrong_type(client, RUN_INDEX, "stream"):
+        await client.xadd(RUN_INDEX, {_FIELD: check_run_id(run_id)})
 
 
 async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
     """Every run of the server, with the Unix time of its last opening, oldest first."""
-    reply: Any = await client.xrange(RUN_INDEX)
+    async with naming_wrong_type(client, RUN_INDEX, "stream"):
+        reply: Any = await client.xrange(RUN_INDEX)
     found: dict[str, float] = {}
     for entry_id, fields in reply:
         run_id = _run_id(fields)
@@ -54,7 +57,9 @@ async def watch_runs(client: redis.asyncio.Redis) -> AsyncIterator[str]:
     after = "0-0"
     connection: Any = client
     while True:
-        for _, found in await connection.xread({RUN_INDEX: after}, count=1000, block=3000) or ():
+        async with naming_wrong_type(client, RUN_INDEX, "stream"):
+            reply = await connection.xread({RUN_INDEX: after}, count=1000, block=3000)
+        for _, found in reply or ():
             for entry_id, fields in found:
                 after = entry_id.decode()
                 run_id = _run_id(fields)

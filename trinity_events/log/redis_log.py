@@ -45,6 +45,13 @@ class RedisEventLog(RedisGroups):
             await self._redis.execute_command(b"XRANGE", key, first, through, b"COUNT", limit)
         )
 
+    async def read_back(
+        self, before: str = "+", *, stream: Stream = Stream.EVENTS, limit: int = 1000
+    ) -> list[Entry]:
+        """Up to ``limit`` entries before a position, the newest first."""
+        last = before if before == "+" else f"({before}"
+        return entries(await self._redis.xrevrange(self._key(stream), max=last, count=limit))
+
     async def wait(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:

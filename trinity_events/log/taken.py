@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import wraps
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar
@@ -67,6 +68,17 @@ async def _taken(client: Any, keys: RunKeys, said: str) -> KeyTaken | None:
     except redis.RedisError:
         pass  # not allowed to look, or gone: the answer itself is told
     return None
+
+
+@asynccontextmanager
+async def naming_wrong_type(client: Any, key: str, wanted: str) -> AsyncIterator[None]:
+    """Raise KeyTaken where the block hears that the key is of another type."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        if not str(error).startswith(_WRONG_TYPE):
+            raise
+        raise wrong_type(key, (await client.type(key)).decode(), wanted) from None
 
 
 WAY_OUT = "something else wrote to this key; rename or delete it, and the run goes on"

@@ -15,7 +15,7 @@ import redis
 import redis.asyncio
 
 from ..archive.segments import Archive
-from ..errors import TrinityError
+from ..errors import KeyTaken, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream, position, watch_runs
 from ..log.faults import FAULTS, pauses
 from ..server import connect
@@ -204,3 +204,6 @@ async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
         except _ABSENCE as error:
             logger.warning("the index of runs waits for the server: %s", error)
             await anyio.sleep(next(backoff))
+        except KeyTaken as error:
+            logger.error("the index of runs cannot be read: %s", error)
+            await anyio.sleep(_LONG_BREAK)

@@ -1,18 +1,20 @@
 """Which Redis-compatible server to talk to, and the one we start ourselves."""
 
 from .clock import server_clock
-from .connect import SOCKET_DEADLINE, check_server, connect, connect_sync, open_client
+from .connect import SOCKET_DEADLINE, connect, connect_sync, open_client
 from .denied import denied
 from .embedded import EmbeddedServer, find_binary, trinity_home
 from .resolve import serving, serving_weights
-from .url import redacted
+from .url import LOG_SERVER, WEIGHTS_SERVER, Setting, redacted
 from .wait import Wait
 
 __all__ = [
+    "LOG_SERVER",
     "SOCKET_DEADLINE",
+    "WEIGHTS_SERVER",
     "EmbeddedServer",
+    "Setting",
     "Wait",
-    "check_server",
     "connect",
     "connect_sync",
     "denied",

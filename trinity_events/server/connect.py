@@ -23,7 +23,7 @@ from .clients import (
     plain_client,
 )
 from .denied import denied
-from .url import parse, redacted
+from .url import LOG_SERVER, Setting, parse, redacted
 
 __all__ = ["OLDEST_SERVER", "SOCKET_DEADLINE", "redacted"]
 
@@ -33,22 +33,20 @@ OLDEST_SERVER = (7, 0)
 _PATIENCE = 2.0
 """Seconds for which a server may be starting."""
 _LONGEST_PAUSE = 0.5
-_OTHERWISE = (
-    "or name another by --redis-url or TRINITY_REDIS_URL: where neither is set, commands use the "
-    "embedded server"
-)
 _ERRORS = (redis.RedisError, RedisClusterException, OSError)
 
 
 @asynccontextmanager
-async def connect(url: str, *, retry: bool = True) -> AsyncIterator[redis.asyncio.Redis]:
+async def connect(
+    url: str, *, retry: bool = True, setting: Setting = LOG_SERVER
+) -> AsyncIterator[redis.asyncio.Redis]:
     """A checked client of a server or of a cluster, closed on leaving.
 
     ``retry=False`` never sends a command twice: for whoever must know what an ambiguous reply
-    means. Raises InvalidUrl, ServerUnreachable, ServerTooOld and PermissionDenied; the last also
-    for what the block is not allowed to do.
+    means. ``setting`` is what names the server. Raises InvalidUrl, ServerUnreachable, ServerTooOld
+    and PermissionDenied; the last also for what the block is not allowed to do.
     """
-    client = await _opened(url, retry=retry)
+    client = await _opened(url, retry, setting)
     try:
         yield client
     except redis.RedisError as error:
@@ -57,27 +55,29 @@ async def connect(url: str, *, retry: bool = True) -> AsyncIterator[redis.asynci
         await close_async(client)
 
 
-async def _opened(url: str, *, retry: bool) -> redis.asyncio.Redis:
+async def _opened(url: str, retry: bool, setting: Setting) -> redis.asyncio.Redis:
     parsed = parse(url)
     if not parsed.cluster:
         client = async_plain_client(parsed, retry=False)
         try:
-            check_server(url, await _patiently(url, lambda: client.info("server")))
-            if not _is_cluster(await _patiently(url, lambda: client.info("cluster"))):
+            check_server(
+                url, setting, await _patiently(url, setting, lambda: client.info("server"))
+            )
+            if not _is_cluster(await _patiently(url, setting, lambda: client.info("cluster"))):
                 return async_plain_client(parsed, retry=retry)
         finally:
             await close_async(client)
     client = async_cluster_client(parsed, retry=retry)
     try:
-        info = await _patiently(url, lambda: client.info("server", target_nodes="random"))
-        check_server(url, info)
+        info = await _patiently(url, setting, lambda: client.info("server", target_nodes="random"))
+        check_server(url, setting, info)
     except BaseException:
         await close_async(client)
         raise
     return client
 
 
-async def _patiently(url: str, ask: Callable[[], Awaitable[T]]) -> T:
+async def _patiently(url: str, setting: Setting, ask: Callable[[], Awaitable[T]]) -> T:
     """What a server answers, which may just be starting."""
     give_up = anyio.current_time() + _PATIENCE
     for pause in pauses(_LONGEST_PAUSE):
@@ -85,12 +85,12 @@ async def _patiently(url: str, ask: Callable[[], Awaitable[T]]) -> T:
             return await ask()
         except _ERRORS as error:
             if not passes(error) or anyio.current_time() > give_up:
-                raise _refused(url, error) from None
+                raise _refused(url, setting, error) from None
         await anyio.sleep(pause)
     raise AssertionError("pauses end")
 
 
-def open_client(url: str) -> redis.Redis:
+def open_client(url: str, *, setting: Setting = LOG_SERVER) -> redis.Redis:
     """A synchronous client of a server or of a cluster, for worker threads; the caller closes it.
 
     Raises InvalidUrl, ServerUnreachable and PermissionDenied.
@@ -98,41 +98,41 @@ def open_client(url: str) -> redis.Redis:
     parsed = parse(url)
     if not parsed.cluster:
         with plain_client(parsed, retry=False) as client:
-            if not _is_cluster(_patiently_sync(url, lambda: client.info("cluster"))):
+            if not _is_cluster(_patiently_sync(url, setting, lambda: client.info("cluster"))):
                 return plain_client(parsed)
-    return _patiently_sync(url, lambda: cluster_client(parsed))
+    return _patiently_sync(url, setting, lambda: cluster_client(parsed))
 
 
-def _patiently_sync(url: str, ask: Callable[[], T]) -> T:
+def _patiently_sync(url: str, setting: Setting, ask: Callable[[], T]) -> T:
     give_up = time.monotonic() + _PATIENCE
     for pause in pauses(_LONGEST_PAUSE):
         try:
             return ask()
         except _ERRORS as error:
             if not passes(error) or time.monotonic() > give_up:
-                raise _refused(url, error) from None
+                raise _refused(url, setting, error) from None
         time.sleep(pause)
     raise AssertionError("pauses end")
 
 
 @contextmanager
-def connect_sync(url: str) -> Iterator[redis.Redis]:
+def connect_sync(url: str, *, setting: Setting = LOG_SERVER) -> Iterator[redis.Redis]:
     """As :func:`connect`, synchronous."""
-    with open_client(url) as client:
-        check_server(url, _patiently_sync(url, lambda: client.info("server")))
+    with open_client(url, setting=setting) as client:
+        check_server(url, setting, _patiently_sync(url, setting, lambda: client.info("server")))
         try:
             yield client
         except redis.RedisError as error:
             raise (denied(error, url) or error) from None
 
 
-def check_server(url: str, info: dict[str, Any]) -> None:
+def check_server(url: str, setting: Setting, info: dict[str, Any]) -> None:
     """Refuse a server that lacks what the pipeline relies on. Raises ServerTooOld."""
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST_SERVER:
         raise ServerTooOld(
             f"the server at {redacted(url)} is version {version}, but 7.0 or newer is needed: "
-            f"upgrade it, {_OTHERWISE}"
+            f"upgrade it, or {setting.way_out}"
         )
 
 
@@ -140,8 +140,8 @@ def _is_cluster(info: Any) -> bool:
     return bool(info.get("cluster_enabled"))
 
 
-def _refused(url: str, error: BaseException) -> TrinityError:
+def _refused(url: str, setting: Setting, error: BaseException) -> TrinityError:
     return denied(error, url) or ServerUnreachable(
         f"no Redis server answers at {redacted(url)} ({str(error).rstrip('.')}): "
-        f"start one there, {_OTHERWISE}"
+        f"start one there, or {setting.way_out}"
     )

@@ -20,7 +20,7 @@ import redis
 from ..errors import ServerUnreachable
 from .clients import probe
 from .connect import OLDEST_SERVER
-from .keeper import unused
+from .keeper import leave_no_folder, unused
 
 START_DEADLINE = 20.0
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
@@ -102,7 +102,6 @@ class EmbeddedServer:
         """Use the server, started if it is not running; yields its URL."""
         try:
             self.data.mkdir(parents=True, exist_ok=True)
-            self.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             users = (self.data / "users.lock").open("a")
         except OSError as error:
             raise ServerUnreachable(
@@ -137,7 +136,15 @@ class EmbeddedServer:
             return False
 
     def _start(self) -> None:
-        self.socket.unlink(missing_ok=True)
+        try:
+            # Under the lock: who stops the one before takes its folder away.
+            self.socket.parent.mkdir(mode=0o700, exist_ok=True)
+            self.socket.unlink(missing_ok=True)
+        except OSError as error:
+            raise ServerUnreachable(
+                f"the embedded server cannot listen at {self.socket} ({error.strerror}): set "
+                "TRINITY_HOME to another folder, or name a server with --redis-url"
+            ) from None
         command = [
             str(find_binary()),
             *("--port", "0"),
@@ -179,3 +186,4 @@ class EmbeddedServer:
         give_up = time.monotonic() + START_DEADLINE
         while self._answers() and time.monotonic() < give_up:
             time.sleep(0.02)
+        leave_no_folder(self.data, self.socket)

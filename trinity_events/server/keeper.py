@@ -31,6 +31,7 @@ def keep(folder: Path, path: str, server: int) -> None:
             try:
                 if unused(users):
                     _stop(path)
+                    leave_no_folder(folder, Path(path))
                     return
             finally:
                 fcntl.flock(users, fcntl.LOCK_UN)
@@ -45,6 +46,13 @@ def unused(users: object) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def leave_no_folder(data: Path, path: Path) -> None:
+    """Remove the folder of a socket that is not with the data of the server, which has ended."""
+    if path.parent != data:
+        with suppress(OSError):  # a server that was killed has left its socket
+            path.parent.rmdir()
 
 
 def _runs(server: int) -> bool:

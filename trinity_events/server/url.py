@@ -20,6 +20,27 @@ _FILES = (*_OF_AUTHORITIES, "ssl_certfile", "ssl_keyfile")
 _PASSWORD = re.compile(r"((?:^|&)(?:ssl_)?password=)[^&]*")
 
 
+class Setting(NamedTuple):
+    """What names a server, and what becomes of it where that is left out."""
+
+    option: str
+    variable: str
+    instead: str
+
+    @property
+    def way_out(self) -> str:
+        """What to do about a server that is not what it should be."""
+        return f"leave {self.option} ({self.variable}) out {self.instead}"
+
+
+LOG_SERVER = Setting("--redis-url", "TRINITY_REDIS_URL", "to use the embedded server")
+WEIGHTS_SERVER = Setting(
+    "--weights-redis-url",
+    "TRINITY_WEIGHTS_REDIS_URL",
+    "to keep the weight chunks beside the log",
+)
+
+
 class ServerUrl(NamedTuple):
     """A URL as the client library takes it, and what it cannot say."""
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from ..history import page_of
-from ..log import ORIGIN, Entry
+from ..log import ORIGIN, Entry, PageSize
 from .delivered import Delivered
 from .place import Place
 from .reading import Reading
@@ -39,8 +39,11 @@ async def follow(reading: Reading[E], start: str) -> AsyncIterator[Delivered[E]]
         if delivered is not None:
             yield delivered
             reading.wait.renew()
+    page = PageSize(page_of(reading.stream))
     while True:
-        for entry in await _next(reading, place):
+        found = await _next(reading, place, page.limit)
+        page.learn(found)
+        for entry in found:
             place.passed(entry.id)
             delivered = None if entry.id in seen else reading.wanted.deliver(entry)
             if delivered is not None:
@@ -48,14 +51,14 @@ async def follow(reading: Reading[E], start: str) -> AsyncIterator[Delivered[E]]
                 reading.wait.renew()
 
 
-async def _next(reading: Reading[E], place: Place) -> list[Entry]:
+async def _next(reading: Reading[E], place: Place, limit: int) -> list[Entry]:
     faults = reading.wait.faults
 
     async def read() -> list[Entry]:
         # After a fault it may be another server, such as a replica that was promoted.
         await place.check(now=reading.wait.faults > faults)
         found = await reading.log.wait(
-            {reading.stream: place.after}, seconds=reading.block(), limit=page_of(reading.stream)
+            {reading.stream: place.after}, seconds=reading.block(), limit=limit
         )
         return [entry for _, entry in found]
 

@@ -16,17 +16,22 @@ from ..core.state import KINDS
 from ..log import position
 
 
-def runs_table(states: Iterable[MonitorState]) -> Table:
-    """One line a run."""
+def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
+    """One line a run.
+
+    Args:
+        runs: The state of each, with the milliseconds of its last entry where nobody is there any
+            more.
+    """
     table = Table(box=None, pad_edge=False)
     for column in ("RUN", "OPENED", "EPOCH", "TRAINER", "STEP", *(kind.upper() for kind in KINDS)):
         table.add_column(column, no_wrap=True)
-    for state in states:
+    for state, silent_since in runs:
         table.add_row(
             state.run_id,
             _when(state.opened_at),
             str(state.epoch),
-            _trainer(state),
+            _trainer(state, silent=silent_since is not None),
             str(state.trainer_step),
             *(_pointer(state, kind) for kind in KINDS),
         )
@@ -51,7 +56,7 @@ def status_panel(
         ("  epoch ", "dim"),
         str(state.epoch),
         ("  trainer ", "dim"),
-        f"{'silent' if silent else _trainer(state)} at step {state.trainer_step}",
+        f"{_trainer(state, silent=silent)} at step {state.trainer_step}",
         ("  entries ", "dim"),
         f"{state.entries}",
         ("  opened ", "dim"),
@@ -137,8 +142,8 @@ def _ago(milliseconds: int) -> str:
     return f"{seconds} s ago"
 
 
-def _trainer(state: MonitorState) -> str:
-    return state.closed or state.trainer or "-"
+def _trainer(state: MonitorState, *, silent: bool) -> str:
+    return "silent" if silent else state.closed or state.trainer or "-"
 
 
 def _when(milliseconds: int | None) -> str:

@@ -121,14 +121,21 @@ class Ahead:
         for target, source, nbytes in self._fillings[part].plan.get(index, ()):
             copy_bytes(target, begin + source, nbytes)
 
-    def _begin_part(self, part: PartRef, chunk_bytes: int) -> Take:
+    def _begin_part(self, part: PartRef) -> Take:
         sizes = self._sizes(part.rank)
-        even = all(size == chunk_bytes for size in sizes[:-1])
-        if not sizes or not even or sizes[-1] > chunk_bytes:
-            self._fillings.pop(part, None)
-            return lambda index, data: None  # it lies otherwise, or nobody knows how
-        self._fillings[part] = _Filling(self._plan(part.rank))
-        return lambda index, data: self.take(part, index, data)
+        self._fillings.pop(part, None)  # of an attempt that was given up
+        if sizes:
+            self._fillings[part] = _Filling(self._plan(part.rank))
+
+        def take(index: int, data: memoryview) -> None:
+            if part not in self._fillings:
+                return  # it lies otherwise than the last one, or nobody knows how
+            if index < len(sizes) and len(data) == sizes[index]:
+                self.take(part, index, data)
+            else:
+                del self._fillings[part]
+
+        return take
 
     def _aim(self, module: torch.nn.Module) -> bool:
         """Whether the module's tensors can be filled where they lie.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trinity_schemas import ContractError, StepReady, StepRef, VersionRetired, decode_envelope
 
 from ..history import page_of
-from ..log import ORIGIN, Stream, SyncEventLog
+from ..log import ORIGIN, PageSize, Stream, SyncEventLog
 
 
 class Standing:
@@ -22,8 +22,9 @@ class Standing:
 
     def retired(self, log: SyncEventLog) -> Iterator[StepRef]:
         """Hear what was announced since the last time: the versions that were retired."""
-        page = page_of(Stream.ANNOUNCEMENTS)
-        while found := log.read(self._read_through, stream=Stream.ANNOUNCEMENTS, limit=page):
+        stream, page = Stream.ANNOUNCEMENTS, PageSize(page_of(Stream.ANNOUNCEMENTS))
+        while found := log.read(self._read_through, stream=stream, limit=page.limit):
+            page.learn(found)
             for entry in found:
                 event = _event(entry.payload)
                 if isinstance(event, VersionRetired):

@@ -25,7 +25,7 @@ from trinity_schemas import (
 
 from ..coordinator import LEASE
 from ..log import Publisher, SyncEventLog, new_producer
-from ..server import open_client
+from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client
 from .ahead import Ahead
 from .attempts import PartAttempt
 from .deltas.patch import Installed, ModelDiffers
@@ -108,7 +108,11 @@ class Synchronizer(CollectiveGroups):
     def _disconnect(self) -> None:
         self._publisher_made: Publisher | None = None
         self._stores = Stores(
-            self.run_id, self._weights_url, f"{self._role}-{self._rank}", self._group_timeout
+            self.run_id,
+            self._weights_url,
+            LOG_SERVER if self._weights_url == self._redis_url else WEIGHTS_SERVER,
+            f"{self._role}-{self._rank}",
+            self._group_timeout,
         )
         self._attempts: dict[int, PartAttempt] = {}
         """By rank."""

@@ -27,7 +27,7 @@ from trinity_events.cli.options import (
 )
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
-from trinity_events.server import connect_sync
+from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_schemas import SaveStrategy
 
 from .config import EngineName, PublishName, RunSettings, TransportChoice
@@ -164,9 +164,7 @@ def _launch(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
     ).checked()
-    for url in filter(None, (redis_url, weights_redis_url)):
-        with connect_sync(url):
-            pass
+    _reach(redis_url, weights_redis_url)
     from .launch.launcher import LaunchOptions, run_job
     from .launch.summary import summary_table
 
@@ -184,6 +182,14 @@ def _launch(
         print_json(summary)
     else:
         console().print(summary_table(summary))
+
+
+def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:
+    """Refuse servers that do not answer; ours are started where they are used."""
+    for url, setting in ((redis_url, LOG_SERVER), (weights_redis_url, WEIGHTS_SERVER)):
+        if url:
+            with connect_sync(url, setting=setting):
+                pass
 
 
 def _with_job_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -242,6 +248,7 @@ def explorer(
     """
     run_id = checked_run(run)
     _require("torch", "transformers", "reasoning_gym", "xxhash")
+    _reach(redis_url, weights_redis_url)
     log_to_stderr(verbose=False)
     from .launch.explore import ExplorerOptions, run_explorer
 

@@ -44,8 +44,8 @@ Ended = Literal["sealed", "stopped", "late"]
 
 Take: TypeAlias = Callable[[int, memoryview], None]
 """Is given the chunks of a part by their index, in order, before anybody vouches for them."""
-Taker: TypeAlias = Callable[[PartRef, int], Take]
-"""Is told which part begins, and the bytes of its chunks, all but the last."""
+Taker: TypeAlias = Callable[[PartRef], Take]
+"""Is told which part begins."""
 
 
 class PartSink(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from ...errors import VersionUnavailable
-from ...server import open_client
+from ...server import Setting, open_client
 from .base import ChunkStore
 from .collective import CollectiveStore
 from .cuda import CudaStore
@@ -22,13 +22,17 @@ class Stores:
     Args:
         run_id: The run.
         weights_url: The server of the chunks.
+        setting: What names it.
         process: What the process is called among those of a collective group.
         group_timeout: Seconds within which a dead peer of a collective group is an error.
     """
 
-    def __init__(self, run_id: str, weights_url: str, process: str, group_timeout: float) -> None:
+    def __init__(
+        self, run_id: str, weights_url: str, setting: Setting, process: str, group_timeout: float
+    ) -> None:
         self._run_id = run_id
         self._weights_url = weights_url
+        self._setting = setting
         self._process = process
         self._group_timeout = group_timeout
         self.opened: dict[str, ChunkStore] = {}
@@ -47,14 +51,14 @@ class Stores:
 
     def _open(self, transport: str) -> ChunkStore:
         if transport == RedisChunkStore.name:
-            return RedisChunkStore(open_client(self._weights_url))
+            return RedisChunkStore(open_client(self._weights_url, setting=self._setting))
         if transport == SharedMemoryStore.name:
             return SharedMemoryStore()
         if transport == RayStore.name:
             return RayStore()
         if transport == CollectiveStore.name:
             return CollectiveStore(
-                open_client(self._weights_url),
+                open_client(self._weights_url, setting=self._setting),
                 self._run_id,
                 self._process,
                 timeout=self._group_timeout,

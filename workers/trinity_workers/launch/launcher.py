@@ -22,7 +22,7 @@ from trinity_events.core import MonitorState, RunSummary, Summarizer
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
-from trinity_events.server import Wait, connect, serving, serving_weights
+from trinity_events.server import WEIGHTS_SERVER, Wait, connect, serving, serving_weights
 from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ContractError, StepRef, decode_envelope
@@ -87,7 +87,7 @@ async def _run(options: LaunchOptions) -> DemoSummary:
         redis_url = exits.enter_context(serving(options.redis_url))
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
         client = await exits.enter_async_context(connect(redis_url))
-        async with connect(weights_url):
+        async with connect(weights_url, setting=WEIGHTS_SERVER):
             pass  # a chunk server that does not answer is found out now, not at the first upload
         reducer = None
         if alone:
@@ -206,8 +206,8 @@ async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: Progr
             if not late:
                 return
             wait.missing = f"{', '.join(late)} did not take the last weights"
-            ask = partial(log.wait, {Stream.EVENTS: state.position}, seconds=min(5, wait.left()))
-            await wait.ask(ask)
+            after = {Stream.EVENTS: state.position}
+            await wait.ask(partial(log.wait, after, seconds=min(5, wait.left()), limit=1))
     except DeadlineExceeded as error:
         view.say(str(error))
 

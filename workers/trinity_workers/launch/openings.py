@@ -10,7 +10,8 @@ from msgspec import Struct
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.errors import RunNotFound
-from trinity_events.log import ORIGIN, Entry, RedisEventLog, Stream
+from trinity_events.history import PAGE
+from trinity_events.log import ORIGIN, Entry, PageSize, RedisEventLog, Stream
 from trinity_events.server import Wait
 from trinity_schemas import ContractError, RunClosed, RunOpened, RunResumed, decode_envelope
 
@@ -42,13 +43,15 @@ class Openings:
     async def follow(self) -> None:
         """Follow until cancelled; a server that is away is waited for."""
         # From the beginning again when that is broken off: an epoch that is known stays as it is.
-        after = await self._wait.ask(self._read_all)
+        after, page = await self._wait.ask(self._read_all), PageSize(PAGE)
         while True:
             # Told here, so that what was read at first is taken as a whole.
             async with self._changed:
                 self._changed.notify_all()
-            ask = partial(self._log.wait, {Stream.EVENTS: after}, seconds=5)
-            for _, entry in await self._wait.ask(ask):
+            ask = partial(self._log.wait, {Stream.EVENTS: after}, seconds=5, limit=page.limit)
+            found = [entry for _, entry in await self._wait.ask(ask)]
+            page.learn(found)
+            for entry in found:
                 after = entry.id
                 self._fold(entry)
 

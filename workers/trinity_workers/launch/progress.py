@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.log import Entry, EventLog, Stream
+from trinity_events.history import PAGE
+from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.server import Wait
 from trinity_schemas import ContractError, StepCommitted, decode_envelope
 
@@ -46,9 +47,13 @@ class ProgressView:
             transient=True,
         ) as bar:
             task = bar.add_task("", total=self._steps, shown="starting")
+            page = PageSize(PAGE)
             while True:
                 after = {Stream.EVENTS: self._monitor.state.position}
-                for _, entry in await wait.ask(partial(log.wait, after, seconds=5)):
+                ask = partial(log.wait, after, seconds=5, limit=page.limit)
+                found = [entry for _, entry in await wait.ask(ask)]
+                page.learn(found)
+                for entry in found:
                     self._fold(entry)
                 self._show(bar, task)
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from trinity_events import Synchronizer
 from trinity_events.errors import TrinityError, VersionUnavailable
-from trinity_events.weights import PulledVersion, SharedMemoryStore
+from trinity_events.weights import PulledVersion
 from trinity_events.weights.transports.collective import CollectiveStore
 from trinity_schemas import AppliedPhases, StepReady, VersionOpened
 
@@ -140,8 +140,8 @@ class Receiver:
         settings, opened = self._settings, meeting.opened
         self._stop = stop = threading.Event()
         along = None
-        if step is not None and meeting.transport == SharedMemoryStore.name:
-            coming = VersionOpened(step=step, ranks=(0,), transport=SharedMemoryStore.name)
+        if step is not None:
+            coming = VersionOpened(step=step, ranks=(0,), transport=meeting.transport)
             along = self._thread.begin(
                 self._synchronizer.read_along, opened.epoch, coming, stop, settings.deadline
             )

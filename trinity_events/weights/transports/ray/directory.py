@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import threading
@@ -13,6 +14,8 @@ from ..base import PartRef
 
 DEADLINE = 60.0
 """Seconds for the next object to come from another node, or for an actor to answer."""
+_MOST_FOLLOWING = 10_000
+"""Calls that an actor has at a time; those who read along wait in theirs."""
 NAMESPACE = "trinity-events"
 _PREFIX = "trinity-weights"
 
@@ -26,15 +29,79 @@ class Objects(NamedTuple):
     """Their bytes."""
 
 
+class UnderWay(NamedTuple):
+    """What there is of a part that is being put, or was."""
+
+    attempt: str
+    """Of the publisher's, whose objects these are; empty when there is none."""
+    chunk_bytes: int
+    """Of each chunk in an object, but for its last."""
+    objects: Objects
+    sealed: bool
+
+
 class Directory:
-    """Which parts one publisher has, as an actor. It borrows their objects; it owns none."""
+    """Which parts one publisher has, as an actor. It borrows their objects; it owns none.
+
+    What is said of a part may arrive in any order.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[PartRef, tuple[bytes, Objects]] = {}
+        self._coming: dict[PartRef, _Coming] = {}
+        """Those that are being put, and those that were: so somebody who follows one hears all."""
+        self._changed = asyncio.Event()
+
+    def begin(self, part: PartRef, attempt: str, chunk_bytes: int) -> None:
+        """A part is going to be put; what came of it before is given up."""
+        self._coming[part] = _Coming(attempt, chunk_bytes, {})
+        self._tell()
+
+    def came(self, part: PartRef, attempt: str, number: int, objects: Objects) -> None:
+        """Another object of a part is put, by its number."""
+        coming = self._coming.get(part)
+        if coming is not None and coming.attempt == attempt and not coming.sealed:
+            coming.objects[number] = objects
+            self._tell()
+
+    def give_up(self, part: PartRef, attempt: str) -> None:
+        """A part will not be whole."""
+        coming = self._coming.get(part)
+        if coming is not None and coming.attempt == attempt:
+            del self._coming[part]
+            self._tell()
+
+    async def follow(self, part: PartRef, attempt: str, have: int, seconds: float) -> UnderWay:
+        """What there is of a part behind what the caller has of an attempt.
+
+        As soon as there is some, or the part is sealed, or the attempt is given up; or after so
+        many seconds.
+        """
+        loop = asyncio.get_running_loop()
+        late = loop.time() + seconds
+        while True:
+            found = self._behind(part, attempt, have)
+            left = late - loop.time()
+            if found.sealed or found.attempt != attempt or found.objects.references or left <= 0:
+                return found
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+
+    def _behind(self, part: PartRef, attempt: str, have: int) -> UnderWay:
+        coming = self._coming.get(part)
+        if coming is None:
+            return UnderWay("", 0, Objects([], []), part in self._parts)
+        references, sizes = self._parts[part][1] if coming.sealed else coming.in_order()
+        first = have if coming.attempt == attempt else 0
+        objects = Objects(references[first:], sizes[first:])
+        return UnderWay(coming.attempt, coming.chunk_bytes, objects, coming.sealed)
 
     def keep(self, part: PartRef, manifest: bytes, objects: Objects) -> None:
         """Let a part be found."""
         self._parts[part] = (manifest, objects)
+        if part in self._coming:
+            self._coming[part] = self._coming[part]._replace(sealed=True, objects={})
+        self._tell()
 
     def find(self, part: PartRef) -> tuple[bytes, Objects] | None:
         """A part's manifest and objects."""
@@ -43,10 +110,34 @@ class Directory:
     def forget(self, part: PartRef) -> None:
         """Let a part be found no more."""
         self._parts.pop(part, None)
+        self._coming.pop(part, None)
+        self._tell()
 
     def parts(self) -> list[PartRef]:
         """All of them."""
         return list(self._parts)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Coming(NamedTuple):
+    attempt: str
+    chunk_bytes: int
+    objects: dict[int, Objects]
+    """By the number of each."""
+    sealed: bool = False
+
+    def in_order(self) -> Objects:
+        """The first ones, as far as they came."""
+        found = Objects([], [])
+        for number in range(len(self.objects)):
+            if number not in self.objects:
+                break
+            found.references.extend(self.objects[number].references)
+            found.sizes.extend(self.objects[number].sizes)
+        return found
 
 
 def joined() -> Any:
@@ -85,7 +176,11 @@ class SharedDirectory:
                 self._cluster, self._users = cluster, 0
                 name = f"{_PREFIX}~{secrets.token_hex(8)}"
                 made = ray.remote(Directory).options(
-                    name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=0
+                    name=name,
+                    namespace=NAMESPACE,
+                    num_cpus=0,
+                    max_restarts=0,
+                    max_concurrency=_MOST_FOLLOWING,
                 )
                 self._actor = name, made.remote()
             self._users += 1

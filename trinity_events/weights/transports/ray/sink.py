@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -79,6 +81,7 @@ class RaySink:
         self._size = self._filled = 0
         """Of the room: the bytes that its object may have, and those that it has."""
         self._next_size = object_bytes
+        self._attempt = secrets.token_hex(8)
         self._sizes: list[int] = []
         self._putting: list[Future[Any]] = []
         self._state = "open"
@@ -131,6 +134,8 @@ class RaySink:
     def give_up(self) -> None:
         """Let go of the room, and of what was put."""
         self._state = "given up"
+        if self._putting:
+            self._store.not_coming(self._part, self._attempt)
         self._putting = []
         if self._room is not None:
             self._putter.give_up_room()
@@ -143,9 +148,18 @@ class RaySink:
         with self._store.refusals_in_words(self._part):
             for one in self._putting[-2:-1]:
                 one.result()  # it has ended, since there are two rooms; had it failed, why go on?
-        self._putting.append(self._putter.put(self._room, self._filled))
+            if not self._putting:
+                self._store.coming(self._part, self._attempt, self._chunk_bytes)
+        put = self._putter.put(self._room, self._filled)
+        put.add_done_callback(partial(self._came, len(self._putting), self._filled))
+        self._putting.append(put)
         self._sizes.append(self._filled)
         self._room, self._filled = None, 0
+
+    def _came(self, number: int, nbytes: int, put: Future[Any]) -> None:
+        """Tell those who read along of an object; in the thread that has put it."""
+        if put.exception() is None and self._state != "given up":
+            self._store.came(self._part, self._attempt, number, Objects([put.result()], [nbytes]))
 
     def _check(self) -> None:
         if self._state != "open":

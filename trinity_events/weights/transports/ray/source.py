@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ....errors import CorruptVersion, VersionUnavailable
 from ..base import Check, PartRef
 from ..in_memory import Chunks, cut, look
 from .directory import DEADLINE, Objects
+from .under_way import Fetched, as_bytes
 
 
 class RaySource:
@@ -20,13 +22,28 @@ class RaySource:
 
     Ray keeps them for as long as anybody has them. On another node than the publisher's, Ray
     fetches those with something that is wanted into that node's store first.
+
+    Args:
+        ray: Ray.
+        part: Which part it is.
+        manifest: Its manifest.
+        objects: What it is made of.
+        seen: Those of them that were read along, by their references.
     """
 
-    def __init__(self, ray: Any, part: PartRef, manifest: bytes, objects: Objects) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        part: PartRef,
+        manifest: bytes,
+        objects: Objects,
+        seen: Mapping[Any, Fetched] = MappingProxyType({}),
+    ) -> None:
         self.manifest = manifest
         self._ray = ray
         self._part = part
         self._objects = objects
+        self._seen = seen
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
@@ -45,16 +62,21 @@ class RaySource:
         }
         # Memory that nobody touches takes nothing.
         found = [np.empty(length, np.uint8).data for length in lengths]
+
+        def cut_up(reference: Any, data: memoryview) -> Chunks:
+            number = numbers.pop(reference)
+            if len(data) != lengths[number]:
+                raise self._corrupt()
+            found[number] = data
+            first, end = firsts[number : number + 2]
+            return cut(data, sizes[first:end], wanted, first)
+
+        for reference, seen in self._seen.items():
+            if reference in numbers:
+                for index, chunk in cut_up(reference, seen.data):
+                    check(index, chunk, seen.digest_of(chunk))
         for some in self._as_they_come(list(numbers)):
-            seen: Chunks = []
-            for reference, data in some:
-                number = numbers[reference]
-                if len(data) != lengths[number]:
-                    raise self._corrupt()
-                first, end = firsts[number : number + 2]
-                seen += cut(data, sizes[first:end], wanted, first)
-                found[number] = data
-            look(seen, check)
+            look([one for reference, data in some for one in cut_up(reference, data)], check)
         return found
 
     def _first_chunks(self, sizes: Sequence[int]) -> list[int]:
@@ -72,7 +94,7 @@ class RaySource:
 
     def close(self) -> None:
         """Let go of the objects."""
-        self._objects = Objects([], [])
+        self._objects, self._seen = Objects([], []), {}
 
     def _as_they_come(self, left: list[Any]) -> Iterator[list[tuple[Any, memoryview]]]:
         """Objects that are there, and then what comes meanwhile from another node."""
@@ -95,9 +117,10 @@ class RaySource:
         except errors.ObjectLostError:
             raise self._lost("the node that kept them is gone") from None
         for one in found:
-            if not (isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.ndim == 1):
+            data = as_bytes(one)
+            if data is None:
                 raise self._lost("what is there are no bytes")
-            yield one.data.toreadonly()
+            yield data
 
     def _corrupt(self) -> CorruptVersion:
         return CorruptVersion(f"the objects of the {self._part} are not cut as its chunks are")

@@ -8,15 +8,17 @@ key-value store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ....errors import RayUnusable
-from ..base import PartRef
+from ..base import Ended, PartRef, Taker
 from .directory import DEADLINE, SHARED, Objects, directory_of, joined, key_of, point, unpoint
 from .sink import Putter, RaySink
 from .source import RaySource
+from .under_way import Fetched, Follower, read_along
 
 CHUNK_BYTES = 1 << 20
 """Of what is digested at once."""
@@ -50,6 +52,8 @@ class RayStore:
         self._published: dict[PartRef, Objects] = {}
         self._bases: dict[PartRef, PartRef | None] = {}
         """What each of them rests on."""
+        self._seen: dict[PartRef, dict[Any, Fetched]] = {}
+        """What was read along."""
         self._putter = Putter(self._ray)
         self._sink: RaySink | None = None
 
@@ -62,6 +66,26 @@ class RayStore:
         size = chunk_bytes or CHUNK_BYTES
         self._sink = RaySink(self, self._putter, part, size, self._object_bytes)
         return self._sink
+
+    def coming(self, part: PartRef, attempt: str, chunk_bytes: int) -> None:
+        """Let those find a part who read it along."""
+        name, directory = self._own_directory()
+        directory.begin.remote(part, attempt, chunk_bytes)
+        if key_of(part) not in self._pointers:
+            point(part, name)
+            self._pointers.add(key_of(part))
+
+    def came(self, part: PartRef, attempt: str, number: int, objects: Objects) -> None:
+        """Tell them of an object. Nobody waits for it: the part will be whole without."""
+        if self._directory is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._directory[1].came.remote(part, attempt, number, objects)
+
+    def not_coming(self, part: PartRef, attempt: str) -> None:
+        """Tell them that they wait in vain."""
+        if self._directory is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._directory[1].give_up.remote(part, attempt)
 
     def keep(
         self, part: PartRef, objects: Objects, manifest: bytes, base: PartRef | None = None
@@ -111,7 +135,22 @@ class RayStore:
         if found is None:
             return None
         manifest, objects = found
-        return RaySource(self._ray, part, bytes(manifest), objects)
+        return RaySource(self._ray, part, bytes(manifest), objects, self._seen.pop(part, {}))
+
+    def read_along(
+        self,
+        parts: Sequence[PartRef],
+        stop: threading.Event,
+        deadline: float,
+        taker: Taker | None = None,
+    ) -> Ended:
+        """Have the parts' objects come as they are put, and digest them."""
+        self._seen = {}
+        followers = [Follower(self._ray, part, taker) for part in parts]
+        try:
+            return read_along(self._ray, followers, stop, deadline)
+        finally:
+            self._seen = {follower.part: follower.fetched for follower in followers}
 
     def missing(self, part: PartRef) -> str:
         """Why the part may not be there, in words."""
@@ -131,6 +170,7 @@ class RayStore:
         if self._sink is not None:
             self._sink.give_up()
             self._sink = None
+        self._seen = {}
         self._putter.close()
         self._putter = Putter(self._ray)  # without their memory
         for part in list(self._published):

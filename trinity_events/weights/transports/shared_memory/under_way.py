@@ -102,7 +102,7 @@ class Follower:
                         if generation != self._given_up:
                             self.seen = Seen(generation, size, [])
                             if self._taker is not None:
-                                self._take = self._taker(self.part, size)
+                                self._take = self._taker(self.part)
                             return True
                 except BaseException:
                     self.close()
