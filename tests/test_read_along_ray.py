@@ -22,6 +22,7 @@ from tests.transport_actors import Where, actor, kill, publishes_until
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartWriter, RayStore
 from trinity_events.weights.ahead import Ahead
+from trinity_events.weights.transports.ray.directory import NONE, Attempt, Directory, Objects
 from trinity_events.weights.transports.ray.under_way import Follower
 from trinity_schemas import decode_manifest
 
@@ -198,3 +199,24 @@ def test_what_was_read_along_and_never_became_whole_is_let_go_of(stores, part, f
     del writer
     followed.clear()
     until(lambda: references() <= before)
+
+
+async def test_what_is_said_of_a_part_may_arrive_in_any_order(part):
+    """As with actors of which several calls are under way at once."""
+    directory, objects = Directory(), Objects(["a", "b"], [1, 2])
+    first, second = Attempt(1, CHUNK), Attempt(2, CHUNK)
+    directory.came(part, second, 1, Objects(["b"], [2]))
+    directory.came(part, first, 0, Objects(["x"], [1]))
+    directory.give_up(part, first)
+    assert await directory.follow(part, second, 0, 0.0) == (second, ([], []), False)
+    directory.came(part, second, 0, Objects(["a"], [1]))
+    assert await directory.follow(part, NONE, 0, 60.0) == (second, objects, False)
+    directory.give_up(part, second)
+    directory.came(part, second, 2, Objects(["c"], [3]))
+    assert await directory.follow(part, second, 2, 60.0) == (NONE, ([], []), False)
+    third = Attempt(3, CHUNK)
+    directory.keep(part, third, b"manifest", objects)
+    directory.came(part, third, 0, Objects(["a"], [1]))
+    assert await directory.follow(part, third, 1, 60.0) == (third, (["b"], [2]), True)
+    directory.forget(part)
+    assert await directory.follow(part, third, 2, 60.0) == (NONE, ([], []), False)

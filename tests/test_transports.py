@@ -54,7 +54,13 @@ from trinity_events.weights import (
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.publish import manifest_digest
 from trinity_events.weights.transports.cuda.layout import decoded, encoded
-from trinity_events.weights.transports.ray.directory import NAMESPACE, SHARED, Objects, pointed
+from trinity_events.weights.transports.ray.directory import (
+    NAMESPACE,
+    NONE,
+    SHARED,
+    Objects,
+    pointed,
+)
 from trinity_events.weights.transports.ray.source import RaySource
 from trinity_events.weights.transports.shared_memory.segments import (
     Owner,
@@ -238,7 +244,7 @@ def exchange(part, change):
     [reference] = objects.references
     other = change(ray.get(reference).copy())
     put = ray.put(other)
-    ray.get(directory.keep.remote(part, manifest, Objects([put], [len(other)])))
+    ray.get(directory.keep.remote(part, NONE, manifest, Objects([put], [len(other)])))
     return put
 
 
@@ -687,14 +693,14 @@ def test_objects_that_are_not_cut_as_the_chunks_are_are_corrupt(
     manifest, objects = ray.get(directory.find.remote(part))
     assert len(objects.references) == 3
     for wrong in of_three_objects(objects):
-        ray.get(directory.keep.remote(part, manifest, wrong))
+        ray.get(directory.keep.remote(part, NONE, manifest, wrong))
         for wanted in (None, {"c": None}):
             with (
                 pytest.raises(CorruptVersion, match="not cut as its chunks are"),
                 pull_version(theirs, part.run_id, event, wanted),
             ):
                 pass
-    ray.get(directory.keep.remote(part, manifest, objects))
+    ray.get(directory.keep.remote(part, NONE, manifest, objects))
     assert len(read(theirs, part.run_id, event)) == 3
     ours.close()
 

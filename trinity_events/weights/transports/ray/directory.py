@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ....errors import RayUnusable
 from ..base import PartRef
@@ -29,13 +29,23 @@ class Objects(NamedTuple):
     """Their bytes."""
 
 
+class Attempt(NamedTuple):
+    """To put a part; one that is given up may be followed by another."""
+
+    number: int
+    """Of its process's, in their order."""
+    chunk_bytes: int
+    """Of each chunk in an object, but for its last."""
+
+
+NONE = Attempt(0, 0)
+
+
 class UnderWay(NamedTuple):
     """What there is of a part that is being put, or was."""
 
-    attempt: str
-    """Of the publisher's, whose objects these are; empty when there is none."""
-    chunk_bytes: int
-    """Of each chunk in an object, but for its last."""
+    attempt: Attempt
+    """Whose objects these are."""
     objects: Objects
     sealed: bool
 
@@ -43,35 +53,36 @@ class UnderWay(NamedTuple):
 class Directory:
     """Which parts one publisher has, as an actor. It borrows their objects; it owns none.
 
-    What is said of a part may arrive in any order.
+    What is said of a part may arrive in any order, as with any actor that has several calls at a
+    time.
     """
 
     def __init__(self) -> None:
         self._parts: dict[PartRef, tuple[bytes, Objects]] = {}
         self._coming: dict[PartRef, _Coming] = {}
-        """Those that are being put, and those that were: so somebody who follows one hears all."""
+        """Those that are being put, and those that were: who follows one is to hear of its end."""
         self._changed = asyncio.Event()
 
-    def begin(self, part: PartRef, attempt: str, chunk_bytes: int) -> None:
-        """A part is going to be put; what came of it before is given up."""
-        self._coming[part] = _Coming(attempt, chunk_bytes, {})
-        self._tell()
-
-    def came(self, part: PartRef, attempt: str, number: int, objects: Objects) -> None:
+    def came(self, part: PartRef, attempt: Attempt, number: int, objects: Objects) -> None:
         """Another object of a part is put, by its number."""
-        coming = self._coming.get(part)
-        if coming is not None and coming.attempt == attempt and not coming.sealed:
+        coming = self._of(part, attempt)
+        if coming is not None:
             coming.objects[number] = objects
             self._tell()
 
-    def give_up(self, part: PartRef, attempt: str) -> None:
-        """A part will not be whole."""
-        coming = self._coming.get(part)
-        if coming is not None and coming.attempt == attempt:
-            del self._coming[part]
+    def give_up(self, part: PartRef, attempt: Attempt) -> None:
+        """A part will not be whole by this attempt."""
+        if self._of(part, attempt) is not None:
+            self._coming[part] = _Coming(attempt, {}, "given up")
             self._tell()
 
-    async def follow(self, part: PartRef, attempt: str, have: int, seconds: float) -> UnderWay:
+    def keep(self, part: PartRef, attempt: Attempt, manifest: bytes, objects: Objects) -> None:
+        """Let a part be found that an attempt has made whole."""
+        self._parts[part] = (manifest, objects)
+        self._coming[part] = _Coming(attempt, {}, "sealed")
+        self._tell()
+
+    async def follow(self, part: PartRef, attempt: Attempt, have: int, seconds: float) -> UnderWay:
         """What there is of a part behind what the caller has of an attempt.
 
         As soon as there is some, or the part is sealed, or the attempt is given up; or after so
@@ -87,22 +98,6 @@ class Directory:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left)
 
-    def _behind(self, part: PartRef, attempt: str, have: int) -> UnderWay:
-        coming = self._coming.get(part)
-        if coming is None:
-            return UnderWay("", 0, Objects([], []), part in self._parts)
-        references, sizes = self._parts[part][1] if coming.sealed else coming.in_order()
-        first = have if coming.attempt == attempt else 0
-        objects = Objects(references[first:], sizes[first:])
-        return UnderWay(coming.attempt, coming.chunk_bytes, objects, coming.sealed)
-
-    def keep(self, part: PartRef, manifest: bytes, objects: Objects) -> None:
-        """Let a part be found."""
-        self._parts[part] = (manifest, objects)
-        if part in self._coming:
-            self._coming[part] = self._coming[part]._replace(sealed=True, objects={})
-        self._tell()
-
     def find(self, part: PartRef) -> tuple[bytes, Objects] | None:
         """A part's manifest and objects."""
         return self._parts.get(part)
@@ -117,17 +112,32 @@ class Directory:
         """All of them."""
         return list(self._parts)
 
+    def _of(self, part: PartRef, attempt: Attempt) -> _Coming | None:
+        """What came of an attempt; None when it is over, or another one has followed it."""
+        coming = self._coming.get(part)
+        if coming is None or coming.attempt.number < attempt.number:
+            coming = self._coming[part] = _Coming(attempt, {})
+        return None if coming.ended or coming.attempt != attempt else coming
+
+    def _behind(self, part: PartRef, attempt: Attempt, have: int) -> UnderWay:
+        coming = self._coming.get(part)
+        if coming is None or coming.ended == "given up":
+            return UnderWay(NONE, Objects([], []), sealed=False)
+        sealed = coming.ended == "sealed"
+        references, sizes = self._parts[part][1] if sealed else coming.in_order()
+        first = have if coming.attempt == attempt else 0
+        return UnderWay(coming.attempt, Objects(references[first:], sizes[first:]), sealed)
+
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 class _Coming(NamedTuple):
-    attempt: str
-    chunk_bytes: int
+    attempt: Attempt
     objects: dict[int, Objects]
     """By the number of each."""
-    sealed: bool = False
+    ended: Literal["", "sealed", "given up"] = ""
 
     def in_order(self) -> Objects:
         """The first ones, as far as they came."""

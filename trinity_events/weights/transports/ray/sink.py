@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,12 +13,15 @@ import numpy as np
 from trinity_schemas import ALIGNMENT
 
 from ..base import PartRef
-from .directory import Objects
+from .directory import Attempt, Objects
 
 if TYPE_CHECKING:
     from .store import RayStore
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+_ATTEMPTS = count(1)
 
 
 class Putter:
@@ -81,7 +84,7 @@ class RaySink:
         self._size = self._filled = 0
         """Of the room: the bytes that its object may have, and those that it has."""
         self._next_size = object_bytes
-        self._attempt = secrets.token_hex(8)
+        self._attempt = Attempt(next(_ATTEMPTS), chunk_bytes)
         self._sizes: list[int] = []
         self._putting: list[Future[Any]] = []
         self._state = "open"
@@ -122,7 +125,8 @@ class RaySink:
         with self._store.refusals_in_words(self._part):
             references = [one.result() for one in self._putting]
             self._state = "told"  # perhaps not to the end
-            self._store.keep(self._part, Objects(references, self._sizes), manifest, base)
+            objects = Objects(references, self._sizes)
+            self._store.keep(self._part, self._attempt, objects, manifest, base)
         self._putting = []
 
     def discard(self) -> None:
@@ -149,7 +153,7 @@ class RaySink:
             for one in self._putting[-2:-1]:
                 one.result()  # it has ended, since there are two rooms; had it failed, why go on?
             if not self._putting:
-                self._store.coming(self._part, self._attempt, self._chunk_bytes)
+                self._store.coming(self._part)
         put = self._putter.put(self._room, self._filled)
         put.add_done_callback(partial(self._came, len(self._putting), self._filled))
         self._putting.append(put)

@@ -15,7 +15,17 @@ from typing import Any
 
 from ....errors import RayUnusable
 from ..base import Ended, PartRef, Taker
-from .directory import DEADLINE, SHARED, Objects, directory_of, joined, key_of, point, unpoint
+from .directory import (
+    DEADLINE,
+    SHARED,
+    Attempt,
+    Objects,
+    directory_of,
+    joined,
+    key_of,
+    point,
+    unpoint,
+)
 from .sink import Putter, RaySink
 from .source import RaySource
 from .under_way import Fetched, Follower, read_along
@@ -67,34 +77,38 @@ class RayStore:
         self._sink = RaySink(self, self._putter, part, size, self._object_bytes)
         return self._sink
 
-    def coming(self, part: PartRef, attempt: str, chunk_bytes: int) -> None:
+    def coming(self, part: PartRef) -> None:
         """Let those find a part who read it along."""
-        name, directory = self._own_directory()
-        directory.begin.remote(part, attempt, chunk_bytes)
+        name, _ = self._own_directory()
         if key_of(part) not in self._pointers:
             point(part, name)
             self._pointers.add(key_of(part))
 
-    def came(self, part: PartRef, attempt: str, number: int, objects: Objects) -> None:
+    def came(self, part: PartRef, attempt: Attempt, number: int, objects: Objects) -> None:
         """Tell them of an object. Nobody waits for it: the part will be whole without."""
         if self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._directory[1].came.remote(part, attempt, number, objects)
 
-    def not_coming(self, part: PartRef, attempt: str) -> None:
+    def not_coming(self, part: PartRef, attempt: Attempt) -> None:
         """Tell them that they wait in vain."""
         if self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._directory[1].give_up.remote(part, attempt)
 
     def keep(
-        self, part: PartRef, objects: Objects, manifest: bytes, base: PartRef | None = None
+        self,
+        part: PartRef,
+        attempt: Attempt,
+        objects: Objects,
+        manifest: bytes,
+        base: PartRef | None = None,
     ) -> None:
         """Let a part be found that is whole."""
         self._published.pop(part, None)
         self._published[part], self._bases[part] = objects, base
         name, directory = self._own_directory()
-        told = directory.keep.remote(part, manifest, objects)
+        told = directory.keep.remote(part, attempt, manifest, objects)
         point(part, name)  # while the directory keeps it
         self._pointers.add(key_of(part))
         self._ray.get(told, timeout=DEADLINE)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...tensors import address, digest
 from ..base import Ended, PartRef, Take, Taker
-from .directory import DEADLINE, UnderWay, directory_of
+from .directory import DEADLINE, NONE, Attempt, UnderWay, directory_of
 
 _ASKED = 1.0
 """Seconds after which the directory answers, whether or not there is anything new."""
@@ -67,7 +67,7 @@ class Follower:
         self._asked: Any = None
         """What it has not answered yet."""
         self._pause, self._again = _SHORTEST, 0.0
-        self._forget("")
+        self._forget(NONE)
 
     @property
     def sealed(self) -> bool:
@@ -79,7 +79,7 @@ class Follower:
         if self._asked is None and not self._all_told and time.monotonic() >= self._again:
             self._ask()
         asked = [] if self._asked is None else [self._asked]
-        return asked + [one for one, _ in self._coming if one not in self._here]
+        return asked + [one for one in self._coming if one not in self._here]
 
     def advance(self, there: Collection[Any]) -> None:
         """Take what is there of what it waits for."""
@@ -87,13 +87,13 @@ class Follower:
             if self._asked in there:
                 asked, self._asked = self._asked, None
                 self._hear(self._ray.get(asked, timeout=DEADLINE))
-            self._here.update(one for one, _ in self._coming if one in there)
-            while self._coming and self._coming[0][0] in self._here:
-                reference, chunk_bytes = self._coming.popleft()
+            self._here.update(one for one in self._coming if one in there)
+            while self._coming and self._coming[0] in self._here:
+                reference = self._coming.popleft()
                 self._here.remove(reference)
-                self._digest(reference, chunk_bytes)
+                self._digest(reference)
         except self._ray.exceptions.RayError:  # its publisher ended, or a node of theirs
-            self._forget("")
+            self._forget(NONE)
             self._is_gone()
 
     def _is_gone(self) -> None:
@@ -114,27 +114,27 @@ class Follower:
     def _hear(self, told: UnderWay) -> None:
         if told.attempt != self._attempt:
             self._forget(told.attempt)
-            if self._taker is not None and told.attempt:
+            if self._taker is not None and told.attempt != NONE:
                 self._take = self._taker(self.part)
         self._all_told, self._pause = told.sealed, _SHORTEST
         self._told_of += len(told.objects.references)
-        self._coming.extend((one, told.chunk_bytes) for one in told.objects.references)
+        self._coming.extend(told.objects.references)
 
-    def _forget(self, attempt: str) -> None:
+    def _forget(self, attempt: Attempt) -> None:
         """What came is of an attempt that was given up; another one begins, or none."""
         self._attempt, self._all_told, self._told_of = attempt, False, 0
-        self._coming: deque[tuple[Any, int]] = deque()
-        """Objects that are not digested yet, and the bytes of their chunks."""
+        self._coming: deque[Any] = deque()
+        """Objects that are not digested yet."""
         self._here: set[Any] = set()
         """Those of them that are on this node."""
         self.fetched, self._take, self._taken = {}, None, 0
 
-    def _digest(self, reference: Any, chunk_bytes: int) -> None:
+    def _digest(self, reference: Any) -> None:
         data = as_bytes(self._ray.get(reference, timeout=DEADLINE))
         if data is None:
             self._take = None  # and whoever pulls it will say what is wrong with it
             return
-        fetched = self.fetched[reference] = Fetched(data, chunk_bytes, [])
+        fetched = self.fetched[reference] = Fetched(data, self._attempt.chunk_bytes, [])
         for chunk in fetched.chunks():
             digested = digest(chunk)
             if self._take is not None:
