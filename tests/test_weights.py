@@ -1,10 +1,12 @@
 """Weight versions over a real server: whole or invisible, bit for bit."""
 
+import contextlib
 import pickle
 
 import anyio
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.pipeline import announced, reducer_task
 from trinity_events import Synchronizer
@@ -16,7 +18,7 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.server import open_client
-from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, SharedMemoryStore
 from trinity_events.weights.tensors import DTYPES, dtype_name
 from trinity_schemas import (
     SaveFailed,
@@ -316,6 +318,19 @@ async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, w
 def test_a_dtype_that_cannot_travel_is_refused():
     with pytest.raises(TypeError, match="complex64 cannot be published"):
         dtype_name(torch.complex64)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_tensor_that_wraps_another_travels_by_its_elements(wrapped, part):
+    """Such as what torch's collectives return before they end, and what quantizes as it goes."""
+    sent = torch.arange(600_000.0)
+    with contextlib.closing(SharedMemoryStore()) as store:
+        writer = PartWriter(store, part, tensor_digests=True)
+        tensor = AsyncCollectiveTensor(sent)
+        writer.add("w", torch.nn.Parameter(tensor) if wrapped else tensor)
+        writer.seal()
+        with contextlib.closing(store.open(part)) as source:
+            assert bytes(source.data) == sent.numpy().tobytes()
 
 
 async def test_a_synchronizer_is_picklable_and_connects_where_it_is_used(trainer, explorer, log):

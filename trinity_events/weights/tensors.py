@@ -73,7 +73,11 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     gather = getattr(tensor, "full_tensor", None)
     if gather is not None:
         tensor = gather()
-    return tensor.detach().resolve_neg().contiguous().as_subclass(torch.Tensor)
+    dense = tensor.detach().resolve_neg().contiguous().as_subclass(torch.Tensor)
+    if type(dense) is torch.Tensor:
+        return dense
+    # A wrapper has no elements at its address, which is 0: it says them by its own copy.
+    return torch.empty(dense.shape, dtype=dense.dtype, device=dense.device).copy_(dense)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
