@@ -226,6 +226,23 @@ async def test_tied_parameters_need_one_tensor(trainer, explorer, log):
     assert torch.equal(model["b"].weight, torch.ones(4, 4))
 
 
+async def test_tied_parameters_that_come_under_both_names_are_compared_before_they_are_loaded(
+    trainer, explorer, log
+):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    for step, other in ((1, 1.0), (2, 2.0), (3, 1.0)):
+        tensors = {"a.weight": torch.full((4, 4), 1.0), "b.weight": torch.full((4, 4), other)}
+        publish(trainer, tensors, step)
+        event = await ready(log, step)
+        if other == 1.0:
+            explorer.load(model, event)
+        else:
+            with pytest.raises(IncompatibleWeights, match="are one tensor in the model and differ"):
+                explorer.load(model, event)
+        assert torch.equal(model["b"].weight, torch.ones(4, 4))
+
+
 async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trainer, explorer, log):
     shared = torch.nn.BatchNorm1d(3)
     model = torch.nn.ModuleDict({"a": shared, "b": shared})

@@ -86,6 +86,19 @@ def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[st
     return found
 
 
+def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
+    """Those of these names that are one tensor in the model, such as tied embeddings."""
+    if len({targets[name].data_ptr() for name in names}) == len(names):
+        return []
+    found: dict[object, list[str]] = {}
+    for name in names:
+        target = targets[name]
+        if target.numel():
+            place = _place(target) if target.data_ptr() else id(target)
+            found.setdefault(place, []).append(name)
+    return [sorted(some) for some in found.values() if len(some) > 1]
+
+
 def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
     """Those with elements that are not among the names, nor the same tensor as one of them."""
     brought = {id(targets[name]) for name in names}

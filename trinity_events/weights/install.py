@@ -11,13 +11,13 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
-from .boxes import Box
+from .boxes import Box, Shape
 from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
-from .fitting import check_covered, misfit, targets_of, tied
+from .fitting import brought_twice, check_covered, misfit, targets_of, tied
 from .part_bytes import PartBytes, as_tensor
 from .pull import Piece, PulledVersion, shares, wanted_box
-from .tensors import DTYPES, copy_bytes, is_plain
+from .tensors import DTYPES, as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
 
 _LARGE = 64 << 10
@@ -61,8 +61,9 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
     else over what the model has.
 
     Raises:
-        IncompatibleWeights: when names, shapes or dtypes do not fit, or shards leave a hole in a
-            tensor or overlap, naming the first.
+        IncompatibleWeights: when names, shapes or dtypes do not fit, shards leave a hole in a
+            tensor or overlap, or what is one tensor in the model is two that differ, naming the
+            first.
         ModelDiffers: when the model has not what the version rests on.
         CorruptVersion: when what the version rests on does not make it.
     """
@@ -91,6 +92,14 @@ def _check_fit(targets: dict[str, torch.Tensor], version: PulledVersion) -> Fit:
     subset = any(manifest.subset for manifest, _ in version.parts)
     if version.wanted is None and not subset and len(names) < len(targets):
         check_covered(targets, names)
+    for one, *others in brought_twice(targets, names):
+        content = _content(version, one)
+        for other in others:
+            if _content(version, other) != content:
+                raise IncompatibleWeights(
+                    f"{one!r} and {other!r} are one tensor in the model and differ in the version: "
+                    "is the model tied, and the one that was trained is not?"
+                )
     return fit
 
 
@@ -156,6 +165,21 @@ def _rebind(target: torch.Tensor, tensor: torch.Tensor) -> None:
             storage, at = tensor.untyped_storage(), tensor.storage_offset()
             tensor = empty.set_(storage, at, tensor.shape, tensor.stride())
     target.data = tensor
+
+
+def _content(version: PulledVersion, name: str) -> dict[Shape, str]:
+    """Digests of what goes into one of the model's tensors, by where each begins in it."""
+    pieces = version.by_name()[name]
+    box = wanted_box(name, pieces, None if version.wanted is None else version.wanted[name])
+    found: dict[Shape, str] = {}
+    for part, piece in shares(name, pieces, box):
+        at = tuple(mine - its for mine, its in zip(part.offsets, box.offsets, strict=True))
+        if piece.entry.encoding == "dense" or part != piece.box:
+            found[at] = digest(as_bytes(piece.tensor()[part.inside(piece.box)]))
+        else:  # it has that of all its bytes
+            assert piece.entry.digest is not None
+            found[at] = piece.entry.digest
+    return found
 
 
 def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
