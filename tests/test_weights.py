@@ -350,6 +350,15 @@ def test_a_tensor_that_wraps_another_travels_by_its_elements(wrapped, part):
             assert bytes(source.data) == sent.numpy().tobytes()
 
 
+@pytest.mark.parametrize("elements", [3, 600_000])
+def test_a_tensor_whose_memory_was_freed_is_refused(elements, weights_client, part):
+    tensor = torch.ones(elements)
+    tensor.untyped_storage().resize_(0)
+    writer = PartWriter(RedisChunkStore(weights_client), part)
+    with pytest.raises(ValueError, match=r"'w' has no memory \(it was freed\)"):
+        writer.add("w", tensor)
+
+
 async def test_a_synchronizer_is_picklable_and_connects_where_it_is_used(trainer, explorer, log):
     copy = pickle.loads(pickle.dumps(trainer))
     publish(copy, {"a": torch.ones(3)}, 1)

@@ -14,10 +14,10 @@ from ..errors import IncompatibleWeights
 from .boxes import Box, Shape
 from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
-from .fitting import brought_twice, check_covered, misfit, targets_of, tied
+from .fitting import brought_twice, check_covered, fitting, targets_of, tied
 from .part_bytes import PartBytes, as_tensor
 from .pull import Piece, PulledVersion, shares, wanted_box
-from .tensors import DTYPES, as_bytes, copy_bytes, digest, is_plain
+from .tensors import as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
 
 _LARGE = 64 << 10
@@ -131,8 +131,9 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     what they are for as long as the version is held, so hold it until the next one is adopted.
     A tensor that is tied to one of the version's and does not come itself gets the same memory.
 
-    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart, and for what
-    is tied to some of a tensor only, or lies otherwise than it, and does not come itself.
+    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart, for what is
+    tied to some of a tensor only, or lies otherwise than it, and does not come itself, and for
+    tensors of the module that keep their elements elsewhere than at their address.
     """
     targets = targets_of(module)
     _check_fit(targets, version)
@@ -145,6 +146,10 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     came = dict(version.tensors())  # all of them first: one may not be what it was
     others = tied(targets, came)
     for name, tensor in came.items():
+        if tensor.numel() and not targets[name].data_ptr():  # a wrapper would go on with its own
+            raise IncompatibleWeights(
+                f"{name!r} wraps another tensor in the model: it has to be copied"
+            )
         if tensor.device != targets[name].device and tensor.numel():
             raise IncompatibleWeights(
                 f"{name!r} is on {targets[name].device} in the model and on {tensor.device} in the "
@@ -197,9 +202,7 @@ def _copy_some(pieces: Sequence[tuple[int, int, int]]) -> None:
 def _fit_whole(
     fit: Fit, targets: dict[str, torch.Tensor], entry: TensorEntry, buffer: PartBytes
 ) -> None:
-    target = targets.get(entry.name)
-    if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
-        raise misfit(entry.name, target, entry.dtype, entry.shape)
+    target = fitting(targets, entry.name, entry.dtype, entry.shape)
     if buffer.on_host and is_plain(target) and not target.is_inference():
         nbytes = target.nbytes
         source = buffer.address(entry.offset, nbytes)
@@ -213,9 +216,7 @@ def _fit_pieces(
     fit: Fit, targets: dict[str, torch.Tensor], name: str, pieces: list[Piece], wanted: Box | None
 ) -> None:
     box = wanted_box(name, pieces, wanted)
-    target, dtype = targets.get(name), pieces[0].entry.dtype
-    if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
-        raise misfit(name, target, dtype, box.shape)
+    target = fitting(targets, name, pieces[0].entry.dtype, box.shape)
     for part, piece in shares(name, pieces, box):
         view = target.detach()[part.inside(box)]
         if piece.entry.encoding == "dense" or part != piece.box:

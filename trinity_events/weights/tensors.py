@@ -42,6 +42,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements and no memory, as what gave it back for a while leaves it.
+
+    Of subclasses nobody knows: they may keep their elements anywhere.
+    """
+    return type(tensor) in _PLAIN and not tensor.data_ptr() and tensor.numel() > 0
+
+
 def is_row_major(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements lie row-major from its address on, on whatever device.
 
