@@ -62,7 +62,7 @@ from trinity_workers.engines.base import LocalShard  # noqa: E402
 from trinity_workers.engines.files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
 from trinity_workers.helpers.gathered import full_tensors  # noqa: E402
-from trinity_workers.helpers.shards import fsdp_shards  # noqa: E402
+from trinity_workers.helpers.shards import ShardsRefused, fsdp_shards  # noqa: E402
 from trinity_workers.helpers.snapshot import SnapshotUploads  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
@@ -374,6 +374,29 @@ async def test_a_rank_whose_part_the_log_does_not_hear_of_fails_all_and_the_next
     with open_client(where.weights_url) as weights:
         assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
     await ranks(upload_shards, 1)
+    committer.commit(1)
+    assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
+
+
+def upload_as_it_can_be(rank: Rank, step: int, how: str) -> None:
+    """As the error says: full tensors, where shards are refused."""
+    synchronizer = synchronizer_of(rank)
+    engine = rank.held.engine
+    engine.module.peft_config = {}
+    snapshots = SnapshotUploads(synchronizer, 20) if how == "snapshot" else None
+    with pytest.raises(ShardsRefused, match="upload with sharded=False"):
+        fsdp_upload_state_dict(
+            engine, synchronizer, step, logger, sharded=True, snapshots=snapshots
+        )
+    fsdp_upload_state_dict(engine, synchronizer, step, logger)
+    synchronizer.flush()
+
+
+@pytest.mark.parametrize("how", ["shards", "snapshot"])
+async def test_a_version_whose_shards_are_refused_may_be_published_in_full_instead(
+    ranks, where, log, committer, how
+):
+    await ranks(upload_as_it_can_be, 1, how)
     committer.commit(1)
     assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
 

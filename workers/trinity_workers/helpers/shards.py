@@ -53,10 +53,12 @@ def publish_shards(
     report: PublishedPartReport | None = None
     error: Exception | None = None
     try:
+        # First: where they are refused the version may be published in full, by rank 0 alone.
+        held = list(shards)
         if rank == 0:
             synchronizer.open_version(global_step, ranks=range(ranks))
         writer = synchronizer.part_writer(global_step, rank)
-        report = write_shards(writer, shards)
+        report = write_shards(writer, held)
     except Exception as caught:
         error = caught
     _agree(error, synchronizer, writer, global_step, logger)
