@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from trinity_events import Synchronizer
-from trinity_events.weights import PartWriter, Place
+from trinity_events.errors import BufferFull
+from trinity_events.weights import PartWriter, Place, PublishedPartReport
 
 
 class FailsAtThirdTensor(PartWriter):
@@ -32,3 +33,14 @@ class FailsOnRank1(Synchronizer):
         if rank != 1:
             return writer
         return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
+
+
+class TellsNothingOnRank1(Synchronizer):
+    """Rank 1's part is whole, and the log does not take that."""
+
+    def part_published(
+        self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
+    ) -> None:
+        if rank == 1:
+            raise BufferFull("no server took the last 4096 events")
+        super().part_published(global_step, rank, report, seconds)

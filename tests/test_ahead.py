@@ -15,7 +15,15 @@ from tests.test_transports import announcement
 from tests.test_weights import ready
 from tests.transport_actors import CHUNK, SOME, Where
 from trinity_events.errors import CorruptVersion, IncompatibleWeights
-from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, load_version
+from trinity_events.weights import (
+    PartRef,
+    PartWriter,
+    SharedMemoryStore,
+    check_fit,
+    install,
+    load_version,
+    pull_version,
+)
 from trinity_events.weights.ahead import Ahead
 from trinity_events.weights.boxes import Place
 from trinity_events.weights.tensors import copy_bytes
@@ -106,6 +114,21 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(stores, part, copied):
             ahead.note(module, loaded)
             assert torch.equal(module["weight"], weight + step)
     assert sum(copied) == weight.nbytes, "nothing is copied twice"
+
+
+def test_a_model_that_has_a_tensor_twice_takes_nothing_since_what_comes_has_to_be_compared(
+    stores, part
+):
+    ours, theirs = stores
+    module, ahead = empty(), Ahead()
+    tied, writer = module["layer"], PartWriter(ours, part, CHUNK)
+    [first, *_] = tied.keys()
+    tied["again"] = tied[first]
+    write(writer).add("layer.again", dict(SOME)[f"layer.{first}"])
+    with pull_version(theirs, part.run_id, announcement(part, writer.seal())) as version:
+        install(check_fit(module, version))
+        ahead.note(module, [manifest for manifest, _ in version.parts])
+    assert ahead.begin(module) is None
 
 
 def test_a_version_that_lies_otherwise_than_the_one_before_is_loaded_anew(stores, model, part):

@@ -41,6 +41,7 @@ from trinity_schemas import (
     decode_envelope,
     version_digest,
 )
+from trinity_schemas.keys import meeting_key
 from trinity_workers.collectives import CollectiveBroken, PeerFailed
 from trinity_workers.config import RunSettings
 from trinity_workers.explorer import Explorer
@@ -465,6 +466,21 @@ def test_explorers_find_a_trainer_that_was_started_again(opened):
     assert again.get_weight_sync_info() != before
     with explorer.pull(sent(again, 1, SOME)):
         pass
+
+
+@pytest.mark.parametrize("when", ["it sends", "it waits for explorers"])
+def test_a_trainer_is_found_although_the_server_has_forgotten_where_it_waits(opened, places, when):
+    """As after so long without a version that it expired, or a restart of a server in memory."""
+    trainer, _ = opened("trainer"), opened("explorer", 0)
+    trainer.setup_weight_sync_group(1, 10)
+    with redis.Redis.from_url(places.weights_url) as client:
+        assert client.delete(meeting_key(places.run_id))
+    if when == "it sends":
+        sent(trainer, 1, SOME)
+    late = opened("explorer", 1)
+    assert trainer.setup_weight_sync_group(2, 10) == ("explorer-0", "explorer-1")
+    with late.pull(sent(trainer, 2, SOME)) as version:
+        assert version.bytes >= 24_000
 
 
 def test_explorers_that_do_not_come_are_an_error_that_says_who_is_there(opened):

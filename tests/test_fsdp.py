@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -27,14 +28,20 @@ pytest.importorskip("transformers")
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 
-from tests.failing_writers import FailingSynchronizer, FailsOnRank1  # noqa: E402
+from tests.failing_writers import (  # noqa: E402
+    FailingSynchronizer,
+    FailsOnRank1,
+    TellsNothingOnRank1,
+)
 from tests.pipeline import announced, reducer_task  # noqa: E402
 from tests.rank_processes import Rank, RankGroup, RankProcesses  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
+from trinity_events.errors import BufferFull  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
 from trinity_events.weights import PartWriter  # noqa: E402
@@ -54,7 +61,8 @@ from trinity_workers.engines import FSDPEngine  # noqa: E402
 from trinity_workers.engines.base import LocalShard  # noqa: E402
 from trinity_workers.engines.files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
-from trinity_workers.helpers.shards import fsdp_shards  # noqa: E402
+from trinity_workers.helpers.gathered import full_tensors  # noqa: E402
+from trinity_workers.helpers.shards import ShardsRefused, fsdp_shards  # noqa: E402
 from trinity_workers.helpers.snapshot import SnapshotUploads  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
@@ -272,6 +280,50 @@ async def test_a_model_that_applies_every_ranks_shards_equals_the_trainers_bit_f
     assert_equal(await applied(where, log, 1), trained)
 
 
+def with_buffers(model: torch.nn.Module) -> torch.nn.Module:
+    """As routers have them: one is saved, one is made anew."""
+    inner = model.model.layers[0].mlp
+    inner.register_buffer("correction_bias", torch.full((3,), float("nan")))
+    inner.register_buffer("made_anew", torch.zeros(2), persistent=False)
+    return model
+
+
+def upload_with_buffers(rank: Rank, step: int, how: str) -> None:
+    module = with_buffers(rank.held.engine.module)
+    module.model.layers[0].mlp.correction_bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    upload_shards(rank, step) if how == "shards" else upload(rank, step)
+
+
+@pytest.mark.parametrize("how", ["shards", "full"])
+async def test_buffers_that_a_model_saves_are_published_with_its_parameters(
+    ranks, where, log, committer, how
+):
+    await ranks(upload_with_buffers, 1, how)
+    committer.commit(1)
+    event = await ready(log, "weights", 1)
+    model = with_buffers(load_policy(where.model_folder)[0])
+    explorer = committer.bind("explorer", 0)
+    await anyio.to_thread.run_sync(explorer.apply, model, event)
+    explorer.close()
+    assert model.model.layers[0].mlp.correction_bias.tolist() == [1.0, 2.0, 3.0]
+
+
+def full_tensors_of_fsdp1(rank: Rank) -> dict[str, list[float]]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model[1].register_buffer("made_anew", torch.zeros(2), persistent=False)
+    cpu = torch.device("cpu")
+    model[1] = FullyShardedDataParallel(model[1], device_id=cpu)
+    engine = SimpleNamespace(module=FullyShardedDataParallel(model, device_id=cpu))
+    return {name: tensor.flatten().tolist() for name, tensor in full_tensors(engine)}
+
+
+async def test_full_tensors_of_fsdp1_are_those_of_a_state_dict(ranks):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    for found in await ranks(full_tensors_of_fsdp1):
+        assert sorted(found) == sorted(model.state_dict())
+        assert found["1.running_var"] == [1.0, 1.0]
+
+
 def is_begun(event) -> bool:
     return isinstance(event, SaveStarted) and event.slot.kind == "weights"
 
@@ -301,6 +353,51 @@ async def test_a_rank_that_fails_among_its_shards_fails_all_and_the_version_is_n
         assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
     # The ranks' collectives still match, and the same step can be tried again.
     await ranks(upload_shards, 1)
+    assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
+
+
+def upload_shards_untold(rank: Rank, step: int) -> None:
+    synchronizer = synchronizer_of(rank, TellsNothingOnRank1)
+    try:
+        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, sharded=True)
+    finally:
+        synchronizer.flush()
+
+
+async def test_a_rank_whose_part_the_log_does_not_hear_of_fails_all_and_the_next_one_works(
+    ranks, where, log, committer
+):
+    peers, own = await ranks.answers(upload_shards_untold, 1)
+    assert isinstance(own, BufferFull)
+    assert isinstance(peers, PeerFailed)
+    assert "rank 1 failed: BufferFull" in str(peers)
+    with open_client(where.weights_url) as weights:
+        assert weights.keys(f"trinity-weights:{{{where.run_id}.*") == []
+    await ranks(upload_shards, 1)
+    committer.commit(1)
+    assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
+
+
+def upload_as_it_can_be(rank: Rank, step: int, how: str) -> None:
+    """As the error says: full tensors, where shards are refused."""
+    synchronizer = synchronizer_of(rank)
+    engine = rank.held.engine
+    engine.module.peft_config = {}
+    snapshots = SnapshotUploads(synchronizer, 20) if how == "snapshot" else None
+    with pytest.raises(ShardsRefused, match="upload with sharded=False"):
+        fsdp_upload_state_dict(
+            engine, synchronizer, step, logger, sharded=True, snapshots=snapshots
+        )
+    fsdp_upload_state_dict(engine, synchronizer, step, logger)
+    synchronizer.flush()
+
+
+@pytest.mark.parametrize("how", ["shards", "snapshot"])
+async def test_a_version_whose_shards_are_refused_may_be_published_in_full_instead(
+    ranks, where, log, committer, how
+):
+    await ranks(upload_as_it_can_be, 1, how)
+    committer.commit(1)
     assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
 
 

@@ -4,8 +4,12 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.test_boxes import boxes_in
 from tests.test_shards import module_of, publish, rows, stores, verified
@@ -191,6 +195,46 @@ def test_a_model_without_memory_is_refused_and_not_taken_for_filled(stores, part
         for fill in (check_fit, adopt):
             with pytest.raises(IncompatibleWeights, match=refused):
                 fill(module, version)
+    assert (module["a"] == 0).all()
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def spread(tensor):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return distribute_tensor(tensor, init_device_mesh("cpu", (1,)), [Shard(0)])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [(freed, "has no memory in the model .it was freed"), (spread, "is spread over ranks")],
+)
+def test_what_cannot_be_filled_is_refused_before_anything_changes(stores, part, load, made, said):
+    event = publish(stores, part, [("a", torch.ones(2)), ("b", torch.ones(2))])
+    module = module_of(a=2)
+    module["b"] = torch.nn.Parameter(made(torch.zeros(2)))
+    with pytest.raises(IncompatibleWeights, match=f"'b' {said}"):
+        load(event, module)
+    with pull_version(stores[-1], part.run_id, event) as version:
+        for fill in (check_fit, adopt):
+            with pytest.raises(IncompatibleWeights, match=f"'b' {said}"):
+                fill(module, version)
+    assert (module["a"] == 0).all()
+
+
+def test_a_model_does_not_serve_what_wraps_another_tensor_from_a_version(stores, part):
+    event = publish(stores, part, [("a", torch.ones(2)), ("b", torch.ones(2))])
+    module = module_of(a=2)
+    module["b"] = torch.nn.Parameter(AsyncCollectiveTensor(torch.zeros(2)))
+    refused = pytest.raises(IncompatibleWeights, match="'b' wraps another tensor in the model")
+    with pull_version(stores[-1], part.run_id, event) as version, refused:
+        adopt(module, version)
     assert (module["a"] == 0).all()
 
 

@@ -22,6 +22,7 @@ from trinity_events.weights import (
     pull_version,
 )
 from trinity_events.weights.boxes import Box, Place
+from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.tensors import DTYPES, Digesting
 from trinity_events.weights.transports.cuda import source
 from trinity_events.weights.transports.redis import values
@@ -109,6 +110,13 @@ def pulled(stores, part, event, wanted=None):
 
 def module_of(**shapes):
     return torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def test_a_shard_of_more_than_there_can_be_is_refused_before_room_is_made_for_it(stores, part):
+    event = publish(stores, part, [("w", torch.ones(2), (0,), (1 << 45,))])
+    refused = pytest.raises(IncompatibleWeights, match=r"'w' do not make it up: .* are missing")
+    with pulled(stores, part, event) as version, refused:
+        dict(version.tensors())
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -275,6 +283,61 @@ def test_tied_leaves_travel_under_both_names(stores, part):
     with pulled(stores, part, event) as version:
         install(check_fit(module, version))
     assert torch.equal(module["a"], tensor) and torch.equal(module["b"], tensor)
+
+
+@pytest.mark.parametrize("tie", [lambda one: one, lambda one: torch.nn.Parameter(one.data)])
+@pytest.mark.parametrize("wanted", [None, {"a": None, "b": None}], ids=["all", "some"])
+def test_what_is_one_tensor_in_the_model_and_two_in_the_version_has_to_be_equal(
+    stores, part, wanted, tie
+):
+    tensor = torch.rand(4, 3)
+    module = module_of(a=(4, 3))
+    module["b"] = tie(module["a"])
+    whole, cut = [("a", tensor), ("b", tensor)], named("a", rows(tensor, 2))
+    differs = [("b", tensor + 1, (0, 0), (4, 3))]
+    refused = "'a' and 'b' are one tensor in the model and differ"
+    for step, ranks, said in (
+        (1, ([*whole[:1], ("b", tensor + 1)],), refused),
+        (2, (cut[0] + differs, cut[1]), refused),
+        (3, (whole,), None),
+        (4, tuple([*one, ("b", *one[0][1:])] for one in cut), None),
+    ):
+        here = part._replace(step=step)
+        event = publish(stores, here, *ranks)
+        with pulled(stores, here, event, wanted) as version:
+            if said is None:
+                install(check_fit(module, version))
+                assert torch.equal(module["a"], tensor) and torch.equal(module["b"], tensor)
+            else:
+                with pytest.raises(IncompatibleWeights, match=said):
+                    check_fit(module, version)
+                assert not module["a"].any()
+        torch.nn.init.zeros_(module["a"])
+
+
+def test_deltas_of_what_is_one_tensor_in_the_model_have_to_make_the_same(stores, part):
+    if stores[0].name == "cuda":
+        pytest.skip("what changed is found on the host")
+    first, second, last = torch.rand(1000), torch.rand(1000), LastPublished(8)
+    second[:] = first
+    module = module_of(a=1000)
+    module["b"] = module["a"]
+    for step in (1, 2, 3):
+        here = part._replace(step=step)
+        last.begin(here, lambda _: True)
+        writer = PartWriter(stores[0], here, last=last)
+        writer.add("a", first)
+        writer.add("b", second)
+        event = announcement(here, writer.seal())
+        with pulled(stores, here, event) as version:
+            if step < 3:
+                install(check_fit(module, version))
+                assert torch.equal(module["a"], first)
+            else:
+                with pytest.raises(IncompatibleWeights, match="are one tensor in the model"):
+                    check_fit(module, version)
+        first[step] += 1
+        second[step] += step % 2
 
 
 def test_a_leaf_that_is_spread_over_ranks_is_gathered(stores, part):

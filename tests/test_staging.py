@@ -1,5 +1,6 @@
 """Copies that stay as they are while what they are of changes."""
 
+import pytest
 import torch
 
 from tests.test_weights import awkward, bits
@@ -16,6 +17,13 @@ def test_copies_are_bit_for_bit_and_of_their_own():
         assert (copy.dtype, copy.shape) == (tensors[name].dtype, tensors[name].shape)
         assert copy.is_contiguous()
         assert torch.equal(bits(copy), raw), name
+
+
+def test_memory_that_was_freed_is_not_copied():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="a tensor has no memory"):
+        Staging().copied([torch.ones(2), tensor])
 
 
 def test_memory_is_used_again_and_grows_with_what_is_asked_for():

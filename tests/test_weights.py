@@ -1,10 +1,12 @@
 """Weight versions over a real server: whole or invisible, bit for bit."""
 
+import contextlib
 import pickle
 
 import anyio
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.pipeline import announced, reducer_task
 from trinity_events import Synchronizer
@@ -16,7 +18,7 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.server import open_client
-from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, SharedMemoryStore
 from trinity_events.weights.tensors import DTYPES, dtype_name
 from trinity_schemas import (
     SaveFailed,
@@ -224,6 +226,23 @@ async def test_tied_parameters_need_one_tensor(trainer, explorer, log):
     assert torch.equal(model["b"].weight, torch.ones(4, 4))
 
 
+async def test_tied_parameters_that_come_under_both_names_are_compared_before_they_are_loaded(
+    trainer, explorer, log
+):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    for step, other in ((1, 1.0), (2, 2.0), (3, 1.0)):
+        tensors = {"a.weight": torch.full((4, 4), 1.0), "b.weight": torch.full((4, 4), other)}
+        publish(trainer, tensors, step)
+        event = await ready(log, step)
+        if other == 1.0:
+            explorer.load(model, event)
+        else:
+            with pytest.raises(IncompatibleWeights, match="are one tensor in the model and differ"):
+                explorer.load(model, event)
+        assert torch.equal(model["b"].weight, torch.ones(4, 4))
+
+
 async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trainer, explorer, log):
     shared = torch.nn.BatchNorm1d(3)
     model = torch.nn.ModuleDict({"a": shared, "b": shared})
@@ -316,6 +335,28 @@ async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, w
 def test_a_dtype_that_cannot_travel_is_refused():
     with pytest.raises(TypeError, match="complex64 cannot be published"):
         dtype_name(torch.complex64)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_tensor_that_wraps_another_travels_by_its_elements(wrapped, part):
+    """Such as what torch's collectives return before they end, and what quantizes as it goes."""
+    sent = torch.arange(600_000.0)
+    with contextlib.closing(SharedMemoryStore()) as store:
+        writer = PartWriter(store, part, tensor_digests=True)
+        tensor = AsyncCollectiveTensor(sent)
+        writer.add("w", torch.nn.Parameter(tensor) if wrapped else tensor)
+        writer.seal()
+        with contextlib.closing(store.open(part)) as source:
+            assert bytes(source.data) == sent.numpy().tobytes()
+
+
+@pytest.mark.parametrize("elements", [3, 600_000])
+def test_a_tensor_whose_memory_was_freed_is_refused(elements, weights_client, part):
+    tensor = torch.ones(elements)
+    tensor.untyped_storage().resize_(0)
+    writer = PartWriter(RedisChunkStore(weights_client), part)
+    with pytest.raises(ValueError, match=r"'w' has no memory \(it was freed\)"):
+        writer.add("w", tensor)
 
 
 async def test_a_synchronizer_is_picklable_and_connects_where_it_is_used(trainer, explorer, log):

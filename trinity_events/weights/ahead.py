@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from trinity_schemas import WeightManifest
 
-from .fitting import targets_of
+from .fitting import brought_twice, targets_of
 from .landing import about_to_change, by_chunk, planned
 from .tensors import address, copy_bytes, is_plain
 from .transports.base import PartRef, Take, Taker
@@ -68,7 +68,10 @@ class Ahead:
         if any(manifest.base is not None or manifest.subset for manifest in manifests):
             self._layout = None
         elif not self._is_of(module, manifests):
-            self._layout, self._plans = _Layout(ref(module), manifests), {}
+            # What is one tensor in the module, and two in the version, has to be compared.
+            twice = brought_twice(targets_of(module), names_in(manifests))
+            self._layout = None if twice else _Layout(ref(module), manifests)
+            self._plans = {}
 
     def begin(self, module: torch.nn.Module) -> Taker | None:
         """What takes the next version as it comes; None when it is not known where it belongs."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from ..errors import IncompatibleWeights
-from .tensors import DTYPES
+from .tensors import DTYPES, is_freed
 
 _Place: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -32,16 +32,28 @@ def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return targets
 
 
-def misfit(
-    name: str, target: torch.Tensor | None, dtype: str, shape: tuple[int, ...]
-) -> IncompatibleWeights:
-    """What is wrong with a tensor of the version, in words."""
+def fitting(
+    targets: Mapping[str, torch.Tensor], name: str, dtype: str, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """The model's tensor that one of the version fills. Raises IncompatibleWeights, in words."""
+    target = targets.get(name)
     if target is None:
-        return IncompatibleWeights(f"the model has no {name!r}, which the version brings")
-    return IncompatibleWeights(
-        f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
-        f"{DTYPES[dtype]} {list(shape)} in the version"
-    )
+        raise IncompatibleWeights(f"the model has no {name!r}, which the version brings")
+    if target.shape != shape or target.dtype != DTYPES[dtype]:
+        raise IncompatibleWeights(
+            f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
+            f"{DTYPES[dtype]} {list(shape)} in the version"
+        )
+    if is_freed(target):
+        raise IncompatibleWeights(
+            f"{name!r} has no memory in the model (it was freed): bring the model back first"
+        )
+    if type(target) is not torch.nn.Parameter and hasattr(target, "full_tensor"):
+        raise IncompatibleWeights(
+            f"{name!r} is spread over ranks in the model (DTensor): fill a model of what this rank "
+            "has of each, with these boxes wanted"
+        )
+    return target
 
 
 def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
@@ -84,6 +96,19 @@ def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[st
             )
         found[name] = other
     return found
+
+
+def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
+    """Those of these names that are one tensor in the model, such as tied embeddings."""
+    if len({targets[name].data_ptr() for name in names}) == len(names):
+        return []
+    found: dict[object, list[str]] = {}
+    for name in names:
+        target = targets[name]
+        if target.numel():
+            place = _place(target) if target.data_ptr() else id(target)
+            found.setdefault(place, []).append(name)
+    return [sorted(some) for some in found.values() if len(some) > 1]
 
 
 def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:

@@ -11,12 +11,12 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
-from .boxes import Box
+from .boxes import Box, Shape
 from .deltas.patch import checked, overlay
 from .devices.into_device import copy_pairs
-from .fitting import check_covered, misfit, targets_of, tied
+from .fitting import brought_twice, check_covered, fitting, targets_of, tied
 from .part_bytes import PartBytes, as_tensor
-from .tensors import DTYPES, copy_bytes, is_plain
+from .tensors import as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
 from .version import Piece, PulledVersion, shares, wanted_box
 
@@ -61,8 +61,9 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
     else over what the model has.
 
     Raises:
-        IncompatibleWeights: when names, shapes or dtypes do not fit, or shards leave a hole in a
-            tensor or overlap, naming the first.
+        IncompatibleWeights: when names, shapes or dtypes do not fit, shards leave a hole in a
+            tensor or overlap, or what is one tensor in the model is two that differ, naming the
+            first.
         ModelDiffers: when the model has not what the version rests on.
         CorruptVersion: when what the version rests on does not make it.
     """
@@ -91,6 +92,14 @@ def _check_fit(targets: dict[str, torch.Tensor], version: PulledVersion) -> Fit:
     subset = any(manifest.subset for manifest, _ in version.parts)
     if version.wanted is None and not subset and len(names) < len(targets):
         check_covered(targets, names)
+    for one, *others in brought_twice(targets, names):
+        content = _content(version, one)
+        for other in others:
+            if _content(version, other) != content:
+                raise IncompatibleWeights(
+                    f"{one!r} and {other!r} are one tensor in the model and differ in the version: "
+                    "is the model tied, and the one that was trained is not?"
+                )
     return fit
 
 
@@ -122,8 +131,9 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     what they are for as long as the version is held, so hold it until the next one is adopted.
     A tensor that is tied to one of the version's and does not come itself gets the same memory.
 
-    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart, and for what
-    is tied to some of a tensor only, or lies otherwise than it, and does not come itself.
+    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart, for what is
+    tied to some of a tensor only, or lies otherwise than it, and does not come itself, and for
+    tensors of the module that keep their elements elsewhere than at their address.
     """
     targets = targets_of(module)
     _check_fit(targets, version)
@@ -136,6 +146,10 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
     came = dict(version.tensors())  # all of them first: one may not be what it was
     others = tied(targets, came)
     for name, tensor in came.items():
+        if tensor.numel() and not targets[name].data_ptr():  # a wrapper would go on with its own
+            raise IncompatibleWeights(
+                f"{name!r} wraps another tensor in the model: it has to be copied"
+            )
         if tensor.device != targets[name].device and tensor.numel():
             raise IncompatibleWeights(
                 f"{name!r} is on {targets[name].device} in the model and on {tensor.device} in the "
@@ -158,6 +172,21 @@ def _rebind(target: torch.Tensor, tensor: torch.Tensor) -> None:
     target.data = tensor
 
 
+def _content(version: PulledVersion, name: str) -> dict[Shape, str]:
+    """Digests of what goes into one of the model's tensors, by where each begins in it."""
+    pieces = version.by_name()[name]
+    box = wanted_box(name, pieces, None if version.wanted is None else version.wanted[name])
+    found: dict[Shape, str] = {}
+    for part, piece in shares(name, pieces, box):
+        at = tuple(mine - its for mine, its in zip(part.offsets, box.offsets, strict=True))
+        if piece.entry.encoding == "dense" or part != piece.box:
+            found[at] = digest(as_bytes(piece.tensor()[part.inside(piece.box)]))
+        else:  # it has that of all its bytes
+            assert piece.entry.digest is not None
+            found[at] = piece.entry.digest
+    return found
+
+
 def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]:
     return [
         (target + begin, source + begin, min(_PIECE, nbytes - begin))
@@ -173,9 +202,7 @@ def _copy_some(pieces: Sequence[tuple[int, int, int]]) -> None:
 def _fit_whole(
     fit: Fit, targets: dict[str, torch.Tensor], entry: TensorEntry, buffer: PartBytes
 ) -> None:
-    target = targets.get(entry.name)
-    if target is None or target.shape != entry.shape or target.dtype != DTYPES[entry.dtype]:
-        raise misfit(entry.name, target, entry.dtype, entry.shape)
+    target = fitting(targets, entry.name, entry.dtype, entry.shape)
     if buffer.on_host and is_plain(target) and not target.is_inference():
         nbytes = target.nbytes
         source = buffer.address(entry.offset, nbytes)
@@ -189,9 +216,7 @@ def _fit_pieces(
     fit: Fit, targets: dict[str, torch.Tensor], name: str, pieces: list[Piece], wanted: Box | None
 ) -> None:
     box = wanted_box(name, pieces, wanted)
-    target, dtype = targets.get(name), pieces[0].entry.dtype
-    if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
-        raise misfit(name, target, dtype, box.shape)
+    target = fitting(targets, name, pieces[0].entry.dtype, box.shape)
     for part, piece in shares(name, pieces, box):
         view = target.detach()[part.inside(box)]
         if piece.entry.encoding == "dense" or part != piece.box:

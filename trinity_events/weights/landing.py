@@ -13,7 +13,7 @@ from trinity_schemas import WeightManifest
 
 from ..errors import IncompatibleWeights
 from .boxes import Box, runs
-from .fitting import check_covered, misfit
+from .fitting import check_covered, fitting
 from .part_bytes import PartBytes
 from .tensors import DTYPES, as_buffer, as_bytes, copy_bytes, flat_bytes, is_plain, is_row_major
 from .version import Piece, Wanted, shares, wanted_box
@@ -155,9 +155,7 @@ def _plan_tensor(
 ) -> None:
     shards = [piece for _, piece in pieces]
     box, dtype = wanted_box(name, shards, wanted), shards[0].entry.dtype
-    target = targets.get(name)
-    if target is None or target.shape != box.shape or target.dtype != DTYPES[dtype]:
-        raise misfit(name, target, dtype, box.shape)
+    target = fitting(targets, name, dtype, box.shape)
     landing, itemsize = Landing(target), DTYPES[dtype].itemsize
     if len(shards) == 1 and shards[0].entry.begins is None:  # no shards: all of it is there
         number, piece = pieces[0]

@@ -20,7 +20,7 @@ from trinity_schemas import StepReady, WeightManifest
 from ..errors import CorruptVersion, VersionUnavailable
 from .ahead import Ahead
 from .devices.into_device import settle
-from .fitting import targets_of
+from .fitting import brought_twice, targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
 from .proof import check_installed
 from .pull import read_manifest
@@ -31,7 +31,7 @@ from .version import Wanted, names_in
 
 
 class Based(Exception):
-    """The version rests on another one: it has to be pulled."""
+    """The version rests on another one, or has one tensor of the model twice: it must be pulled."""
 
 
 class _Part(NamedTuple):
@@ -64,7 +64,8 @@ def load_version(
         torn: What is not whole in the module, which is brought up to date.
 
     Raises:
-        Based: when it is a delta, before anything is changed.
+        Based: when it is a delta, or brings one tensor of the module under two names, which have
+            to be compared, before anything is changed.
         VersionUnavailable, IncompatibleWeights: before anything is changed, when it is not there
             or does not fit; the first also later, when some of it goes.
         CorruptVersion: when what is there is not what was announced; the module has some of it.
@@ -86,7 +87,10 @@ def load_version(
                     _finish(part, ahead)
                 check_installed(module, manifests)
             return manifests
-        plan = planned(targets_of(module), manifests, wanted)
+        targets = targets_of(module)
+        plan = planned(targets, manifests, wanted)
+        if brought_twice(targets, names):
+            raise Based
         with torn.until_whole(module, names):
             about_to_change(module)
             for part, found in zip(parts, plan, strict=True):

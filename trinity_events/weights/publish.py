@@ -20,7 +20,16 @@ from trinity_schemas import (
 
 from .boxes import Place
 from .deltas.tracking import LastPublished
-from .tensors import address, as_bytes, as_dense, as_plain, copy_bytes, digest, dtype_name
+from .tensors import (
+    address,
+    as_bytes,
+    as_dense,
+    as_plain,
+    copy_bytes,
+    digest,
+    dtype_name,
+    is_freed,
+)
 from .transports.base import ChunkStore, InPieces, PartRef, SendsFrom, TensorSink
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
@@ -99,7 +108,8 @@ class PartWriter:
     def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
         """Append a tensor, or a shard of one.
 
-        Raises TypeError for a dtype that cannot travel, and ValueError for a name that cannot.
+        Raises TypeError for a dtype that cannot travel, and ValueError for a name that cannot, and
+        for a tensor without memory.
 
         Args:
             name: The tensor's name.
@@ -113,6 +123,8 @@ class PartWriter:
                 f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
             )
         tensor = as_plain(tensor) if self._on_device is None else as_dense(tensor)
+        if is_freed(tensor):
+            raise ValueError(f"{name!r} has no memory (it was freed): bring it back first")
         offset = self._offset + -self._offset % ALIGNMENT
         digested = digest(as_bytes(tensor)) if self._tensor_digests else None
         if place is None:

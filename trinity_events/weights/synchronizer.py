@@ -444,7 +444,8 @@ class Synchronizer(CollectiveGroups):
 
         As :meth:`apply`, but with no room for the version: each chunk goes straight to where it
         belongs, and is verified there. So what fails midway leaves the module with some of it:
-        nobody may serve from it then before another version is whole. Deltas are applied.
+        nobody may serve from it then before another version is whole. Deltas are applied, and so is
+        what brings one tensor of the module under two names: whether they agree is looked at first.
 
         Raises as :meth:`apply`, which like this refuses a version that leaves out some of what a
         version that never became whole may have left its bytes in.

@@ -42,6 +42,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements and no memory, as what gave it back for a while leaves it.
+
+    Of subclasses nobody knows: they may keep their elements anywhere.
+    """
+    return type(tensor) in _PLAIN and not tensor.data_ptr() and tensor.numel() > 0
+
+
 def is_row_major(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements lie row-major from its address on, on whatever device.
 
@@ -73,7 +81,11 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     gather = getattr(tensor, "full_tensor", None)
     if gather is not None:
         tensor = gather()
-    return tensor.detach().resolve_neg().contiguous().as_subclass(torch.Tensor)
+    dense = tensor.detach().resolve_neg().contiguous().as_subclass(torch.Tensor)
+    if type(dense) is torch.Tensor:
+        return dense
+    # A wrapper has no elements at its address, which is 0: it says them by its own copy.
+    return torch.empty(dense.shape, dtype=dense.dtype, device=dense.device).copy_(dense)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

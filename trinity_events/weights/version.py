@@ -151,7 +151,8 @@ def shares(name: str, pieces: list[Piece], wanted: Box) -> Iterator[tuple[Box, P
 
 def _assembled(name: str, pieces: list[Piece], wanted: Box | None) -> torch.Tensor:
     box = wanted_box(name, pieces, wanted)
-    made = torch.empty(box.shape, dtype=DTYPES[pieces[0].entry.dtype])
-    for part, piece in shares(name, pieces, box):
+    parts = list(shares(name, pieces, box))  # they have what the room is made for
+    made = torch.empty(box.shape, dtype=DTYPES[pieces[0].entry.dtype], device="cpu")
+    for part, piece in parts:
         made[part.inside(box)] = piece.tensor()[part.inside(piece.box)]
     return made

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..tensors import copy_bytes, is_plain
+from ..tensors import copy_bytes, is_freed, is_plain
 from .lanes import Lane, lane_of
 
 _ALIGNED = 64
@@ -43,6 +43,10 @@ class Staging:
             self._layout = layout
         lanes: dict[torch.device, Lane] = {}
         for room, tensor in zip(self._rooms, tensors, strict=True):
+            if is_freed(tensor):
+                raise ValueError(
+                    "a tensor has no memory (it was freed): bring the model back first"
+                )
             if self._lane is None and is_plain(tensor):
                 copy_bytes(room.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             elif tensor.nbytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..collectives import together
+from .buffers import saved_buffers
 from .files import copied, read_state, write_state
 
 # Below this size, one all-gather of everything is faster than one for each layer.
@@ -65,10 +67,11 @@ class FSDPEngine:
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors by Hugging Face name, one gathered at a time. Collective.
 
-        A tensor that is tied to another appears once, under its first name.
+        A tensor that is tied to another appears once, under its first name. Buffers that a state
+        dict has come last.
         """
-        for name, parameter in self.module.named_parameters():
-            value = parameter.detach()
+        for name, tensor in chain(self.module.named_parameters(), saved_buffers(self.module)):
+            value = tensor.detach()
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def training_state(self) -> dict[str, Any]:

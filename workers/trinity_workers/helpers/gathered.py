@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..engines.base import NamedTensors, TrainEngine, per_tensor_params
+from ..engines.buffers import saved_buffers
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -39,6 +40,8 @@ def _summoned(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensor.clone()
     if not isinstance(module, FullyShardedDataParallel):  # what no unit has is whole on every rank
         yield from _once(_own_parameters(module, ""))
+    for name, buffer in saved_buffers(module):
+        yield plain_name(name), buffer.detach()
 
 
 def _once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from logging import Logger
 from typing import Any
 
@@ -17,6 +18,7 @@ from trinity_events.weights.boxes import Place, chunk_of
 
 from ..collectives import PeerFailed, gather_bytes, raise_together, rank_and_world, together
 from ..engines.base import LocalShard
+from ..engines.buffers import saved_buffers
 from .gathered import plain_name
 from .parts import follow, give_up, write_shards
 
@@ -51,24 +53,41 @@ def publish_shards(
     report: PublishedPartReport | None = None
     error: Exception | None = None
     try:
+        # First: where they are refused the version may be published in full, by rank 0 alone.
+        held = list(shards)
         if rank == 0:
             synchronizer.open_version(global_step, ranks=range(ranks))
         writer = synchronizer.part_writer(global_step, rank)
-        report = write_shards(writer, shards)
+        report = write_shards(writer, held)
     except Exception as caught:
         error = caught
+    _agree(error, synchronizer, writer, global_step, logger)
+    assert report is not None
+    try:
+        # Only now: a part that is told of is whole, and so is every other.
+        synchronizer.part_published(global_step, rank, report, time.monotonic() - began)
+    except Exception as caught:
+        error = caught
+    _agree(error, synchronizer, writer, global_step, logger)
+    logger.info("step %d: rank %d published %d bytes", global_step, rank, report.bytes)
+
+
+def _agree(
+    error: Exception | None,
+    synchronizer: Synchronizer,
+    writer: PartWriter | None,
+    step: int,
+    logger: Logger,
+) -> None:
+    """Raise on all ranks when one failed, and take back what was written. Collective."""
     try:
         raise_together(error)
     except PeerFailed:
-        follow(synchronizer, writer, global_step, logger)
+        follow(synchronizer, writer, step, logger)
         raise
     except Exception as caught:
-        give_up(synchronizer, writer, global_step, caught, logger)
+        give_up(synchronizer, writer, step, caught, logger)
         raise
-    assert report is not None
-    # Only now: a part that is told of is whole, and so is every other.
-    synchronizer.part_published(global_step, rank, report, time.monotonic() - began)
-    logger.info("step %d: rank %d published %d bytes", global_step, rank, report.bytes)
 
 
 def fsdp_shards(module: Any) -> Iterator[LocalShard]:
@@ -92,8 +111,9 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
             "upload with sharded=False"
         )
     rank, ranks = rank_and_world()
-    for index, (name, parameter) in enumerate(module.named_parameters()):
-        value = parameter.detach()
+    named = chain(module.named_parameters(), saved_buffers(module))
+    for index, (name, tensor) in enumerate(named):
+        value = tensor.detach()
         if isinstance(value, DTensor):
             place = _place(name, value)
             local = value.to_local()

@@ -51,9 +51,9 @@ class SnapshotUploads:
         held: list[LocalShard] = []
         try:
             self.wait()
+            held = list(shards)  # where they are refused nothing was said of the version
             if rank == 0:
                 self._synchronizer.open_version(global_step, ranks=range(ranks))
-            held = list(shards)
             copies = self._staging.copied([one.tensor for one in held])
             held = [
                 LocalShard(one.name, copy, one.global_shape, one.offsets)

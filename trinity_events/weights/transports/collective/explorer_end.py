@@ -122,9 +122,11 @@ class ExplorerEnd:
             found = self._place.find(self._position, 0.001)
         except FAULTS:
             return False
-        if found is not None:
-            self._position, self.info = found
-        return found is not None
+        if found is None:
+            return False
+        before = self.info
+        self._position, self.info = found
+        return self.info != before  # else it is the same one, that said again where it is
 
     def _heed(self, channel: Channel, info: WeightSyncInfo) -> None:
         message = channel.receive(_LOOK_AROUND)

@@ -65,11 +65,15 @@ class MeetingPlace:
     def announce(self, info: WeightSyncInfo) -> None:
         """Say where this trainer waits; the trainer before it is forgotten."""
         self._redis.xadd(self._key, {_FIELD: msgspec.msgpack.encode(info)}, maxlen=1)
-        self.keep()
-
-    def keep(self) -> None:
-        """Let what was announced stay for another while."""
         self._redis.expire(self._key, ORPHANED_AFTER)
+
+    def keep(self, info: WeightSyncInfo) -> None:
+        """Let what was announced stay for another while; where it is gone, say it again.
+
+        It expired, or the server was started anew and had it in memory alone.
+        """
+        if not self._redis.expire(self._key, ORPHANED_AFTER):
+            self.announce(info)
 
     def withdraw(self, info: WeightSyncInfo) -> None:
         """Nobody waits there any more, unless another trainer does by now."""

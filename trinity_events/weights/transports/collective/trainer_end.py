@@ -86,6 +86,7 @@ class TrainerEnd:
             GroupBroken: when they came, and it could not be made.
         """
         give_up = time.monotonic() + patience
+        self._place.keep(self.info)
         while True:
             self._reconcile()
             if len(self._members) >= explorers:
@@ -113,7 +114,7 @@ class TrainerEnd:
                 )
             self._form()
         assert self._group is not None
-        self._place.keep()
+        self._place.keep(self.info)
         self._number += 1
         told = Sending(
             generation=self._generation, number=self._number, epoch=part.epoch, step=part.step

@@ -1,0 +1,18 @@
+"""Buffers that belong to a model as its parameters do, such as what biases a router's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def saved_buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of its state dict, each once; FSDP leaves them whole on every rank."""
+    seen: set[int] = set()
+    for prefix, one in module.named_modules():
+        for name, buffer in one.named_buffers(recurse=False):
+            if name not in one._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{name}" if prefix else name, buffer
