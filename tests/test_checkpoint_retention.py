@@ -267,6 +267,7 @@ async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog
         return made(self)
 
     monkeypatch.setattr(Trash, "made", sometimes)
+    monkeypatch.setattr("trinity_events.reducer.removal._BETWEEN", 0.01)
     monkeypatch.setattr("trinity_events.reducer.removal.LOOK", 0.01)
     removal = await run.removal()
     async with anyio.create_task_group() as tasks:

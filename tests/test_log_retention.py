@@ -185,6 +185,7 @@ async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
     run_id, monkeypatch, fails
 ):
     monkeypatch.setattr(reduce, "KEEP_AGAIN", 0.05)
+    monkeypatch.setattr(reduce, "RECONCILE_EVERY", 0.05)
     log, kept = MemoryEventLog(run_id), []
     publisher = await _fill(log, 5)
     await publisher.publish(RunClosed(reason="finished"))

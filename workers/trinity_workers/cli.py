@@ -31,6 +31,7 @@ from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_schemas import SaveStrategy
 
 from .config import EngineName, PublishName, RunSettings, TransportChoice
+from .convertible import becomes_megatron
 
 if TYPE_CHECKING:
     from .explorer import ExplorationResult
@@ -285,6 +286,7 @@ def convert(
     Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
     """
     _require("torch", "transformers", "safetensors", *_MODULES["megatron"])
+    becomes_megatron(source, target)  # raises before the heavy imports
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion is copying: no GPU is needed for it
     # That Apex and Transformer Engine are not there, which copying does not need.
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trinity_events.errors import IncompatibleWeights, TrinityError
+from trinity_events.errors import IncompatibleWeights
 
+from .convertible import ConversionRefused, becomes_megatron
 from .engines.base import NamedTensors
 from .engines.files import make_folder, sync, sync_tree
 from .engines.megatron import leave
@@ -38,10 +39,6 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-
-
-class ConversionRefused(TrinityError):
-    """There is nothing to convert from, or something where the result is to be."""
 
 
 class Conversion(Struct, frozen=True, kw_only=True):
@@ -75,7 +72,7 @@ def convert(
         UnsupportedModel: when megatron-core has no model of its configuration.
         IncompatibleWeights: when the weights are not those of the configuration.
     """
-    to_megatron = _check(source, target)
+    to_megatron = becomes_megatron(source, target)
     _map_large_blocks()
     make_folder(target.parent)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -98,29 +95,6 @@ def convert(
         tensors=len(sizes),
         bytes=sum(sizes),
     )
-
-
-def _check(source: Path, target: Path) -> bool:
-    """Whether the source is to become a Megatron checkpoint; raises when it can become nothing."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionRefused(
-            f"{target} is there already: give a folder that is not, or remove it"
-        )
-    if not source.is_dir():
-        raise ConversionRefused(f"{source} is no folder: give the one that the model is in")
-    if (source / "config.json").is_file():
-        return True
-    if not (source / "model" / "metadata.json").is_file():
-        raise ConversionRefused(
-            f"{source} is neither a Hugging Face folder (config.json) nor a Megatron checkpoint "
-            "(model/metadata.json)"
-        )
-    if not (source / "huggingface" / "config.json").is_file():
-        raise ConversionRefused(
-            f"{source} lacks huggingface/config.json, which says what its weights are of: "
-            "copy the model's there"
-        )
-    return False
 
 
 def _map_large_blocks() -> None:

@@ -114,9 +114,9 @@ async def _run(options: LaunchOptions) -> DemoSummary:
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            ray = await exits.enter_async_context(local_ray(config.trainers + here + 1))
+            await exits.enter_async_context(local_ray(config.trainers + here + 1))
             async with _shown(view, log):
-                warm_up_steps, training, exploration = await _work(ray, config, here)
+                warm_up_steps, training, exploration = await _work(config, here)
                 if not alone:
                     await _last_weights_taken(log, config, view)
         return summarize(
@@ -135,20 +135,30 @@ async def _run(options: LaunchOptions) -> DemoSummary:
 
 
 async def _work(
-    ray: Any, config: RunConfig, explorers_here: int
+    config: RunConfig, explorers_here: int
 ) -> tuple[int, TrainingResult, list[ExplorationResult]]:
     """Make the model, train and explore; returns the warm-up's steps and the results."""
     # Actors first: they import torch while the model is made.
     trainer = Trainer.get_actor(config)
     explorers = [Explorer.get_actor(config, rank) for rank in range(explorers_here)]
-    make = ray.remote(num_cpus=0)(make_model)
-    [(warm_up_steps, _)] = await _all([make.remote(config.model_folder, config.task, config.seed)])
+    warm_up_steps = await _make_model(config)
     await _all([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
     training, *exploration = await _all(
         [trainer.train.remote(), *(one.explore.remote() for one in explorers)]
     )
     await _all([trainer.shutdown.remote()])
     return warm_up_steps, training, exploration
+
+
+async def _make_model(config: RunConfig) -> int:
+    """Make the model here, where all that it needs is imported; returns the warm-up's steps."""
+    make = partial(make_model, config.model_folder, config.task, config.seed)
+    try:
+        # Left to itself when the run is ended meanwhile: nobody loads what it makes.
+        steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
+    except OSError as error:
+        raise _in_words(error) from None
+    return steps
 
 
 async def _all(references: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -115,7 +114,7 @@ async def _stop(process: Process) -> None:
 
 
 @asynccontextmanager
-async def local_ray(actors: int) -> AsyncIterator[Any]:
+async def local_ray(actors: int) -> AsyncIterator[None]:
     """A Ray of our own on this machine, with room for so many actors; ended with the block."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # We hand out GPUs ourselves where there are any; Ray must not hide them from CPU actors.
@@ -137,6 +136,6 @@ async def local_ray(actors: int) -> AsyncIterator[Any]:
         # Not on the main thread: there Ray would put a handler of its own in place of ours for
         # SIGTERM, one that ends the process wherever it is.
         await anyio.to_thread.run_sync(start)
-        yield ray
+        yield
     finally:
         ray.shutdown()
