@@ -81,6 +81,17 @@ async def test_a_process_that_is_heard_of_keeps_its_saves(publisher, log, redis_
     assert [one.sequence for one in await events_of(log, LeaseExpired)] == [1, 2]
 
 
+async def test_a_lease_counts_from_the_last_beat_and_not_from_when_that_lapses(
+    publisher, log, redis_url, run_id, monkeypatch
+):
+    monkeypatch.setattr(timekeeper, "_LONGEST", 0.1)
+    producer = new_producer("actor")
+    await beat(log, producer, 2.0)  # so its last one was an hour ago, but for two seconds
+    async with reducer_task(redis_url, run_id):
+        await AsyncPublisher(log, publisher.epoch, producer).publish(leased(1, lease=3600.0))
+        assert [one.step for one in await announced(log, 1)] == [1]
+
+
 async def test_a_process_that_dies_with_more_than_an_event_can_tell_is_expired(
     publisher, log, redis_url, run_id
 ):

@@ -165,8 +165,8 @@ class EventLog(Protocol):
         """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
         ...
 
-    async def alive(self, incarnations: Collection[str]) -> set[str]:
-        """Those of them whose heartbeat has not lapsed."""
+    async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
+        """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
         ...
 
     async def now(self) -> int:

@@ -252,12 +252,13 @@ class MemoryEventLog:
         await anyio.lowlevel.checkpoint()
         return int(self._clock() * 1000)
 
-    async def alive(self, incarnations: Collection[str]) -> set[str]:
-        """Those of them whose heartbeat has not lapsed."""
+    async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
+        """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now = self._timer()
-            return {one for one in incarnations if self._lapse.get(one, 0.0) > now}
+            left = {one: self._lapse.get(one, now) - now for one in incarnations}
+            return {one: seconds for one, seconds in left.items() if seconds > 0}
 
     def beat_now(self, incarnation: str, lease: float) -> None:
         """Keep a process alive to the reducer for ``lease`` more seconds, from any thread."""

@@ -130,13 +130,16 @@ class RedisEventLog(RedisGroups):
         entry_id: bytes | None = await self._run("append_leading", keys=keys, args=[token, payload])
         return entry_id.decode() if entry_id else None
 
-    async def alive(self, incarnations: Collection[str]) -> set[str]:
-        """Those of them whose heartbeat has not lapsed."""
+    async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
+        """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
         asked = list(incarnations)
         if not asked:
-            return set()
-        beats = await self._redis.mget([heartbeat_key(self.run_id, one) for one in asked])
-        return {one for one, beat in zip(asked, beats, strict=True) if beat is not None}
+            return {}
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for one in asked:
+                pipeline.pttl(heartbeat_key(self.run_id, one))
+            left = await pipeline.execute()
+        return {one: ms / 1000 for one, ms in zip(asked, left, strict=True) if ms > 0}
 
     async def now(self) -> int:
         """The server's clock in milliseconds, of which entry ids are made."""

@@ -41,17 +41,20 @@ class Timekeeper:
         self._step_deadline = step_deadline
 
     async def leases(self, live: Live) -> None:
-        """Expire whoever was silent for its whole lease, since we saw it or since we lead.
+        """Expire whoever was silent for its whole lease, since its last beat or since we lead.
 
         What the heartbeats were before we led is not known: nobody is expired for it.
         """
-        seen: dict[str, float] = {}
+        beats: dict[str, float] = {}
         while True:
             watched = holders(live.state)
             now = anyio.current_time()
-            alive = await self._log.alive(watched)
-            seen = {name: now if name in alive else seen.get(name, now) for name in watched}
-            silent = {name for name in watched if now - seen[name] >= watched[name].lease}
+            left = await self._log.alive(watched)
+            for name, holder in watched.items():
+                since = max(0.0, holder.lease - left.get(name, 0.0))
+                beats[name] = now - since if name in left else beats.get(name, now)
+            beats = {name: beats[name] for name in watched}
+            silent = {name for name in watched if now - beats[name] >= watched[name].lease}
             if not await self._tell(expired(live.state, silent), live):
                 return
             period = min((holder.lease / 3 for holder in watched.values()), default=LOOK)
