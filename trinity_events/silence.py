@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import redis.asyncio
 
 from trinity_schemas import explorer_key
 
 from .core import MonitorState, holders
 from .log import RedisEventLog, Stream, position
+from .server import server_clock
 
 SILENCE = 5.0
 """Seconds without an entry after which leases are asked for. One who leads dies for less."""
@@ -26,7 +25,7 @@ async def silent_since(client: redis.asyncio.Redis, state: MonitorState) -> int 
         return None
     log = RedisEventLog(client, state.run_id)
     last = max([position(await log.last_id(stream))[0] for stream in Stream])
-    if await _clock(client, log.keys.events) - last < SILENCE * 1000:
+    if await server_clock(client, log.keys.events) - last < SILENCE * 1000:
         return None
     ranks = [
         int(rank)
@@ -37,12 +36,3 @@ async def silent_since(client: redis.asyncio.Redis, state: MonitorState) -> int 
     if await client.exists(log.keys.leader, *claims) or await log.alive(holders(state)):
         return None
     return last
-
-
-async def _clock(client: Any, key: str) -> int:
-    """The clock of the run's server in milliseconds, asked for as viewers may."""
-    where: dict[str, Any] = {}
-    if isinstance(client, redis.asyncio.RedisCluster):
-        await client.initialize()
-        where["target_nodes"] = client.get_node_from_key(key)
-    return int((await client.info("server", **where))["server_time_usec"]) // 1000

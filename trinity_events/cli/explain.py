@@ -11,7 +11,9 @@ from ..core import MonitorState
 from ..core import explain as in_words
 from ..errors import TrinityError
 from ..history import current_state
-from .options import Json, RedisUrl, RunArgument, log_of, print_json
+from ..log import RedisEventLog, require_run
+from ..server import server_clock
+from .options import Json, RedisUrl, RunArgument, client_of, print_json
 
 
 class StepNotFound(TrinityError):
@@ -57,5 +59,6 @@ def explain(
 
 async def _state(redis_url: str | None, run: str) -> tuple[MonitorState, int]:
     """The run's state, and the time by the server's clock."""
-    async with log_of(redis_url, run) as log:
-        return await current_state(log), await log.now()
+    async with client_of(redis_url) as client:
+        log = RedisEventLog(client, await require_run(client, run))
+        return await current_state(log), await server_clock(client, log.keys.events)

@@ -8,6 +8,7 @@ import msgspec
 from ..core import MonitorState
 from ..history import current_state
 from ..log import RedisEventLog, require_run
+from ..server import server_clock
 from ..silence import silent_since
 from ..views import status_panel
 from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
@@ -18,16 +19,20 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
 
     Example: trinity-events status demo-1
     """
-    state, since = anyio.run(_state, redis_url, run)
+    state, since, now = anyio.run(_state, redis_url, run)
     if as_json:
         silent = {} if since is None else {"silent_since": since}
         print_json(msgspec.to_builtins(state, str_keys=True) | silent)
     else:
-        console().print(status_panel(state, since))
+        console().print(status_panel(state, since, now=now))
 
 
-async def _state(redis_url: str | None, run: str | None) -> tuple[MonitorState, int | None]:
+async def _state(
+    redis_url: str | None, run: str | None
+) -> tuple[MonitorState, int | None, int | None]:
+    """The run's state, since when nobody is there, and the time to count to while it is open."""
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
-        return state, await silent_since(client, state)
+        now = await server_clock(client, log.keys.events) if state.closed is None else None
+        return state, await silent_since(client, state), now

@@ -1,5 +1,6 @@
 """Which Redis-compatible server to talk to, and the one we start ourselves."""
 
+from .clock import server_clock
 from .connect import SOCKET_DEADLINE, check_server, connect, connect_sync, open_client
 from .denied import denied
 from .embedded import EmbeddedServer, find_binary, trinity_home
@@ -18,6 +19,7 @@ __all__ = [
     "find_binary",
     "open_client",
     "redacted",
+    "server_clock",
     "serving",
     "serving_weights",
     "trinity_home",

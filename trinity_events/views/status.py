@@ -32,12 +32,16 @@ def runs_table(states: Iterable[MonitorState]) -> Table:
     return table
 
 
-def status_panel(state: MonitorState, silent_since: int | None = None) -> RenderableType:
+def status_panel(
+    state: MonitorState, silent_since: int | None = None, *, now: int | None = None
+) -> RenderableType:
     """Everything about one run that one looks for first.
 
     Args:
         state: The run's state.
         silent_since: The milliseconds of its last entry, where nobody is there any more.
+        now: Milliseconds of the server's clock to which ages are counted; by default those of
+            the last entry of the log.
     """
     silent = silent_since is not None
     head = Text.assemble(
@@ -76,7 +80,7 @@ def status_panel(state: MonitorState, silent_since: int | None = None) -> Render
     if state.closed_error is not None:
         about.append(Text(state.closed_error, style="red"))
     lines = [
-        Text(explain(state, step), style="yellow")
+        Text(explain(state, step, now=now), style="yellow")
         for step, found in sorted(state.steps.items())
         if any(kind.outcome is None for kind in found.kinds.values())
     ]
