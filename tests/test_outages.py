@@ -1,8 +1,9 @@
 """The processes of a run while their server is away, and a reducer that ends."""
 
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -350,6 +351,16 @@ def ends_at_once(reducer):
 
 def pauses(caplog):
     return [float(one.split()[-2]) for one in caplog.messages if "started again in" in one]
+
+
+async def test_the_password_of_its_server_is_in_no_list_of_processes(server, client, log, tmp_path):
+    await client.execute_command("ACL SETUSER demo on >in-secret ~* &* +@all")
+    url = server.url.replace("//", "//demo:in-secret@")
+    async with ReducerProcess(url, RUN, tmp_path).running():
+        await until(lambda: client.exists(log.keys.leader))
+        for listed in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                assert b"in-secret" not in listed.read_bytes()
 
 
 async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pauses(

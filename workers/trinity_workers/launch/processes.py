@@ -43,9 +43,10 @@ class ReducerProcess:
     def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path) -> None:
         self._command = [
             *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
-            *("--run", run_id, "--redis-url", redis_url),
-            *("--checkpoint-root", str(checkpoint_root)),
+            *("--run", run_id, "--checkpoint-root", str(checkpoint_root)),
         ]
+        # By the environment: everybody on the host may list commands, with the password in a URL.
+        self._environment = {"TRINITY_REDIS_URL": redis_url}
         self._log = trinity_home() / "runs" / run_id / "reducer.log"
         self.restarts = 0
         self._in_a_row = 0
@@ -100,6 +101,7 @@ class ReducerProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **self._environment},
             )
         raise AssertionError("unreachable")
 
