@@ -26,6 +26,7 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     RunKeys,
     StepRef,
+    decode_envelope,
     explorer_key,
 )
 from trinity_workers.config import RunConfig
@@ -104,6 +105,14 @@ async def beside(*work):
 def raising(kind, match):
     with pytest.RaisesGroup(pytest.RaisesExc(kind, match=match), flatten_subgroups=True):
         yield
+
+
+async def test_a_run_tells_why_it_failed_whatever_that_is_made_of(client, config, log):
+    with pytest.raises(RuntimeError, match="is not there"):
+        async with lifecycle.closing(client, config):
+            raise RuntimeError("/ckpt/\udcff is not there")  # as names come that are no text
+    [*_, closed] = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert closed.error == r"RuntimeError: /ckpt/\udcff is not there"
 
 
 # --- the view ---------------------------------------------------------------------------------
