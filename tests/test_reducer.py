@@ -31,7 +31,15 @@ from trinity_events.log import (
     open_run,
     opening,
 )
-from trinity_events.reducer import Reducer, every_run, process, reduce, reduce_all, reduce_run
+from trinity_events.reducer import (
+    Leader,
+    Reducer,
+    every_run,
+    process,
+    reduce,
+    reduce_all,
+    reduce_run,
+)
 from trinity_events.reducer.every_run import _has_more
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed, RunOpened, StepReady, VersionRetired, encode
@@ -142,6 +150,13 @@ async def test_a_second_reducer_takes_over_within_seconds(publisher, log, redis_
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [2])
         assert [one.step for one in await announced(log, 2)] == [1, 2]
+
+
+async def test_the_lead_of_one_that_died_is_free_in_time_although_the_clock_was_set_back(log):
+    token, _ = await log.lead(0.2)
+    await log._redis.pexpire(log.keys.leader, 3_600_000)  # as seen after an hour back
+    with anyio.fail_after(5):
+        assert await Leader(log, lease=0.2).take() > token
 
 
 async def test_a_reducer_that_was_overtaken_stops_and_writes_nothing(log, publisher):
