@@ -154,7 +154,11 @@ def test_many_who_start_at_once_share_one_server(own_home):
     assert len(pids) == 4
 
 
-def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path):
+@pytest.mark.parametrize("temporary", ["", "temporary" * 8])
+def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path, monkeypatch, temporary):
+    if temporary:
+        (tmp_path / temporary).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
     home = tmp_path / ("long" * 30)
     server = EmbeddedServer(home)
     assert len(os.fsencode(server.socket)) <= 100

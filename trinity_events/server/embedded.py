@@ -70,6 +70,10 @@ def _version(binary: str) -> tuple[int, ...]:
     return (int(found[1]), int(found[2])) if found else (0,)
 
 
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH
+
+
 class EmbeddedServer:
     """The server of one home folder.
 
@@ -100,7 +104,7 @@ class EmbeddedServer:
         started with counts.
         """
         path = self.data / "redis.sock"
-        if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+        if _fits(path):
             return path
         try:
             return self._elsewhere.readlink()
@@ -115,7 +119,9 @@ class EmbeddedServer:
     @property
     def _temporary(self) -> Path:
         name = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"trinity-events-{os.getuid()}-{name}" / "redis.sock"
+        below = Path(f"trinity-events-{os.getuid()}-{name}", "redis.sock")
+        path = Path(tempfile.gettempdir()) / below
+        return path if _fits(path) else Path("/tmp") / below  # noqa: S108
 
     @property
     def url(self) -> str:
