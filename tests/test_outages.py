@@ -9,6 +9,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 import pytest
+from msgspec import structs
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -29,7 +30,7 @@ from trinity_schemas import (
     decode_envelope,
     explorer_key,
 )
-from trinity_workers.config import RunConfig
+from trinity_workers.config import RunConfig, RunSettings
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
 from trinity_workers.launch.openings import Openings
@@ -296,6 +297,26 @@ async def test_a_server_that_stays_away_from_ranks_is_named_and_leaving_it_is_no
         async with claimed_rank(client, config, None):
             server.kill()
             await anyio.sleep(10)
+
+
+def test_the_command_that_replays_a_run_can_be_typed_as_it_is(tmp_path, monkeypatch):
+    home = tmp_path / "my home"
+    monkeypatch.setenv("TRINITY_HOME", str(home))
+    given = launcher.LaunchOptions(
+        run_id=RUN,
+        alone=True,
+        settings=RunSettings(),
+        redis_url=None,
+        weights_redis_url=None,
+        transport="auto",
+        checkpoint_root=home / "checkpoints",
+    )
+    assert launcher._replay_command(given) == f"TRINITY_HOME='{home}' trinity-events replay {RUN}"
+    url = "rediss://me:secret@host?ssl_ca_certs=a&ssl_check_hostname=false"
+    there = structs.replace(given, redis_url=url, checkpoint_root=tmp_path)
+    shown = launcher._replay_command(there)
+    assert shown.endswith(f"hostname=false' --checkpoint-root {tmp_path}")
+    assert "'rediss://me:***@host?" in shown
 
 
 # --- the end of a run -------------------------------------------------------------------------
