@@ -1,5 +1,7 @@
 """Old checkpoints go once a newer one is ready; what is read, or still to come, does not."""
 
+import shutil
+
 import anyio
 import pytest
 
@@ -9,7 +11,7 @@ from trinity_events.core import plan_files
 from trinity_events.errors import CheckpointHeld, InvalidRunId
 from trinity_events.holds import hold_checkpoint
 from trinity_events.log import MemoryEventLog
-from trinity_events.reducer import CheckpointFiles, Policy
+from trinity_events.reducer import CheckpointFiles, Policy, removal
 from trinity_events.reducer.live import Live
 from trinity_events.reducer.removal import Removal
 from trinity_events.reducer.trash import TRASH, Trash
@@ -196,16 +198,16 @@ async def test_a_reducer_that_is_told_to_stop_leaves_no_mark(tmp_path, monkeypat
     run = Run(tmp_path, keep=1)
     for step in (1, 2):
         run.save(step)
-    empty, scope = Trash.empty, anyio.CancelScope()
+    listed, scope = Trash.listed, anyio.CancelScope()
 
     def told_to_stop(self):
         anyio.from_thread.run_sync(scope.cancel)
-        empty(self)
+        return listed(self)
 
-    monkeypatch.setattr(Trash, "empty", told_to_stop)
-    removal = await run.removal()
+    monkeypatch.setattr(Trash, "listed", told_to_stop)
+    remover = await run.removal()
     with scope:
-        await removal.look(run.state)
+        await remover.look(run.state)
     assert scope.cancelled_caught
     assert run.steps == [2]
     assert await run.log.hold(1, "reader", 60)
@@ -267,16 +269,44 @@ async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog
         return made(self)
 
     monkeypatch.setattr(Trash, "made", sometimes)
-    monkeypatch.setattr("trinity_events.reducer.removal._BETWEEN", 0.01)
-    monkeypatch.setattr("trinity_events.reducer.removal.LOOK", 0.01)
-    removal = await run.removal()
+    monkeypatch.setattr(removal, "_BETWEEN", 0.01)
+    monkeypatch.setattr(removal, "LOOK", 0.01)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(removal.run, Live(run.state))
+        tasks.start_soon((await run.removal()).run, Live(run.state))
         await until(lambda: "cannot be removed" in caplog.text)
         await anyio.sleep(0.1)
         assert caplog.text.count("cannot be removed") == 1
         broken.clear()
         await until(lambda: run.steps == [2])
+        tasks.cancel_scope.cancel()
+
+
+async def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog, monkeypatch):
+    # As a folder that its user made read-only, to keep it; root, who runs tests, may do it all.
+    run, put, rmtree = Run(tmp_path, keep=1), Trash.put, shutil.rmtree
+    for step in (1, 2, 3, 4):
+        run.save(step)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def put_others(self, step, identity):
+        return refuse(run.folder / "global_step_1") if step == 1 else put(self, step, identity)
+
+    def remove_others(path):
+        refuse(path) if "global_step_2" in path.name else rmtree(path)
+
+    monkeypatch.setattr(Trash, "put", put_others)
+    monkeypatch.setattr(removal.shutil, "rmtree", remove_others)
+    monkeypatch.setattr(removal, "LOOK", 0.01)
+    (run.folder / staged(2, name="bbbb")).mkdir()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon((await run.removal()).run, Live(run.state))
+        await until(lambda: run.steps == [1, 4] and not run.left_in_staging)
+        await until(
+            lambda: [path.name[:13] for path in (run.folder / TRASH).iterdir()] == ["global_step_2"]
+        )
+        assert caplog.text.count("cannot be removed: [Errno 13]") == 1
         tasks.cancel_scope.cancel()
 
 

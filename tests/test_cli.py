@@ -4,8 +4,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import anyio
 import pytest
@@ -13,10 +15,12 @@ from msgspec import structs
 
 from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task, until
+from tests.servers import free_ports
 from trinity_events import silence
 from trinity_events.cli.app import build
 from trinity_events.history import current_state
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, position
+from trinity_events.server import EmbeddedServer, connect_sync
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunClosed,
@@ -279,21 +283,39 @@ async def test_a_place_that_the_log_does_not_have_is_one_sentence(cli, finished_
         assert "Traceback" not in shown.stderr
 
 
-def test_serve_serves_until_it_is_interrupted(tmp_path):
-    command = [sys.executable, "-m", "trinity_events", "serve"]
+@contextmanager
+def serving(home, *options):
+    """``serve`` in a process of its own; yields what it says, and ends it as Ctrl-C does."""
     process = subprocess.Popen(
-        command,
-        env={**os.environ, "TRINITY_HOME": str(tmp_path)},
+        [sys.executable, "-m", "trinity_events", "serve", *options],
+        env={**os.environ, "TRINITY_HOME": str(home)},
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        assert process.stdout.readline().startswith("serving at unix://")
+        yield process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
     finally:
         process.kill()
         process.stdout.close()
+
+
+def test_serve_serves_until_it_is_interrupted(tmp_path):
+    with serving(tmp_path) as said:
+        assert said.startswith("serving at unix://")
+
+
+def test_the_port_of_serve_is_closed_when_it_ends_although_others_use_the_server(tmp_path):
+    [port] = free_ports(1)
+    with EmbeddedServer(tmp_path).attached() as url:
+        with serving(tmp_path, "--port", str(port)) as said:
+            assert said.startswith(f"serving at redis://127.0.0.1:{port} ")
+            socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        with connect_sync(url) as client:
+            assert client.ping()
 
 
 def test_the_reader_of_a_pipe_may_leave_early(cli, finished_run, redis_url):

@@ -14,6 +14,7 @@ from trinity_schemas import (
     ExperienceGroup,
     PartBase,
     Producer,
+    RunClosed,
     RunKeys,
     StepCommitted,
     StepReady,
@@ -140,6 +141,11 @@ def test_an_oversized_event_is_refused_by_its_sender_and_by_its_readers():
         encode(envelope(big))
     with pytest.raises(ContractError, match="above the limit"):
         decode_envelope(b"\x00" * (MAX_EVENT_BYTES + 1))
+
+
+def test_text_that_is_none_is_refused_by_its_sender():
+    with pytest.raises(ContractError, match=r"text that is not UTF-8: 'a\\udcff'"):
+        encode(envelope(RunClosed(reason="failed", error="a\udcff")))
 
 
 @pytest.mark.parametrize("step", [-1, 2**60, 1.5, "7"])

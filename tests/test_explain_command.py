@@ -1,11 +1,14 @@
 """``trinity-events explain``, as a process."""
 
 import json
+import re
 
+import anyio
 import pytest
 
-from tests.histories import committed, finished, registration, started
+from tests.histories import committed, failed, finished, registration, started
 from trinity_events.log import AsyncPublisher, new_producer
+from trinity_schemas import RunClosed
 
 
 @pytest.fixture
@@ -23,6 +26,22 @@ async def test_it_says_what_a_step_waits_for_by_name_and_since_when(cli, waiting
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith("Step 3 state_dict waits for 1 of 2 saves: model of actor-1")
     assert "s ago" in shown.stdout
+
+
+async def test_status_counts_to_now_while_a_run_is_open(cli, waiting_run, publisher):
+    await anyio.sleep(1.1)
+    [shown] = re.findall(r"started ([0-9.]+) s ago", cli("status", waiting_run).stdout)
+    assert float(shown) >= 1.1, "nothing was said since, and that is what one wants to see"
+    await publisher.publish(RunClosed(reason="interrupted"))
+    shown = [cli("status", waiting_run).stdout for _ in range(2)]
+    assert shown[0] == shown[1], "what has ended grows no older"
+
+
+async def test_what_a_terminal_cannot_show_is_written_out(cli, waiting_run, publisher):
+    await publisher.publish(failed(3, "c", name="√"))
+    shown = cli("replay", waiting_run, env={"PYTHONIOENCODING": "ascii"})
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert r"\u221a" in shown.stdout
 
 
 async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):

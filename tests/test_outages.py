@@ -1,13 +1,15 @@
 """The processes of a run while their server is away, and a reducer that ends."""
 
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import msgspec
 import pytest
+from msgspec import structs
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -25,9 +27,10 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     RunKeys,
     StepRef,
+    decode_envelope,
     explorer_key,
 )
-from trinity_workers.config import RunConfig
+from trinity_workers.config import RunConfig, RunSettings
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
 from trinity_workers.launch.openings import Openings
@@ -103,6 +106,14 @@ async def beside(*work):
 def raising(kind, match):
     with pytest.RaisesGroup(pytest.RaisesExc(kind, match=match), flatten_subgroups=True):
         yield
+
+
+async def test_a_run_tells_why_it_failed_whatever_that_is_made_of(client, config, log):
+    with pytest.raises(RuntimeError, match="is not there"):
+        async with lifecycle.closing(client, config):
+            raise RuntimeError("/ckpt/\udcff is not there")  # as names come that are no text
+    [*_, closed] = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert closed.error == r"RuntimeError: /ckpt/\udcff is not there"
 
 
 # --- the view ---------------------------------------------------------------------------------
@@ -288,6 +299,26 @@ async def test_a_server_that_stays_away_from_ranks_is_named_and_leaving_it_is_no
             await anyio.sleep(10)
 
 
+def test_the_command_that_replays_a_run_can_be_typed_as_it_is(tmp_path, monkeypatch):
+    home = tmp_path / "my home"
+    monkeypatch.setenv("TRINITY_HOME", str(home))
+    given = launcher.LaunchOptions(
+        run_id=RUN,
+        alone=True,
+        settings=RunSettings(),
+        redis_url=None,
+        weights_redis_url=None,
+        transport="auto",
+        checkpoint_root=home / "checkpoints",
+    )
+    assert launcher._replay_command(given) == f"TRINITY_HOME='{home}' trinity-events replay {RUN}"
+    url = "rediss://me:secret@host?ssl_ca_certs=a&ssl_check_hostname=false"
+    there = structs.replace(given, redis_url=url, checkpoint_root=tmp_path)
+    shown = launcher._replay_command(there)
+    assert shown.endswith(f"hostname=false' --checkpoint-root {tmp_path}")
+    assert "'rediss://me:***@host?" in shown
+
+
 # --- the end of a run -------------------------------------------------------------------------
 
 
@@ -350,6 +381,16 @@ def ends_at_once(reducer):
 
 def pauses(caplog):
     return [float(one.split()[-2]) for one in caplog.messages if "started again in" in one]
+
+
+async def test_the_password_of_its_server_is_in_no_list_of_processes(server, client, log, tmp_path):
+    await client.execute_command("ACL SETUSER demo on >in-secret ~* &* +@all")
+    url = server.url.replace("//", "//demo:in-secret@")
+    async with ReducerProcess(url, RUN, tmp_path).running():
+        await until(lambda: client.exists(log.keys.leader))
+        for listed in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                assert b"in-secret" not in listed.read_bytes()
 
 
 async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pauses(

@@ -1,6 +1,9 @@
 """What fails in another process of the run, as one sentence."""
 
 import errno
+import os
+import subprocess
+import sys
 
 import pytest
 import redis
@@ -45,3 +48,24 @@ def test_a_dead_process_is_named_on_one_line():
         "The actor died unexpectedly before finishing this task."
     )
     assert _of_the_dead("").startswith("a process of the run died")
+
+
+def test_ray_starts_although_the_folder_of_temporary_files_has_a_long_name(tmp_path):
+    room = tmp_path / ("long" * 15)  # as those of jobs have that a batch system runs
+    room.mkdir()
+    start = (
+        "import anyio; from trinity_workers.launch.processes import local_ray\n"
+        "async def main():\n"
+        "    async with local_ray(1):\n"
+        "        print('started')\n"
+        "anyio.run(main)\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", start],
+        env={**os.environ, "TMPDIR": str(room)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert shown.stdout == "started\n", shown.stderr

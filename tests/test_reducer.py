@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 
 import anyio
@@ -30,9 +31,17 @@ from trinity_events.log import (
     open_run,
     opening,
 )
-from trinity_events.reducer import Reducer, process, reduce, reduce_run
-from trinity_events.reducer.process import _has_more
-from trinity_events.server import connect
+from trinity_events.reducer import (
+    Leader,
+    Reducer,
+    every_run,
+    process,
+    reduce,
+    reduce_all,
+    reduce_run,
+)
+from trinity_events.reducer.every_run import _has_more
+from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed, RunOpened, StepReady, VersionRetired, encode
 
 
@@ -143,6 +152,13 @@ async def test_a_second_reducer_takes_over_within_seconds(publisher, log, redis_
         assert [one.step for one in await announced(log, 2)] == [1, 2]
 
 
+async def test_the_lead_of_one_that_died_is_free_in_time_although_the_clock_was_set_back(log):
+    token, _ = await log.lead(0.2)
+    await log._redis.pexpire(log.keys.leader, 3_600_000)  # as seen after an hour back
+    with anyio.fail_after(5):
+        assert await Leader(log, lease=0.2).take() > token
+
+
 async def test_a_reducer_that_was_overtaken_stops_and_writes_nothing(log, publisher):
     token, _ = await log.lead(0.01)
     stale = Reducer(log, None, token)
@@ -216,6 +232,39 @@ async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_p
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+
+
+async def closed_run(client, run_id):
+    publisher = AsyncPublisher(
+        RedisEventLog(client, run_id), await open_run(client, run_id), new_producer("trainer")
+    )
+    return await publisher.publish(RunClosed(reason="finished"))
+
+
+async def test_runs_that_are_over_hold_up_nobody_who_trains(tmp_path):
+    async def folded(client, ends):
+        found = [await RedisEventLog(client, one).load() for one in ends]
+        return [position for _, position in found] == list(ends.values())
+
+    with EmbeddedServer(tmp_path).attached() as url:
+        async with connect(url) as client:
+            ends = {f"over-{n}": await closed_run(client, f"over-{n}") for n in range(40)}
+            for again in (False, True):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(partial(reduce_all, url, run_id=None, root=tmp_path))
+                    if not again:
+                        await until(lambda: folded(client, ends))
+                    else:
+                        # One that waits for its look is served at once when it is opened again.
+                        epochs = [await open_run(client, one) for one in ("over-39", "new")]
+                        for run_id, epoch in zip(("over-39", "new"), epochs, strict=True):
+                            log = RedisEventLog(client, run_id)
+                            trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
+                            await publish_steps(trainer, [1])
+                            assert (await announced(log, 1))[0].step == 1
+                        led = [one async for one in client.scan_iter("*:leader")]
+                        assert 2 <= len(led) <= every_run.AFTERWARDS + 2
+                    tasks.cancel_scope.cancel()
 
 
 class Held(MemoryEventLog):

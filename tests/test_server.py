@@ -1,6 +1,7 @@
 """The embedded server and the choice of a server, with real server processes."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from trinity_events.server import (
     EmbeddedServer,
     connect,
     connect_sync,
+    embedded,
     find_binary,
     keeper,
     open_client,
@@ -152,7 +154,11 @@ def test_many_who_start_at_once_share_one_server(own_home):
     assert len(pids) == 4
 
 
-def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path):
+@pytest.mark.parametrize("temporary", ["", "temporary" * 8])
+def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path, monkeypatch, temporary):
+    if temporary:
+        (tmp_path / temporary).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
     home = tmp_path / ("long" * 30)
     server = EmbeddedServer(home)
     assert len(os.fsencode(server.socket)) <= 100
@@ -170,6 +176,58 @@ def test_a_socket_that_cannot_be_made_elsewhere_is_one_sentence(tmp_path, monkey
     server = EmbeddedServer(tmp_path / ("long" * 30))
     with pytest.raises(ServerUnreachable, match="cannot listen at /proc/trinity-events-"):
         server.attached().__enter__()
+
+
+def test_jobs_with_temporary_folders_of_their_own_share_the_server_of_a_long_path(
+    tmp_path, monkeypatch
+):
+    server = EmbeddedServer(tmp_path / ("long" * 30))
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        monkeypatch.setattr(tempfile, "tempdir", first)
+        with server.attached() as url, connect_sync(url) as client:
+            process = client.info("server")["process_id"]
+            monkeypatch.setattr(tempfile, "tempdir", second)
+            with server.attached() as same, connect_sync(same) as another:
+                assert same == server.url == url
+                assert another.info("server")["process_id"] == process, "and none on its file"
+        shutil.rmtree(first)
+        with server.attached() as url, connect_sync(url) as client:
+            assert client.ping(), "it starts where the temporary folder is by now"
+        Path(first).mkdir()
+
+
+def test_a_server_whose_socket_was_removed_gets_no_second_one_beside_it(own_home, monkeypatch):
+    monkeypatch.setattr(embedded, "FREE_DEADLINE", 0.2)
+    server = EmbeddedServer(own_home)
+    with server.attached() as url, connect_sync(url) as client:
+        process = client.info("server")["process_id"]
+        client.set("counter", 7)
+        server.socket.unlink()
+        with pytest.raises(ServerUnreachable, match=f"process {process}.* end it, or set"):
+            EmbeddedServer(own_home).attached().__enter__()
+        assert client.get("counter") == b"7", "who is connected goes on"
+    within(10, lambda: not keepers(own_home) and not Path(f"/proc/{process}").exists())
+    with server.attached() as url, connect_sync(url) as client:
+        assert client.get("counter") == b"7"
+
+
+def test_a_socket_is_not_put_where_others_can_replace_it(tmp_path, monkeypatch):
+    server = EmbeddedServer(tmp_path / ("long" * 30))
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        server.socket.parent.mkdir()
+        server.socket.parent.chmod(0o777)
+        with pytest.raises(ServerUnreachable, match="used by others: remove it, or set TMPDIR"):
+            server.attached().__enter__()
+        server.socket.parent.rmdir()
+        with server.attached() as url, connect_sync(url) as client:
+            assert client.ping()
+
+
+@pytest.mark.parametrize("name", ["with space", "a#b", "a?b", "a%41"])
+def test_a_home_may_have_any_name(tmp_path, name):
+    with EmbeddedServer(tmp_path / name).attached() as url, connect_sync(url) as client:
+        assert client.ping()
 
 
 def test_a_home_that_cannot_be_written_is_one_sentence():

@@ -19,7 +19,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.reducer import InvalidPolicy, Policy
+from trinity_events.reducer import InvalidPolicy, Policy, timekeeper
 from trinity_events.reducer.consumers import Consumers
 from trinity_events.reducer.leader import LeadersVoice
 from trinity_events.reducer.live import Live

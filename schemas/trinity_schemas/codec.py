@@ -52,9 +52,13 @@ def encode(message: msgspec.Struct) -> bytes:
     """Encode an envelope, a manifest or an experience group as MessagePack.
 
     Raises :class:`ContractError` when an envelope or an experience group outgrows
-    ``MAX_EVENT_BYTES``: the sender is told, instead of every reader.
+    ``MAX_EVENT_BYTES``, or has text that is none, as names of files may be: the sender is told,
+    instead of every reader.
     """
-    payload = _encoder.encode(message)
+    try:
+        payload = _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise ContractError(f"text that is not UTF-8: {error.object!r}") from None
     limit = MAX_MANIFEST_BYTES if isinstance(message, WeightManifest) else MAX_EVENT_BYTES
     _check_size(payload, limit)
     return payload

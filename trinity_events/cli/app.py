@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.metadata import entry_points
 
@@ -45,6 +46,9 @@ def build() -> typer.Typer:
 
 def run() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit status 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a terminal cannot show is written out, as it is on standard error anyway.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         build()()
     except Exception as error:

@@ -1,11 +1,10 @@
-"""The reducer as a process: leads, survives its server's absence, serves one run or all."""
+"""The reducer of one run as a process has it: it leads, and survives its server's absence."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,9 @@ import redis
 import redis.asyncio
 
 from ..archive.segments import Archive
-from ..errors import KeyTaken, TrinityError
-from ..log import ORIGIN, RedisEventLog, Stream, position, watch_runs
+from ..errors import TrinityError
+from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.faults import FAULTS, pauses
-from ..server import connect
 from .checkpoints import CheckpointFiles
 from .consumers import Consumers
 from .leader import LEASE, Leader, LeadersVoice
@@ -31,50 +29,12 @@ from .trash import Trash
 
 logger = logging.getLogger(__name__)
 
-_ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *FAULTS)
-_IN_THE_WAY: tuple[type[Exception], ...] = (*_ABSENCE, TrinityError)
-_BREAK = 1.0
+ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *FAULTS)
+IN_THE_WAY: tuple[type[Exception], ...] = (*ABSENCE, TrinityError)
+BREAK = 1.0
 """Seconds, at most, before a server that is away is asked again."""
-_LONG_BREAK = 5.0
+LONG_BREAK = 5.0
 """Seconds before what a person must mend is tried again."""
-
-
-async def reduce_all(
-    url: str,
-    *,
-    run_id: str | None,
-    root: Path | None,
-    started: Callable[[], None] = lambda: None,
-    policy: Policy | None = None,
-) -> None:
-    """Serve one run, or every run of the index as it appears, until cancelled.
-
-    A server that goes away later is waited for. Raises ServerUnreachable, ServerTooOld and
-    InvalidUrl when there is none to begin with.
-    """
-    # A step that was sent is never sent again: after a lost reply we reload.
-    async with connect(url, retry=False) as client:
-        started()
-        if run_id is not None:
-            await reduce_run(client, run_id, root, policy=policy)
-            return
-        served: set[str] = set()
-        async with anyio.create_task_group() as tasks:
-
-            async def serve(found: str) -> None:
-                log = RedisEventLog(client, found)
-                while found in served:
-                    await reduce_run(client, found, root, until_closed=True, policy=policy)
-                    # Opened again it is listed again, and served again; what was listed while
-                    # we were about to leave is in the log by now.
-                    served.discard(found)
-                    if await _has_more(log):
-                        served.add(found)
-
-            async for found in _patiently_watch(client):
-                if found not in served:
-                    served.add(found)
-                    tasks.start_soon(serve, found)
 
 
 async def reduce_run(
@@ -91,22 +51,22 @@ async def reduce_run(
     alone: it is logged, and tried again after a while.
     """
     lead = _Lead(RedisEventLog(client, run_id), root, policy or Policy())
-    backoff = pauses(_BREAK)
+    backoff = pauses(BREAK)
     while True:
         began = anyio.current_time()
         try:
             if await lead.once(until_closed=until_closed):
                 return
             logger.warning("lost the lead of run %s", run_id)
-        except* _ABSENCE as errors:
+        except* ABSENCE as errors:
             logger.warning("run %s waits for the server: %s", run_id, _leaf(errors))
         except* TrinityError as errors:
             logger.error("run %s cannot be folded: %s", run_id, _leaf(errors))
-            await anyio.sleep(_LONG_BREAK)
+            await anyio.sleep(LONG_BREAK)
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
         if anyio.current_time() - began > LEASE:
-            backoff = pauses(_BREAK)
+            backoff = pauses(BREAK)
         await anyio.sleep(next(backoff))
 
 
@@ -142,7 +102,7 @@ class _Lead:
                 tasks.cancel_scope.cancel()
         finally:
             self._reached = reducer.reached
-            with anyio.CancelScope(shield=True), suppress(*_IN_THE_WAY), anyio.move_on_after(1):
+            with anyio.CancelScope(shield=True), suppress(*IN_THE_WAY), anyio.move_on_after(1):
                 await leader.give_up()
         return closed
 
@@ -183,27 +143,3 @@ def calm_interpreter() -> None:
 
 def _leaf(error: BaseException) -> BaseException:
     return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
-
-
-async def _has_more(log: RedisEventLog) -> bool:
-    try:
-        folded = (await log.load())[1]
-        # A log that lost its end is behind what was folded of it: there is nothing to serve.
-        return position(folded) < position(await log.last_id())
-    except _IN_THE_WAY:
-        return True  # not known: look again
-
-
-async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
-    backoff = pauses(_BREAK)
-    while True:
-        try:
-            async for run_id in watch_runs(client):
-                backoff = pauses(_BREAK)
-                yield run_id
-        except _ABSENCE as error:
-            logger.warning("the index of runs waits for the server: %s", error)
-            await anyio.sleep(next(backoff))
-        except KeyTaken as error:
-            logger.error("the index of runs cannot be read: %s", error)
-            await anyio.sleep(_LONG_BREAK)

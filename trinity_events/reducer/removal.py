@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -16,6 +18,8 @@ from .live import Live
 from .trash import Staged, Trash
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 GRACE = 600.0
 """Seconds for which a staged folder must lie still before it counts as left behind."""
@@ -46,6 +50,7 @@ class Removal:
         self._token = token
         self._keep = keep
         self._grace = grace
+        self._faults: list[OSError] = []
         self._failing = False
 
     async def run(self, live: Live) -> None:
@@ -57,17 +62,22 @@ class Removal:
             newest, looked = _newest(state), True
             try:
                 looked = await self.look(state)
-                self._failing = False
             except OSError as error:
-                if not self._failing:
-                    self._failing = True
-                    logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, error)
+                self._faults.append(error)
+            if self._faults and not self._failing:
+                [first, *_] = self._faults
+                logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, first)
+            self._failing = bool(self._faults)
             await anyio.sleep(_BETWEEN)
             with anyio.move_on_after(LOOK if looked else 0):
                 await live.until(lambda state, newest=newest: _newest(state) != newest)  # type: ignore[misc]
 
     async def look(self, state: MonitorState) -> bool:
-        """Remove what may go now. False when what is newest has not got its name yet."""
+        """Remove what may go now. False when what is newest has not got its name yet.
+
+        What cannot be removed is kept in mind, and keeps nothing else.
+        """
+        self._faults.clear()
         needed = {one.needs for one in plan_files(state).iterations if one.needs is not None}
         if not await anyio.to_thread.run_sync(self._trash.has, needed):
             return False
@@ -83,20 +93,31 @@ class Removal:
                     await self._log.undoom(self._token, doomed)
         staged = await anyio.to_thread.run_sync(self._trash.staged)
         for name in left_behind(state, staged, made.keys(), self._keep):
-            await anyio.to_thread.run_sync(self._trash.put_staged, name, self._grace)
-        await anyio.to_thread.run_sync(self._trash.empty)
+            await self._try(self._trash.put_staged, name, self._grace)
+        await self._empty()
         return True
 
     async def _remove(self, folders: dict[int, int]) -> None:
         for step, identity in folders.items():
-            moved = await anyio.to_thread.run_sync(self._trash.put, step, identity)
+            moved = await self._try(self._trash.put, step, identity)
             # Asked again: had we been stopped before the rename, another leader would have
             # dropped our mark, and a reader might hold the step by now.
             if moved is not None and step not in await self._log.doom(self._token, [step]):
                 await anyio.to_thread.run_sync(self._trash.put_back, step, moved)
             elif moved is not None:
                 logger.info("the checkpoint of step %d of %s is removed", step, self._log.run_id)
-        await anyio.to_thread.run_sync(self._trash.empty)
+        await self._empty()
+
+    async def _empty(self) -> None:
+        for path in await anyio.to_thread.run_sync(self._trash.listed):
+            await self._try(shutil.rmtree, path)
+
+    async def _try(self, act: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return await anyio.to_thread.run_sync(act, *args)
+        except OSError as error:
+            self._faults.append(error)
+            return None
 
 
 def left_behind(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -97,12 +96,14 @@ class Trash:
             if path.is_dir() and time.time() - _changed_at(path) > grace:
                 self._move(path)
 
-    def empty(self) -> None:
-        """Remove for good what we moved away, and what a leader before us left there."""
+    def listed(self) -> list[Path]:
+        """What is to be removed for good: what we moved away, or a leader before us left there."""
+        found: list[Path] = []
         for path in _listed(self._folder / TRASH):
             ours = path.name.endswith(f".{self._token}")
             if ours or time.time() - path.stat().st_ctime > _OTHERS_STAY:
-                shutil.rmtree(path)
+                found.append(path)
+        return found
 
     def _move(self, path: Path) -> Path:
         trash = self._folder / TRASH

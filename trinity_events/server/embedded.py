@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
+from urllib.parse import quote
 
 import redis
 
@@ -23,6 +26,9 @@ from .connect import OLDEST_SERVER
 from .keeper import leave_no_folder, unused
 
 START_DEADLINE = 20.0
+FREE_DEADLINE = 10.0
+"""Seconds that a server is given to end that does not answer any more."""
+PID_FILE = "redis.pid"
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
 
@@ -64,6 +70,10 @@ def _version(binary: str) -> tuple[int, ...]:
     return (int(found[1]), int(found[2])) if found else (0,)
 
 
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH
+
+
 class EmbeddedServer:
     """The server of one home folder.
 
@@ -71,6 +81,9 @@ class EmbeddedServer:
     and the last one to leave stops it; what is killed lets go by dying, and if it was the last, a
     small process beside the server (``keeper.py``) stops it. Starting and stopping is decided
     under ``start.lock``, so that no one attaches to a server that is going away.
+
+    The server itself holds ``server.lock`` for as long as it lives, so that no second one is ever
+    started on its files, although its socket cannot be found.
 
     Args:
         home: The folder.
@@ -85,24 +98,43 @@ class EmbeddedServer:
 
     @property
     def socket(self) -> Path:
-        """Where it listens; in a temporary folder when the home's path is too long for a socket."""
+        """Where it listens; in a temporary folder when the home's path is too long for a socket.
+
+        Which folder is for temporary files is each process's own affair: what the server was
+        started with counts.
+        """
         path = self.data / "redis.sock"
-        if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+        if _fits(path):
             return path
+        try:
+            return self._elsewhere.readlink()
+        except OSError:
+            return self._temporary
+
+    @property
+    def _elsewhere(self) -> Path:
+        """A link to the socket, where that is not in the home."""
+        return self.data / "redis.sock.elsewhere"
+
+    @property
+    def _temporary(self) -> Path:
         name = hashlib.sha256(os.fsencode(self.data)).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"trinity-events-{os.getuid()}-{name}" / "redis.sock"
+        below = Path(f"trinity-events-{os.getuid()}-{name}", "redis.sock")
+        path = Path(tempfile.gettempdir()) / below
+        return path if _fits(path) else Path("/tmp") / below  # noqa: S108
 
     @property
     def url(self) -> str:
         """Its URL."""
-        return f"unix://{self.socket}"
+        return f"unix://{quote(str(self.socket))}"
 
     @contextmanager
     def attached(self) -> Iterator[str]:
         """Use the server, started if it is not running; yields its URL."""
         try:
             self.data.mkdir(parents=True, exist_ok=True)
-            users = (self.data / "users.lock").open("a")
+            # To be read as well: over NFS nobody shares a lock on what he only writes.
+            users = (self.data / "users.lock").open("a+")
         except OSError as error:
             raise ServerUnreachable(
                 f"the embedded server cannot keep its data in {self.home} ({error.strerror}): "
@@ -136,15 +168,68 @@ class EmbeddedServer:
             return False
 
     def _start(self) -> None:
+        """Start it, unless it is there and was only slow to answer."""
+        with (self.data / "server.lock").open("a+") as lock:
+            if not self._is_free(lock):
+                return
+            self._place_socket()
+            self._launch(lock)
+        self._have_it_kept()
+
+    def _is_free(self, lock: IO[str]) -> bool:
+        """Wait until no server has our files, or the one that has them answers; whether none has.
+
+        One that is about to end has them a little longer than its socket.
+        """
+        give_up = time.monotonic() + FREE_DEADLINE
+        while not unused(lock):
+            if self._answers():
+                return False
+            if time.monotonic() > give_up:
+                raise ServerUnreachable(
+                    f"an embedded server {self._who()}keeps its data in {self.data}, but does not "
+                    f"answer at {self.socket}: its socket was removed, or it runs on another host "
+                    "that shares this folder; end it, or set TRINITY_HOME to another folder"
+                )
+            time.sleep(0.02)
+        return True
+
+    def _who(self) -> str:
+        """The server, by its process."""
         try:
-            # Under the lock: who stops the one before takes its folder away.
-            self.socket.parent.mkdir(mode=0o700, exist_ok=True)
-            self.socket.unlink(missing_ok=True)
+            return f"(process {int((self.data / PID_FILE).read_text())}) "
+        except (OSError, ValueError):
+            return ""
+
+    def _place_socket(self) -> None:
+        """Have a place for the socket that nobody else can write to, and tell it to others.
+
+        Under the lock: who stops the server before takes its folder away.
+        """
+        try:
+            self._make_place()
         except OSError as error:
             raise ServerUnreachable(
                 f"the embedded server cannot listen at {self.socket} ({error.strerror}): set "
                 "TRINITY_HOME to another folder, or name a server with --redis-url"
             ) from None
+
+    def _make_place(self) -> None:
+        if self.socket.parent != self.data:
+            self._elsewhere.unlink(missing_ok=True)
+            folder = self._temporary.parent
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise ServerUnreachable(
+                    f"{folder}, where the embedded server's socket would be, can be used by "
+                    "others: remove it, or set TMPDIR to a folder of your own, or TRINITY_HOME to "
+                    "one with a shorter path"
+                )
+            self._elsewhere.symlink_to(self._temporary)
+        self.socket.unlink(missing_ok=True)
+
+    def _launch(self, lock: IO[str]) -> None:
         command = [
             str(find_binary()),
             *("--port", "0"),
@@ -153,10 +238,17 @@ class EmbeddedServer:
             *("--appendonly", "yes" if self._durable else "no"),
             *("--save", "", "--maxmemory-policy", "noeviction"),
             *("--logfile", str(self.data / "redis.log"), "--daemonize", "yes"),
+            *("--pidfile", str(self.data / PID_FILE)),
         ]
-        # It daemonizes itself: it outlives us on purpose, and leaves us no child to reap.
+        # It daemonizes itself: it outlives us on purpose, and leaves us no child to reap. It is
+        # given the lock, which ends with it, whichever way that is.
         started = subprocess.run(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            pass_fds=(lock.fileno(),),
         )
         give_up = time.monotonic() + START_DEADLINE
         while not self._answers():
@@ -165,7 +257,6 @@ class EmbeddedServer:
                     f"the embedded server {command[0]} did not start: see {self.data}/redis.log"
                 )
             time.sleep(0.02)
-        self._have_it_kept()
 
     def _have_it_kept(self) -> None:
         """Have it stopped when its users are gone without a word; it works without that, too."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import sys
 import time
@@ -25,12 +26,19 @@ STOP = 20.0
 def keep(folder: Path, path: str, server: int) -> None:
     """Wait until the server has gone, or nobody uses it: then stop it."""
     # Opened once: a folder that is removed meanwhile is not to come back.
-    with (folder / "users.lock").open("a") as users, (folder / "start.lock").open("a") as deciding:
+    with (
+        (folder / "users.lock").open("a+") as users,
+        (folder / "start.lock").open("a") as deciding,
+        (folder / "server.lock").open("a+") as lives,
+    ):
         while _runs(server):
             fcntl.flock(deciding, fcntl.LOCK_EX)
             try:
                 if unused(users):
-                    _stop(path)
+                    # Without its socket, which somebody has removed, it is told by its number,
+                    # as long as that is its own: a server holds its lock until it has gone.
+                    if not _stop(path) and not unused(lives):
+                        os.kill(server, signal.SIGTERM)
                     leave_no_folder(folder, Path(path))
                     return
             finally:
@@ -63,12 +71,19 @@ def _runs(server: int) -> bool:
     return True
 
 
-def _stop(path: str) -> None:
-    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(STOP)
-        connection.connect(path)
-        connection.sendall(b"SHUTDOWN NOSAVE\r\n")
-        connection.recv(64)  # its end, by which it has gone
+def _stop(path: str) -> bool:
+    """Ask it to end; false when nothing listens there."""
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(STOP)
+            connection.connect(path)
+            connection.sendall(b"SHUTDOWN NOSAVE\r\n")
+            connection.recv(64)  # its end, by which it has gone
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 if __name__ == "__main__":

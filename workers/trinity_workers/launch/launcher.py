@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -22,7 +23,14 @@ from trinity_events.core import MonitorState, RunSummary, Summarizer
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
-from trinity_events.server import WEIGHTS_SERVER, Wait, connect, serving, serving_weights
+from trinity_events.server import (
+    WEIGHTS_SERVER,
+    Wait,
+    connect,
+    serving,
+    serving_weights,
+    trinity_home,
+)
 from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ContractError, StepRef, decode_envelope
@@ -266,7 +274,13 @@ async def _summarize_log(log: RedisEventLog, config: RunConfig) -> RunSummary:
 
 
 def _replay_command(options: LaunchOptions) -> str:
-    server = f" --redis-url {redacted(options.redis_url)}" if options.redis_url else ""
+    """What to type to replay the run, from any shell."""
+    words = ["trinity-events", "replay", options.run_id]
     home = os.environ.get("TRINITY_HOME")
-    prefix = f"TRINITY_HOME={home} " if home and not server else ""
-    return f"{prefix}trinity-events replay {options.run_id}{server}"
+    if options.redis_url:
+        words += ["--redis-url", redacted(options.redis_url)]
+    if options.checkpoint_root != (trinity_home() / "checkpoints").resolve():
+        # Where a long run's older entries are.
+        words += ["--checkpoint-root", str(options.checkpoint_root)]
+    prefix = f"TRINITY_HOME={shlex.quote(home)} " if home else ""
+    return prefix + shlex.join(words)

@@ -99,4 +99,6 @@ async def _close(
 
 def _sentence(error: BaseException) -> str:
     first = first_error(error)
-    return f"{type(first).__name__}: {first}"[:2000]
+    # It may hold a file name that is no text, which the log could not hold.
+    text = f"{type(first).__name__}: {first}".encode(errors="backslashreplace").decode()
+    return text[:2000]

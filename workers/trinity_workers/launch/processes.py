@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ _SETTLED = 60.0
 """Seconds of work after which a reducer's earlier ends are forgotten."""
 _SHORTEST_PAUSE = 1.0
 """Seconds before the first restart. A reducer that is killed leaves its lead for three."""
+_LONGEST_ROOM = 32
+"""Bytes that leave Ray's own names room in a socket's path, of which the kernel takes 107."""
 
 
 class ReducerFailed(TrinityError):
@@ -42,9 +45,10 @@ class ReducerProcess:
     def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path) -> None:
         self._command = [
             *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
-            *("--run", run_id, "--redis-url", redis_url),
-            *("--checkpoint-root", str(checkpoint_root)),
+            *("--run", run_id, "--checkpoint-root", str(checkpoint_root)),
         ]
+        # By the environment: everybody on the host may list commands, with the password in a URL.
+        self._environment = {"TRINITY_REDIS_URL": redis_url}
         self._log = trinity_home() / "runs" / run_id / "reducer.log"
         self.restarts = 0
         self._in_a_row = 0
@@ -99,6 +103,7 @@ class ReducerProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **self._environment},
             )
         raise AssertionError("unreachable")
 
@@ -113,6 +118,12 @@ async def _stop(process: Process) -> None:
     await process.aclose()
 
 
+def _room_for_ray() -> str:
+    """The folder of temporary files; another, where Ray's sockets would have too long names."""
+    room = tempfile.gettempdir()
+    return room if len(os.fsencode(room)) <= _LONGEST_ROOM else "/tmp"  # noqa: S108
+
+
 @asynccontextmanager
 async def local_ray(actors: int) -> AsyncIterator[None]:
     """A Ray of our own on this machine, with room for so many actors; ended with the block."""
@@ -121,6 +132,7 @@ async def local_ray(actors: int) -> AsyncIterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Its handler of last words would dump stacks on SIGTERM, and abort us in the middle of our end.
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    os.environ.setdefault("RAY_TMPDIR", _room_for_ray())
     import ray
 
     def start() -> None:
