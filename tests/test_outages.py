@@ -1,7 +1,7 @@
 """The processes of a run while their server is away, and a reducer that ends."""
 
 import sys
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +18,17 @@ pytest.importorskip("reasoning_gym")
 from tests.histories import committed
 from tests.pipeline import until
 from tests.servers import servers
+from trinity_events import Synchronizer
 from trinity_events.archive import Archive
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import clients, connect
+from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import (
     ExperienceGroup,
     ExplorerStatusChanged,
     RunKeys,
+    StepCommitted,
     StepRef,
     decode_envelope,
     explorer_key,
@@ -114,6 +117,23 @@ async def test_a_run_tells_why_it_failed_whatever_that_is_made_of(client, config
             raise RuntimeError("/ckpt/\udcff is not there")  # as names come that are no text
     [*_, closed] = [decode_envelope(entry.payload).event for entry in await log.read()]
     assert closed.error == r"RuntimeError: /ckpt/\udcff is not there"
+
+
+@pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
+async def test_weights_in_shared_memory_are_published_while_the_server_is_away(server, log):
+    trainer = Synchronizer(RUN, 1, redis_url=server.url, transport="shm")
+    model = pytest.importorskip("torch").nn.Linear(4, 4)
+    with closing(trainer):
+        for step in (1, 2, 3):
+            if step == 2:
+                server.kill()
+            trainer.open_version(step)
+            trainer.publish(model.state_dict().items(), step)
+            trainer.commit(step)
+        await anyio.to_thread.run_sync(server.start)
+        await anyio.to_thread.run_sync(trainer.flush)
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [one.step for one in events if isinstance(one, StepCommitted)] == [1, 2, 3]
 
 
 # --- the view ---------------------------------------------------------------------------------

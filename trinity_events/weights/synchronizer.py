@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import redis
 import torch
 
 from trinity_schemas import (
@@ -25,6 +26,7 @@ from trinity_schemas import (
 
 from ..coordinator import LEASE
 from ..log import Publisher, SyncEventLog, new_producer
+from ..log.faults import passes
 from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client
 from .ahead import Ahead
 from .attempts import PartAttempt
@@ -506,11 +508,17 @@ class Synchronizer(CollectiveGroups):
     def _free_retired(self) -> None:
         """Free the parts from here of the versions that the reducer has retired since last time.
 
-        And hear which are ready.
+        And hear which are ready. While the log's server is away, training goes on, and what is
+        said waits for it; what was retired is heard of with a later version.
         """
-        for version in self._standing.retired(self._publisher.log):
-            for rank in self._ranks:
-                self._store.delete(self._part(version.step, rank, version.epoch))
+        try:
+            for version in self._standing.retired(self._publisher.log):
+                for rank in self._ranks:
+                    self._store.delete(self._part(version.step, rank, version.epoch))
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            if not passes(error):
+                raise
+            logger.warning("which versions may go is not known: the server is away (%s)", error)
 
     def _is_lasting(self, part: PartRef) -> bool:
         """Whether readers are sure to find a part: it is ready, not retired, and there."""
