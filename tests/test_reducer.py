@@ -87,7 +87,7 @@ async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_t
 async def test_a_key_that_something_else_wrote_is_named_and_makes_nothing_twice(
     publisher, log, redis_url, run_id, monkeypatch, caplog
 ):
-    monkeypatch.setattr(process, "_LONG_BREAK", 0.1)
+    monkeypatch.setattr(process, "LONG_BREAK", 0.1)
     await log._redis.set(log.keys.current, b"of something else")
     await publish_steps(publisher, [1, 2])
     async with reducer_task(redis_url, run_id):

@@ -13,7 +13,7 @@ from trinity_events.archive import import_recording, record_run
 from trinity_events.errors import KeyTaken, PublishError
 from trinity_events.history import current_state
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer, open_run
-from trinity_events.reducer import process
+from trinity_events.reducer import every_run, process
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RUN_INDEX, RunKeys
 
@@ -110,7 +110,7 @@ async def test_commands_and_subscriptions_name_the_key(
 async def test_an_index_of_runs_that_something_else_wrote_is_named(
     run_id, cli, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(process, "_LONG_BREAK", 0.1)
+    monkeypatch.setattr(every_run, "LONG_BREAK", 0.1)
     with EmbeddedServer(tmp_path).attached() as url:
         async with connect(url) as client, anyio.create_task_group() as tasks:
             await client.set(RUN_INDEX, BYTES)
@@ -123,7 +123,7 @@ async def test_an_index_of_runs_that_something_else_wrote_is_named(
                 )
             with naming(RUN_INDEX):
                 await open_run(client, run_id)
-            tasks.start_soon(partial(process.reduce_all, url, run_id=None, root=None))
+            tasks.start_soon(partial(every_run.reduce_all, url, run_id=None, root=None))
             await until(lambda: f"cannot be read: {RUN_INDEX} is a string" in caplog.text)
             await client.delete(RUN_INDEX)
             await open_run(client, run_id)
@@ -152,7 +152,7 @@ async def test_who_publishes_is_told_which_key_it_is(client, sync_client, publis
 async def test_a_reducer_waits_until_the_key_is_mended(
     publisher, log, client, redis_url, run_id, monkeypatch, caplog
 ):
-    monkeypatch.setattr(process, "_LONG_BREAK", 0.1)
+    monkeypatch.setattr(process, "LONG_BREAK", 0.1)
     await client.set(log.keys.fence, BYTES)
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])

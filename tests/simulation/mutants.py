@@ -78,12 +78,12 @@ MUTANTS = (
     _mutant(
         "a lease that lapses is ignored",
         300,
-        (Timekeeper, "leases", "now - seen[name] >= watched[name].lease", "False"),
+        (Timekeeper, "leases", "now - beats[name] >= watched[name].lease", "False"),
     ),
     _mutant(
         "a new leader does not wait for a lease before it believes that somebody is dead",
         1000,
-        (Timekeeper, "leases", "seen.get(name, now)", "seen.get(name, -10.0)"),
+        (Timekeeper, "leases", "beats.get(name, now)", "beats.get(name, -10.0)"),
     ),
     _mutant(
         "a leader's word is not fenced",

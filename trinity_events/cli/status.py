@@ -27,10 +27,12 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
         console().print(status_panel(state, now=now, silent_since=since))
 
 
-async def _state(redis_url: str | None, run: str | None) -> tuple[MonitorState, int, int | None]:
-    """The run's state, the time by the server's clock, and since when nobody is there."""
+async def _state(
+    redis_url: str | None, run: str | None
+) -> tuple[MonitorState, int | None, int | None]:
+    """The run's state, the time to count to while it is open, and since when nobody is there."""
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
-        now = await server_clock(client, log.keys.events)
+        now = await server_clock(client, log.keys.events) if state.closed is None else None
         return state, now, await silent_since(client, state)

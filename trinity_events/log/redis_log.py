@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -139,7 +140,9 @@ class RedisEventLog(RedisGroups):
             for one in asked:
                 pipeline.pttl(heartbeat_key(self.run_id, one))
             left = await pipeline.execute()
-        return {one: ms / 1000 for one, ms in zip(asked, left, strict=True) if ms > 0}
+        # -2: it is not there; -1: it never lapses, as no process of ours leaves it.
+        there = ((one, ms) for one, ms in zip(asked, left, strict=True) if ms != -2)
+        return {one: math.inf if ms < 0 else ms / 1000 for one, ms in there}
 
     async def now(self) -> int:
         """The server's clock in milliseconds, of which entry ids are made."""
