@@ -46,7 +46,7 @@ HISTORIES = (
         workers=(Worker(node="north", pid=0),),
         saves=(Save(step=1, kind="checkpoint", worker=0, seconds=20.0),),
         faults=(
-            Fault(what="stalled", who="worker-0", call=2, seconds=7.0, of="beat"),
+            Fault(what="stalled", who="worker-0", call=2, seconds=4.0, of="beat"),
             Fault(what="stalled", who="reducer-0", call=1, seconds=7.0, of="append_leading"),
         ),
     ),
