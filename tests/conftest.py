@@ -86,7 +86,7 @@ def sync_client(redis_url):
         yield connected
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cli(home):
     """Runs the real command line in a process of its own."""
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -19,12 +20,15 @@ from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import decode_envelope
 
 
-@pytest.mark.timeout(300)  # a dozen processes start in it, and what they do is of no matter
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_runs_and_prints_its_ratios(name):
-    if name == "megatron_stream":
-        pytest.importorskip("megatron.core")
-    done = subprocess.run(
+@pytest.fixture(scope="module")
+def running():
+    """All benchmarks at their smallest, two at a time: how long they take is of no matter here."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run_tiny, name) for name in BENCHMARKS}
+
+
+def run_tiny(name):
+    return subprocess.run(
         [sys.executable, "-m", "benchmarks", name, "--size", "tiny"],
         cwd=HERE,
         env=os.environ,
@@ -33,6 +37,14 @@ def test_a_benchmark_runs_and_prints_its_ratios(name):
         timeout=280,
         check=False,
     )
+
+
+@pytest.mark.timeout(300)  # a dozen processes start in it, and what they do is of no matter
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_runs_and_prints_its_ratios(name, running):
+    if name == "megatron_stream":
+        pytest.importorskip("megatron.core")
+    done = running[name].result()
     assert done.returncode == 0, done.stderr
     assert f"{name}: {BENCHMARKS[name].TITLE}" in done.stdout
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import anyio
@@ -253,9 +254,16 @@ MISTAKES = {
 }
 
 
+@pytest.fixture(scope="module")
+def mistaken(cli, redis_url):
+    """All of them, several at a time: those that no server answers are patient for seconds."""
+    with ThreadPoolExecutor(4) as pool:
+        yield {args: pool.submit(cli, *args) for args, _ in MISTAKES.values()}
+
+
 @pytest.mark.parametrize(("args", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_sentence_and_a_nonzero_exit(cli, redis_url, args, said):
-    shown = cli(*args)
+def test_a_mistake_is_one_sentence_and_a_nonzero_exit(mistaken, args, said):
+    shown = mistaken[args].result()
     assert shown.returncode == 1
     assert shown.stdout == ""
     [line] = shown.stderr.splitlines()
