@@ -328,8 +328,8 @@ def is_begun(event) -> bool:
     return isinstance(event, SaveStarted) and event.slot.kind == "weights"
 
 
-def upload_shards_that_fail(rank: Rank, step: int) -> None:
-    synchronizer = synchronizer_of(rank, FailsOnRank1)
+def upload_shards_by(rank: Rank, step: int, ending: type[Synchronizer]) -> None:
+    synchronizer = synchronizer_of(rank, ending)
     try:
         fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, sharded=True)
     finally:
@@ -339,7 +339,7 @@ def upload_shards_that_fail(rank: Rank, step: int) -> None:
 async def test_a_rank_that_fails_among_its_shards_fails_all_and_the_version_is_never_seen(
     ranks, where, log, committer
 ):
-    peers, own = await ranks.answers(upload_shards_that_fail, 1)
+    peers, own = await ranks.answers(upload_shards_by, 1, FailsOnRank1)
     assert isinstance(own, OSError)
     assert isinstance(peers, PeerFailed)
     assert str(peers) == "rank 1 failed: OSError: no room for the third tensor"
@@ -356,18 +356,10 @@ async def test_a_rank_that_fails_among_its_shards_fails_all_and_the_version_is_n
     assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
 
 
-def upload_shards_untold(rank: Rank, step: int) -> None:
-    synchronizer = synchronizer_of(rank, TellsNothingOnRank1)
-    try:
-        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, sharded=True)
-    finally:
-        synchronizer.flush()
-
-
 async def test_a_rank_whose_part_the_log_does_not_hear_of_fails_all_and_the_next_one_works(
     ranks, where, log, committer
 ):
-    peers, own = await ranks.answers(upload_shards_untold, 1)
+    peers, own = await ranks.answers(upload_shards_by, 1, TellsNothingOnRank1)
     assert isinstance(own, BufferFull)
     assert isinstance(peers, PeerFailed)
     assert "rank 1 failed: BufferFull" in str(peers)

@@ -38,9 +38,27 @@ async def test_an_error_that_leaves_the_block_is_told_and_raised(log, run_id, re
     assert await closed(log) == ("failed", "ZeroDivisionError: division by zero")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+async def test_of_a_group_of_errors_the_run_tells_the_first(log, run_id, redis_url):
+    group = ExceptionGroup("unhandled", [ExceptionGroup("tasks", [ValueError("no reward")])])
+    with pytest.raises(ExceptionGroup), training_run(run_id, redis_url=redis_url):
+        raise group
+    assert await closed(log) == ("failed", "ValueError: no reward")
+
+
+async def test_an_error_with_a_name_that_is_no_text_is_told_and_raised(log, run_id, redis_url):
+    name = os.fsdecode(b"step-\xff")
+    with pytest.raises(FileNotFoundError), training_run(run_id, redis_url=redis_url):
+        raise FileNotFoundError(name)
+    assert await closed(log) == ("failed", r"FileNotFoundError: step-\udcff")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SystemExit(), BaseExceptionGroup("tasks", [KeyboardInterrupt()])],
+    ids=lambda error: type(error).__name__,
+)
 async def test_an_interrupt_is_told_as_one(log, run_id, redis_url, error):
-    with pytest.raises(error), training_run(run_id, redis_url=redis_url):
+    with pytest.raises(type(error)), training_run(run_id, redis_url=redis_url):
         raise error
     assert await closed(log) == ("interrupted", None)
 

@@ -13,7 +13,7 @@ from trinity_schemas import ContractError, Envelope, EnvelopeReader, decode_enve
 
 from .core import Monitor, MonitorState, decode_state
 from .errors import TrinityError
-from .log import ORIGIN, DeadLetter, Entry, EventLog, PageSize, Stream, position
+from .log import ORIGIN, DeadLetter, Entry, EventLog, PageSize, Stream, SyncEventLog, position
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,16 @@ async def read_all(
         page.learn(found)
         for entry in found:
             yield entry
+        after = found[-1].id
+
+
+def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
+    """Every announcement after a position, oldest first, until there is none behind it."""
+    stream = Stream.ANNOUNCEMENTS
+    page = PageSize(page_of(stream))
+    while found := log.read(after, stream=stream, limit=page.limit):
+        page.learn(found)
+        yield from found
         after = found[-1].id
 
 

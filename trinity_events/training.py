@@ -13,11 +13,10 @@ from anyio.from_thread import start_blocking_portal
 
 from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
 
+from .causes import cause_of, first_error
 from .errors import InvalidRunId, PublishError
 from .log import Publisher, SyncEventLog, new_producer, open_run
 from .server import connect, open_client, serving
-
-_LONGEST_ERROR = 2000
 
 
 @contextmanager
@@ -126,6 +125,6 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _closed_by(error: BaseException) -> RunClosed:
-    if isinstance(error, (KeyboardInterrupt, SystemExit, asyncio.CancelledError)):
+    if isinstance(first_error(error), (KeyboardInterrupt, SystemExit, asyncio.CancelledError)):
         return RunClosed(reason="interrupted")
-    return RunClosed(reason="failed", error=f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+    return RunClosed(reason="failed", error=cause_of(error))

@@ -14,6 +14,8 @@ from trinity_schemas import (
     Slot,
 )
 
+from ..causes import message_of
+
 _LONGEST_MESSAGE = 2000
 _LONGEST_NAME = 256
 
@@ -92,13 +94,11 @@ class SaveAttempt:
         """
         self._leave("waiting", "running")
         self.stage = "over"
-        # A message may hold a file name that is no text, which the log could not hold.
-        message = str(error).encode(errors="backslashreplace").decode()
         return SaveFailed(
             save_id=self.save_id,
             slot=self.slot,
             error_type=type(error).__name__[:_LONGEST_NAME],
-            message=message[:_LONGEST_MESSAGE],
+            message=message_of(error)[:_LONGEST_MESSAGE],
             followed=followed,
         )
 

@@ -13,8 +13,8 @@ from trinity_schemas import (
 )
 
 from ..errors import BufferFull, StaleEpoch, TrinityError, TurnNotGranted
-from ..history import page_of
-from ..log import ORIGIN, PageSize, Publisher, Stream, SyncEventLog
+from ..history import announced
+from ..log import Publisher, SyncEventLog
 from ..log.faults import passes, pauses
 
 _AT_ONCE = 10.0
@@ -96,18 +96,14 @@ def _not_granted(
 
 def _last_turn(log: SyncEventLog, epoch: int) -> tuple[int, Slot | None]:
     """The newest epoch that announcements are of, and what was given a turn in it last."""
-    turn, after = None, ORIGIN
-    stream, page = Stream.ANNOUNCEMENTS, PageSize(page_of(Stream.ANNOUNCEMENTS))
-    while found := log.read(after, stream=stream, limit=page.limit):
-        page.learn(found)
-        after = found[-1].id
-        for entry in found:
-            try:
-                envelope = decode_envelope(entry.payload)
-            except ContractError:
-                continue
-            if envelope.epoch > epoch:
-                epoch, turn = envelope.epoch, None
-            if isinstance(envelope.event, SaveGranted) and envelope.epoch == epoch:
-                turn = envelope.event.slot
+    turn = None
+    for entry in announced(log):
+        try:
+            envelope = decode_envelope(entry.payload)
+        except ContractError:
+            continue
+        if envelope.epoch > epoch:
+            epoch, turn = envelope.epoch, None
+        if isinstance(envelope.event, SaveGranted) and envelope.epoch == epoch:
+            turn = envelope.event.slot
     return epoch, turn

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from trinity_schemas import ContractError, StepReady, StepRef, VersionRetired, decode_envelope
 
-from ..history import page_of
-from ..log import ORIGIN, PageSize, Stream, SyncEventLog
+from ..history import announced
+from ..log import ORIGIN, SyncEventLog
 
 
 class Standing:
@@ -22,18 +22,15 @@ class Standing:
 
     def retired(self, log: SyncEventLog) -> Iterator[StepRef]:
         """Hear what was announced since the last time: the versions that were retired."""
-        stream, page = Stream.ANNOUNCEMENTS, PageSize(page_of(Stream.ANNOUNCEMENTS))
-        while found := log.read(self._read_through, stream=stream, limit=page.limit):
-            page.learn(found)
-            for entry in found:
-                event = _event(entry.payload)
-                if isinstance(event, VersionRetired):
-                    version = StepRef(event.epoch, event.step)
-                    yield version
-                    self._ready.discard(version)
-                elif isinstance(event, StepReady) and event.kind == "weights":
-                    self._ready.add(StepRef(event.epoch, event.step))
-                self._read_through = entry.id
+        for entry in announced(log, self._read_through):
+            event = _event(entry.payload)
+            if isinstance(event, VersionRetired):
+                version = StepRef(event.epoch, event.step)
+                yield version
+                self._ready.discard(version)
+            elif isinstance(event, StepReady) and event.kind == "weights":
+                self._ready.add(StepRef(event.epoch, event.step))
+            self._read_through = entry.id
 
 
 def _event(payload: bytes) -> object:

@@ -14,6 +14,7 @@ import torch
 from msgspec import Struct
 
 from trinity_events import Synchronizer
+from trinity_events.causes import first_error
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_events.server import connect
 from trinity_schemas import (
@@ -26,7 +27,6 @@ from trinity_schemas import (
 
 from ..config import RunConfig
 from ..experiences import ExperienceWriter
-from ..first_error import first_error
 from ..learning.policy import load_policy
 from ..learning.rollout import Rollout, generate, sampled_accuracy
 from ..learning.tasks import Question, make_task

@@ -10,13 +10,13 @@ import anyio
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
+from trinity_events.causes import cause_of, first_error
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.server import Wait
 from trinity_schemas import RunClosed
 
 from ..config import RunConfig
-from ..first_error import first_error
 
 _ENDINGS = (signal.SIGINT, signal.SIGTERM)
 _REDUCER_DEADLINE = 30.0
@@ -73,7 +73,7 @@ async def closing(client: redis.asyncio.Redis, config: RunConfig) -> AsyncIterat
     try:
         yield
     except BaseException as error:
-        closed = RunClosed(reason="failed", error=_sentence(error))
+        closed = RunClosed(reason="failed", error=cause_of(error))
         if isinstance(error, anyio.get_cancelled_exc_class()):
             closed = RunClosed(reason="interrupted")
         # What happened is worth more than that the log could not be told of it.
@@ -95,10 +95,3 @@ async def _close(
         last = position(await publisher.publish(closed))
         while position((await wait.ask(log.load))[1]) < last:  # noqa: ASYNC110
             await anyio.sleep(0.02)
-
-
-def _sentence(error: BaseException) -> str:
-    first = first_error(error)
-    # It may hold a file name that is no text, which the log could not hold.
-    text = f"{type(first).__name__}: {first}".encode(errors="backslashreplace").decode()
-    return text[:2000]

@@ -10,11 +10,10 @@ from typing import Any
 
 import anyio
 
+from trinity_events.causes import first_error
 from trinity_events.errors import LogLost
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import SyncRequested
-
-from ..first_error import first_error
 
 logger = logging.getLogger(__name__)
 
