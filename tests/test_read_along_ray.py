@@ -65,8 +65,9 @@ def followed(monkeypatch):
 
 
 def here(followed):
-    """Objects that the newest follower has digested."""
-    return len(followed[-1].fetched) if followed else 0
+    """Objects that the newest follower has digested to their ends."""
+    fetched = list(followed[-1].fetched.values()) if followed else []
+    return sum(len(one.digests) == len(list(one.chunks())) for one in fetched)
 
 
 def test_what_was_digested_before_it_was_sealed_is_not_digested_again(
