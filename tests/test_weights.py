@@ -7,6 +7,7 @@ import anyio
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.pipeline import announced, reducer_task
 from trinity_events import Synchronizer
@@ -18,7 +19,13 @@ from trinity_events.errors import (
     VersionUnavailable,
 )
 from trinity_events.server import open_client
-from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, SharedMemoryStore
+from trinity_events.weights import (
+    PartRef,
+    PartWriter,
+    RedisChunkStore,
+    SharedMemoryStore,
+    adopt,
+)
 from trinity_events.weights.tensors import DTYPES, dtype_name
 from trinity_schemas import (
     SaveFailed,
@@ -257,6 +264,28 @@ async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trai
         publish(trainer, tensors, step)
         explorer.apply(model, await ready(log, step))
         assert all(torch.equal(one, both[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("how", ["apply", "load", "adopt"])
+async def test_a_model_that_is_compiled_or_wrapped_takes_versions_by_plain_names(
+    trainer, explorer, log, how
+):
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    sent = {name: torch.ones_like(tensor) for name, tensor in plain.state_dict().items()}
+    publish(trainer, sent, 1)
+    event = await ready(log, 1)
+    compiled = torch.compile(torch.nn.Sequential(plain[0], checkpoint_wrapper(plain[1])))
+    assert "_orig_mod.1._checkpoint_wrapped_module.weight" in dict(compiled.named_parameters())
+    if how == "adopt":
+        with explorer.pull(event) as version:
+            adopt(compiled, version)
+            assert all(torch.equal(one, sent[name]) for name, one in plain.state_dict().items())
+    else:
+        getattr(explorer, how)(compiled, event)
+        assert all(torch.equal(one, sent[name]) for name, one in plain.state_dict().items())
+        publish(trainer, dict(compiled.named_parameters()) | dict(compiled.named_buffers()), 2)
+        getattr(explorer, how)(compiled, await ready(log, 2))
 
 
 async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log, weights_client):

@@ -12,24 +12,39 @@ import torch
 from ..errors import IncompatibleWeights
 from .tensors import DTYPES, is_freed
 
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What torch puts into the names of a module that it wraps."""
+
 _Place: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors that a version fills, by all of their names: parameters, and saved buffers.
 
+    Those of a module that is compiled, or wrapped otherwise, have their plain names too.
+
     Raises IncompatibleWeights when one is on the meta device: it has nothing to be filled.
     """
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    saved = module.state_dict(keep_vars=True) if buffers else {}
-    targets |= {name: buffer for name, buffer in buffers.items() if name in saved}
-    for name, target in targets.items():
+    # Some wrappers say plain names in a state dict alone.
+    saved = {plain_name(name) for name in (module.state_dict(keep_vars=True) if buffers else ())}
+    targets |= {name: buffer for name, buffer in buffers.items() if plain_name(name) in saved}
+    for name, target in list(targets.items()):
+        targets.setdefault(plain_name(name), target)
         if target.is_meta:  # copies into it do nothing, and say nothing
             raise IncompatibleWeights(
                 f"{name!r} has no memory in the model (meta device): materialize it first"
             )
     return targets
+
+
+def plain_name(name: str) -> str:
+    """The name in the model as it was before it was wrapped."""
+    if "_mod" in name:  # as all of them have
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+    return name
 
 
 def fitting(

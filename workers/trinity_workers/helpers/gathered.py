@@ -9,10 +9,10 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from trinity_events.weights.fitting import plain_name
+
 from ..engines.base import NamedTensors, TrainEngine, per_tensor_params
 from ..engines.buffers import saved_buffers
-
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def full_tensors(engine: TrainEngine) -> NamedTensors:
@@ -26,7 +26,7 @@ def full_tensors(engine: TrainEngine) -> NamedTensors:
     ):
         return _summoned(engine.module)
     return (
-        (name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        (plain_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
         for name, tensor in per_tensor_params(engine)
     )
 
@@ -63,10 +63,3 @@ def _own_parameters(unit: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]
     for name, child in unit.named_children():
         if not isinstance(child, FullyShardedDataParallel):
             yield from _own_parameters(child, f"{prefix}.{name}" if prefix else name)
-
-
-def plain_name(name: str) -> str:
-    """The name in the unwrapped model."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_events.errors import TrinityError
 from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
 from trinity_events.weights.boxes import Place, chunk_of
+from trinity_events.weights.fitting import plain_name
 
 from ..collectives import PeerFailed, gather_bytes, raise_together, rank_and_world, together
 from ..engines.base import LocalShard
 from ..engines.buffers import saved_buffers
-from .gathered import plain_name
 from .parts import follow, give_up, write_shards
 
 _KEY_BYTES = 8
