@@ -1,11 +1,13 @@
 """The main job as Compose runs it: the file's promises, and its processes without containers."""
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import get_args
@@ -124,17 +126,16 @@ class Processes:
         }
         self._started: list[subprocess.Popen] = []
 
-    def start(self, command: str, *args: str) -> subprocess.Popen:
+    def start(self, command: str, *args: str, **streams) -> subprocess.Popen:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "trinity_events", command, "--run", self.run_id),
                 *("--checkpoint-root", str(self.folder), *args),
             ],
             env=self._env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),
         )
         self._started.append(process)
         return process
@@ -247,15 +248,34 @@ def test_sigterm_stops_the_trainer_and_the_log_says_so(processes):
     assert ended(reducer)[0] == 0
 
 
-def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
-    reducer = processes.start("reducer")
-    trainer = processes.start("trainer")
+def wait_until_it_starts(processes: Processes) -> None:
+    """Ray is starting then, and would have a word with a signal too."""
     with connect_sync(processes.redis_url) as client:
         give_up = time.monotonic() + 60
         while not client.exists(RunKeys.of(processes.run_id).events):
             assert time.monotonic() < give_up, "waited in vain"
             time.sleep(0.01)
-    time.sleep(0.3)  # Ray is starting, and would have a word with the signal too
+    time.sleep(0.3)
+
+
+def test_a_terminal_that_goes_ends_the_trainer_and_the_log_says_so(processes):
+    processes.start("reducer")
+    ours, theirs = os.openpty()
+    terminal = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    trainer = processes.start(
+        "trainer", **terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)
+    )
+    os.close(theirs)
+    wait_until_it_starts(processes)
+    os.close(ours)
+    assert trainer.wait(30) == 128 + signal.SIGHUP
+    assert processes.closed() == ["interrupted"]
+
+
+def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
+    reducer = processes.start("reducer")
+    trainer = processes.start("trainer")
+    wait_until_it_starts(processes)
     trainer.terminate()
     status, _, error = ended(trainer)
     assert status == 143, error

@@ -73,7 +73,8 @@ async def test_each_opening_is_an_epoch_and_a_resume_says_from_where(log, run_id
     assert (await current_state(log)).trainer_step == 20
 
 
-async def test_sigterm_ends_the_block_in_order_and_with_its_status(log, run_id, redis_url):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_ends_the_block_in_order_and_with_its_status(log, run_id, redis_url, number):
     code = (
         "import sys, time\n"
         "from trinity_events import training_run\n"
@@ -84,8 +85,8 @@ async def test_sigterm_ends_the_block_in_order_and_with_its_status(log, run_id, 
     command = [sys.executable, "-c", code, run_id, redis_url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.readline() == b"opened\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
     assert await closed(log) == ("interrupted", None)
 
 

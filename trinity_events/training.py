@@ -14,6 +14,7 @@ from anyio.from_thread import start_blocking_portal
 from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
 
 from .causes import cause_of, first_error
+from .endings import endings
 from .errors import InvalidRunId, PublishError
 from .log import Publisher, SyncEventLog, new_producer, open_run
 from .server import connect, open_client, serving
@@ -33,9 +34,10 @@ def training_run(
     Gives the trainer's publisher, which has the ``epoch`` that the other processes are to be told.
 
     Whoever looks at the run sees how it ended: ``finished``, ``failed`` with the error that left
-    the block, or ``interrupted``. SIGTERM, with which launchers end what is left of a job, raises
-    ``SystemExit`` in the block, where the main thread enters it and nothing else handles the
-    signal. A process that is killed otherwise says nothing.
+    the block, or ``interrupted``. SIGTERM, with which launchers end what is left of a job, and
+    SIGHUP, which comes when the terminal goes, raise ``SystemExit`` in the block, where the main
+    thread enters it and nothing else handles the signal. A process that is killed otherwise says
+    nothing.
 
     Args:
         run: The run's id.
@@ -67,7 +69,7 @@ def training_run(
         with publishing(run, epoch, "trainer", redis_url=url) as publisher:
             publisher.publish(TrainerStatusChanged(status="running", step=resume_from or 0))
             try:
-                with _ended_by_sigterm():
+                with _ended_by_signals():
                     yield publisher
             except BaseException as error:
                 with suppress(PublishError):  # what happened is worth more than that
@@ -103,25 +105,24 @@ def publishing(
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """End the block in order where the signal would end the process without a word."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
+def _ended_by_signals() -> Iterator[None]:
+    """End the block in order where a signal would end the process without a word."""
+    asked: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        asked = [one for one in endings() if signal.getsignal(one) is signal.SIG_DFL]
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one does not wait
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for one in asked:
+        signal.signal(one, end)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for one in asked:
+            if signal.getsignal(one) is end:
+                signal.signal(one, signal.SIG_DFL)
 
 
 def _closed_by(error: BaseException) -> RunClosed:

@@ -6,12 +6,15 @@ import signal
 import sys
 from types import FrameType
 
+from ..endings import endings
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line; whoever interrupts it, while it is loaded too, sees no traceback."""
-    signal.signal(signal.SIGTERM, _end)
+    for one in endings():
+        signal.signal(one, _end)
     try:
         from .app import run
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import anyio
 import typer
 
+from ..endings import endings
 from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import serving
@@ -88,11 +89,11 @@ def reducer(
 
 
 async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = False) -> None:
-    """Serve until SIGINT, SIGTERM or, with a lifeline, the end of standard input."""
+    """Serve until it is asked to end: by a signal or, with a lifeline, the end of its input."""
     async with anyio.create_task_group() as tasks:
 
         async def stop_on_signal() -> None:
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            with anyio.open_signal_receiver(signal.SIGINT, *endings()) as signals:
                 async for _ in signals:
                     tasks.cancel_scope.cancel()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -11,6 +12,7 @@ import redis.asyncio
 from redis.exceptions import RedisClusterException
 
 from trinity_events.causes import cause_of, first_error
+from trinity_events.endings import endings
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.server import Wait
@@ -18,7 +20,6 @@ from trinity_schemas import RunClosed
 
 from ..config import RunConfig
 
-_ENDINGS = (signal.SIGINT, signal.SIGTERM)
 _REDUCER_DEADLINE = 30.0
 _SHORT_DEADLINE = 3.0
 """Seconds for it when the run did not come to its end: who asks us to end kills after ten."""
@@ -34,14 +35,16 @@ class Interrupted(TrinityError):
 
 @asynccontextmanager
 async def interruptible(run_id: str) -> AsyncIterator[None]:
-    """Turn SIGINT and SIGTERM into an orderly end of the block.
+    """Turn signals that ask the process to end into an orderly end of the block.
 
     Raises:
         Interrupted: after the block has ended, when that is why.
     """
     received: int | None = None
+    asked = [signal.SIGINT, *endings()]
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
     # Open until the block has ended: a second signal does not end it in its middle.
-    with anyio.open_signal_receiver(*_ENDINGS) as signals:
+    with anyio.open_signal_receiver(*asked) as signals:
         try:
             async with anyio.create_task_group() as tasks:
 
@@ -49,6 +52,8 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
                     nonlocal received
                     async for number in signals:
                         received = received or number
+                        if number == signal.SIGHUP:
+                            _leave(terminals)
                         tasks.cancel_scope.cancel()
 
                 tasks.start_soon(listen)
@@ -58,13 +63,21 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
             # Task groups nest; what happened is what one reads for.
             raise first_error(group) from None
     if received is not None:
-        for number in _ENDINGS:
+        for number in asked:
             signal.signal(number, signal.SIG_IGN)  # what is left to do is to say so
         raise Interrupted(
             f"run {run_id} was interrupted; look at what it did with: "
             f"trinity-events replay {run_id}",
             received,
         )
+
+
+def _leave(terminals: list[int]) -> None:
+    """Write to nowhere what would go to a terminal that is gone, which is an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in terminals:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 @asynccontextmanager
