@@ -82,7 +82,7 @@ class RunClosed(_Event, frozen=True):
     """The run's present epoch ended; ``error`` says why when it did not end by itself."""
 
     reason: Annotated[Literal["finished", "interrupted", "failed"], Meta(description="How.")]
-    step: Annotated[Step, Meta(description="The last training step.")] = 0
+    step: Annotated[Step | None, Meta(description="The last training step, if known.")] = None
     error: Annotated[Text | None, Meta(description="What went wrong.")] = None
 
 
