@@ -20,6 +20,7 @@ from tests.pipeline import until
 from tests.servers import servers
 from trinity_events import Synchronizer
 from trinity_events.archive import Archive
+from trinity_events.cli.tail import _tail
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import clients, connect
@@ -152,6 +153,18 @@ async def test_an_outage_of_the_server_does_not_end_the_training(server, log, pu
             return "step 1/10" in shown
 
         await until(is_shown)
+
+
+async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, capsys):
+    async with beside(partial(_tail, server.url, RUN, 5, True, True)):
+        said = ""
+        for step in (1, 2):
+            await publisher.publish(StepCommitted(step=step, kind="weights"))
+            with anyio.fail_after(20):
+                while f'"step": {step}' not in said:
+                    said += capsys.readouterr().out
+                    await anyio.sleep(0.05)
+            await outage(server, 0.5)
 
 
 async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monkeypatch, caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated, TypeVar
 
 import anyio
@@ -13,6 +14,7 @@ from trinity_schemas import ContractError, decode_envelope, to_json
 
 from ..history import page_of, read_all
 from ..log import Entry, PageSize, RedisEventLog, Stream, before, position
+from ..server import Wait
 from ..views import event_line
 from .options import Json, RedisUrl, RunArgument, log_of, print_json
 
@@ -46,9 +48,10 @@ async def _tail(redis_url: str | None, run: str, lines: int, follow: bool, as_js
             after[stream] = entry.id
             _print(stream, entry, as_json=as_json)
         page = PageSize(page_of(Stream.ANNOUNCEMENTS))
+        wait = Wait(None, f"nothing more of run {log.run_id}")
         while follow:
             sys.stdout.flush()
-            found = await log.wait(after, seconds=5, limit=page.limit)
+            found = await wait.ask(partial(log.wait, after, seconds=5, limit=page.limit))
             page.learn([entry for _, entry in found])
             for stream, entry in found:
                 after[stream] = entry.id
