@@ -19,6 +19,17 @@ from trinity_events.reducer import retention
 from trinity_events.server import EmbeddedServer, connect, open_client
 
 
+WHOLE_RUNS = {"test_demo", "test_demo_megatron", "test_compose", "test_training", "test_benchmarks"}
+"""Files whose tests take all cores for long; where several tests run at a time, one of these."""
+
+
+def pytest_collection_modifyitems(items):
+    """Keep the tests of a file together: they share processes that are costly to start."""
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("whole runs" if name in WHOLE_RUNS else name))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def home():
     """A TRINITY_HOME of the session's own; its embedded servers run as long as the session."""
