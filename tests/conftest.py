@@ -18,7 +18,6 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_produc
 from trinity_events.reducer import retention
 from trinity_events.server import EmbeddedServer, connect, open_client
 
-
 WHOLE_RUNS = {"test_demo", "test_demo_megatron", "test_compose", "test_training", "test_benchmarks"}
 """Files whose tests take all cores for long; where several tests run at a time, one of these."""
 
