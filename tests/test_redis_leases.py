@@ -1,17 +1,20 @@
-"""Leases over Redis: who reads a superseded part gets all of it, and nobody else waits for ever."""
+"""How long parts last on a server: as long as they are published, and read."""
 
 from contextlib import closing
 from unittest import mock
 
+import anyio
 import pytest
 import redis
 
+from tests.pipeline import until
 from tests.test_transports import put
 from tests.transport_actors import CHUNK, Where
 from trinity_events.server import open_client
+from trinity_events.weights.transports.redis import keeping
 from trinity_events.weights.transports.redis.leases import LONGEST
 from trinity_events.weights.transports.redis.store import _Memory
-from trinity_schemas import chunk_key, leases_key
+from trinity_schemas import chunk_key, leases_key, manifest_key
 
 SIZES = [CHUNK] * 5 + [24_160 - 5 * CHUNK]
 """Of six tensors of 4,000 bytes, aligned."""
@@ -35,6 +38,16 @@ def theirs(weights_url):
     made = Where("redis", weights_url).store()
     yield made
     made.close()
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Publishers renew what they keep fifty times a second."""
+    monkeypatch.setattr(keeping, "SHARE", 50 * keeping.ORPHANED_AFTER)
+
+
+def keys_of(part) -> list[str]:
+    return [manifest_key(*part), *(chunk_key(*part, index) for index in range(len(SIZES)))]
 
 
 def there(source) -> list[bool]:
@@ -137,3 +150,50 @@ def test_memory_of_several_parts_makes_room_for_larger_ones():
     memory.give(large)
     assert len(memory.take(20)) == 20
     assert len(memory.take(3)) == 5, "the largest alone made room"
+
+
+async def test_what_is_published_does_not_expire_while_its_publisher_lives(
+    often, weights_url, part, client
+):
+    with closing(Where("redis", weights_url).store()) as store:
+        put(store, part)
+        for key in keys_of(part):
+            client.expire(key, 100)
+        await until(lambda: all(client.ttl(key) > 100 for key in keys_of(part)))
+        store.delete(part)
+        assert client.exists(*keys_of(part)) == 0
+        put(store, part)
+    for key in keys_of(part):
+        client.expire(key, 100)
+    await anyio.sleep(0.2)
+    assert all(0 < client.ttl(key) <= 100 for key in keys_of(part)), "it ended, and left them"
+
+
+async def test_of_what_nobody_retires_the_newest_are_kept_and_what_they_rest_on(
+    often, ours, part, client
+):
+    def manifest_of(step):
+        return manifest_key(*part._replace(step=step))
+
+    full, *others = (part._replace(step=step) for step in range(10))
+    for one in (full, *others):
+        sink = ours.begin(one)
+        sink.seal(b"a manifest", None if one == full else full)
+    for step in range(10):
+        client.expire(manifest_of(step), 100)
+    newest = [0, *range(10 - keeping.MOST, 10)]
+    await until(lambda: all(client.ttl(manifest_of(step)) > 100 for step in newest))
+    await anyio.sleep(0.2)
+    lasting = [step for step in range(10) if client.ttl(manifest_of(step)) > 100]
+    assert lasting == newest
+
+
+async def test_what_cannot_be_renewed_is_tried_again(often, weights_url, part, client):
+    with closing(Where("redis", weights_url).store()) as store:
+        with mock.patch.object(
+            store._keeping, "_renew", side_effect=redis.ConnectionError
+        ) as renew:
+            put(store, part)
+            await until(lambda: renew.call_count > 1)
+        client.expire(manifest_key(*part), 100)
+        await until(lambda: client.ttl(manifest_key(*part)) > 100)

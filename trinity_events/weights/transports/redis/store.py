@@ -15,13 +15,12 @@ from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_
 
 from ....log.scripts import Scripts
 from ..base import Check, PartRef, Received, Room
+from .keeping import ORPHANED_AFTER, Keeping
 from .leases import LEASE, Lease, Retired, unlink
 from .values import Asked, LargeValues
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-ORPHANED_AFTER = 6 * 3600
-"""Seconds after which chunks that nobody freed expire."""
 CHUNK_BYTES = 2 << 20
 """Each costs the server and us some time, whatever its size."""
 
@@ -34,7 +33,7 @@ class RedisChunkStore:
 
     Args:
         client: To the server.
-        expire: Seconds after which chunks that nobody freed expire.
+        expire: Seconds after which chunks expire that nobody freed, and whose publisher ended.
         lease: Seconds after which the lease of a reader that died ends.
     """
 
@@ -44,7 +43,7 @@ class RedisChunkStore:
         self, client: redis.Redis, *, expire: int = ORPHANED_AFTER, lease: float = LEASE
     ) -> None:
         self._redis: Any = client
-        self._expire = expire
+        self._keeping = Keeping(client, expire)
         self._lease = lease
         self._values = LargeValues(client)
         self._scripts = Scripts(client, __package__)
@@ -57,8 +56,9 @@ class RedisChunkStore:
         """Begin a part. It holds two chunks in memory, whatever the size of the model."""
         self._retired.free()
         self._retired.make_way(part)
+        self._keeping.remove(part)
         size = chunk_bytes or CHUNK_BYTES
-        return RedisSink(self._redis, self._values, self._rooms, part, size, self._expire)
+        return RedisSink(self._redis, self._values, self._rooms, part, size, self._keeping)
 
     def open(self, part: PartRef) -> RedisSource | None:
         """The part under a lease of ours, or None when it is not there."""
@@ -71,6 +71,7 @@ class RedisChunkStore:
 
     def delete(self, part: PartRef) -> None:
         """Let nobody begin to read the part; free it once nobody reads it."""
+        self._keeping.remove(part)
         manifest: bytes | None = self._redis.get(manifest_key(*part))
         if manifest is None:
             return
@@ -85,7 +86,8 @@ class RedisChunkStore:
         return "retired, expired, or on another server"
 
     def close(self) -> None:
-        """Close the connections. What is still read is not freed here: it expires."""
+        """Close the connections. What is published stays for a while, and expires."""
+        self._keeping.close()
         self._values.close()
         self._redis.close()
 
@@ -103,13 +105,13 @@ class RedisSink:
         rooms: _Memory,
         part: PartRef,
         chunk_bytes: int,
-        expire: int,
+        keeping: Keeping,
     ) -> None:
         self._redis = client
         self._values = values
         self._rooms = rooms
         self._part = part
-        self._expire = expire
+        self._keeping = keeping
         self.chunk_bytes = chunk_bytes
         self._memory: Bytes | None = None
         self._chunks = 0
@@ -126,13 +128,13 @@ class RedisSink:
         key, data = chunk_key(*self._part, self._chunks), self.room()[:nbytes]
         # Counted before: what is sent in vain is taken back like what arrived.
         self._chunks += 1
-        self._values.set(key, data, self._expire)
+        self._values.set(key, data, self._keeping.expire)
 
     def send(self, data: memoryview) -> str:
         """Send a chunk from where it lies."""
         key = chunk_key(*self._part, self._chunks)
         self._chunks += 1
-        return self._values.set_digested(key, data, self._expire)
+        return self._values.set_digested(key, data, self._keeping.expire)
 
     def settle(self) -> None:
         """Wait until the server has all that was sent."""
@@ -141,10 +143,12 @@ class RedisSink:
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Send the manifest, once the server has all chunks."""
         self._settle()
-        self._redis.set(manifest_key(*self._part), manifest, ex=self._expire)
+        self._redis.set(manifest_key(*self._part), manifest, ex=self._keeping.expire)
+        self._keeping.add(self._part, self._chunks, base)
 
     def discard(self) -> None:
         """Forget what was sent, the manifest first."""
+        self._keeping.remove(self._part)
         self._settle()  # nothing comes behind it
         unlink(self._redis, self._part, self._chunks)
 
