@@ -288,6 +288,21 @@ async def test_a_model_that_is_compiled_or_wrapped_takes_versions_by_plain_names
         getattr(explorer, how)(compiled, await ready(log, 2))
 
 
+async def test_without_urls_the_embedded_servers_are_used_and_chunks_are_in_no_file(
+    publisher, log, client, weights_client, redis_url, run_id
+):
+    ours, theirs = Synchronizer(run_id, publisher.epoch), Synchronizer(run_id, 0, role="explorer")
+    async with reducer_task(redis_url, run_id):
+        publish(ours, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}, 1)
+        model = torch.nn.Linear(2, 2)
+        theirs.apply(model, await ready(log, 1))
+        assert torch.equal(model.weight, torch.ones(2, 2))
+    for one in (pickle.loads(pickle.dumps(ours)), ours, theirs):
+        one.close()
+    chunks = f"trinity-weights:{{{run_id}.*"
+    assert weights_client.keys(chunks) and not await client.keys(chunks)
+
+
 async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log, weights_client):
     def tensors():
         yield "a", torch.ones(100)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import redis
@@ -27,7 +27,7 @@ from trinity_schemas import (
 from ..coordinator import LEASE
 from ..log import Publisher, SyncEventLog, new_producer
 from ..log.faults import passes
-from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client
+from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client, serving, serving_weights
 from .ahead import Ahead
 from .attempts import PartAttempt
 from .deltas.patch import Installed, ModelDiffers
@@ -60,8 +60,9 @@ class Synchronizer(CollectiveGroups):
     Args:
         run_id: The run.
         epoch: The epoch of the run that the process belongs to; explorers give 0.
-        redis_url: The server of the log.
-        weights_url: The server of the chunks; the log's when left out.
+        redis_url: The server of the log; without it ``TRINITY_REDIS_URL``, else the embedded one.
+        weights_url: The server of the chunks; without it ``TRINITY_WEIGHTS_REDIS_URL``, else
+            beside the embedded server one that keeps no file, and beside another that one itself.
         role: The process's role, in its events.
         rank: The process's rank in that role.
         transport: How its versions travel: over the chunks' server, through this host's shared
@@ -82,7 +83,7 @@ class Synchronizer(CollectiveGroups):
         run_id: str,
         epoch: int,
         *,
-        redis_url: str,
+        redis_url: str | None = None,
         weights_url: str | None = None,
         role: str = "trainer",
         rank: int = 0,
@@ -96,7 +97,7 @@ class Synchronizer(CollectiveGroups):
         self.run_id = run_id
         self.epoch = epoch
         self._redis_url = redis_url
-        self._weights_url = weights_url or redis_url
+        self._weights_url = weights_url
         self._role = role
         self._rank = rank
         self._transport = transport
@@ -108,13 +109,12 @@ class Synchronizer(CollectiveGroups):
         self._disconnect()
 
     def _disconnect(self) -> None:
+        self._servers = ExitStack()
+        """Those of ours that we use, for as long as we do."""
+        self._log_url: str | None = None
         self._publisher_made: Publisher | None = None
         self._stores = Stores(
-            self.run_id,
-            self._weights_url,
-            LOG_SERVER if self._weights_url == self._redis_url else WEIGHTS_SERVER,
-            f"{self._role}-{self._rank}",
-            self._group_timeout,
+            self.run_id, self._connected, f"{self._role}-{self._rank}", self._group_timeout
         )
         self._attempts: dict[int, PartAttempt] = {}
         """By rank."""
@@ -128,8 +128,8 @@ class Synchronizer(CollectiveGroups):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        own = ("_publisher_made", "_stores", "_attempts", "_ranks", "_standing", "_last")
-        for name in (*own, "_installed", "_ahead", "_torn"):
+        own = ("_servers", "_log_url", "_publisher_made", "_stores", "_attempts", "_ranks")
+        for name in (*own, "_standing", "_last", "_installed", "_ahead", "_torn"):
             del state[name]
         return state
 
@@ -173,17 +173,18 @@ class Synchronizer(CollectiveGroups):
 
         Raises PublishError when the log did not take all that was said.
         """
-        publisher, stores = self._publisher_made, self._stores
+        publisher, stores, servers = self._publisher_made, self._stores, self._servers
         for rank in list(self._attempts):
             self.part_given_up(rank)
         self._disconnect()
-        try:
-            if publisher is not None:
-                publisher.close()
-        finally:
-            if publisher is not None:
-                publisher.log.close()
-            stores.close()
+        with servers:
+            try:
+                if publisher is not None:
+                    publisher.close()
+            finally:
+                if publisher is not None:
+                    publisher.log.close()
+                stores.close()
 
     def tell(self, event: ExplorerStatusChanged) -> None:
         """Say how this explorer is."""
@@ -489,10 +490,23 @@ class Synchronizer(CollectiveGroups):
     @property
     def _publisher(self) -> Publisher:
         if self._publisher_made is None:
-            log = SyncEventLog(open_client(self._redis_url), self.run_id)
+            log = SyncEventLog(open_client(self._log_server), self.run_id)
             producer = new_producer(self._role, self._rank)
             self._publisher_made = Publisher(log, self.epoch, producer)
         return self._publisher_made
+
+    @property
+    def _log_server(self) -> str:
+        """Its URL, found when it is first asked for."""
+        if self._log_url is None:
+            self._log_url = self._servers.enter_context(serving(self._redis_url))
+        return self._log_url
+
+    def _connected(self) -> redis.Redis:
+        """A client to the server of the chunks."""
+        log = self._log_server
+        url = self._servers.enter_context(serving_weights(self._weights_url, log))
+        return open_client(url, setting=LOG_SERVER if url == log else WEIGHTS_SERVER)
 
     @property
     def _store(self) -> ChunkStore:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
+import redis
+
 from ...errors import VersionUnavailable
-from ...server import Setting, open_client
 from .base import ChunkStore
 from .collective import CollectiveStore
 from .cuda import CudaStore
@@ -21,18 +23,16 @@ class Stores:
 
     Args:
         run_id: The run.
-        weights_url: The server of the chunks.
-        setting: What names it.
+        connect: Makes a client to the server of the chunks.
         process: What the process is called among those of a collective group.
         group_timeout: Seconds within which a dead peer of a collective group is an error.
     """
 
     def __init__(
-        self, run_id: str, weights_url: str, setting: Setting, process: str, group_timeout: float
+        self, run_id: str, connect: Callable[[], redis.Redis], process: str, group_timeout: float
     ) -> None:
         self._run_id = run_id
-        self._weights_url = weights_url
-        self._setting = setting
+        self._connect = connect
         self._process = process
         self._group_timeout = group_timeout
         self.opened: dict[str, ChunkStore] = {}
@@ -51,17 +51,14 @@ class Stores:
 
     def _open(self, transport: str) -> ChunkStore:
         if transport == RedisChunkStore.name:
-            return RedisChunkStore(open_client(self._weights_url, setting=self._setting))
+            return RedisChunkStore(self._connect())
         if transport == SharedMemoryStore.name:
             return SharedMemoryStore()
         if transport == RayStore.name:
             return RayStore()
         if transport == CollectiveStore.name:
             return CollectiveStore(
-                open_client(self._weights_url, setting=self._setting),
-                self._run_id,
-                self._process,
-                timeout=self._group_timeout,
+                self._connect(), self._run_id, self._process, timeout=self._group_timeout
             )
         if transport == CudaStore.name:
             return CudaStore()
