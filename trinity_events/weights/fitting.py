@@ -14,6 +14,8 @@ from .tensors import DTYPES, is_freed
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 """What torch puts into the names of a module that it wraps."""
+_MARK = "_mod"
+"""What they have in common: models of many tensors are looked through at every version."""
 
 _Place: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -30,8 +32,9 @@ def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     # Some wrappers say plain names in a state dict alone.
     saved = {plain_name(name) for name in (module.state_dict(keep_vars=True) if buffers else ())}
     targets |= {name: buffer for name, buffer in buffers.items() if plain_name(name) in saved}
-    for name, target in list(targets.items()):
-        targets.setdefault(plain_name(name), target)
+    wrapped = {plain_name(name): target for name, target in targets.items() if _MARK in name}
+    targets = {**targets, **wrapped, **targets} if wrapped else targets
+    for name, target in targets.items():
         if target.is_meta:  # copies into it do nothing, and say nothing
             raise IncompatibleWeights(
                 f"{name!r} has no memory in the model (meta device): materialize it first"
@@ -41,9 +44,8 @@ def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def plain_name(name: str) -> str:
     """The name in the model as it was before it was wrapped."""
-    if "_mod" in name:  # as all of them have
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
     return name
 
 
