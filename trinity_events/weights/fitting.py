@@ -33,7 +33,7 @@ def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     saved = {plain_name(name) for name in (module.state_dict(keep_vars=True) if buffers else ())}
     targets |= {name: buffer for name, buffer in buffers.items() if plain_name(name) in saved}
     wrapped = {plain_name(name): target for name, target in targets.items() if _MARK in name}
-    targets = {**targets, **wrapped, **targets} if wrapped else targets
+    targets = wrapped | targets
     for name, target in targets.items():
         if target.is_meta:  # copies into it do nothing, and say nothing
             raise IncompatibleWeights(
