@@ -326,6 +326,20 @@ def test_the_port_of_serve_is_closed_when_it_ends_although_others_use_the_server
             assert client.ping()
 
 
+def test_a_second_serve_takes_no_port_away_from_the_first(tmp_path, cli):
+    port, other = free_ports(2)
+    home = {"TRINITY_HOME": str(tmp_path)}
+    with serving(tmp_path, "--port", str(port)):
+        refused = cli("serve", "--port", str(other), env=home)
+        assert refused.returncode == 1
+        assert f"listens on port {port} for another serve" in refused.stderr
+        with serving(tmp_path, "--port", str(port)) as said:
+            assert said.startswith(f"serving at redis://127.0.0.1:{port} ")
+        socket.create_connection(("127.0.0.1", port)).close()
+    with serving(tmp_path, "--port", str(other)):
+        socket.create_connection(("127.0.0.1", other)).close()
+
+
 def test_the_reader_of_a_pipe_may_leave_early(cli, finished_run, redis_url):
     command = f"{sys.executable} -m trinity_events replay {finished_run} | head -1"
     shown = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

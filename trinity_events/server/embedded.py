@@ -153,6 +153,42 @@ class EmbeddedServer:
                         self._stop()
 
     @contextmanager
+    def listening(self, port: int) -> Iterator[str]:
+        """Have the server, which we use, listen on a loopback port too; yields that URL.
+
+        It can have but one. Whoever asks for the one that it has shares it, and the last of them
+        closes it: others may go on with the server, which nobody is to reach by a port of ours.
+        """
+        with (self.data / "port.lock").open("a+") as users:
+            with self._deciding(), probe(self.socket) as client:
+                if unused(users):
+                    self._listen(client, port)
+                elif (there := int(client.config_get("port")["port"])) != port:
+                    raise ServerUnreachable(
+                        f"the embedded server of {self.home} listens on port {there} for another "
+                        "serve, and can have but one: use that port, or end the other serve, or "
+                        "set TRINITY_HOME to another folder"
+                    )
+                fcntl.flock(users, fcntl.LOCK_SH)
+            try:
+                yield f"redis://127.0.0.1:{port}"
+            finally:
+                with self._deciding(), suppress(redis.RedisError), probe(self.socket) as client:
+                    if unused(users):
+                        client.config_set("port", 0)
+
+    @staticmethod
+    def _listen(client: redis.Redis, port: int) -> None:
+        client.config_set("bind", "127.0.0.1")
+        try:
+            client.config_set("port", port)
+        except redis.ResponseError as error:
+            raise ServerUnreachable(
+                f"the embedded server cannot listen on port {port} ({error}): "
+                "choose another with --port"
+            ) from None
+
+    @contextmanager
     def _deciding(self) -> Iterator[None]:
         with (self.data / "start.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
