@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import anyio
 import pytest
@@ -163,6 +163,20 @@ async def test_runs_lists_the_run(cli, finished_run):
     [row] = [row for row in rows if row["run_id"] == finished_run]
     assert row["trainer"] == "finished"
     assert row["ready"]["weights"]["step"] == 2
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+async def test_runs_shows_whole_ids_in_a_narrow_terminal(finished_run, columns):
+    terminal, side = os.openpty()
+    command = (sys.executable, "-m", "trinity_events", "runs")
+    with subprocess.Popen(command, stdout=side, env={**os.environ, "COLUMNS": str(columns)}):
+        os.close(side)
+        shown = b""
+        with suppress(OSError):  # how a terminal says that nobody writes any more
+            while said := os.read(terminal, 4096):
+                shown += said
+    os.close(terminal)
+    assert f"{finished_run} ".encode() in shown
 
 
 async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finished_run):
