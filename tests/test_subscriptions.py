@@ -197,14 +197,20 @@ async def test_without_a_url_the_embedded_server_is_used(redis_url, publisher, r
     assert event.step == 1
 
 
+async def test_a_subscription_that_nobody_opened_says_how_it_is_read():
+    with pytest.raises(RuntimeError, match=r"async with subscribe\(\.\.\.\) as events"):
+        await anext(subscribe("run", StepReady))
+
+
 def test_nonsense_is_refused_before_anything_is_connected():
     for refusing in (partial(subscribe, "run"), Pipeline("run").subscribe):
         with pytest.raises(ValueError, match="not to both at once"):
             refusing(StepReady, SaveStarted)
         with pytest.raises(ValueError, match=r"start at .*'yesterday' is not an entry id"):
             refusing(StepReady, start="yesterday")
-        with pytest.raises(ValueError, match="is not an event"):
-            refusing(dict)
+        for one in (dict, "StepReady"):
+            with pytest.raises(ValueError, match="is not an event"):
+                refusing(one)
         for group in ("", "x" * 257):
             with pytest.raises(ValueError, match=f"1 to 256 characters, .* has {len(group)}"):
                 refusing(group=group)
