@@ -29,6 +29,7 @@ START_DEADLINE = 20.0
 FREE_DEADLINE = 10.0
 """Seconds that a server is given to end that does not answer any more."""
 PID_FILE = "redis.pid"
+_ROOM = 64 * 1024  # bytes that it cannot do without
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
 
@@ -290,9 +291,15 @@ class EmbeddedServer:
         while not self._answers():
             if started.returncode != 0 or time.monotonic() > give_up:
                 raise ServerUnreachable(
-                    f"the embedded server {command[0]} did not start: see {self.data}/redis.log"
+                    f"the embedded server {command[0]} did not start: {self._why()}"
                 )
             time.sleep(0.02)
+
+    def _why(self) -> str:
+        """Where that is to be seen; on a full disk its own log has nothing."""
+        if shutil.disk_usage(self.data).free < _ROOM:
+            return f"the disk of {self.data} is full: make room, or set TRINITY_HOME to another"
+        return f"see {self.data}/redis.log"
 
     def _have_it_kept(self) -> None:
         """Have it stopped when its users are gone without a word; it works without that, too."""
