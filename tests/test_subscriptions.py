@@ -97,6 +97,22 @@ async def test_a_follower_goes_on_from_a_position(run):
         assert [one.step for one in await take(events, 2)] == [1, 2]
 
 
+@pytest.mark.parametrize("group", [None, "eval"])
+async def test_a_position_may_be_of_the_other_stream(run, group):
+    await publish_steps(run.trainer, [1])
+    await announced(run.log, 1)
+    newest = await run.trainer.publish(started(2))  # as tail prints it: nothing is announced of it
+
+    async def go_on():
+        await anyio.sleep(0.2)
+        await publish_steps(run.trainer, [3])
+
+    subscribed = run.subscribe(StepReady, start=newest, group=group)
+    async with subscribed as events, anyio.create_task_group() as tasks:
+        tasks.start_soon(go_on)
+        assert [one.step for one in await take(events, 1)] == [3]
+
+
 async def test_every_follower_sees_every_event(run):
     await publish_steps(run.trainer, range(3))
     for _ in range(2):
