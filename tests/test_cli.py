@@ -261,6 +261,7 @@ MISTAKES = {
         ("demo", "--weights-redis-url", "redis://127.0.0.1:1"),
         "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
     ),
+    "an export to standard output": (("export", "nope", "-o", "-"), "export writes a file"),
     "an explorer without chunk server": (
         ("explorer", "--run", "nope", "--wait", "0", "--weights-redis-url", "redis://127.0.0.1:1"),
         "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
