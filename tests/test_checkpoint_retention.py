@@ -358,7 +358,7 @@ async def test_what_the_reader_raises_is_raised_and_its_hold_is_gone(
 ):
     (tmp_path / run_id / "global_step_1").mkdir(parents=True)
     with pytest.raises(KeyError, match="mine"):
-        async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=tmp_path):
+        async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=str(tmp_path)):
             raise KeyError("mine")
     token, _ = await log.lead(5)
     assert await log.doom(token, [1]) == {1}

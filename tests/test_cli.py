@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import anyio
 import pytest
@@ -165,6 +165,20 @@ async def test_runs_lists_the_run(cli, finished_run):
     assert row["ready"]["weights"]["step"] == 2
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+async def test_runs_shows_whole_ids_in_a_narrow_terminal(finished_run, columns):
+    terminal, side = os.openpty()
+    command = (sys.executable, "-m", "trinity_events", "runs")
+    with subprocess.Popen(command, stdout=side, env={**os.environ, "COLUMNS": str(columns)}):
+        os.close(side)
+        shown = b""
+        with suppress(OSError):  # how a terminal says that nobody writes any more
+            while said := os.read(terminal, 4096):
+                shown += said
+    os.close(terminal)
+    assert f"{finished_run} ".encode() in shown
+
+
 async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finished_run):
     lines = [json.loads(line) for line in cli("tail", finished_run, "--json").stdout.splitlines()]
     assert {line["stream"] for line in lines} == {"events", "announcements"}
@@ -247,6 +261,7 @@ MISTAKES = {
         ("demo", "--weights-redis-url", "redis://127.0.0.1:1"),
         "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
     ),
+    "an export to standard output": (("export", "nope", "-o", "-"), "export writes a file"),
     "an explorer without chunk server": (
         ("explorer", "--run", "nope", "--wait", "0", "--weights-redis-url", "redis://127.0.0.1:1"),
         "or leave --weights-redis-url (TRINITY_WEIGHTS_REDIS_URL) out to keep the weight chunks",
@@ -324,6 +339,20 @@ def test_the_port_of_serve_is_closed_when_it_ends_although_others_use_the_server
             socket.create_connection(("127.0.0.1", port))
         with connect_sync(url) as client:
             assert client.ping()
+
+
+def test_a_second_serve_takes_no_port_away_from_the_first(tmp_path, cli):
+    port, other = free_ports(2)
+    home = {"TRINITY_HOME": str(tmp_path)}
+    with serving(tmp_path, "--port", str(port)):
+        refused = cli("serve", "--port", str(other), env=home)
+        assert refused.returncode == 1
+        assert f"listens on port {port} for another serve" in refused.stderr
+        with serving(tmp_path, "--port", str(port)) as said:
+            assert said.startswith(f"serving at redis://127.0.0.1:{port} ")
+        socket.create_connection(("127.0.0.1", port)).close()
+    with serving(tmp_path, "--port", str(other)):
+        socket.create_connection(("127.0.0.1", other)).close()
 
 
 def test_the_reader_of_a_pipe_may_leave_early(cli, finished_run, redis_url):

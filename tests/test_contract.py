@@ -3,7 +3,9 @@
 from contextlib import nullcontext
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from tests.histories import DIGEST, History, finished, part
 from trinity_schemas import (
@@ -146,6 +148,12 @@ def test_an_oversized_event_is_refused_by_its_sender_and_by_its_readers():
 def test_text_that_is_none_is_refused_by_its_sender():
     with pytest.raises(ContractError, match=r"text that is not UTF-8: 'a\\udcff'"):
         encode(envelope(RunClosed(reason="failed", error="a\udcff")))
+
+
+@pytest.mark.parametrize("number", [np.int64(1), np.float32(1), torch.ones(1)])
+def test_a_tensor_for_a_number_is_refused_by_its_sender(number):
+    with pytest.raises(ContractError, match=r"^StepCommitted holds .*: .* give item\(\)$"):
+        encode(envelope(StepCommitted(step=1, kind="weights", metrics={"loss": number})))
 
 
 @pytest.mark.parametrize("step", [-1, 2**60, 1.5, "7"])

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import redis
@@ -236,6 +237,14 @@ def test_a_path_outside_the_run_is_not_told(coordinator, publisher, tmp_path_fac
     coordinator.save_async("model", path.touch, 1, path=path)
     coordinator.wait_all()
     assert said(publisher)[-1].path is None
+
+
+def test_a_runs_folder_may_be_text(publisher, tmp_path):
+    coordinator = CheckpointCoordinator(publisher, str(tmp_path))
+    path = staged_path(str(tmp_path), 1, 5)
+    coordinator.save_sync(partial(path.mkdir, parents=True), 5, path=path)
+    assert said(publisher)[-1].path == str(path.relative_to(tmp_path))
+    coordinator.wait_all()
 
 
 async def test_registering_commits_with_the_registrations_again(coordinator, publisher):

@@ -11,10 +11,11 @@ from tests.histories import History, committed, finished, registration, slot
 from tests.pipeline import announced, reducer_task, until
 from trinity_events import CheckpointCoordinator
 from trinity_events.core import plan_files
-from trinity_events.errors import SaveError
+from trinity_events.errors import SaveError, ServerUnreachable
 from trinity_events.log import AsyncPublisher, Publisher, SyncEventLog, new_producer, open_run
 from trinity_events.reducer import CheckpointFiles
 from trinity_events.reducer.chores import Chore
+from trinity_events.server import EmbeddedServer
 from trinity_schemas import SaveFailed, SaveGranted, SaveRequested, decode_envelope
 
 
@@ -50,6 +51,14 @@ def test_a_save_on_a_full_disk_is_a_failed_save_and_one_sentence(sync_client, ru
     failed = decode_envelope(publisher.log.read()[-1].payload).event
     assert isinstance(failed, SaveFailed)
     assert "No space left on device" in failed.message
+
+
+def test_a_server_without_room_says_so_for_its_own_log_is_empty(small_disk, monkeypatch):
+    monkeypatch.setattr("trinity_events.server.embedded.START_DEADLINE", 1.0)
+    fill(small_disk)
+    server = EmbeddedServer(small_disk / "home").attached()
+    with pytest.raises(ServerUnreachable, match=r"the disk of .*/small/home/redis is full: make"):
+        server.__enter__()
 
 
 def test_pointers_wait_for_room_and_are_then_right(small_disk, caplog):

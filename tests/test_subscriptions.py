@@ -97,6 +97,22 @@ async def test_a_follower_goes_on_from_a_position(run):
         assert [one.step for one in await take(events, 2)] == [1, 2]
 
 
+@pytest.mark.parametrize("group", [None, "eval"])
+async def test_a_position_may_be_of_the_other_stream(run, group):
+    await publish_steps(run.trainer, [1])
+    await announced(run.log, 1)
+    newest = await run.trainer.publish(started(2))  # as tail prints it: nothing is announced of it
+
+    async def go_on():
+        await anyio.sleep(0.2)
+        await publish_steps(run.trainer, [3])
+
+    subscribed = run.subscribe(StepReady, start=newest, group=group)
+    async with subscribed as events, anyio.create_task_group() as tasks:
+        tasks.start_soon(go_on)
+        assert [one.step for one in await take(events, 1)] == [3]
+
+
 async def test_every_follower_sees_every_event(run):
     await publish_steps(run.trainer, range(3))
     for _ in range(2):
@@ -197,14 +213,20 @@ async def test_without_a_url_the_embedded_server_is_used(redis_url, publisher, r
     assert event.step == 1
 
 
+async def test_a_subscription_that_nobody_opened_says_how_it_is_read():
+    with pytest.raises(RuntimeError, match=r"async with subscribe\(\.\.\.\) as events"):
+        await anext(subscribe("run", StepReady))
+
+
 def test_nonsense_is_refused_before_anything_is_connected():
     for refusing in (partial(subscribe, "run"), Pipeline("run").subscribe):
         with pytest.raises(ValueError, match="not to both at once"):
             refusing(StepReady, SaveStarted)
         with pytest.raises(ValueError, match=r"start at .*'yesterday' is not an entry id"):
             refusing(StepReady, start="yesterday")
-        with pytest.raises(ValueError, match="is not an event"):
-            refusing(dict)
+        for one in (dict, "StepReady"):
+            with pytest.raises(ValueError, match="is not an event"):
+                refusing(one)
         for group in ("", "x" * 257):
             with pytest.raises(ValueError, match=f"1 to 256 characters, .* has {len(group)}"):
                 refusing(group=group)

@@ -28,7 +28,7 @@ _AGAIN = HOLD / 4
 
 @asynccontextmanager
 async def hold_checkpoint(
-    run: str, step: int, *, redis_url: str | None = None, checkpoint_root: Path | None = None
+    run: str, step: int, *, redis_url: str | None = None, checkpoint_root: Path | str | None = None
 ) -> AsyncIterator[Path]:
     """The folder of a step, which is not removed before the block is left.
 
@@ -50,7 +50,7 @@ async def hold_checkpoint(
         check_run_id(run)
     except ValueError as error:
         raise InvalidRunId(str(error)) from None
-    folder = (checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
+    folder = Path(checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
     with serving(redis_url) as url:
         async with connect(url) as client, _held(client, run, step, folder):
             yield folder

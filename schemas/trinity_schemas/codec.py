@@ -52,13 +52,19 @@ def encode(message: msgspec.Struct) -> bytes:
     """Encode an envelope, a manifest or an experience group as MessagePack.
 
     Raises :class:`ContractError` when an envelope or an experience group outgrows
-    ``MAX_EVENT_BYTES``, or has text that is none, as names of files may be: the sender is told,
-    instead of every reader.
+    ``MAX_EVENT_BYTES``, has text that is none, as names of files may be, or holds a tensor for a
+    number: the sender is told, instead of every reader.
     """
     try:
         payload = _encoder.encode(message)
     except UnicodeEncodeError as error:
         raise ContractError(f"text that is not UTF-8: {error.object!r}") from None
+    except TypeError as error:
+        name = type(getattr(message, "event", message)).__name__
+        raise ContractError(
+            f"{name} holds what is no plain number or text ({error}): of a tensor or an array's "
+            "element, give item()"
+        ) from None
     limit = MAX_MANIFEST_BYTES if isinstance(message, WeightManifest) else MAX_EVENT_BYTES
     _check_size(payload, limit)
     return payload

@@ -42,6 +42,8 @@ def export(
     Example: trinity-events export demo-1 --output demo-1.jsonl
     """
     path = output or Path(f"{run}.jsonl")
+    if str(path) == "-":
+        raise OutputUnusable("export writes a file, whole or not at all: name one with --output")
     try:
         count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
     except NotWritten as error:

@@ -26,7 +26,10 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
     if as_json:
         print_json([_row(state, since) for state, since in found])
     elif found:
-        console().print(runs_table(found))
+        shown = console()
+        # Too narrow for the ids and a little of the rest: then the terminal breaks the lines.
+        shown.width = max(shown.width, 57 + max(len(state.run_id) for state, _ in found))
+        shown.print(runs_table(found))
     else:
         print("No runs yet. Start one with: trinity-events demo")
 

@@ -67,14 +67,14 @@ class CheckpointCoordinator:
     def __init__(
         self,
         publisher: Publisher,
-        run_folder: Path | None = None,
+        run_folder: Path | str | None = None,
         *,
         strategy: SaveStrategy = "unrestricted",
         lease: float = LEASE,
         turn_deadline: float = TURN_DEADLINE,
     ) -> None:
         self._publisher = publisher
-        self._run_folder = run_folder
+        self._run_folder = None if run_folder is None else Path(run_folder)
         self._strategy = strategy
         self._lease = lease
         self._turn_deadline = turn_deadline

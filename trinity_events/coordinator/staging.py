@@ -8,9 +8,9 @@ from pathlib import Path
 from ..core.complete import STAGING
 
 
-def staged_path(run_folder: Path, epoch: int, step: int) -> Path:
+def staged_path(run_folder: Path | str, epoch: int, step: int) -> Path:
     """A folder for one attempt at one step, which becomes ``global_step_N`` when it is ready.
 
     All workers of the attempt write below the same one, so the trainer makes the name.
     """
-    return run_folder / STAGING / f"epoch_{epoch}_step_{step}_{secrets.token_hex(4)}"
+    return Path(run_folder) / STAGING / f"epoch_{epoch}_step_{step}_{secrets.token_hex(4)}"

@@ -29,6 +29,7 @@ START_DEADLINE = 20.0
 FREE_DEADLINE = 10.0
 """Seconds that a server is given to end that does not answer any more."""
 PID_FILE = "redis.pid"
+_ROOM = 64 * 1024  # bytes that it cannot do without
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
 
@@ -153,6 +154,42 @@ class EmbeddedServer:
                         self._stop()
 
     @contextmanager
+    def listening(self, port: int) -> Iterator[str]:
+        """Have the server, which we use, listen on a loopback port too; yields that URL.
+
+        It can have but one. Whoever asks for the one that it has shares it, and the last of them
+        closes it: others may go on with the server, which nobody is to reach by a port of ours.
+        """
+        with (self.data / "port.lock").open("a+") as users:
+            with self._deciding(), probe(self.socket) as client:
+                if unused(users):
+                    self._listen(client, port)
+                elif (there := int(client.config_get("port")["port"])) != port:
+                    raise ServerUnreachable(
+                        f"the embedded server of {self.home} listens on port {there} for another "
+                        "serve, and can have but one: use that port, or end the other serve, or "
+                        "set TRINITY_HOME to another folder"
+                    )
+                fcntl.flock(users, fcntl.LOCK_SH)
+            try:
+                yield f"redis://127.0.0.1:{port}"
+            finally:
+                with self._deciding(), suppress(redis.RedisError), probe(self.socket) as client:
+                    if unused(users):
+                        client.config_set("port", 0)
+
+    @staticmethod
+    def _listen(client: redis.Redis, port: int) -> None:
+        client.config_set("bind", "127.0.0.1")
+        try:
+            client.config_set("port", port)
+        except redis.ResponseError as error:
+            raise ServerUnreachable(
+                f"the embedded server cannot listen on port {port} ({error}): "
+                "choose another with --port"
+            ) from None
+
+    @contextmanager
     def _deciding(self) -> Iterator[None]:
         with (self.data / "start.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -254,9 +291,15 @@ class EmbeddedServer:
         while not self._answers():
             if started.returncode != 0 or time.monotonic() > give_up:
                 raise ServerUnreachable(
-                    f"the embedded server {command[0]} did not start: see {self.data}/redis.log"
+                    f"the embedded server {command[0]} did not start: {self._why()}"
                 )
             time.sleep(0.02)
+
+    def _why(self) -> str:
+        """Where that is to be seen; on a full disk its own log has nothing."""
+        if shutil.disk_usage(self.data).free < _ROOM:
+            return f"the disk of {self.data} is full: make room, or set TRINITY_HOME to another"
+        return f"see {self.data}/redis.log"
 
     def _have_it_kept(self) -> None:
         """Have it stopped when its users are gone without a word; it works without that, too."""

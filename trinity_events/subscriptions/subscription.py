@@ -43,6 +43,7 @@ class Subscription(Generic[E]):
         self._open_log = open_log
         self._deadline = deadline
         self._exits = AsyncExitStack()
+        self._iterator: AsyncIterator[Delivered[E]] | None = None
 
     async def __aenter__(self) -> Subscription[E]:
         async with AsyncExitStack() as exits:
@@ -61,7 +62,7 @@ class Subscription(Generic[E]):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            await self._iterator.aclose()  # type: ignore[attr-defined]
+            await self._iterator.aclose()  # type: ignore[union-attr]
         finally:
             await self._exits.aclose()
 
@@ -69,6 +70,10 @@ class Subscription(Generic[E]):
         return self
 
     async def __anext__(self) -> Delivered[E]:
+        if self._iterator is None:
+            raise RuntimeError(
+                "this subscription is not open: read it within async with subscribe(...) as events"
+            )
         try:
             return await anext(self._iterator)
         except StopAsyncIteration:
@@ -163,7 +168,7 @@ def subscription_on(
             ) from None
     for one in types:
         if one not in EVENT_TYPES:
-            raise ValueError(f"{one.__name__} is not an event: see trinity_schemas.EVENT_TYPES")
+            raise ValueError(f"{one!r} is not an event: see trinity_schemas.EVENT_TYPES")
     if group is not None and not 1 <= len(group) <= LONGEST_NAME:
         raise ValueError(
             f"the name of a consumer group has 1 to {LONGEST_NAME} characters, but this one has "

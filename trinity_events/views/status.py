@@ -17,7 +17,7 @@ from ..log import position
 
 
 def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
-    """One line a run.
+    """One line a run. In a narrow terminal other columns are cut, and the ids stay whole.
 
     Args:
         runs: The state of each, with the milliseconds of its last entry where nobody is there any
@@ -25,7 +25,8 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
     """
     table = Table(box=None, pad_edge=False)
     for column in ("RUN", "OPENED", "EPOCH", "TRAINER", "STEP", *(kind.upper() for kind in KINDS)):
-        table.add_column(column, no_wrap=True)
+        # Columns that need not stay on one line are what a table takes room from first.
+        table.add_column(column, no_wrap=column in ("RUN", "OPENED"))
     for state, silent_since in runs:
         table.add_row(
             state.run_id,
