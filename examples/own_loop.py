@@ -30,7 +30,6 @@ from trinity_events.errors import VersionUnavailable
 from trinity_schemas import ExplorerStatusChanged, StepRef
 
 RUN, STEPS, SAVE_EVERY, EXPLORERS = "own-loop", 30, 10, 2
-URL = os.environ["TRINITY_REDIS_URL"]
 FOLDER = Path(os.environ["CHECKPOINT_ROOT"]) / RUN
 
 
@@ -51,11 +50,11 @@ def train() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with ExitStack() as exits:
-        run = exits.enter_context(training_run(RUN, redis_url=URL)) if rank == 0 else None
+        run = exits.enter_context(training_run(RUN)) if rank == 0 else None
         epoch = from_rank_0(run and run.epoch)
-        actor = exits.enter_context(publishing(RUN, epoch, "actor", rank, redis_url=URL))
+        actor = exits.enter_context(publishing(RUN, epoch, "actor", rank))
         saves = CheckpointCoordinator(actor, FOLDER)
-        weights = Synchronizer(RUN, epoch, redis_url=URL, transport="shm")
+        weights = Synchronizer(RUN, epoch, transport="shm")
         exits.enter_context(closing(weights))
 
         model = make_model()
@@ -68,7 +67,7 @@ def train() -> None:
             optimizer.step()
             if rank == 0:
                 weights.open_version(step)
-                weights.publish(model.state_dict().items(), step)
+                weights.publish(model.state_dict(), step)
                 weights.commit(step, {"loss": loss.item()})
             if step % SAVE_EVERY == 0:
                 path = Path(from_rank_0(staged_path(FOLDER, epoch, step))) / f"rank_{rank}.pt"
@@ -89,7 +88,7 @@ def train() -> None:
 async def until_served(version: StepRef) -> None:
     """Wait for every explorer: what is in shared memory is gone with the process that put it."""
     missing = set(range(EXPLORERS))
-    applied = subscribe(RUN, WeightsApplied, start="beginning", redis_url=URL, deadline=60)
+    applied = subscribe(RUN, WeightsApplied, start="beginning", deadline=60)
     async with applied as events:
         async for event in events:
             if event.version == version:
@@ -101,9 +100,9 @@ async def until_served(version: StepRef) -> None:
 async def follow(rank: int) -> None:
     """One explorer: it serves every version that it can get, and would generate with it."""
     model = make_model()
-    synchronizer = Synchronizer(RUN, 0, redis_url=URL, role="explorer", rank=rank)
+    synchronizer = Synchronizer(RUN, 0, role="explorer", rank=rank)
     with closing(synchronizer):
-        async with subscribe(RUN, StepReady, redis_url=URL, deadline=60) as events:
+        async with subscribe(RUN, StepReady, deadline=60) as events:
             async for event in events:
                 if event.kind != "weights":
                     continue

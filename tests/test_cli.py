@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib import metadata
 
 import anyio
 import pytest
@@ -49,6 +50,10 @@ async def finished_run(publisher, log, redis_url, run_id):
 def test_every_command_is_there():
     names = {command.name or command.callback.__name__ for command in build().registered_commands}
     assert names == set(COMMANDS)
+
+
+def test_the_version_can_be_told(cli):
+    assert cli("--version").stdout == f"trinity-events {metadata.version('trinity-events')}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -129,7 +129,7 @@ async def test_weights_in_shared_memory_are_published_while_the_server_is_away(s
             if step == 2:
                 server.kill()
             trainer.open_version(step)
-            trainer.publish(model.state_dict().items(), step)
+            trainer.publish(model.state_dict(), step)
             trainer.commit(step)
         await anyio.to_thread.run_sync(server.start)
         await anyio.to_thread.run_sync(trainer.flush)

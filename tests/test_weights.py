@@ -303,6 +303,11 @@ async def test_without_urls_the_embedded_servers_are_used_and_chunks_are_in_no_f
     assert weights_client.keys(chunks) and not await client.keys(chunks)
 
 
+def test_a_transport_that_there_is_not_is_refused_when_it_is_named(run_id):
+    with pytest.raises(ValueError, match="there is no transport 'auto': redis, shm, ray, coll"):
+        Synchronizer(run_id, 1, transport="auto")
+
+
 async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log, weights_client):
     def tensors():
         yield "a", torch.ones(100)

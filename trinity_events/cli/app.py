@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from importlib.metadata import entry_points
+from importlib import metadata
+from typing import Annotated
 
 import redis
 import typer
@@ -26,22 +27,36 @@ from .verify import verify
 PLUGINS = "trinity_events.commands"
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"trinity-events {metadata.version('trinity-events')}")
+        raise typer.Exit
+
+
 def build() -> typer.Typer:
     """The application with every command that is installed."""
     app = typer.Typer(
         name="trinity-events",
-        help="Event-driven checkpoint and weight-sync pipeline for RL post-training.",
+        callback=_trinity_events,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    for plugin in entry_points(group=PLUGINS):
+    for plugin in metadata.entry_points(group=PLUGINS):
         app.command(plugin.name)(plugin.load())
     listing = (serve, reducer, runs, status, explain, tail, replay, export, import_, verify)
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
     return app
+
+
+def _trinity_events(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Which it is.")
+    ] = False,
+) -> None:
+    """Event-driven checkpoint and weight-sync pipeline for RL post-training."""
 
 
 def run() -> None:

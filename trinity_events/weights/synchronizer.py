@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import redis
 import torch
@@ -76,6 +76,8 @@ class Synchronizer(CollectiveGroups):
         tensor_digests: Whether each tensor that it publishes is digested by itself too. Whoever
             applies or loads such a version digests its model's own tensors before it says so.
         lease: Seconds of silence after which a process that publishes is taken for dead.
+
+    Raises ValueError for a transport that there is not.
     """
 
     def __init__(
@@ -94,6 +96,10 @@ class Synchronizer(CollectiveGroups):
         tensor_digests: bool = False,
         lease: float = LEASE,
     ) -> None:
+        if transport not in get_args(TransportName):
+            raise ValueError(
+                f"there is no transport {transport!r}: {', '.join(get_args(TransportName))}"
+            )
         self.run_id = run_id
         self.epoch = epoch
         self._redis_url = redis_url
@@ -249,13 +255,13 @@ class Synchronizer(CollectiveGroups):
 
     def publish(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
         global_step: int,
         rank: int = 0,
         *,
         subset: bool = False,
     ) -> PublishedPartReport:
-        """Publish one rank's part from an iterator that needs no other rank.
+        """Publish one rank's part, of a state dict or from an iterator that needs no other rank.
 
         A ``subset`` brings some of the model's tensors, such as an adapter's: whoever applies it
         keeps the others. What fails is told to the log and raised; nothing of the part is left.
@@ -264,6 +270,8 @@ class Synchronizer(CollectiveGroups):
         writer: PartWriter | None = None
         try:
             writer = self.part_writer(global_step, rank, subset=subset)
+            if isinstance(named_tensors, Mapping):
+                named_tensors = named_tensors.items()
             for name, tensor in named_tensors:
                 writer.add(name, tensor)
             report = writer.seal()
