@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import time
+from unittest import mock
 
 import anyio
 import anyio.to_thread
@@ -30,6 +32,7 @@ from trinity_events.errors import (
 from trinity_events.weights.transports.collective.groups import backend_for
 from trinity_events.weights.transports.collective.messages import Channel, Hello
 from trinity_events.weights.transports.collective.place import own_address
+from trinity_events.weights.transports.collective.staging import Buffer
 from trinity_schemas import (
     PublishedPart,
     SaveFailed,
@@ -346,6 +349,20 @@ def test_what_nobody_has_read_yet_stays_until_the_next_version_is_whole(opened):
     writer.discard()
     with explorer.pull(unread) as version:
         assert len(version.names) == len(SOME)
+
+
+@pytest.mark.parametrize("where", ["__init__", "_grow"])
+def test_an_explorer_that_was_short_of_memory_gets_the_next_version(opened, monkeypatch, where):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    large = [("large", torch.rand(500_000))]
+    refused = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, where, mock.Mock(side_effect=refused))
+        with pytest.raises(GroupBroken):
+            sent(trainer, 1, large)
+    with explorer.pull(sent(trainer, 2, large)) as version:
+        assert torch.equal(dict(version.tensors())["large"], large[0][1])
 
 
 def test_bytes_that_were_changed_on_the_way_are_found_before_anything_is_installed(opened):
