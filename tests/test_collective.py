@@ -365,6 +365,14 @@ def test_an_explorer_that_was_short_of_memory_gets_the_next_version(opened, monk
         assert torch.equal(dict(version.tensors())["large"], large[0][1])
 
 
+def test_a_chunk_that_explorers_make_no_room_for_is_sent_in_several(opened, monkeypatch):
+    monkeypatch.setattr("trinity_events.weights.transports.collective.frames.MOST_BYTES", 10_000)
+    trainer, explorer = opened("trainer", chunk_bytes=20_000), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    with explorer.pull(sent(trainer, 1, SOME)) as version:
+        assert version.bytes >= 24_000
+
+
 def test_bytes_that_were_changed_on_the_way_are_found_before_anything_is_installed(opened):
     trainer, explorer = opened("trainer"), opened("explorer")
     trainer.setup_weight_sync_group(1, 10)
