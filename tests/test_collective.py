@@ -561,6 +561,12 @@ SERVERS = {
 }
 
 
+def test_explorers_of_one_name_are_an_error_that_says_what_each_needs(opened):
+    trainer, _, _ = opened("trainer"), opened("explorer", 0), opened("explorer", 0)
+    with pytest.raises(DeadlineExceeded, match=r"1 of 2 explorers .* each with a rank of its own"):
+        trainer.setup_weight_sync_group(2, 1.0)
+
+
 def test_strangers_do_not_get_in(opened):
     trainer, _ = opened("trainer"), opened("explorer")
     info = trainer.get_weight_sync_info()
