@@ -28,6 +28,7 @@ from tests.transport_actors import (
     Where,
     actor,
     kill,
+    leaves_ray_and_comes_back,
     publishes_until,
     reads,
 )
@@ -749,6 +750,19 @@ def test_a_publisher_that_ray_has_half_forgotten_is_gone(ray_cluster, part, monk
         found = store.open(part)
         assert found is not None
         found.close()
+
+
+def test_a_publisher_may_leave_its_cluster_and_come_back_and_starts_no_other_one(
+    ray_cluster, opened, weights_url, part
+):
+    where = Where("ray", weights_url, ray_cluster, os.environ.get("RAY_AUTH_MODE", "disabled"))
+    theirs = opened(where)
+    with actor(leaves_ray_and_comes_back, where, part) as (_, (why, outside, report)):
+        assert "left its Ray cluster" in why
+        assert not outside
+        third = part._replace(step=3)
+        assert_same(read(theirs, part.run_id, announcement(third, report)), SOME)
+        assert in_ray(part.run_id) == [third]
 
 
 def test_an_actor_that_one_store_lost_is_not_ended_by_another(ray_cluster, part):

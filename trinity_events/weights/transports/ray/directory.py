@@ -169,21 +169,35 @@ def joined() -> Any:
     return ray
 
 
+def membership(ray: Any) -> tuple[str, str] | None:
+    """What changes when this process leaves its cluster, and joins it again, or another one.
+
+    None in no cluster: Ray would start one there, for whatever it is asked to do.
+    """
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return (
+        context.get_node_id(),
+        context.get_worker_id(),
+    )  # the first of each cluster are named alike
+
+
 class SharedDirectory:
     """This process's directory, for all of its stores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cluster = ""
+        self._member: tuple[str, str] | None = None
         self._actor: tuple[str, Any] | None = None
         self._users = 0
 
     def take(self, ray: Any) -> tuple[str, Any]:
         """The actor and its name. It is this process's: Ray ends it when the process ends."""
         with self._lock:
-            cluster = ray.get_runtime_context().gcs_address
-            if self._actor is None or self._cluster != cluster:
-                self._cluster, self._users = cluster, 0
+            member = membership(ray)
+            if self._actor is None or self._member != member:
+                self._member, self._users = member, 0
                 name = f"{_PREFIX}~{secrets.token_hex(8)}"
                 made = ray.remote(Directory).options(
                     name=name,
