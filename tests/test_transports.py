@@ -752,6 +752,20 @@ def test_a_publisher_that_ray_has_half_forgotten_is_gone(ray_cluster, part, monk
         found.close()
 
 
+def test_a_store_that_is_closed_hides_nothing_of_another_one_that_took_its_place(ray_cluster, part):
+    one, other = RayStore(), RayStore()
+    second = part._replace(step=2)
+    with closing(RayStore()) as theirs:
+        put(one, part), put(other, second)
+        one.close()
+        assert theirs.open(second) is not None
+        assert theirs.open(part) is None
+        other.close()
+        assert "its trainer ended" in theirs.missing(second)
+        with pytest.raises(ValueError, match="nobody publishes"):
+            pointed(second)
+
+
 def test_a_publisher_may_leave_its_cluster_and_come_back_and_starts_no_other_one(
     ray_cluster, opened, weights_url, part
 ):

@@ -195,9 +195,13 @@ class RayStore:
         for part in list(self._published):
             self.delete(part)
         if self._is_in() and self._directory is not None:
+            name, directory = self._directory
+            with suppress(self._ray.exceptions.RayError):  # another store may publish as this one
+                kept = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
+                self._pointers.difference_update(map(key_of, kept))
             for key in self._pointers:
-                unpoint(key, self._directory[0])
-            SHARED.give(self._ray, self._directory[0])
+                unpoint(key, name)
+            SHARED.give(self._ray, name)
             self._pointers, self._directory = set(), None
 
     def _join(self) -> None:
