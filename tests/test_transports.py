@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import struct
 import threading
 import time
@@ -895,6 +896,17 @@ def test_without_a_cluster_ray_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", alone)
     with pytest.raises(RayUnusable, match=r"no Ray cluster .* --weights redis"):
+        RayStore()
+
+
+def test_a_cluster_that_is_gone_is_told_at_once(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", mock.Mock(side_effect=AssertionError("it tries for long")))
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = "{}:{}".format(*gone.getsockname())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RayUnusable, match=f"{address} does not answer: .* RAY_ADDRESS to one that"):
         RayStore()
 
 
