@@ -878,6 +878,23 @@ def test_a_publisher_keeps_few_parts_when_nobody_retires_any(
     assert_same(read(here, part.run_id, events[3]), SOME)
 
 
+def test_a_publishers_actor_that_hangs_is_not_taken_for_a_retired_version(
+    ray_cluster, opened, weights_url, part, monkeypatch
+):
+    here = opened(Where("ray", weights_url, ray_cluster))
+    event = put(here, part)
+    pid = on_ray(here._directory[1].__ray_call__.remote(lambda _: os.getpid()))
+    with monkeypatch.context() as patch:
+        patch.setattr("trinity_events.weights.transports.ray.store.DEADLINE", 0.5)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(VersionUnavailable, match=r"did not say within 0\.5 s where they"):
+                read(here, part.run_id, event)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert_same(read(here, part.run_id, event), SOME)
+
+
 def test_what_is_no_bytes_is_not_read(ray_cluster, opened, weights_url, part):
     here = opened(Where("ray", weights_url, ray_cluster))
     event = put(here, part)

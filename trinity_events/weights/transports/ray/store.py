@@ -66,6 +66,8 @@ class RayStore:
         """What each of them rests on."""
         self._seen: dict[PartRef, dict[Any, Fetched]] = {}
         """What was read along."""
+        self._unanswered: PartRef | None = None
+        """The part that was asked for last, if nobody answered."""
         self._putter = Putter(self._ray)
         self._sink: RaySink | None = None
 
@@ -144,11 +146,15 @@ class RayStore:
     def open(self, part: PartRef) -> RaySource | None:
         """The part, or None when it is not there."""
         self._join()
+        self._unanswered = None
         errors = self._ray.exceptions
         try:
             directory = directory_of(self._ray, part)
             found = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
-        except (ValueError, errors.RayActorError, errors.GetTimeoutError):
+        except errors.GetTimeoutError:
+            self._unanswered = part
+            return None
+        except (ValueError, errors.RayActorError):
             return None
         if found is None:
             return None
@@ -179,6 +185,11 @@ class RayStore:
             return (
                 "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
                 "one; for such explorers start it with --weights redis"
+            )
+        if part == self._unanswered:
+            return (
+                f"the actor of their publisher did not say within {DEADLINE:g} s where they lie: "
+                "look whether its node hangs, with ray status"
             )
         return "retired from the Ray cluster's object store"
 
