@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import time
+from unittest import mock
 
 import anyio
 import anyio.to_thread
@@ -30,6 +32,7 @@ from trinity_events.errors import (
 from trinity_events.weights.transports.collective.groups import backend_for
 from trinity_events.weights.transports.collective.messages import Channel, Hello
 from trinity_events.weights.transports.collective.place import own_address
+from trinity_events.weights.transports.collective.staging import Buffer
 from trinity_schemas import (
     PublishedPart,
     SaveFailed,
@@ -348,6 +351,28 @@ def test_what_nobody_has_read_yet_stays_until_the_next_version_is_whole(opened):
         assert len(version.names) == len(SOME)
 
 
+@pytest.mark.parametrize("where", ["__init__", "_grow"])
+def test_an_explorer_that_was_short_of_memory_gets_the_next_version(opened, monkeypatch, where):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    large = [("large", torch.rand(500_000))]
+    refused = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, where, mock.Mock(side_effect=refused))
+        with pytest.raises(GroupBroken):
+            sent(trainer, 1, large)
+    with explorer.pull(sent(trainer, 2, large)) as version:
+        assert torch.equal(dict(version.tensors())["large"], large[0][1])
+
+
+def test_a_chunk_that_explorers_make_no_room_for_is_sent_in_several(opened, monkeypatch):
+    monkeypatch.setattr("trinity_events.weights.transports.collective.frames.MOST_BYTES", 10_000)
+    trainer, explorer = opened("trainer", chunk_bytes=20_000), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    with explorer.pull(sent(trainer, 1, SOME)) as version:
+        assert version.bytes >= 24_000
+
+
 def test_bytes_that_were_changed_on_the_way_are_found_before_anything_is_installed(opened):
     trainer, explorer = opened("trainer"), opened("explorer")
     trainer.setup_weight_sync_group(1, 10)
@@ -534,6 +559,12 @@ SERVERS = {
     "redis://nowhere:7000": "10.9.9.9",
     "unix:///run/redis.sock": "10.9.9.9",
 }
+
+
+def test_explorers_of_one_name_are_an_error_that_says_what_each_needs(opened):
+    trainer, _, _ = opened("trainer"), opened("explorer", 0), opened("explorer", 0)
+    with pytest.raises(DeadlineExceeded, match=r"1 of 2 explorers .* each with a rank of its own"):
+        trainer.setup_weight_sync_group(2, 1.0)
 
 
 def test_strangers_do_not_get_in(opened):

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import struct
 import threading
 import time
@@ -28,6 +29,7 @@ from tests.transport_actors import (
     Where,
     actor,
     kill,
+    leaves_ray_and_comes_back,
     publishes_until,
     reads,
 )
@@ -751,6 +753,33 @@ def test_a_publisher_that_ray_has_half_forgotten_is_gone(ray_cluster, part, monk
         found.close()
 
 
+def test_a_store_that_is_closed_hides_nothing_of_another_one_that_took_its_place(ray_cluster, part):
+    one, other = RayStore(), RayStore()
+    second = part._replace(step=2)
+    with closing(RayStore()) as theirs:
+        put(one, part), put(other, second)
+        one.close()
+        assert theirs.open(second) is not None
+        assert theirs.open(part) is None
+        other.close()
+        assert "its trainer ended" in theirs.missing(second)
+        with pytest.raises(ValueError, match="nobody publishes"):
+            pointed(second)
+
+
+def test_a_publisher_may_leave_its_cluster_and_come_back_and_starts_no_other_one(
+    ray_cluster, opened, weights_url, part
+):
+    where = Where("ray", weights_url, ray_cluster, os.environ.get("RAY_AUTH_MODE", "disabled"))
+    theirs = opened(where)
+    with actor(leaves_ray_and_comes_back, where, part) as (_, (why, outside, report)):
+        assert "left its Ray cluster" in why
+        assert not outside
+        third = part._replace(step=3)
+        assert_same(read(theirs, part.run_id, announcement(third, report)), SOME)
+        assert in_ray(part.run_id) == [third]
+
+
 def test_an_actor_that_one_store_lost_is_not_ended_by_another(ray_cluster, part):
     one, other = RayStore(), RayStore()
     before = SHARED._actor, SHARED._users
@@ -849,6 +878,23 @@ def test_a_publisher_keeps_few_parts_when_nobody_retires_any(
     assert_same(read(here, part.run_id, events[3]), SOME)
 
 
+def test_a_publishers_actor_that_hangs_is_not_taken_for_a_retired_version(
+    ray_cluster, opened, weights_url, part, monkeypatch
+):
+    here = opened(Where("ray", weights_url, ray_cluster))
+    event = put(here, part)
+    pid = on_ray(here._directory[1].__ray_call__.remote(lambda _: os.getpid()))
+    with monkeypatch.context() as patch:
+        patch.setattr("trinity_events.weights.transports.ray.store.DEADLINE", 0.5)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(VersionUnavailable, match=r"did not say within 0\.5 s where they"):
+                read(here, part.run_id, event)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert_same(read(here, part.run_id, event), SOME)
+
+
 def test_what_is_no_bytes_is_not_read(ray_cluster, opened, weights_url, part):
     here = opened(Where("ray", weights_url, ray_cluster))
     event = put(here, part)
@@ -867,6 +913,17 @@ def test_without_a_cluster_ray_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", alone)
     with pytest.raises(RayUnusable, match=r"no Ray cluster .* --weights redis"):
+        RayStore()
+
+
+def test_a_cluster_that_is_gone_is_told_at_once(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", mock.Mock(side_effect=AssertionError("it tries for long")))
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = "{}:{}".format(*gone.getsockname())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RayUnusable, match=f"{address} does not answer: .* RAY_ADDRESS to one that"):
         RayStore()
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from tests.devices import HostDevice
+from trinity_events.errors import RayUnusable
 from trinity_events.server import open_client
 from trinity_events.weights import (
     CollectiveStore,
@@ -145,6 +146,33 @@ def reads(told, where: Where, part: PartRef) -> None:
     store = where.store(reads=True)
     source = store.open(part)
     told.send(source is not None or where.name == "collective")
+    time.sleep(600)
+
+
+def leaves_ray_and_comes_back(told, where: Where, part: PartRef) -> None:
+    """Publish, leave the cluster while another part is put, and publish again from within it."""
+    store = where.store()
+    import ray
+
+    def put(step):
+        writer = PartWriter(store, part._replace(step=step), CHUNK)
+        for name, tensor in SOME:
+            writer.add(name, tensor)
+        return writer
+
+    put(1).seal()
+    left_open = put(2)
+    ray.shutdown()
+    try:
+        left_open.seal()
+    except RayUnusable as error:
+        why = str(error)
+    left_open.discard()
+    store.delete(part)
+    store.close()
+    outside = ray.is_initialized()
+    where.store()
+    told.send((why, outside, put(3).seal()))
     time.sleep(600)
 
 

@@ -15,7 +15,7 @@ from .frames import Frame, FrameReceiver
 from .groups import Group, gpu_here, open_store
 from .messages import Call, Channel, ChannelClosed, Hello, Present, Received, Seat, Sending
 from .place import MeetingPlace, WeightSyncInfo
-from .staging import Staging
+from .staging import Buffer, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +155,9 @@ class ExplorerEnd:
         """Receive one part; returns why it is not whole, if it is not."""
         if self._group is None:
             return "is in no group"
-        buffer = self._staging.begin()
+        buffer: Buffer | None = None
         try:
+            buffer = self._staging.begin()
             receiver = FrameReceiver(self._group)
             while True:
                 frame, nbytes = receiver.next()
@@ -172,8 +173,9 @@ class ExplorerEnd:
                 else:
                     self._staging.give_up(buffer)
                     return "was told that it will not come"
-        except (GroupBroken, MemoryError) as error:
-            self._staging.give_up(buffer)
+        except (GroupBroken, MemoryError, OSError) as error:  # mapped memory is refused by the last
+            if buffer is not None:
+                self._staging.give_up(buffer)
             self._leave()
             logger.warning("%s did not get the %s: %s", self._name, part, error)
             return f"stopped: {error}"

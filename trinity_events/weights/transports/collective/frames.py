@@ -41,8 +41,9 @@ class FrameSender:
     def __init__(self, group: Group, chunk_bytes: int) -> None:
         self._group = group
         pinned = group.device.type == "cuda"
+        size = min(chunk_bytes, MOST_BYTES)
         self._slots = [
-            _Slot(torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=pinned), [], [])
+            _Slot(torch.empty(size, dtype=torch.uint8, pin_memory=pinned), [], [])
             for _ in range(_SLOTS)
         ]
         self._next = 0

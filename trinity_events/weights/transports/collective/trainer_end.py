@@ -97,8 +97,8 @@ class TrainerEnd:
                 raise DeadlineExceeded(
                     f"{len(self._members)} of {explorers} explorers of run {self._run_id} joined "
                     f"the collective group within {patience:g} s (there: "
-                    f"{', '.join(self._members) or 'none'}): start the others, or look at why they "
-                    "ended"
+                    f"{', '.join(self._members) or 'none'}): start the others, each with a rank of "
+                    "its own, or look at why they ended"
                 )
             readable(self._listener, min(left, 1.0))
 

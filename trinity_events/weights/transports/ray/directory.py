@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 import threading
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
@@ -14,6 +16,8 @@ from ..base import PartRef
 
 DEADLINE = 60.0
 """Seconds for the next object to come from another node, or for an actor to answer."""
+_ANSWERING = 10.0
+"""Seconds for a cluster to take a connection."""
 _MOST_FOLLOWING = 10_000
 """Calls that an actor has at a time; those who read along wait in theirs."""
 NAMESPACE = "trinity-events"
@@ -160,13 +164,37 @@ def joined() -> Any:
         ) from None
     if not ray.is_initialized():
         try:
+            _look_for(os.environ.get("RAY_ADDRESS", ""))
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError:
+        except OSError as error:
+            why = str(error).partition(". ")[0]
             raise RayUnusable(
-                "this process is in no Ray cluster and finds none to join: set RAY_ADDRESS, "
-                "or publish with --weights redis"
+                f"this process is in no Ray cluster and finds none to join ({why}): set "
+                "RAY_ADDRESS to one that runs, or publish with --weights redis"
             ) from None
     return ray
+
+
+def _look_for(address: str) -> None:
+    """Raise OSError where nobody answers: Ray itself would try for a quarter of an hour."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWERING).close()
+        except OSError as error:
+            raise OSError(f"{address} does not answer: {error}") from None
+
+
+def membership(ray: Any) -> tuple[str, str] | None:
+    """What changes when this process leaves its cluster, and joins it again, or another one.
+
+    None in no cluster: Ray would start one there, for whatever it is asked to do.
+    """
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    # By itself the second is that of the first driver of any cluster.
+    return context.get_node_id(), context.get_worker_id()
 
 
 class SharedDirectory:
@@ -174,16 +202,16 @@ class SharedDirectory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._cluster = ""
+        self._member: tuple[str, str] | None = None
         self._actor: tuple[str, Any] | None = None
         self._users = 0
 
     def take(self, ray: Any) -> tuple[str, Any]:
         """The actor and its name. It is this process's: Ray ends it when the process ends."""
         with self._lock:
-            cluster = ray.get_runtime_context().gcs_address
-            if self._actor is None or self._cluster != cluster:
-                self._cluster, self._users = cluster, 0
+            member = membership(ray)
+            if self._actor is None or self._member != member:
+                self._member, self._users = member, 0
                 name = f"{_PREFIX}~{secrets.token_hex(8)}"
                 made = ray.remote(Directory).options(
                     name=name,

@@ -23,6 +23,7 @@ from .directory import (
     directory_of,
     joined,
     key_of,
+    membership,
     point,
     unpoint,
 )
@@ -55,6 +56,7 @@ class RayStore:
 
     def __init__(self, *, most: int = MOST_KEPT, object_bytes: int = OBJECT_BYTES) -> None:
         self._ray = joined()
+        self._member = membership(self._ray)
         self._most = most
         self._object_bytes = object_bytes
         self._directory: tuple[str, Any] | None = None
@@ -64,6 +66,8 @@ class RayStore:
         """What each of them rests on."""
         self._seen: dict[PartRef, dict[Any, Fetched]] = {}
         """What was read along."""
+        self._unanswered: PartRef | None = None
+        """The part that was asked for last, if nobody answered."""
         self._putter = Putter(self._ray)
         self._sink: RaySink | None = None
 
@@ -71,6 +75,7 @@ class RayStore:
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RaySink:
         """Begin a part; one that was begun before and is not sealed is given up."""
+        self._join()
         if self._sink is not None:
             self._sink.give_up()
         size = chunk_bytes or CHUNK_BYTES
@@ -92,7 +97,7 @@ class RayStore:
 
     def not_coming(self, part: PartRef, attempt: Attempt) -> None:
         """Tell them that they wait in vain."""
-        if self._directory is not None:
+        if self._is_in() and self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._directory[1].give_up.remote(part, attempt)
 
@@ -126,7 +131,7 @@ class RayStore:
     def delete(self, part: PartRef) -> None:
         """Forget the part. Ray frees it when its last reader has let go."""
         self._bases.pop(part, None)
-        if self._published.pop(part, None) is not None:
+        if self._is_in() and self._published.pop(part, None) is not None:
             with suppress(self._ray.exceptions.RayError):  # it is gone, and with it the part
                 _, directory = self._own_directory()
                 self._ray.get(directory.forget.remote(part), timeout=DEADLINE)
@@ -140,11 +145,16 @@ class RayStore:
 
     def open(self, part: PartRef) -> RaySource | None:
         """The part, or None when it is not there."""
+        self._join()
+        self._unanswered = None
         errors = self._ray.exceptions
         try:
             directory = directory_of(self._ray, part)
             found = self._ray.get(directory.find.remote(part), timeout=DEADLINE)
-        except (ValueError, errors.RayActorError, errors.GetTimeoutError):
+        except errors.GetTimeoutError:
+            self._unanswered = part
+            return None
+        except (ValueError, errors.RayActorError):
             return None
         if found is None:
             return None
@@ -159,6 +169,7 @@ class RayStore:
         taker: Taker | None = None,
     ) -> Ended:
         """Have the parts' objects come as they are put, and digest them."""
+        self._join()
         self._seen = {}
         followers = [Follower(self._ray, part, taker) for part in parts]
         try:
@@ -175,6 +186,11 @@ class RayStore:
                 "nothing of the run is in this Ray cluster: its trainer ended, or is in another "
                 "one; for such explorers start it with --weights redis"
             )
+        if part == self._unanswered:
+            return (
+                f"the actor of their publisher did not say within {DEADLINE:g} s where they lie: "
+                "look whether its node hangs, with ray status"
+            )
         return "retired from the Ray cluster's object store"
 
     # --- both ------------------------------------------------------------------------------
@@ -189,16 +205,40 @@ class RayStore:
         self._putter = Putter(self._ray)  # without their memory
         for part in list(self._published):
             self.delete(part)
-        if self._directory is not None:
+        if self._is_in() and self._directory is not None:
+            name, directory = self._directory
+            with suppress(self._ray.exceptions.RayError):  # another store may publish as this one
+                kept = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
+                self._pointers.difference_update(map(key_of, kept))
             for key in self._pointers:
-                unpoint(key, self._directory[0])
-            SHARED.give(self._ray, self._directory[0])
+                unpoint(key, name)
+            SHARED.give(self._ray, name)
             self._pointers, self._directory = set(), None
+
+    def _join(self) -> None:
+        """Be in a cluster, if not in the one that the process was in."""
+        if not self._is_in():
+            joined()
+            self._member = membership(self._ray)
+
+    def _is_in(self) -> bool:
+        """Whether the process is in its cluster still; else all that it put there is gone."""
+        if membership(self._ray) == self._member:
+            return True
+        self._directory = None
+        for kept in (self._pointers, self._published, self._bases, self._seen):
+            kept.clear()
+        return False
 
     @contextmanager
     def refusals_in_words(self, part: PartRef) -> Iterator[None]:
         """Raise RayUnusable for what Ray does not take; an actor that is gone is let go of."""
         errors = self._ray.exceptions
+        if not self._is_in():
+            raise RayUnusable(
+                f"this process left its Ray cluster while it put the {part}: "
+                "publish them anew, and shut Ray down after the Synchronizer was closed"
+            )
         try:
             yield
         except (errors.ObjectStoreFullError, errors.OutOfDiskError):
