@@ -472,6 +472,23 @@ def test_explain_names_who_is_missing():
     assert "Nothing is known of step 9" in explain(history.fold()[0].state, 9)
 
 
+def test_of_many_that_are_missing_some_are_named_and_all_by_whoever_asks_for_them():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=2048)))
+    history.add(opened(2, *range(2048)))
+    for rank in range(2048):
+        history.add(started(1, f"save-{rank}", rank=rank), by="actor", rank=rank)
+    state = history.fold()[0].state
+    for step, tells, last in (
+        (1, "of actor-7 (started 2.0 s ago); and 2040 more; committed", "of actor-2047 (started"),
+        (2, "the part of rank 0, 1, 2, 3, 4, 5, 6, 7, and 2040 more.", " 2046, 2047."),
+    ):
+        said = explain(state, step)
+        assert tells in said
+        assert len(said) < 500
+        assert last in explain(state, step, named=None)
+
+
 def requested(step, save_id="a", **at):
     return SaveRequested(save_id=save_id, slot=slot(step, **at))
 
