@@ -25,11 +25,13 @@ from tests.histories import (
 from trinity_events.core import (
     Monitor,
     MonitorState,
+    complete,
     decode_state,
     encode_state,
     explain,
     removable,
 )
+from trinity_events.core.complete import slot_key
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,
@@ -487,6 +489,21 @@ def test_of_many_that_are_missing_some_are_named_and_all_by_whoever_asks_for_the
         assert tells in said
         assert len(said) < 500
         assert last in explain(state, step, named=None)
+
+
+def test_ranks_that_name_their_own_saves_are_not_all_looked_at_when_one_finishes(monkeypatch):
+    history, ranks, looked = History(), 200, []
+    for rank in range(ranks):
+        named = Registration(
+            registration_id=f"r{rank}", kind="state_dict", expected=1, slots=(slot(1, rank=rank),)
+        )
+        history.add(ThreadCountRegistered(step=1, registration=named))
+    history.add(committed(1, "state_dict"))
+    for rank in range(ranks):
+        history.add(finished(1, f"save-{rank}", rank=rank), by="actor", rank=rank)
+    monkeypatch.setattr(complete, "slot_key", lambda one: looked.append(one) or slot_key(one))
+    assert [type(event) for event in history.fold()[1]] == [StepReady]
+    assert len(looked) < 4 * ranks
 
 
 def requested(step, save_id="a", **at):

@@ -45,19 +45,27 @@ def _all_saved(kind: KindState) -> bool:
     if not kind.registrations:
         return False
     unnamed = most_named = 0
-    for registration in kind.registrations.values():
-        if registration.slots:
-            most_named = max(most_named, len(registration.slots))
+    # Asked at every save that finishes: to look no further than to the first that lacks, from the
+    # last that were registered on, is what keeps a step's cost linear in its saves.
+    for registration in reversed(kind.registrations.values()):
+        slots = registration.slots
+        if slots:
+            most_named = max(most_named, len(slots))
         else:
             unnamed += registration.expected
-    # Asked at every save that finishes: to compare names only when there can be enough of them
-    # is what keeps a step's cost linear in its saves.
-    if kind.finished < unnamed + most_named:
-        return False
+        if kind.finished < unnamed + most_named or (slots and not _are_saved(kind, slots)):
+            return False
     if most_named and _lacking(kind)[0]:
         return False
     # A step that is saved again is saved to another folder: one of them must hold all.
     return len(_staged_folders(kind)) <= 1
+
+
+def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
+    return all(
+        (found := kind.slots.get(slot_key(slot))) is not None and found.proof is not None
+        for slot in reversed(slots)
+    )
 
 
 def _staged_folders(kind: KindState) -> set[str]:
