@@ -1,8 +1,9 @@
 """Whose turn it is: what the fold grants under each save strategy."""
 
 import pytest
+from msgspec import structs
 
-from tests.histories import History, failed, finished, slot, started
+from tests.histories import History, failed, finished, part, slot, started
 from trinity_events.core import decode_state, encode_state, explain
 from trinity_schemas import (
     ExpiredAttempt,
@@ -228,6 +229,15 @@ def test_a_start_in_turn_is_no_anomaly():
     asks(history, "one")
     history.add(started(1, "one"), by="a-1")
     assert anomalies(history) == {}
+
+
+def test_a_part_under_the_name_of_a_save_that_waits_takes_its_place_and_stops_no_run():
+    history = run("single_thread")
+    for save_id in ("one", "two", "three"):
+        asks(history, save_id, name=save_id)
+    history.add(structs.replace(part(1), save_id="two"))
+    ends(history, "one", name="one")
+    assert granted(history) == ["one", "three"]
 
 
 def test_the_next_save_of_a_name_ends_a_turn_whose_end_was_lost():

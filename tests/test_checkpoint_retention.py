@@ -381,6 +381,20 @@ async def test_a_reader_that_was_too_slow_to_hold_on_is_told(
         await read_for_long()
 
 
+async def test_a_reader_that_stood_still_while_its_checkpoint_was_removed_is_told(
+    redis_url, run_id, tmp_path
+):
+    folder = tmp_path / run_id / "global_step_1"
+    folder.mkdir(parents=True)
+
+    async def read_after_a_long_stop():
+        async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=tmp_path):
+            folder.rmdir()  # and by now its mark is gone: the next hold is granted again
+
+    with pytest.raises(CheckpointHeld, match="was removed while it was read"):
+        await read_after_a_long_stop()
+
+
 async def test_a_reader_is_told_that_its_checkpoint_was_replaced(redis_url, run_id, tmp_path):
     folder = tmp_path / run_id / "global_step_1"
     folder.mkdir(parents=True)

@@ -19,6 +19,7 @@ from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task, until
 from tests.servers import free_ports
 from trinity_events import silence
+from trinity_events.cli import runs
 from trinity_events.cli.app import build
 from trinity_events.history import current_state
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, position
@@ -100,6 +101,26 @@ async def test_status_counts_ages_to_now_and_says_how_long_ago_the_last_event_wa
     assert int(re.search(r"^last event (\d+) s ago$", shown, re.MULTILINE)[1]) >= 1
     await publisher.publish(RunClosed(reason="finished"))
     assert "last event" not in cli("status", run_id).stdout
+
+
+async def test_runs_are_asked_for_beside_each_other_and_listed_in_order(
+    client, redis_url, run_id, monkeypatch
+):
+    names, asked, several = [f"{run_id}-{n}" for n in range(3)], [], anyio.Event()
+
+    async def together(log):
+        asked.append(log.run_id)
+        if len(asked) > 1:
+            several.set()
+        with anyio.fail_after(20):
+            await several.wait()
+        return await current_state(log)
+
+    for name in names:
+        await open_run(client, name)
+    monkeypatch.setattr(runs, "current_state", together)
+    found = [state.run_id for state, _ in await runs._states(redis_url)]
+    assert [one for one in found if one in names] == names
 
 
 async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_lapsed(

@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import closing, contextmanager, suppress
 from functools import partial
+from itertools import count
 
 import anyio
 import pytest
@@ -14,6 +15,7 @@ from tests.histories import committed, registration
 from tests.pipeline import announced, publish_steps, reducer_task
 from tests.proxy import Proxy, command, script
 from trinity_events import StepReady, subscribe
+from trinity_events.archive import read_recording, record_run, verify
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.errors import BufferFull, PublishError
 from trinity_events.history import current_state, fold
@@ -329,6 +331,31 @@ async def test_through_an_outage_nothing_is_lost_or_told_twice_and_nobody_is_hel
         assert "gap" not in (await current_state(log)).anomaly_counts
         [group] = await client.xinfo_groups(log.keys.announcements)
         assert group["pending"] == 0
+
+
+async def test_a_busy_run_is_looked_at_and_exported_over_a_slow_network(
+    publisher, redis_url, run_id, proxy, tmp_path
+):
+    path = tmp_path / "run.jsonl"
+
+    async def train():
+        for step in count():
+            await publish_steps(publisher, [step])
+
+    async with (
+        reducer_task(redis_url, run_id),
+        connect(proxy.url) as far,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(train)
+        proxy.delay(0.05)
+        with anyio.fail_after(LONG):
+            state = await current_state(RedisEventLog(far, run_id))
+            await record_run(RedisEventLog(far, run_id), path)
+        tasks.cancel_scope.cancel()
+    report = verify(read_recording(path))
+    assert report.sound, report.findings
+    assert report.entries > state.entries > 0
 
 
 @pytest.mark.parametrize("outage", [restarting, full, hanging])

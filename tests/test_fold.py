@@ -25,11 +25,13 @@ from tests.histories import (
 from trinity_events.core import (
     Monitor,
     MonitorState,
+    complete,
     decode_state,
     encode_state,
     explain,
     removable,
 )
+from trinity_events.core.complete import slot_key
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,
@@ -470,6 +472,38 @@ def test_explain_names_who_is_missing():
     )
     assert "the part of rank 1" in explain(publish.fold()[0].state, 4)
     assert "Nothing is known of step 9" in explain(history.fold()[0].state, 9)
+
+
+def test_of_many_that_are_missing_some_are_named_and_all_by_whoever_asks_for_them():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=2048)))
+    history.add(opened(2, *range(2048)))
+    for rank in range(2048):
+        history.add(started(1, f"save-{rank}", rank=rank), by="actor", rank=rank)
+    state = history.fold()[0].state
+    for step, tells, last in (
+        (1, "of actor-7 (started 2.0 s ago); and 2040 more; committed", "of actor-2047 (started"),
+        (2, "the part of rank 0, 1, 2, 3, 4, 5, 6, 7, and 2040 more.", " 2046, 2047."),
+    ):
+        said = explain(state, step)
+        assert tells in said
+        assert len(said) < 500
+        assert last in explain(state, step, named=None)
+
+
+def test_ranks_that_name_their_own_saves_are_not_all_looked_at_when_one_finishes(monkeypatch):
+    history, ranks, looked = History(), 200, []
+    for rank in range(ranks):
+        named = Registration(
+            registration_id=f"r{rank}", kind="state_dict", expected=1, slots=(slot(1, rank=rank),)
+        )
+        history.add(ThreadCountRegistered(step=1, registration=named))
+    history.add(committed(1, "state_dict"))
+    for rank in range(ranks):
+        history.add(finished(1, f"save-{rank}", rank=rank), by="actor", rank=rank)
+    monkeypatch.setattr(complete, "slot_key", lambda one: looked.append(one) or slot_key(one))
+    assert [type(event) for event in history.fold()[1]] == [StepReady]
+    assert len(looked) < 4 * ranks
 
 
 def requested(step, save_id="a", **at):

@@ -234,6 +234,27 @@ async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_p
         assert process.wait(10) == 0
 
 
+async def test_a_reducer_serves_more_runs_than_a_shell_gives_it_files_for(tmp_path):
+    command = [sys.executable, "-m", "trinity_events", "reducer", "--checkpoint-root"]
+    in_a_shell = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *command, str(tmp_path)]
+    with EmbeddedServer(tmp_path).attached() as url:
+        async with connect(url) as client:
+            logs = [RedisEventLog(client, f"one-{number}") for number in range(40)]
+            for log in logs:
+                trainer = AsyncPublisher(
+                    log, await open_run(client, log.run_id), new_producer("trainer")
+                )
+                await publish_steps(trainer, [1])
+            reducer = subprocess.Popen([*in_a_shell, "--redis-url", url], stderr=subprocess.PIPE)
+            try:
+                for log in logs:
+                    await announced(log, 1)
+            finally:
+                reducer.terminate()
+                said = reducer.communicate()[1].decode()
+    assert not said
+
+
 async def closed_run(client, run_id):
     publisher = AsyncPublisher(
         RedisEventLog(client, run_id), await open_run(client, run_id), new_producer("trainer")

@@ -64,9 +64,13 @@ def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
     """Every announcement after a position, oldest first, until there is none behind it."""
     stream = Stream.ANNOUNCEMENTS
     page = PageSize(page_of(stream))
-    while found := log.read(after, stream=stream, limit=page.limit):
+    while True:
+        asked = page.limit
+        found = log.read(after, stream=stream, limit=asked)
         page.learn(found)
         yield from found
+        if len(found) < asked:
+            return  # not once a page is empty: of a busy run, over a slow network, none is
         after = found[-1].id
 
 
@@ -231,8 +235,13 @@ def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
 
 async def current_state(log: EventLog) -> MonitorState:
     """The state after the newest entry, from the last snapshot on."""
+    # What comes meanwhile is not waited for: of a busy run, over a slow network, that has no end.
+    end = await log.last_id()
     monitor, page = (await load_monitor(log)).monitor, PageSize(PAGE)
-    while found := await log.read(monitor.state.position, limit=page.limit):
+    while position(monitor.state.position) < position(end):
+        found = await log.read(monitor.state.position, through=end, limit=page.limit)
+        if not found:  # lost since
+            break
         page.learn(found)
         fold(monitor, found)
     return monitor.state

@@ -92,12 +92,13 @@ async def _held(
                 await log.release(step, who)
     if failure is not None:
         raise failure
-    if lost:
+    left = await _identity(folder)
+    if lost or left is None:
         raise CheckpointHeld(
             f"the checkpoint of step {step} of run {run} was removed while it was read: this "
             f"process did not reach the server for {HOLD:g} s; read a newer one"
         )
-    if await _identity(folder) != found:
+    if left != found:
         raise CheckpointHeld(
             f"the checkpoint of step {step} of run {run} was replaced while it was read: its "
             "trainer saved that step again; read it once more"

@@ -132,11 +132,9 @@ async def record_run(
         ArchiveMissing, BadRecording: when what is kept in files cannot be had.
     """
     # A reducer may be at work: what it has announced must be of the position that is recorded.
-    while True:
-        _, reached = await log.load()
-        announced = position(await log.last_id(Stream.ANNOUNCEMENTS))
-        if (await log.load())[1] == reached:
-            break
+    # Up to here it is; what comes after says itself which event made it true.
+    certain = position(await log.last_id(Stream.ANNOUNCEMENTS))
+    _, reached = await log.load()
     count = 0
     header = Header(run_id=log.run_id, position=reached)
     with lines_written(path, header, alone=True) as write:
@@ -144,13 +142,22 @@ async def record_run(
             write([line("events", entry)])
             count += 1
         async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):
-            if position(entry.id) <= announced:
-                write([line("announcements", entry)])
-                count += 1
+            if position(entry.id) > certain and _is_of_later(entry, reached):
+                break
+            write([line("announcements", entry)])
+            count += 1
         for entry, reason in await log.dead_letters():
             write([line_of("dead", entry, reason)])
             count += 1
     return count
+
+
+def _is_of_later(announcement: Entry, reached: str) -> bool:
+    """Whether an event after a position made it true. A retired version follows on what did."""
+    with suppress(ContractError):
+        cause = getattr(decode_envelope(announcement.payload).event, "caused_by", reached)
+        return position(cause) > position(reached)
+    return False
 
 
 def read_recording(path: Path) -> Recording:

@@ -38,7 +38,7 @@ def explain(
             f"nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}: "
             f"{newest} (see trinity-events status {state.run_id})"
         )
-    said = in_words(state, step, now=now)
+    said = in_words(state, step, now=now, named=None)
     if not as_json:
         print(said)
         return

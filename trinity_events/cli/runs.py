@@ -14,6 +14,9 @@ from ..silence import silent_since
 from ..views import runs_table
 from .options import Json, RedisUrl, client_of, console, print_json
 
+_LOOKS = 16
+"""Runs that are asked for at once: each takes a dozen questions, and the server may be far."""
+
 
 def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
     """List the runs of a server, oldest first. One that cannot be read is told of, and passed over.
@@ -36,15 +39,23 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
 
 async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]]:
     """Each run's state, and since when nobody is there, as ``status`` has them."""
-    found: list[tuple[MonitorState, int | None]] = []
     async with client_of(redis_url) as client:
-        for run in await list_runs(client):
-            try:
-                state = await current_state(RedisEventLog(client, run))
-                found.append((state, await silent_since(client, state)))
-            except (SnapshotUnreadable, KeyTaken) as error:
-                print(f"error: {error}", file=sys.stderr)
-    return found
+        listed = await list_runs(client)
+        found: dict[str, tuple[MonitorState, int | None]] = {}
+        looks = anyio.CapacityLimiter(_LOOKS)
+
+        async def look(run: str) -> None:
+            async with looks:
+                try:
+                    state = await current_state(RedisEventLog(client, run))
+                    found[run] = state, await silent_since(client, state)
+                except (SnapshotUnreadable, KeyTaken) as error:
+                    print(f"error: {error}", file=sys.stderr)
+
+        async with anyio.create_task_group() as tasks:
+            for run in listed:
+                tasks.start_soon(look, run)
+    return [found[run] for run in listed if run in found]
 
 
 def _row(state: MonitorState, since: int | None) -> dict[str, object]:

@@ -45,19 +45,27 @@ def _all_saved(kind: KindState) -> bool:
     if not kind.registrations:
         return False
     unnamed = most_named = 0
-    for registration in kind.registrations.values():
-        if registration.slots:
-            most_named = max(most_named, len(registration.slots))
+    # Asked at every save that finishes: to look no further than to the first that lacks, from the
+    # last that were registered on, is what keeps a step's cost linear in its saves.
+    for registration in reversed(kind.registrations.values()):
+        slots = registration.slots
+        if slots:
+            most_named = max(most_named, len(slots))
         else:
             unnamed += registration.expected
-    # Asked at every save that finishes: to compare names only when there can be enough of them
-    # is what keeps a step's cost linear in its saves.
-    if kind.finished < unnamed + most_named:
-        return False
+        if kind.finished < unnamed + most_named or (slots and not _are_saved(kind, slots)):
+            return False
     if most_named and _lacking(kind)[0]:
         return False
     # A step that is saved again is saved to another folder: one of them must hold all.
     return len(_staged_folders(kind)) <= 1
+
+
+def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
+    return all(
+        (found := kind.slots.get(slot_key(slot))) is not None and found.proof is not None
+        for slot in reversed(slots)
+    )
 
 
 def _staged_folders(kind: KindState) -> set[str]:
@@ -96,13 +104,16 @@ def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
     return lacking, len(named) + unnamed, silent
 
 
-def missing(step: StepState, kind: Kind, now: int) -> list[str]:
-    """What the kind waits for, in words; ages are counted to ``now``, in milliseconds."""
+def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> list[str]:
+    """What the kind waits for, in words; ages are counted to ``now``, in milliseconds.
+
+    Of the saves or parts that it lacks so many are ``named``, or all.
+    """
     state = step.kinds[kind]
     found = [] if state.committed_at is not None else ["the trainer's commit"]
     if kind == "weights":
-        return found + _missing_parts(step)
-    found += _missing_saves(state, now)
+        return found + _missing_parts(step, named)
+    found += _missing_saves(state, now, named)
     if kind == "checkpoint" and state.with_state_dict:
         lacking, expected, _ = _lacking(step.kinds["state_dict"])
         if lacking:
@@ -110,22 +121,27 @@ def missing(step: StepState, kind: Kind, now: int) -> list[str]:
     return found
 
 
-def _missing_parts(step: StepState) -> list[str]:
+def _missing_parts(step: StepState, named: int | None) -> list[str]:
     version = step.version
     if version is None or not version.ranks:
         return ["its version to be opened"]
     lacking = [str(rank) for rank in version.ranks if rank not in version.parts]
-    return [f"the part of rank {', '.join(lacking)}"] if lacking else []
+    return [f"the part of rank {', '.join(_first(lacking, named))}"] if lacking else []
 
 
-def _missing_saves(state: KindState, now: int) -> list[str]:
+def _first(names: list[str], most: int | None) -> list[str]:
+    more = [] if most is None or len(names) <= most else [f"and {len(names) - most} more"]
+    return names[:most] + more
+
+
+def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
     seen = [
         f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} ({_standing(slot, now)})"
         for slot in state.slots.values()
         if slot.proof is None
     ]
     if not state.registrations:
-        return ["a registration of how many saves to expect", *seen]
+        return ["a registration of how many saves to expect", *_first(seen, named)]
     lacking, expected, silent = _lacking(state)
     if not lacking:
         folders = sorted(_staged_folders(state))
@@ -133,7 +149,8 @@ def _missing_saves(state: KindState, now: int) -> list[str]:
             [f"one folder with all of its saves, not {', '.join(folders)}"] if folders[1:] else []
         )
     unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
-    return [f"{lacking} of {expected} saves: {'; '.join(seen + unseen) or 'no save is under way'}"]
+    names = "; ".join(_first(seen + unseen, named)) or "no save is under way"
+    return [f"{lacking} of {expected} saves: {names}"]
 
 
 def _standing(slot: SlotState, now: int) -> str:

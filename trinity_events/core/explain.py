@@ -6,13 +6,15 @@ from trinity_schemas import Kind
 
 from .complete import missing
 from .known import words_of
-from .state import KindState, MonitorState, StepState
+from .state import KindState, MonitorState
 
 _NAMED = 8
-"""Ranks that are named; of more, the number is told."""
+"""Ranks and saves that are named; of more, the number is told."""
 
 
-def explain(state: MonitorState, step: int, *, now: int | None = None) -> str:
+def explain(
+    state: MonitorState, step: int, *, now: int | None = None, named: int | None = _NAMED
+) -> str:
     """One sentence for each kind of the step: what it has, and who is missing since when.
 
     Args:
@@ -20,6 +22,7 @@ def explain(state: MonitorState, step: int, *, now: int | None = None) -> str:
         step: The training step.
         now: Milliseconds of the server's clock to which ages are counted; by default those of
             the last entry of the log.
+        named: How many of those that are missing are named; None names all.
     """
     found = state.steps.get(step)
     if found is None:
@@ -28,15 +31,16 @@ def explain(state: MonitorState, step: int, *, now: int | None = None) -> str:
         return f"Nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}."
     last = int(state.position.partition("-")[0])
     at = last if now is None else max(now, last)
-    return " ".join(_explain_kind(state, step, found, kind, at) for kind in found.kinds)
+    return " ".join(_explain_kind(state, step, kind, at, named) for kind in found.kinds)
 
 
-def _explain_kind(state: MonitorState, step: int, found: StepState, kind: Kind, now: int) -> str:
+def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: int | None) -> str:
+    found = state.steps[step]
     kind_state = found.kinds[kind]
     subject = f"Step {step} {kind}"
     if kind_state.outcome is not None:
         return f"{subject} is {kind_state.outcome}."
-    wanting = ", ".join(missing(found, kind, now)) or "nothing"
+    wanting = ", ".join(missing(found, kind, now, named)) or "nothing"
     # What failed says so in a sentence of its own, which often ends as this one does.
     failed = f"; failed so far: {kind_state.failure.rstrip('.')}" if kind_state.failure else ""
     since = kind_state.committed_at

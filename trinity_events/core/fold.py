@@ -36,7 +36,6 @@ from trinity_schemas import (
 from .known import keep_last, who_is
 from .limits import KEPT_CARRIED, KEPT_PRODUCERS, KEPT_STEPS, REORDERED_PRODUCERS
 from .readiness import staged_folder
-from .saves import Saves
 from .state import ReadyPointer
 from .versions import Versions
 
@@ -49,7 +48,7 @@ _UNFENCED_EVENTS = (WeightsApplied, ExplorerStatusChanged, SyncRequested, Consum
 _EPOCH_EVENTS = (RunOpened, RunResumed)
 
 
-class Monitor(Saves, Versions):
+class Monitor(Versions):
     """Folds a run's log into its :class:`MonitorState`.
 
     Pure: the same entries give the same state and the same announcements, in the live reducer,

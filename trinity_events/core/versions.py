@@ -17,11 +17,11 @@ from trinity_schemas import (
 
 from .known import keep_last, who_is
 from .limits import KEPT_DETACHED, KEPT_EXPLORERS
-from .readiness import Readiness
+from .saves import Saves
 from .state import DetachedConsumer, ExplorerState
 
 
-class Versions(Readiness):
+class Versions(Saves):
     """What is said of weights, and of everyone's status."""
 
     def _version_opened(self, event: VersionOpened, _: Envelope) -> None:
@@ -34,7 +34,7 @@ class Versions(Readiness):
     def _part_published(self, event: VersionPartPublished, _: Envelope) -> None:
         step = event.step
         if event.save_id is not None:
-            self.state.attempts.pop(event.save_id, None)
+            self._end_attempt(event.save_id)
         version = self._version(step)
         if version is None:
             return
