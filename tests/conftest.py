@@ -18,15 +18,20 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_produc
 from trinity_events.reducer import retention
 from trinity_events.server import EmbeddedServer, connect, open_client
 
-WHOLE_RUNS = {"test_demo", "test_demo_megatron", "test_compose", "test_training", "test_benchmarks"}
-"""Files whose tests take all cores for long; where several tests run at a time, one of these."""
+FLEETS = (
+    *("test_benchmarks", "test_chaos", "test_collective", "test_compose", "test_demo", "test_fsdp"),
+    *("test_megatron", "test_mistakes", "test_ray", "test_read_along_ray", "test_training"),
+    *("test_transports", "test_verl"),
+)
+"""What files begin with whose tests start many processes: of those never two run at a time."""
 
 
 def pytest_collection_modifyitems(items):
-    """Keep the tests of a file together: they share processes that are costly to start."""
+    """Keep the tests of a file together: they share what is costly to start."""
     for item in items:
         name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("whole runs" if name in WHOLE_RUNS else name))
+        group = "fleets" if name.startswith(FLEETS) else name
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,6 +20,7 @@ from trinity_workers.launch.transport import chosen_transport
 pytestmark = pytest.mark.timeout(400)  # its own deadlines are shorter, and say what is missing
 
 STEPS = 12
+INTERRUPTED = f"interrupted-demo-{os.getpid()}"
 
 
 def demo(*args: str, **options) -> subprocess.Popen:
@@ -53,7 +54,7 @@ def wait_for(condition, seconds: float = 150):
 @pytest.fixture(scope="module")
 def finished(home, redis_url, weights_url):
     """A demo in whose middle the reducer was killed, and its summary."""
-    run_id = "short-demo"
+    run_id = f"short-demo-{os.getpid()}"
     process = demo(
         *("--run", run_id, "--steps", str(STEPS), "--save-interval", "6", "--explorers", "2"),
         *("--save-strategy", "single_thread"),
@@ -195,7 +196,7 @@ def test_weights_go_by_the_transport_that_is_asked_for_to_the_end(home, cli):
 
 def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, redis_url):
     """By a signal that is sent again while it ends, as from a terminal and by what waits there."""
-    run_id = "interrupted-demo"
+    run_id = INTERRUPTED
     process = demo("--run", run_id, "--steps", "100000", start_new_session=True)
     key = RunKeys.of(run_id).announcements
     with connect_sync(redis_url) as client:
@@ -224,4 +225,4 @@ def session_members(session: int) -> list[int]:
             continue
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(path.parent.name))
-    return found + children("interrupted-demo")
+    return found + children(INTERRUPTED)
