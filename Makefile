@@ -21,9 +21,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/trinity-events demo
 
-# Two at a time, since most tests wait; make test ARGS="-k shard" hands on what pytest is to be told.
 test: setup
-	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest
 
 bench: setup
 	$(BIN)/python -m benchmarks

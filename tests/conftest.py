@@ -18,21 +18,6 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_produc
 from trinity_events.reducer import retention
 from trinity_events.server import EmbeddedServer, connect, open_client
 
-FLEETS = (
-    *("test_benchmarks", "test_chaos", "test_collective", "test_compose", "test_demo", "test_fsdp"),
-    *("test_megatron", "test_mistakes", "test_ray", "test_read_along_ray", "test_training"),
-    *("test_transports", "test_verl"),
-)
-"""What files begin with whose tests start many processes: of those never two run at a time."""
-
-
-def pytest_collection_modifyitems(items):
-    """Keep the tests of a file together: they share what is costly to start."""
-    for item in items:
-        name = item.path.stem
-        group = "fleets" if name.startswith(FLEETS) else name
-        item.add_marker(pytest.mark.xdist_group(group))
-
 
 @pytest.fixture(scope="session", autouse=True)
 def home():

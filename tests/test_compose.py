@@ -268,7 +268,7 @@ def test_a_terminal_that_goes_ends_the_trainer_and_the_log_says_so(processes):
     os.close(theirs)
     wait_until_it_starts(processes)
     os.close(ours)
-    assert trainer.wait(30) == 128 + signal.SIGHUP
+    assert trainer.wait(60) == 128 + signal.SIGHUP
     assert processes.closed() == ["interrupted"]
 
 
@@ -277,7 +277,7 @@ def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     trainer = processes.start("trainer")
     wait_until_it_starts(processes)
     trainer.terminate()
-    status, _, error = ended(trainer)
+    status, _, error = ended(trainer, 60)
     assert status == 143, error
     assert processes.closed() == ["interrupted"]
     reducer.terminate()
