@@ -3,12 +3,15 @@
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -232,53 +235,65 @@ def test_explorers_of_a_collective_group_come_and_go(processes):
     assert ended(reducer)[0] == 0
 
 
-def test_sigterm_stops_the_trainer_and_the_log_says_so(processes):
+def take_terminal():
+    """Before a process is another: it may have been under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@contextmanager
+def terminal():
+    """One that is looked at, with what a process is to be started with to have it as its own."""
+    ours, theirs = os.openpty()
+    gone = threading.Event()
+
+    def look():
+        while not gone.is_set():
+            if select.select([ours], [], [], 0.05)[0]:
+                with suppress(OSError):  # nobody has it open
+                    os.read(ours, 65536)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield {
+            **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+            "preexec_fn": take_terminal,
+        }
+    finally:
+        gone.set()
+        looking.join()
+        os.close(theirs)
+        os.close(ours)
+
+
+def test_a_terminal_that_goes_ends_the_trainer_and_the_log_says_so(processes):
     reducer = processes.start("reducer")
-    trainer = processes.start("trainer", "--steps", "100000")
     explorer = processes.start("explorer", "--rank", "0")
-    processes.wait_for_announcements(4, trainer)
-    trainer.send_signal(signal.SIGTERM)
-    status, out, error = ended(trainer)
-    assert status == 143
-    assert out == ""
-    assert "was interrupted" in error
+    with terminal() as streams:
+        trainer = processes.start("trainer", "--steps", "100000", **streams)
+        processes.wait_for_announcements(4, trainer)
+    assert trainer.wait(60) == 128 + signal.SIGHUP
     assert processes.closed() == ["interrupted"]
     assert ended(explorer)[0] == 0
     reducer.terminate()
     assert ended(reducer)[0] == 0
 
 
-def wait_until_it_starts(processes: Processes) -> None:
-    """Ray is starting then, and would have a word with a signal too."""
+def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
+    reducer = processes.start("reducer")
+    trainer = processes.start("trainer")
     with connect_sync(processes.redis_url) as client:
         give_up = time.monotonic() + 60
         while not client.exists(RunKeys.of(processes.run_id).events):
             assert time.monotonic() < give_up, "waited in vain"
             time.sleep(0.01)
-    time.sleep(0.3)
-
-
-def test_a_terminal_that_goes_ends_the_trainer_and_the_log_says_so(processes):
-    processes.start("reducer")
-    ours, theirs = os.openpty()
-    terminal = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    trainer = processes.start(
-        "trainer", **terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY)
-    )
-    os.close(theirs)
-    wait_until_it_starts(processes)
-    os.close(ours)
-    assert trainer.wait(60) == 128 + signal.SIGHUP
-    assert processes.closed() == ["interrupted"]
-
-
-def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
-    reducer = processes.start("reducer")
-    trainer = processes.start("trainer")
-    wait_until_it_starts(processes)
+    time.sleep(0.3)  # Ray is starting, and would have a word with the signal too
     trainer.terminate()
-    status, _, error = ended(trainer, 60)
+    status, out, error = ended(trainer, 60)
     assert status == 143, error
+    assert out == ""
+    assert "was interrupted" in error
     assert processes.closed() == ["interrupted"]
     reducer.terminate()
     assert ended(reducer)[0] == 0

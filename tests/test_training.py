@@ -76,8 +76,9 @@ async def test_each_opening_is_an_epoch_and_a_resume_says_from_where(log, run_id
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_ends_the_block_in_order_and_with_its_status(log, run_id, redis_url, number):
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from trinity_events import training_run\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # these tests may run under nohup
         "with training_run(sys.argv[1], redis_url=sys.argv[2]):\n"
         "    print('opened', flush=True)\n"
         "    time.sleep(60)\n"
