@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+import sys
 import time
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -52,10 +53,11 @@ class Where(NamedTuple):
         if self.name == "shm":
             return SharedMemoryStore()
         if self.name == "ray":
-            os.environ["RAY_AUTH_MODE"] = self.ray_auth
-            import ray
+            ray = sys.modules.get("ray")
+            if ray is None or not ray.is_initialized():  # in a process of its own
+                os.environ["RAY_AUTH_MODE"] = self.ray_auth
+                import ray
 
-            if not ray.is_initialized():  # in a process of its own
                 ray.init(address=self.ray_address, log_to_driver=False, logging_level=40)
             return RayStore()
         if self.name in ON_A_DEVICE:
