@@ -49,7 +49,8 @@ class Keeping:
         with self._lock:
             self._parts.pop(part, None)
             self._parts[part] = _Kept(chunks, base)
-            self._parts = {one: self._parts[one] for one in self._parts if one in self._needed()}
+            needed = self._needed()
+            self._parts = {one: kept for one, kept in self._parts.items() if one in needed}
         if self._thread is None:
             self._thread = threading.Thread(target=self._renew_all, name="keeping", daemon=True)
             self._thread.start()
