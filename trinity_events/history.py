@@ -61,7 +61,7 @@ async def read_all(
 
 
 def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
-    """Every announcement after a position, oldest first, until there is none behind it."""
+    """Every announcement after a position, oldest first, as far as they have come."""
     stream = Stream.ANNOUNCEMENTS
     page = PageSize(page_of(stream))
     while True:
@@ -235,15 +235,10 @@ def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
 
 async def current_state(log: EventLog) -> MonitorState:
     """The state after the newest entry, from the last snapshot on."""
+    monitor = (await load_monitor(log)).monitor
     # What comes meanwhile is not waited for: of a busy run, over a slow network, that has no end.
-    end = await log.last_id()
-    monitor, page = (await load_monitor(log)).monitor, PageSize(PAGE)
-    while position(monitor.state.position) < position(end):
-        found = await log.read(monitor.state.position, through=end, limit=page.limit)
-        if not found:  # lost since
-            break
-        page.learn(found)
-        fold(monitor, found)
+    async for entry in read_all(log, after=monitor.state.position):
+        fold(monitor, [entry])
     return monitor.state
 
 
