@@ -21,6 +21,7 @@ from . import (
     replay,
     weights,
     weights_delta,
+    weights_gpu,
     weights_redis,
     weights_transports,
 )
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights_delta": weights_delta,
     "weights_redis": weights_redis,
     "weights_transports": weights_transports,
+    "weights_gpu": weights_gpu,
     "megatron_stream": megatron_stream,
 }
 SIZES = ("tiny", "small", "full")
@@ -79,6 +81,10 @@ def main() -> None:
     # Ended as by Ctrl-C, so that no server and no process is left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name in given.names or BENCHMARKS:
+        why = BENCHMARKS[name].missing() if hasattr(BENCHMARKS[name], "missing") else None
+        if why is not None and not given.names:
+            say(f"{name} was left out: {why}")
+            continue
         report = measure(name, given.size)
         show(report)
         if given.keep:

@@ -37,6 +37,8 @@ PERFORMANCE = Place(ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmark
 """Of the weight plane."""
 MEGATRON = Place(ROOT / "docs" / "megatron.md", ROOT / "docs" / "benchmarks" / "megatron")
 """Of Megatron trainers."""
+GPU = Place(ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks" / "gpu")
+"""Of weights that lie on a GPU."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):

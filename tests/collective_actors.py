@@ -32,6 +32,16 @@ class Places(NamedTuple):
     redis_url: str
     weights_url: str
     folder: Path
+    device: str = "cpu"
+
+    @property
+    def timeout(self) -> float:
+        """Of collective groups: the first one on a GPU takes seconds to be made."""
+        return TIMEOUT if self.device == "cpu" else 5 * TIMEOUT
+
+    @property
+    def backend(self) -> str:
+        return "gloo" if self.device == "cpu" else "nccl"
 
 
 class Tiny(nn.Module):
@@ -56,8 +66,8 @@ class Tiny(nn.Module):
 class Engine:
     """What the helpers rely on; it stops at a tensor when it is told to."""
 
-    def __init__(self, kind: str, seed: int) -> None:
-        self.module = sharded(Tiny(seed), kind)
+    def __init__(self, kind: str, seed: int, device: str) -> None:
+        self.module = sharded(Tiny(seed).to(device), kind, device)
         self.stops_at: tuple[int, Path] | None = None
 
     def get_per_tensor_param(self):
@@ -67,23 +77,24 @@ class Engine:
             yield name, parameter.full_tensor()
 
 
-def sharded(model: nn.Module, kind: str) -> nn.Module:
+def sharded(model: nn.Module, kind: str, device: str) -> nn.Module:
     if kind == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    cpu, original = torch.device("cpu"), kind == "fsdp1-original"
+    own = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    original = kind == "fsdp1-original"
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FullyShardedDataParallel(
-            block, device_id=cpu, use_orig_params=original
+            block, device_id=own, use_orig_params=original
         )
-    return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=original)
+    return FullyShardedDataParallel(model, device_id=own, use_orig_params=original)
 
 
 def wait_here(file: Path) -> None:
@@ -97,14 +108,14 @@ def wait_here(file: Path) -> None:
 
 def begin_training(rank: Rank, places: Places, kind: str, meeting: int) -> None:
     dist.init_process_group(
-        "gloo",
+        places.backend,
         init_method=Path(places.folder, f"ranks-{meeting}").as_uri(),
         rank=rank.number,
         world_size=TRAINERS,
-        timeout=timedelta(seconds=PATIENCE),
+        timeout=timedelta(seconds=places.timeout * PATIENCE / TIMEOUT),
     )
     rank.exits.callback(dist.destroy_process_group)
-    rank.held.engine = Engine(kind, seed=7)
+    rank.held.engine = Engine(kind, seed=7, device=places.device)
     rank.held.synchronizer = synchronizer(rank, places, "actor", rank.number, places.epoch)
 
 
@@ -125,7 +136,7 @@ def send(rank: Rank, step: int, stop: tuple[int, Path] | None = None) -> None:
 
 
 def explore(rank: Rank, places: Places) -> None:
-    rank.held.model = Tiny(seed=rank.number)
+    rank.held.model = Tiny(seed=rank.number).to(places.device)
     made = synchronizer(rank, places, "explorer", rank.number - TRAINERS, 0)
     made.join_weight_sync_group()
     rank.held.synchronizer = made
@@ -136,11 +147,11 @@ def apply(rank: Rank, ready) -> dict[str, torch.Tensor]:
         rank.held.synchronizer.apply(rank.held.model, ready)
     finally:
         rank.held.synchronizer.flush()
-    return dict(rank.held.model.state_dict())
+    return weights(rank)
 
 
 def weights(rank: Rank) -> dict[str, torch.Tensor]:
-    return dict(rank.held.model.state_dict())
+    return {name: tensor.cpu() for name, tensor in rank.held.model.state_dict().items()}
 
 
 def leave(rank: Rank) -> None:
@@ -158,7 +169,7 @@ def synchronizer(rank: Rank, places: Places, role: str, number: int, epoch: int)
         rank=number,
         transport="collective",
         chunk_bytes=64,
-        group_timeout=TIMEOUT,
+        group_timeout=places.timeout,
     )
     rank.exits.callback(made.close)
     return made

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -47,9 +48,13 @@ class RankProcesses:
     Functions are pickled by name, so they are the test modules' own.
     """
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        # What is preloaded may look for a GPU, and a process that was forked after that has none.
+        gpu = shutil.which("nvidia-smi") is not None
+        self._context = multiprocessing.get_context("spawn" if gpu else "forkserver")
+        if not gpu:
+            self._context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         self._world = 0
@@ -57,13 +62,13 @@ class RankProcesses:
         self._meetings = 0
 
     def group(self, world: int, timeout: timedelta = GROUP_TIMEOUT) -> RankGroup:
-        """The first processes as a new group over Gloo; the group before is left."""
+        """Form a group of the first processes, over Gloo or NCCL; the one before is left."""
         self.start(world)
         self.leave()
         self._meetings += 1
         place = Path(self._folder.name, str(self._meetings)).as_uri()
         group = RankGroup(self, world)
-        group(_join, world, place, timeout)
+        group(_join, "nccl" if self.device == "cuda" else "gloo", world, place, timeout)
         self._world = world
         return group
 
@@ -82,7 +87,7 @@ class RankProcesses:
         except BrokenPipeError:
             return lambda: died
 
-        def receive(timeout: float = 40) -> Any:
+        def receive(timeout: float = 40 if self.device == "cpu" else 120) -> Any:
             if not pipe.poll(timeout):
                 self.end()  # it would not hear of the next test either
                 raise TimeoutError(f"rank {rank} did not answer {function}")
@@ -114,7 +119,9 @@ class RankProcesses:
         """Start processes until there are so many."""
         for rank in range(len(self._processes), world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, rank), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(theirs, rank, self.device), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -142,8 +149,12 @@ class RankGroup:
         return [answer() for answer in asked]
 
 
-def _serve(pipe: Any, number: int) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a rank computes on the CPU, wherever tests run
+def _serve(pipe: Any, number: int, device: str) -> None:
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:  # so that NCCL takes several ranks on one GPU: each seems to be on a host of its own
+        os.environ |= {"NCCL_HOSTID": f"rank-{number}", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms need it
     import torch
 
     torch.set_num_threads(1)
@@ -160,11 +171,11 @@ def _serve(pipe: Any, number: int) -> None:
             pipe.send_bytes(pickle.dumps(answer))
 
 
-def _join(rank: Rank, world: int, meeting_place: str, timeout: timedelta) -> None:
+def _join(rank: Rank, backend: str, world: int, place: str, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", init_method=meeting_place, rank=rank.number, world_size=world, timeout=timeout
+        backend, init_method=place, rank=rank.number, world_size=world, timeout=timeout
     )
     rank.world = world
 

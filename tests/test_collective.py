@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import time
@@ -21,6 +22,7 @@ from tests import collective_actors as at
 from tests.collective_actors import TIMEOUT, TRAINERS, Places, Tiny, wait_for
 from tests.pipeline import reducer_task
 from tests.rank_processes import RankProcesses
+from tests.test_transports import GPU
 from tests.test_weights import ready
 from trinity_events import Synchronizer
 from trinity_events.errors import (
@@ -55,13 +57,17 @@ from trinity_workers.trainer.requests import WeightRequests
 pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 EXPLORERS = 2
-SOON = 2 * TIMEOUT + 8
-"""Seconds within which everybody must have heard that a peer is gone."""
 
 
-@pytest.fixture(scope="module")
-def processes():
-    made = RankProcesses()
+def soon(places: Places) -> float:
+    """Seconds within which everybody must have heard that a peer is gone."""
+    return 2 * places.timeout + 8
+
+
+@pytest.fixture(scope="module", params=["cpu", GPU])
+def processes(request):
+    """Over Gloo, and over NCCL on one GPU of which each process says that it is another host's."""
+    made = RankProcesses(request.param)
     yield made
     made.close()
 
@@ -76,7 +82,7 @@ class Run:
 
     def __init__(self, processes: RankProcesses, places: Places) -> None:
         self.processes = processes
-        self.places = places
+        self.places = places._replace(device=processes.device)
         self._meetings = 0
 
     def ask(self, ranks, function, *args):
@@ -187,12 +193,14 @@ async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_nex
     at.kill(run.processes, TRAINERS + 1)
     go.touch()
     own, peer = [await off(answer) for answer in asked]
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < soon(run.places)
     assert isinstance(own, GroupBroken), own
     assert isinstance(peer, PeerFailed), peer
     failed = [one.event for one in await told(log)][-1]
     assert isinstance(failed, SaveFailed)
-    assert "collective group broke" in failed.message
+    # NCCL sends what its buffers hold: its first rank may learn of the death only from the others.
+    broke = "collective group broke|did not get the weights whole"
+    assert re.search(broke, failed.message), failed.message
     # The same step again, with those who are left.
     assert await off(run.send, 1) == [None, None]
     committer.commit(1)
@@ -205,7 +213,7 @@ async def test_an_explorer_that_hangs_is_an_error_in_time_and_may_come_back(run,
     began = time.monotonic()
     os.kill(run.processes.pid(TRAINERS), signal.SIGSTOP)
     own, peer = await off(run.send, 1)
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < soon(run.places)
     assert isinstance(own, GroupBroken), own
     assert isinstance(peer, PeerFailed), peer
     assert await off(run.send, 1) == [None, None]
@@ -231,8 +239,10 @@ async def test_a_trainers_rank_that_is_killed_midway_leaves_explorers_whole_and_
     at.kill(run.processes, killed)
     go.touch()
     other = [await off(answer) for answer in asked][1 - killed]
-    assert time.monotonic() - began < SOON
-    assert isinstance(other, CollectiveBroken), other
+    assert time.monotonic() - began < soon(run.places)
+    # Torch ends a rank whose own group over NCCL broke; over Gloo the rank hears of it.
+    wanted = CollectiveBroken if run.places.device == "cpu" else ProcessLookupError
+    assert isinstance(other, wanted), other
     # Nobody has half of step 2, and step 1 is still there to be applied.
     lie = StepReady(
         **{name: getattr(first, name) for name in first.__struct_fields__} | {"step": 2}
@@ -243,7 +253,7 @@ async def test_a_trainers_rank_that_is_killed_midway_leaves_explorers_whole_and_
     for found in await off(run.ask, run.explorers, at.apply, first):
         assert_equal(found, expected())
     # Another trainer takes over, and the explorers find it by themselves.
-    successor = opened("trainer")
+    successor = opened("trainer", group_timeout=run.places.timeout)
     names = await off(successor.setup_weight_sync_group, 2, 30)
     assert sorted(names) == ["explorer-0", "explorer-1"]
     newer = await off(sent, successor, 3, Tiny(seed=9).named_parameters())

@@ -197,7 +197,7 @@ def assert_same(found, sent):
     for name, tensor in sent:
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+        assert torch.equal(bits(found[name].cpu()), bits(tensor)), name
 
 
 def left(where, run_id, pid=None, reader=None) -> list:

@@ -7,12 +7,14 @@ import socket
 import threading
 from typing import Any
 
+import torch
+
 from ....errors import GroupBroken
 from ....log.faults import FAULTS, passes, pauses
 from ....log.position import ORIGIN
 from ..base import PartRef
 from .frames import Frame, FrameReceiver
-from .groups import Group, gpu_here, open_store
+from .groups import Group, current_gpu, gpu_identity, open_store
 from .messages import Call, Channel, ChannelClosed, Hello, Present, Received, Seat, Sending
 from .place import MeetingPlace, WeightSyncInfo
 from .staging import Buffer, Staging
@@ -49,6 +51,7 @@ class ExplorerEnd:
         self.info: WeightSyncInfo | None = None
         self.failure: str | None = None
         """Why it joins no more, if it does not."""
+        self._gpu = current_gpu()  # of the thread that joins: a new thread's is always the first
         self._thread = threading.Thread(target=self._run, name="weight-sync-group", daemon=True)
         self._thread.start()
 
@@ -65,6 +68,8 @@ class ExplorerEnd:
 
     def _run(self) -> None:
         try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             self._follow()
         except Exception as error:
             self.failure = f"this explorer takes part in no collective group any more: {error}"
@@ -99,7 +104,8 @@ class ExplorerEnd:
             return False
         self._channel = Channel(connected)
         try:
-            hello = Hello(run_id=self._run_id, token=info.token, name=self._name, gpu=gpu_here())
+            gpu = gpu_identity(self._gpu)
+            hello = Hello(run_id=self._run_id, token=info.token, name=self._name, gpu=gpu)
             self._channel.send(hello, _CONNECTING)
             self._met.set()
             while not self._ended.is_set():
@@ -173,7 +179,8 @@ class ExplorerEnd:
                 else:
                     self._staging.give_up(buffer)
                     return "was told that it will not come"
-        except (GroupBroken, MemoryError, OSError) as error:  # mapped memory is refused by the last
+        # Mapped memory is refused by OSError; RuntimeError is CUDA's, once NCCL was aborted.
+        except (GroupBroken, MemoryError, OSError, RuntimeError) as error:
             if buffer is not None:
                 self._staging.give_up(buffer)
             self._leave()
@@ -187,6 +194,4 @@ class ExplorerEnd:
 
 
 def _tensor(memory: bytearray) -> Any:
-    import torch
-
     return torch.frombuffer(memory, dtype=torch.uint8)

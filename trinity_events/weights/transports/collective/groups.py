@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +19,26 @@ from ....errors import GroupBroken
 logger = logging.getLogger(__name__)
 
 
-def gpu_here() -> str | None:
-    """Which GPU this process would use NCCL on; None where it has none, or torch no NCCL."""
+def current_gpu() -> int | None:
+    """Return the index of this thread's GPU; None without one, or where NCCL cannot use it."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return None
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    try:
+        return torch.cuda.current_device()
+    except RuntimeError as error:  # CUDA was initialised before this process was forked
+        logger.warning("this process cannot use its GPU, so its group uses Gloo: %s", error)
+        return None
+
+
+def gpu_identity(index: int | None) -> str | None:
+    """Return the name by which NCCL tells GPUs apart: the host's and the GPU's own.
+
+    NCCL refuses two ranks on one GPU of one host, and takes ``NCCL_HOSTID`` for the host's name.
+    """
+    if index is None:
+        return None
+    uuid = torch.cuda.get_device_properties(index).uuid
+    return f"{os.environ.get('NCCL_HOSTID', '')}/{uuid}"
 
 
 def backend_for(gpus: Sequence[str | None]) -> str:
@@ -65,6 +83,8 @@ class Group:
         try:
             if backend == "nccl":
                 self._group: Any = _nccl_group(prefixed, rank, world, self._timeout)
+                # NCCL connects its ranks at their first collective: one that hangs is found here.
+                self.wait(self.broadcast(torch.zeros(1, device=self.device)))
             else:
                 self._group = _gloo_group(prefixed, rank, world, self._timeout, address)
         except RuntimeError as error:
@@ -99,7 +119,30 @@ class Group:
 def _nccl_group(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world, options)
+    options.config.blocking = 0  # else connecting to a rank that hangs takes for ever
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
+    with _without_teardown():
+        return dist.ProcessGroupNCCL(store, rank, world, options)
+
+
+@contextmanager
+def _without_teardown() -> Iterator[None]:
+    """Make groups whose timeouts end their collectives, and not the process.
+
+    By default torch's watchdog ends a process whose collective timed out. A trainer must outlive
+    its explorers, so the watchdog only aborts the communicator here. Torch reads the variable when
+    a group is made.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # CleanUpOnly, in torch's ErrorHandlingMode
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ....errors import DeadlineExceeded, GroupBroken
 from ..base import PartRef
-from .groups import Group, backend_for, gpu_here, open_store
+from .groups import Group, backend_for, current_gpu, gpu_identity, open_store
 from .messages import (
     Call,
     Channel,
@@ -215,7 +215,7 @@ class TrainerEnd:
                 self._drop(name, f"it did not answer within {patience:g} s")
 
     def _make(self, names: tuple[str, ...]) -> Group:
-        backend = backend_for([gpu_here(), *(self._gpus[name] for name in names)])
+        backend = backend_for([gpu_identity(current_gpu()), *(self._gpus[name] for name in names)])
         world = len(names) + 1
         for rank, name in enumerate(names, start=1):
             seat = Seat(
