@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ..log import ORIGIN, Entry, Stream, position
-from .format import ArchiveMissing, BadRecording, Header, bare_line, read_lines, write_lines
+from ..open_folder import OpenFolder
+from .format import ArchiveMissing, BadRecording, Header, Line, bare_line, read_lines, write_segment
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +66,29 @@ class Archive:
             name = f"{stream.value}.{span}{told}.jsonl"
             # The bytes alone: what they say is for `export` to show, when somebody asks.
             lines = (bare_line(stream.value, entry) for entry in entries)
-            write_lines(self.folder / name, Header(run_id=self._run_id, after=after), lines)
+            header = Header(run_id=self._run_id, after=after)
+            with self._opened(create=True) as folder:
+                write_segment(folder, name, header, lines)
+
+    @contextmanager
+    def _opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
+        """Open the folder for what changes it: neither it nor the run's folder may be a link."""
+        run = self.folder.parent
+        if create:
+            run.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            OpenFolder.at(run.parent) as root,
+            root.below(run.name, FOLDER, create=create) as folder,
+        ):
+            yield folder
 
     def clear_up(self) -> None:
         """Remove what is left of segments that were never finished."""
-        for stream in Stream:
-            for path in self.folder.glob(f".{stream.value}.*.jsonl.*"):
-                path.unlink(missing_ok=True)
+        unfinished = tuple(f".{stream.value}." for stream in Stream)
+        with suppress(FileNotFoundError), self._opened() as folder:
+            for name in folder.names():
+                if name.startswith(unfinished) and ".jsonl." in name and folder.is_file(name):
+                    folder.remove(name)
 
     def through(self, stream: Stream) -> str:
         """The last entry that is kept."""
@@ -88,7 +105,8 @@ class Archive:
         for segment in self._segments(stream):
             if segment.last <= at:
                 continue
-            header, lines = read_lines(segment.path)
+            # All of it before any of it is used: its digest is of the whole.
+            header, lines = _whole(segment.path)
             if position(header.after) > at:
                 raise ArchiveMissing(
                     f"{stream.value} of run {self._run_id} before {segment.path.name} are not in "
@@ -130,11 +148,11 @@ class Archive:
         """
         strange = [one for one in self._segments(stream) if one.last > position(after)]
         self.add(stream, self._shared(stream, after, before), after)
-        folder = self.folder / f"not-on-the-server-after-{after}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for segment in strange:
-            segment.path.replace(folder / segment.path.name)
-        return folder
+        name = f"not-on-the-server-after-{after}"
+        with self._opened(create=True) as folder, folder.below(name, create=True) as aside:
+            for segment in strange:
+                folder.rename(segment.path.name, aside, segment.path.name)
+        return self.folder / name
 
     def _shared(self, stream: Stream, after: str, before: str) -> list[Entry]:
         """What is between the two, as far as it can be read: of one segment, at most."""
@@ -155,6 +173,11 @@ class Archive:
                 logger.warning("%s is not a segment of the archive: passed over", path)
         # Where two begin alike, one that knows what is before it comes first.
         return sorted(found)
+
+
+def _whole(path: Path) -> tuple[Header, list[Line]]:
+    header, lines = read_lines(path)
+    return header, list(lines)
 
 
 def _segment(path: Path) -> _Segment:
