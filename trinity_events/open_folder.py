@@ -109,6 +109,16 @@ class OpenFolder:
             part.file.write(data)
             part.finish()
 
+    def write_new(self, name: str, data: bytes) -> bool:
+        """As :meth:`write`, where nothing has the name; return False where something has."""
+        with self.part(name) as part:
+            part.file.write(data)
+            try:
+                part.finish(replace=False)
+            except FileExistsError:
+                return False
+            return True
+
     @contextmanager
     def part(self, name: str) -> Iterator[Part]:
         """Create a file under a random name, to be given ``name`` by :meth:`Part.finish`.
@@ -203,12 +213,19 @@ class Part:
         self.file = file
         self.finished = False
 
-    def finish(self) -> None:
-        """Make it durable and give it its name, in the place of what had that."""
+    def finish(self, *, replace: bool = True) -> None:
+        """Make it durable and give it its name.
+
+        What has the name is replaced; unless ``replace``, it raises FileExistsError.
+        """
         self.file.flush()
         os.fsync(self.file.fileno())
         of = self._folder.descriptor
-        os.replace(self.own, self._name, src_dir_fd=of, dst_dir_fd=of)
+        if replace:
+            os.replace(self.own, self._name, src_dir_fd=of, dst_dir_fd=of)
+        else:
+            os.link(self.own, self._name, src_dir_fd=of, dst_dir_fd=of, follow_symlinks=False)
+            self._folder.remove(self.own)
         self.finished = True
         self.file.close()
         self._folder.sync()

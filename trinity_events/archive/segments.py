@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,10 @@ class _Segment(NamedTuple):
     path: Path
 
 
+def _claim_nothing(run: OpenFolder) -> None:
+    """Let any folder be changed."""
+
+
 class Archive:
     """The segments of one run, in ``ROOT/RUN/log``.
 
@@ -40,9 +44,12 @@ class Archive:
     is kept: where the segments of two archives are laid together, neither takes the other's place.
     """
 
-    def __init__(self, run_folder: Path, run_id: str) -> None:
+    def __init__(
+        self, run_folder: Path, run_id: str, claim: Callable[[OpenFolder], None] = _claim_nothing
+    ) -> None:
         self.folder = run_folder / FOLDER
         self._run_id = run_id
+        self._claim = claim
 
     def add(
         self,
@@ -76,11 +83,10 @@ class Archive:
         run = self.folder.parent
         if create:
             run.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            OpenFolder.at(run.parent) as root,
-            root.below(run.name, FOLDER, create=create) as folder,
-        ):
-            yield folder
+        with OpenFolder.at(run.parent) as root, root.below(run.name, create=create) as opened:
+            self._claim(opened)
+            with opened.below(FOLDER, create=create) as folder:
+                yield folder
 
     def clear_up(self) -> None:
         """Remove what is left of segments that were never finished."""
@@ -116,6 +122,17 @@ class Archive:
                 if position(line.id) > at:
                     at = position(line.id)
                     yield line.entry
+
+    def first(self, stream: Stream) -> Entry | None:
+        """Return the first entry of the stream; None unless it is kept.
+
+        Raises BadRecording.
+        """
+        for segment in self._segments(stream)[:1]:
+            header, lines = _whole(segment.path)
+            if lines and header.after == ORIGIN and not segment.after_gap:
+                return lines[0].entry
+        return None
 
     def ends(self, stream: Stream) -> list[str]:
         """The last entry of each segment, the newest first."""

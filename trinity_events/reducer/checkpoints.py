@@ -45,23 +45,40 @@ class CheckpointFiles:
     Idempotent: what is already as planned is left alone, so that it may run as often as one
     likes, and after a crash does what the crash left undone. The root may be a link; the run's
     folder and what the reducer uses below it may not, so that nothing outside is changed.
+
+    Args:
+        root: The checkpoint root.
+        run_id: The run.
+        claim: Called with the run's open folder before it is used; may refuse.
     """
 
-    def __init__(self, root: Path, run_id: str) -> None:
+    def __init__(
+        self, root: Path, run_id: str, claim: Callable[[OpenFolder], None] = lambda run: None
+    ) -> None:
         self.folder = root / run_id
         self.lock = threading.Lock()
         """Held while folders get their names, or lose them."""
         self._root = root
         self._run_id = run_id
+        self._claim = claim
         self._reported: set[str] = set()
 
     @contextmanager
     def opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
-        """Open the run's folder. Raises FileNotFoundError, and UnsafePath where it is a link."""
+        """Open the run's folder.
+
+        Raises FileNotFoundError, UnsafePath where it is a link, and what ``claim`` raises.
+        """
         if create:
             self._root.mkdir(parents=True, exist_ok=True)
         with OpenFolder.at(self._root) as root, root.below(self._run_id, create=create) as run:
+            self._claim(run)
             yield run
+
+    def claim(self) -> None:
+        """Make the run's folder, if it is not there, and claim it."""
+        with self.opened(create=True):
+            pass
 
     def reconcile(self, plan: FilePlan) -> None:
         """Promote, then write the iteration files, so that they never name what is not there."""

@@ -1,5 +1,6 @@
 """Which Redis-compatible server to talk to, and the one we start ourselves."""
 
+from .clients import address_of
 from .clock import server_clock
 from .connect import SOCKET_DEADLINE, connect, connect_sync, open_client
 from .denied import denied
@@ -15,6 +16,7 @@ __all__ = [
     "EmbeddedServer",
     "Setting",
     "Wait",
+    "address_of",
     "connect",
     "connect_sync",
     "denied",

@@ -42,10 +42,13 @@ class ReducerProcess:
     away gives up within seconds.
     """
 
-    def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path) -> None:
+    def __init__(
+        self, redis_url: str, run_id: str, checkpoint_root: Path, adopt_folder: bool = False
+    ) -> None:
         self._command = [
             *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
             *("--run", run_id, "--checkpoint-root", str(checkpoint_root)),
+            *(("--adopt-folder", run_id) if adopt_folder else ()),
         ]
         # By the environment: everybody on the host may list commands, with the password in a URL.
         self._environment = {"TRINITY_REDIS_URL": redis_url}
