@@ -39,14 +39,19 @@ def lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> None:
         if time.monotonic() > give_up:
             raise LockHeld(
                 f"the lock {path} was not free for {LOCK_DEADLINE:g} s: it is held by "
-                f"{_named(holders(descriptor))}"
+                f"{_named(holders(descriptor, how))}"
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def holders(descriptor: int) -> list[int]:
-    """Return the processes that took a lock on an open file and still have it, as Linux tells."""
+def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
+    """Return the processes whose lock on an open file excludes another, as Linux tells.
+
+    Args:
+        descriptor: The open file.
+        how: The lock that is wanted; a shared one is excluded by exclusive ones alone.
+    """
     found = os.fstat(descriptor)
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..core import FilePlan, IterationFile, Promotion, final_name
 from ..errors import CheckpointRootUnusable
 from ..open_folder import OpenFolder, UnsafePath, leads_out, parts_of
+from ..server import make_home, trinity_home
 
 __all__ = ["MARKER", "CheckpointFiles", "UnsafePath", "writable_root"]
 
@@ -29,6 +30,8 @@ _LONGEST_STEP = 64
 def writable_root(root: Path) -> Path:
     """Create the root and prove that it can be written. Raises CheckpointRootUnusable."""
     try:
+        if root.is_relative_to(trinity_home()):
+            make_home(trinity_home())
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             return root.resolve()

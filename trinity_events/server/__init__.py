@@ -5,6 +5,7 @@ from .clock import server_clock
 from .connect import SOCKET_DEADLINE, connect, connect_sync, open_client
 from .denied import denied
 from .embedded import EmbeddedServer, find_binary, trinity_home
+from .private import make_home, make_private, open_private
 from .resolve import serving, serving_weights
 from .url import LOG_SERVER, WEIGHTS_SERVER, Setting, redacted
 from .wait import Wait
@@ -21,7 +22,10 @@ __all__ = [
     "connect_sync",
     "denied",
     "find_binary",
+    "make_home",
+    "make_private",
     "open_client",
+    "open_private",
     "redacted",
     "server_clock",
     "serving",
