@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -150,11 +151,10 @@ class OpenFolder:
             name: The name that the parts were to have.
             but: The part of this process, which stays.
         """
-        written = False
-        for part in self.names():
-            if part.startswith(f".{name}.") and part.endswith(_PART) and part != but:
-                written = self._is_written(part) or written
-        return written
+        of_name = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}{re.escape(_PART)}")
+        found = [one for one in self.names() if of_name.fullmatch(one) and one != but]
+        written = [self._is_written(part) for part in found]  # of each: all others are removed
+        return any(written)
 
     def _is_written(self, part: str) -> bool:
         """Remove an abandoned part; return True if its writer lives."""
