@@ -221,7 +221,9 @@ async def test_a_folder_that_takes_the_place_of_the_runs_meanwhile_is_not_touche
         shutil.rmtree(root / run_id)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"{}", b"\xff", b"[" * 5000])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"{}", b"\xff", b"[" * 5000, b'{"log":"1-0.a","host":"\\u001b[2J"}']
+)
 async def test_a_mark_that_cannot_be_read_is_told(
     publisher, redis_url, run_id, tmp_path, caplog, garbage
 ):

@@ -69,7 +69,7 @@ async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
 
 
 def archived_identity(archive: Archive) -> str | None:
-    """Return of which log an archive is; None unless it has the beginning of one."""
+    """Return the identity of an archive's log; None unless it has the beginning of that."""
     with suppress(BadRecording, ArchiveMissing):
         first = archive.first(Stream.EVENTS)
         return None if first is None else identity_of(first)
@@ -93,7 +93,7 @@ class FolderOwner:
         self._mark: LogMark | None = None
 
     def belongs(self, log: str, server: str) -> None:
-        """Tell which log the folder is to belong to."""
+        """Set the log that the folder is to belong to."""
         self._mark = LogMark(log=log, server=server, host=socket.gethostname())
 
     def claim(self, run: OpenFolder) -> None:
@@ -125,8 +125,8 @@ class FolderOwner:
 async def own_folder(log: RedisEventLog, folder: Path, server: str, *, adopt: bool = False) -> None:
     """Mark a run's folder as its log's, for the process that opens the run.
 
-    To be called before the run is opened, so that it is not opened in vain, and afterwards: a log
-    that is new has no first entry before.
+    Called before the run is opened, so that it is not opened in vain, and again afterwards: a new
+    log has no first entry before.
 
     Args:
         log: The run's log.
@@ -171,6 +171,8 @@ def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
     try:
         mark = msgspec.json.decode(data or b"", type=LogMark)
         position(mark.log.partition(".")[0])
+        if not f"{mark.log}{mark.server}{mark.host}".isprintable():
+            raise ValueError("it would be shown on terminals")
     except (msgspec.DecodeError, ValueError, RecursionError):
         raise FolderTaken(
             f"{run.path} has a mark that cannot be read, {MARK}: remove it if the folder is of the "
