@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -144,6 +148,36 @@ def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tm
     with pytest.raises(TrinityError, match="has no tensor"):
         converting(broken, tmp_path / "target")
     assert {one.name for one in tmp_path.iterdir()} == {"empty", "broken"}
+
+
+CONVERTING = (
+    "import sys; from pathlib import Path\n"
+    "from trinity_events.open_folder import partial_folder\n"
+    "with partial_folder(Path(sys.argv[1])) as made:\n"
+    "    (made / 'result').mkdir()\n"
+    "    print(made.name, flush=True); sys.stdin.read()\n"
+)
+
+
+def test_what_a_killed_conversion_has_left_is_removed_by_the_next_and_no_other(
+    converting, megatron_folder, tmp_path
+):
+    target, other = tmp_path / "target", tmp_path / "other"
+    left = []
+    with ExitStack() as exits:
+        for one in (target, other, other):
+            command = [sys.executable, "-c", CONVERTING, str(one)]
+            writer = exits.enter_context(
+                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+            )
+            left.append(writer.stdout.readline().strip())
+            if one == target:
+                writer.kill()
+                writer.wait()
+        assert left[0].startswith(".target.")
+        assert left[0].endswith(".part")
+        converting(megatron_folder("qwen2"), target)
+        assert {one.name for one in tmp_path.iterdir()} == {"target", *left[1:]}
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import anyio
 import pytest
@@ -356,11 +355,11 @@ def test_an_iteration_file_is_whole_at_every_moment(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", look)
 
-    def crash(self, target):
+    def crash(*_, **__):
         raise OSError("the power went")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Path, "replace", crash)
+        broken.setattr(os, "replace", crash)
         files.reconcile(plan[1])
     assert tracker.read_text() == "1"
     files.reconcile(plan[1])

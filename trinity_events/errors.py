@@ -37,6 +37,13 @@ class CheckpointRootUnusable(TrinityError):
     """The checkpoint root cannot be written."""
 
 
+class FolderTaken(TrinityError, OSError):
+    """A run's folder belongs to another log, of another server or of before."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PublishError(TrinityError):
     """An event could not be written within its deadline."""
 

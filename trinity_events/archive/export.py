@@ -137,7 +137,7 @@ async def record_run(
     _, reached = await log.load()
     count = 0
     header = Header(run_id=log.run_id, position=reached)
-    with lines_written(path, header, alone=True) as write:
+    with lines_written(path, header) as write:
         async for entry in whole_stream(log, Stream.EVENTS, archive):
             write([line("events", entry)])
             count += 1

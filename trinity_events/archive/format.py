@@ -6,9 +6,7 @@ event for people and for ``jq``.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
@@ -22,6 +20,7 @@ from trinity_schemas import ContractError, Envelope, check_run_id, decode_envelo
 
 from ..errors import TrinityError
 from ..log import ORIGIN, Entry, position
+from ..open_folder import OpenFolder, Part
 
 FORMAT = "trinity-events-log"
 FORMAT_VERSION = 1
@@ -29,6 +28,10 @@ _A_PAGE = 500
 """Lines that are encoded at once."""
 _MOST_ENTRIES = 10**15 - 1
 """Of a file: so many digits are kept free for their number."""
+
+_DIGEST = "sha256:"
+_NO_DIGEST = _DIGEST + "0" * 64
+"""In the place of the digest while that is taken: it is of the first line as well."""
 
 _LONGEST_HEADER = 1 << 16
 """Bytes: what has more is another file, which may have no line's end at all."""
@@ -56,8 +59,8 @@ class Header(Struct, frozen=True, kw_only=True):
     """First line of a file. ``position`` is how far the reducer had folded.
 
     A segment says ``after`` which entry it goes on, so that a missing one is noticed. ``entries``
-    is how many follow, so that it is noticed when some of them do not; None in files of before it
-    was told.
+    is how many follow, so that it is noticed when some of them do not. ``digest`` is of the whole
+    file, so that a changed byte is noticed. Both are None in files of before they were told.
     """
 
     run_id: str
@@ -66,6 +69,11 @@ class Header(Struct, frozen=True, kw_only=True):
     position: str = ORIGIN
     after: str = ORIGIN
     entries: int | None = None
+    digest: str | None = None
+
+
+_WITHOUT_DIGEST = {"run_id", "format", "version", "position", "after", "entries"}
+"""What the first line had before there were digests: with anything else, it was changed."""
 
 
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -96,62 +104,99 @@ def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line
     return Line(stream=stream, id=entry.id, payload=entry.payload, reason=reason, envelope=shown)
 
 
+Write = Callable[[Sequence[Line]], None]
+
+
 @contextmanager
-def lines_written(
-    path: Path, header: Header, *, alone: bool = False
-) -> Iterator[Callable[[Sequence[Line]], None]]:
+def lines_written(path: Path, header: Header) -> Iterator[Write]:
     """Write a file bit by bit: whole at the end of the block, and durably, or not at all.
 
+    Removes first what writers of this file that were killed have left beside it.
+
     Args:
-        path: The file.
+        path: The file; of a link, what it leads to.
         header: Its first line.
-        alone: Whether to refuse while another writes the file. Then what one that was killed has
-            left is overwritten by the next, where otherwise each leaves a file of its own.
 
     Raises:
-        NotWritten: for what is wrong with the file, and not with what is to be in it.
+        NotWritten: for what is wrong with the file, and not with what is to be in it; also while
+            another process writes it.
     """
-    encoder = msgspec.json.Encoder()
-    count = 0
-    # Its length is that of the longest header: how many entries follow is known at the end.
-    room = len(encoder.encode(structs.replace(header, entries=_MOST_ENTRIES)))
     with ExitStack() as exits:
         with _writing(path):
             target = _target(path)
-            temporary = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}")
-            if alone:
-                temporary = exits.enter_context(_held(target.with_name(f".{target.name}.part")))
-            file = temporary.open("wb")
+            folder = exits.enter_context(OpenFolder.at(target.parent))
+            part = exits.enter_context(folder.part(target.name))
+            if folder.remove_abandoned(target.name, but=part.own):
+                raise BlockingIOError("another process is writing it")
+        yield exits.enter_context(_lines_in(part, path, header))
 
-        def write(lines: Sequence[Line]) -> None:
-            nonlocal count
-            with _writing(path):
-                file.write(encoder.encode_lines(lines))
-            count += len(lines)
 
-        try:
-            with _writing(path):
-                file.write(b" " * room + b"\n")
-            yield write
-            with _writing(path):
-                file.seek(0)
-                file.write(encoder.encode(structs.replace(header, entries=count)))
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-                temporary.replace(target)
-                _sync_folder(target.parent)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # of what it holds yet, which nobody wants
-                file.close()
-            raise
+def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> None:
+    """Write a file whole and durably, or not at all."""
+    with lines_written(path, header) as write:
+        _write_pages(write, lines)
+
+
+def write_segment(folder: OpenFolder, name: str, header: Header, lines: Iterable[Line]) -> None:
+    """Write a file into an open folder, whole and durably, or not at all.
+
+    Others may write it too, as two leaders in a row do: the last to finish gives it its name.
+    """
+    with folder.part(name) as part, _lines_in(part, folder.path / name, header) as write:
+        _write_pages(write, lines)
+
+
+def _write_pages(write: Write, lines: Iterable[Line]) -> None:
+    source = iter(lines)
+    while page := list(islice(source, _A_PAGE)):
+        write(page)
+
+
+@contextmanager
+def _lines_in(part: Part, path: Path, header: Header) -> Iterator[Write]:
+    """Write lines into a file; at the end of the block the first one, and give it its name."""
+    encoder = msgspec.json.Encoder()
+    digest = hashlib.sha256()
+    count = 0
+    # The first line has the length of the longest: what follows is known at the end.
+    longest = structs.replace(header, entries=_MOST_ENTRIES, digest=_NO_DIGEST)
+    room = len(encoder.encode(longest))
+
+    def write(lines: Sequence[Line]) -> None:
+        nonlocal count
+        encoded = encoder.encode_lines(lines)
+        digest.update(encoded)
+        with _writing(path):
+            part.file.write(encoded)
+        count += len(lines)
+
+    with _writing(path):
+        part.file.write(b" " * room + b"\n")
+    yield write
+    told = encoder.encode(structs.replace(header, entries=count, digest=_NO_DIGEST))
+    first = told + b" " * (room - len(told)) + b"\n"
+    with _writing(path):
+        part.file.seek(0)
+        part.file.write(_with_digest(first, _NO_DIGEST, _digest(digest, first)))
+        part.finish()
+
+
+def _digest(lines: hashlib._Hash, first: bytes) -> str:
+    """Digest a file: its lines, and then its first line as it is without the digest."""
+    lines.update(first)
+    return f"{_DIGEST}{lines.hexdigest()}"
+
+
+def _with_digest(first: bytes, present: str, wanted: str) -> bytes:
+    return first.replace(present.encode(), wanted.encode(), 1)
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
+    except NotWritten:
+        raise
     except OSError as error:
         why = error.strerror or error
         raise NotWritten(error.errno, f"{path} cannot be written ({why})") from error
@@ -167,44 +212,6 @@ def _target(path: Path) -> Path:
     return path.resolve()
 
 
-@contextmanager
-def _held(temporary: Path) -> Iterator[Path]:
-    """A file that one at a time has. Raises BlockingIOError."""
-    while True:
-        with temporary.open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BlockingIOError("another process is writing it") from None
-            if _is_at(file, temporary):
-                yield temporary
-                return
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether the file still has that name: whoever had it until now may have renamed it."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> None:
-    """Write a file whole and durably, or not at all."""
-    source = iter(lines)
-    with lines_written(path, header) as write:
-        while page := list(islice(source, _A_PAGE)):
-            write(page)
-
-
 def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
     """The header, and the entries as they are read.
 
@@ -215,7 +222,7 @@ def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
     with _opened(path) as file:
         first = file.readline(_LONGEST_HEADER)
     header = _header(path, first)
-    return header, _lines(path, header)
+    return header, _lines(path, header, first)
 
 
 @contextmanager
@@ -247,13 +254,16 @@ def _header(path: Path, first: bytes) -> Header:
         check_run_id(header.run_id)
         position(header.position)
         position(header.after)
+        if header.digest is None and (more := raw.keys() - _WITHOUT_DIGEST):
+            raise ValueError(f"{min(more)!r} is told there, and no digest: the file was changed")
     except (msgspec.ValidationError, ValueError) as error:
         raise BadRecording(f"{path} line 1: {error}") from None
     return header
 
 
-def _lines(path: Path, header: Header) -> Iterator[Line]:
+def _lines(path: Path, header: Header, first: bytes) -> Iterator[Line]:
     decoder = msgspec.json.Decoder(Line)
+    digest = hashlib.sha256()
     last: dict[str, tuple[int, int]] = {}
     count = 0
     with _opened(path) as file:
@@ -271,8 +281,16 @@ def _lines(path: Path, header: Header) -> Iterator[Line]:
                 raise BadRecording(f"{path} line {number}: entry {line.id} is out of order")
             last[line.stream] = at
             count += 1
+            digest.update(raw)
             yield line
     _check_whole(path, header, count, last.get("events", position(ORIGIN)))
+    if header.digest is not None:
+        told = _with_digest(first, header.digest, _NO_DIGEST)
+        if _digest(digest, told) != header.digest:
+            raise BadRecording(
+                f"{path} was changed since it was written: its bytes do not give the digest in its "
+                "first line; put a whole copy in its place, or export the run again"
+            )
 
 
 def _check_whole(path: Path, header: Header, entries: int, end: tuple[int, int]) -> None:

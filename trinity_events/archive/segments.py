@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ..log import ORIGIN, Entry, Stream, position
-from .format import ArchiveMissing, BadRecording, Header, bare_line, read_lines, write_lines
+from ..open_folder import OpenFolder
+from .format import ArchiveMissing, BadRecording, Header, Line, bare_line, read_lines, write_segment
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,10 @@ class _Segment(NamedTuple):
     path: Path
 
 
+def _claim_nothing(run: OpenFolder) -> None:
+    """Let any folder be changed."""
+
+
 class Archive:
     """The segments of one run, in ``ROOT/RUN/log``.
 
@@ -39,9 +44,12 @@ class Archive:
     is kept: where the segments of two archives are laid together, neither takes the other's place.
     """
 
-    def __init__(self, run_folder: Path, run_id: str) -> None:
+    def __init__(
+        self, run_folder: Path, run_id: str, claim: Callable[[OpenFolder], None] = _claim_nothing
+    ) -> None:
         self.folder = run_folder / FOLDER
         self._run_id = run_id
+        self._claim = claim
 
     def add(
         self,
@@ -65,13 +73,28 @@ class Archive:
             name = f"{stream.value}.{span}{told}.jsonl"
             # The bytes alone: what they say is for `export` to show, when somebody asks.
             lines = (bare_line(stream.value, entry) for entry in entries)
-            write_lines(self.folder / name, Header(run_id=self._run_id, after=after), lines)
+            header = Header(run_id=self._run_id, after=after)
+            with self._opened(create=True) as folder:
+                write_segment(folder, name, header, lines)
+
+    @contextmanager
+    def _opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
+        """Open the folder for what changes it: neither it nor the run's folder may be a link."""
+        run = self.folder.parent
+        if create:
+            run.parent.mkdir(parents=True, exist_ok=True)
+        with OpenFolder.at(run.parent) as root, root.below(run.name, create=create) as opened:
+            self._claim(opened)
+            with opened.below(FOLDER, create=create) as folder:
+                yield folder
 
     def clear_up(self) -> None:
         """Remove what is left of segments that were never finished."""
-        for stream in Stream:
-            for path in self.folder.glob(f".{stream.value}.*.jsonl.*"):
-                path.unlink(missing_ok=True)
+        unfinished = tuple(f".{stream.value}." for stream in Stream)
+        with suppress(FileNotFoundError), self._opened() as folder:
+            for name in folder.names():
+                if name.startswith(unfinished) and ".jsonl." in name and folder.is_file(name):
+                    folder.remove(name)
 
     def through(self, stream: Stream) -> str:
         """The last entry that is kept."""
@@ -88,7 +111,8 @@ class Archive:
         for segment in self._segments(stream):
             if segment.last <= at:
                 continue
-            header, lines = read_lines(segment.path)
+            # All of it before any of it is used: its digest is of the whole.
+            header, lines = _whole(segment.path)
             if position(header.after) > at:
                 raise ArchiveMissing(
                     f"{stream.value} of run {self._run_id} before {segment.path.name} are not in "
@@ -98,6 +122,17 @@ class Archive:
                 if position(line.id) > at:
                     at = position(line.id)
                     yield line.entry
+
+    def first(self, stream: Stream) -> Entry | None:
+        """Return the first entry of the stream; None unless it is kept.
+
+        Raises BadRecording.
+        """
+        for segment in self._segments(stream)[:1]:
+            header, lines = _whole(segment.path)
+            if lines and header.after == ORIGIN and not segment.after_gap:
+                return lines[0].entry
+        return None
 
     def ends(self, stream: Stream) -> list[str]:
         """The last entry of each segment, the newest first."""
@@ -130,11 +165,11 @@ class Archive:
         """
         strange = [one for one in self._segments(stream) if one.last > position(after)]
         self.add(stream, self._shared(stream, after, before), after)
-        folder = self.folder / f"not-on-the-server-after-{after}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for segment in strange:
-            segment.path.replace(folder / segment.path.name)
-        return folder
+        name = f"not-on-the-server-after-{after}"
+        with self._opened(create=True) as folder, folder.below(name, create=True) as aside:
+            for segment in strange:
+                folder.rename(segment.path.name, aside, segment.path.name)
+        return self.folder / name
 
     def _shared(self, stream: Stream, after: str, before: str) -> list[Entry]:
         """What is between the two, as far as it can be read: of one segment, at most."""
@@ -155,6 +190,11 @@ class Archive:
                 logger.warning("%s is not a segment of the archive: passed over", path)
         # Where two begin alike, one that knows what is before it comes first.
         return sorted(found)
+
+
+def _whole(path: Path) -> tuple[Header, list[Line]]:
+    header, lines = read_lines(path)
+    return header, list(lines)
 
 
 def _segment(path: Path) -> _Segment:

@@ -49,6 +49,16 @@ KeepCheckpoints = Annotated[
         help="How many of the newest ready checkpoints to keep; 0 keeps all.",
     ),
 ]
+AdoptFolders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adopt-folder",
+        metavar="RUN",
+        help="Take over this run's folder where it belongs to another log, which is gone for good; "
+        "may be repeated.",
+        show_default=False,
+    ),
+]
 
 
 def reducer(
@@ -61,6 +71,7 @@ def reducer(
     step_deadline: StepDeadline = STEP_DEADLINE,
     group_idle: GroupIdle = GROUP_IDLE,
     keep_checkpoints: KeepCheckpoints = KEEP_CHECKPOINTS,
+    adopt_folders: AdoptFolders = None,
     verbose: Verbose = False,
     lifeline: Annotated[
         bool, typer.Option("--lifeline", help="End when standard input does.", hidden=True)
@@ -79,7 +90,10 @@ def reducer(
     if run is not None:
         checked_run(run)
     policy = Policy(
-        step_deadline=step_deadline, group_idle=group_idle, keep_checkpoints=keep_checkpoints
+        step_deadline=step_deadline,
+        group_idle=group_idle,
+        keep_checkpoints=keep_checkpoints,
+        adopt_folders=frozenset(adopt_folders or ()),
     )
     folder = writable_root(checkpoint_root(root))
     calm_interpreter()

@@ -13,7 +13,7 @@ from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, trinity_home
 from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr
-from .reducer import GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
+from .reducer import AdoptFolders, GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
 
 
 def serve(
@@ -27,6 +27,7 @@ def serve(
     step_deadline: StepDeadline = STEP_DEADLINE,
     group_idle: GroupIdle = GROUP_IDLE,
     keep_checkpoints: KeepCheckpoints = KEEP_CHECKPOINTS,
+    adopt_folders: AdoptFolders = None,
     verbose: Verbose = False,
 ) -> None:
     """Run the embedded server and a reducer for all its runs, until interrupted.
@@ -37,7 +38,10 @@ def serve(
     """
     log_to_stderr(verbose=verbose)
     policy = Policy(
-        step_deadline=step_deadline, group_idle=group_idle, keep_checkpoints=keep_checkpoints
+        step_deadline=step_deadline,
+        group_idle=group_idle,
+        keep_checkpoints=keep_checkpoints,
+        adopt_folders=frozenset(adopt_folders or ()),
     )
     folder = writable_root(checkpoint_root(root))
     calm_interpreter()

@@ -76,6 +76,15 @@ class RedisEventLog(RedisGroups):
         """Whether anything was ever written to it."""
         return bool(await self._redis.exists(self.keys.events))
 
+    async def identity(self) -> str | None:
+        """Return which log it is, as :meth:`keep_identity` kept it."""
+        found: bytes | None = await self._redis.get(self.keys.identity)
+        return None if found is None else found.decode(errors="replace")
+
+    async def keep_identity(self, identity: str) -> None:
+        """Keep which log it is, for when its first entry is trimmed. What is kept stays."""
+        await self._redis.set(self.keys.identity, identity, nx=True)
+
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
         """Take the next epoch and append its first event, in one script; returns the epoch."""
         epoch = number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1

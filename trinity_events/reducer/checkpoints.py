@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..core import FilePlan, IterationFile, Promotion, final_name
 from ..errors import CheckpointRootUnusable
+from ..open_folder import OpenFolder, UnsafePath, leads_out, parts_of
+from ..server import make_home, trinity_home
+
+__all__ = ["MARKER", "CheckpointFiles", "UnsafePath", "writable_root"]
 
 logger = logging.getLogger(__name__)
 
 
 MARKER = ".made_from"
 """Names the staged folder that a checkpoint was made from."""
-
-
-class UnsafePath(ValueError):
-    """A path from an event that leads out of the run's checkpoint directory."""
+_LONGEST_MARK = 4096
+_LONGEST_STEP = 64
+"""Bytes of an iteration file that are read; one with more is written anew."""
 
 
 def writable_root(root: Path) -> Path:
     """Create the root and prove that it can be written. Raises CheckpointRootUnusable."""
     try:
+        if root.is_relative_to(trinity_home()):
+            make_home(trinity_home())
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             return root.resolve()
@@ -42,14 +46,42 @@ class CheckpointFiles:
     """The checkpoint directory of one run, ``ROOT/RUN``.
 
     Idempotent: what is already as planned is left alone, so that it may run as often as one
-    likes, and after a crash does what the crash left undone.
+    likes, and after a crash does what the crash left undone. The root may be a link; the run's
+    folder and what the reducer uses below it may not, so that nothing outside is changed.
+
+    Args:
+        root: The checkpoint root.
+        run_id: The run.
+        claim: Called with the run's open folder before it is used; may refuse.
     """
 
-    def __init__(self, root: Path, run_id: str) -> None:
+    def __init__(
+        self, root: Path, run_id: str, claim: Callable[[OpenFolder], None] = lambda run: None
+    ) -> None:
         self.folder = root / run_id
         self.lock = threading.Lock()
         """Held while folders get their names, or lose them."""
+        self._root = root
+        self._run_id = run_id
+        self._claim = claim
         self._reported: set[str] = set()
+
+    @contextmanager
+    def opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
+        """Open the run's folder.
+
+        Raises FileNotFoundError, UnsafePath where it is a link, and what ``claim`` raises.
+        """
+        if create:
+            self._root.mkdir(parents=True, exist_ok=True)
+        with OpenFolder.at(self._root) as root, root.below(self._run_id, create=create) as run:
+            self._claim(run)
+            yield run
+
+    def claim(self) -> None:
+        """Make the run's folder, if it is not there, and claim it."""
+        with self.opened(create=True):
+            pass
 
     def reconcile(self, plan: FilePlan) -> None:
         """Promote, then write the iteration files, so that they never name what is not there."""
@@ -64,81 +96,79 @@ class CheckpointFiles:
         try:
             act()
             self._reported.discard(what)
-        except (OSError, UnsafePath) as error:
+        except OSError as error:
             if what not in self._reported:
                 self._reported.add(what)
                 logger.error("%s of %s: %s", what, self.folder, error)
 
     def _promote(self, promotion: Promotion) -> None:
-        staged = inside(self.folder, promotion.staged)
-        if not staged.is_dir():
+        *above, name = parts_of(promotion.staged, self.folder)
+        try:
+            with self.opened() as run, run.below(*above) as staging:
+                self._promote_in(run, staging, name, promotion)
+        except FileNotFoundError:
+            pass  # promoted before
+
+    def _promote_in(
+        self, run: OpenFolder, staging: OpenFolder, name: str, promotion: Promotion
+    ) -> None:
+        if staging.is_link(name):
+            raise leads_out(promotion.staged, self.folder)
+        if not staging.is_folder(name):
             return  # promoted before
-        target = inside(self.folder, final_name(promotion.step))
-        if target.exists():
-            # Made from this folder before: what is there again is a late writer's.
-            if promotion.only_if_absent or _made_from(target) == promotion.staged:
-                return
+        final = final_name(promotion.step)
+        there = run.stat(final) is not None
+        # Made from this folder before: what is there again is a late writer's.
+        if there and (promotion.only_if_absent or _made_from(run, final) == promotion.staged):
+            return
+        with staging.below(name) as staged:
+            if there and promotion.adds_to:
+                with run.below(final) as target:
+                    _link_missing(target, staged)
+            staged.write(MARKER, promotion.staged.encode())
+        if there:
+            old = f"{name}.replaced_{final}"
+            run.rename(final, staging, old)
+            staging.rename(name, run, final)
             if promotion.adds_to:
-                _link_missing(target, staged)
-            (staged / MARKER).write_text(promotion.staged)
-            old = staged.parent / f"{staged.name}.replaced_{target.name}"
-            target.rename(old)
-            staged.rename(target)
-            if promotion.adds_to:
-                shutil.rmtree(old)
+                staging.remove(old)
         else:
-            (staged / MARKER).write_text(promotion.staged)
-            staged.rename(target)
-        _sync_folder(self.folder)
+            staging.rename(name, run, final)
+        run.sync()
 
     def _point(self, iteration: IterationFile) -> None:
-        text, path = str(iteration.step), self.folder / iteration.name
         if iteration.needs is not None and not (self.folder / iteration.needs).is_dir():
             raise FileNotFoundError(f"{iteration.needs} is not there, so it is not pointed to")
-        try:
-            if path.read_text() == text:
-                return
-        except (FileNotFoundError, UnicodeDecodeError):
-            pass
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{iteration.name}.{socket.gethostname()}-{os.getpid()}"
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(self.folder)
+        with self.opened(create=True) as run:
+            step = str(iteration.step).encode()
+            if run.read(iteration.name, _LONGEST_STEP) != step:
+                run.remove_abandoned(iteration.name)
+                run.write(iteration.name, step)
 
 
-def _made_from(target: Path) -> str | None:
+def _made_from(run: OpenFolder, final: str) -> str | None:
+    """Return the staged folder that a checkpoint was made from; None where none is named."""
     try:
-        return (target / MARKER).read_text()
+        with run.below(final) as target:
+            mark = target.read(MARKER, _LONGEST_MARK)
+        return None if mark is None else mark.decode()
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _link_missing(source: Path, target: Path) -> None:
+def _link_missing(source: OpenFolder, target: OpenFolder) -> None:
     """Give ``target`` the files of ``source`` that it lacks; readers of ``source`` keep theirs."""
-    for path in source.rglob("*"):
-        own = target / path.relative_to(source)
-        if path.is_file() and not path.is_symlink() and not own.exists():
-            own.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, own)
-
-
-def inside(folder: Path, relative: str) -> Path:
-    """``folder / relative``, refused when it leads out of the folder, by links too."""
-    if "\0" in relative:
-        raise UnsafePath(f"path {relative!r} is no path and is not used")
-    path = folder / relative
-    if not path.resolve().is_relative_to(folder.resolve()) or path.resolve() == folder.resolve():
-        raise UnsafePath(f"path {relative!r} leads out of {folder} and is not used")
-    return path
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    for above, folder in source.walk():
+        files = [name for name in folder.names() if folder.is_file(name)]
+        if not files:
+            continue
+        with target.below(*above, create=True) as own:
+            for name in files:
+                if own.stat(name) is None:
+                    os.link(
+                        name,
+                        name,
+                        src_dir_fd=folder.descriptor,
+                        dst_dir_fd=own.descriptor,
+                        follow_symlinks=False,
+                    )

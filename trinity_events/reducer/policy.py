@@ -25,11 +25,13 @@ class Policy(Struct, frozen=True, kw_only=True):
         step_deadline: Seconds from a step's commit until it fails with what it lacks.
         group_idle: Seconds of silence after which a consumer group holds up the log no more.
         keep_checkpoints: How many of the newest ready checkpoints stay; 0 keeps all.
+        adopt_folders: Runs whose folder is taken over where it belongs to another log.
     """
 
     step_deadline: float = STEP_DEADLINE
     group_idle: float = GROUP_IDLE
     keep_checkpoints: int = KEEP_CHECKPOINTS
+    adopt_folders: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, seconds in (

@@ -11,13 +11,16 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import redis
 import redis.asyncio
 
+from ..archive.ownership import FolderOwner, log_identity
 from ..archive.segments import Archive
-from ..errors import TrinityError
+from ..errors import FolderTaken, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.faults import FAULTS, pauses
+from ..server import address_of
 from .checkpoints import CheckpointFiles
 from .consumers import Consumers
 from .leader import LEASE, Leader, LeadersVoice
@@ -36,6 +39,8 @@ BREAK = 1.0
 """Seconds, at most, before a server that is away is asked again."""
 LONG_BREAK = 5.0
 """Seconds before what a person must mend is tried again."""
+_FIRST_ENTRY = 3.0
+"""Seconds of one wait for a run's first entry."""
 
 
 async def reduce_run(
@@ -51,7 +56,8 @@ async def reduce_run(
     A lost lead is taken again, a lost server waited for. An error in one run is that run's
     alone: it is logged, and tried again after a while.
     """
-    lead = _Lead(RedisEventLog(client, run_id), root, policy or Policy())
+    log = RedisEventLog(client, run_id)
+    lead = _Lead(log, root, policy or Policy(), server=address_of(client))
     backoff = pauses(BREAK)
     while True:
         began = anyio.current_time()
@@ -74,11 +80,20 @@ async def reduce_run(
 class _Lead:
     """One run as this process serves it, from one lead to the next."""
 
-    def __init__(self, log: RedisEventLog, root: Path | None, policy: Policy) -> None:
+    def __init__(
+        self, log: RedisEventLog, root: Path | None, policy: Policy, *, server: str
+    ) -> None:
         self._log = log
         self._policy = policy
-        self._files = CheckpointFiles(root, log.run_id) if root is not None else None
-        self._archive = Archive(self._files.folder, log.run_id) if self._files else None
+        self._server = server
+        self._owner: FolderOwner | None = None
+        self._files: CheckpointFiles | None = None
+        self._archive: Archive | None = None
+        if root is not None:
+            folder, adopt = root / log.run_id, log.run_id in policy.adopt_folders
+            self._owner = FolderOwner(folder, log.run_id, adopt=adopt)
+            self._files = CheckpointFiles(root, log.run_id, self._owner.claim)
+            self._archive = Archive(folder, log.run_id, self._owner.claim)
         self._reached = ORIGIN
 
     async def once(self, *, until_closed: bool) -> bool:
@@ -97,6 +112,8 @@ class _Lead:
                     tasks.cancel_scope.cancel()
 
                 tasks.start_soon(keep)
+                if self._owner is not None and self._files is not None:
+                    await self._own(self._owner, self._files)
                 if retention is not None:
                     await retention.begin()
                 closed = await reducer.run(until_closed=until_closed)
@@ -106,6 +123,20 @@ class _Lead:
             with anyio.CancelScope(shield=True), suppress(*IN_THE_WAY), anyio.move_on_after(1):
                 await leader.give_up()
         return closed
+
+    async def _own(self, owner: FolderOwner, files: CheckpointFiles) -> None:
+        """Mark the run's folder as this log's. Raises FolderTaken where it is another log's."""
+        while (identity := await log_identity(self._log, owner.archive)) is None:
+            await self._log.wait({Stream.EVENTS: ORIGIN}, seconds=_FIRST_ENTRY, limit=1)
+        await self._log.keep_identity(identity)
+        owner.belongs(identity, self._server)
+        try:
+            await anyio.to_thread.run_sync(files.claim)
+        except FolderTaken:
+            raise
+        except OSError as error:
+            # It is claimed again whenever it is used; until it can be, nothing in it is changed.
+            logger.error("the folder %s cannot be used: %s", files.folder, error)
 
     def _reducer(self, token: int, retention: Retention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive

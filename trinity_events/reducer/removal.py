@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
@@ -109,8 +108,8 @@ class Removal:
         await self._empty()
 
     async def _empty(self) -> None:
-        for path in await anyio.to_thread.run_sync(self._trash.listed):
-            await self._try(shutil.rmtree, path)
+        for name in await self._try(self._trash.listed) or ():
+            await self._try(self._trash.remove, name)
 
     async def _try(self, act: Callable[..., T], *args: Any) -> T | None:
         try:

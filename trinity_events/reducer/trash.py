@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 from ..core import final_name
 from ..core.complete import STAGING
+from ..open_folder import OpenFolder
 from .checkpoints import MARKER, CheckpointFiles
 
 TRASH = ".trash"
@@ -20,6 +22,8 @@ _OTHERS_STAY = 60.0
 
 _FINAL = re.compile(r"global_step_(\d+)")
 _STAGED = re.compile(r"epoch_(\d+)_step_(\d+)_[0-9a-f]+(?:\.replaced_global_step_(\d+))?")
+_MOVED = re.compile(rf"(?:{_FINAL.pattern}|{_STAGED.pattern})\.\d+\.(?P<token>\d+)")
+"""What was moved away: its name, when, and the fencing token of the lead."""
 
 
 class Staged(NamedTuple):
@@ -35,7 +39,7 @@ class Staged(NamedTuple):
 class Trash:
     """Takes folders of one run away: first by a rename, then for good.
 
-    What the reducer did not make or did not name is never touched.
+    What the reducer did not make or did not name is never touched, and no link is followed.
 
     Args:
         files: The run's checkpoint directory.
@@ -44,85 +48,112 @@ class Trash:
 
     def __init__(self, files: CheckpointFiles, token: int) -> None:
         self._files = files
-        self._folder = files.folder
         self._token = token
 
     def made(self) -> dict[int, int]:
         """The steps whose folder the reducer made, each with what identifies that folder."""
         found: dict[int, int] = {}
-        for path in _listed(self._folder):
-            match = _FINAL.fullmatch(path.name)
-            if match and not path.is_symlink() and (path / MARKER).is_file():
-                found[int(match[1])] = path.stat().st_ino
+        with self._opened() as run:
+            for name in run.names() if run else ():
+                match = _FINAL.fullmatch(name)
+                if run and match and run.is_folder(name):
+                    with run.below(name) as folder:
+                        if folder.is_file(MARKER):
+                            found[int(match[1])] = os.fstat(folder.descriptor).st_ino
         return found
 
     def has(self, names: Iterable[str]) -> bool:
         """Whether all these folders are there."""
-        return all((self._folder / name).is_dir() for name in names)
+        return all((self._files.folder / name).is_dir() for name in names)
 
-    def put(self, step: int, identity: int) -> Path | None:
-        """Move a step's folder away, if it is the one that was meant; returns where it is now."""
-        path = self._folder / final_name(step)
-        with self._files.lock:
-            if not path.is_dir() or path.stat().st_ino != identity:
+    def put(self, step: int, identity: int) -> str | None:
+        """Move a step's folder away, if it is the one that was meant; returns its name there."""
+        name = final_name(step)
+        with self._files.lock, self._files.opened() as run:
+            if not _is(run, name, identity):
                 return None
-            moved = self._move(path)
-            if moved.stat().st_ino == identity:
-                return moved
+            moved = self._move(run, name)
+            with run.below(TRASH) as trash:
+                if _is(trash, moved, identity):
+                    return moved
         # We were stopped just before the rename, and another leader made the step anew.
         self.put_back(step, moved)
         return None
 
-    def put_back(self, step: int, moved: Path) -> None:
+    def put_back(self, step: int, moved: str) -> None:
         """Give a step's folder its name again."""
-        with self._files.lock:
-            if not (self._folder / final_name(step)).exists():
-                moved.rename(self._folder / final_name(step))
+        name = final_name(step)
+        with self._files.lock, self._files.opened() as run, run.below(TRASH) as trash:
+            if run.stat(name) is None:
+                trash.rename(moved, run, name)
 
     def staged(self) -> list[Staged]:
         """What lies in the staging folder under a name that the coordinator gives."""
         found: list[Staged] = []
-        for path in _listed(self._folder / STAGING):
-            match = _STAGED.fullmatch(path.name)
-            if match and not path.is_symlink():
-                replaced = None if match[3] is None else int(match[3])
-                found.append(Staged(path.name, int(match[1]), int(match[2]), replaced))
+        with self._opened(STAGING) as staging:
+            for name in staging.names() if staging else ():
+                match = _STAGED.fullmatch(name)
+                if staging and match and staging.is_folder(name):
+                    replaced = None if match[3] is None else int(match[3])
+                    found.append(Staged(name, int(match[1]), int(match[2]), replaced))
         return found
 
     def put_staged(self, name: str, grace: float) -> None:
         """Move a staged folder away, if nothing in it changed for ``grace`` seconds."""
-        path = self._folder / STAGING / name
-        with self._files.lock:
-            if path.is_dir() and time.time() - _changed_at(path) > grace:
-                self._move(path)
+        with self._files.lock, self._files.opened() as run, run.below(STAGING) as staging:
+            if staging.is_folder(name):
+                with staging.below(name) as folder:
+                    rests = time.time() - _changed_at(folder) > grace
+                if rests:
+                    self._move(run, name, staging)
 
-    def listed(self) -> list[Path]:
+    def listed(self) -> list[str]:
         """What is to be removed for good: what we moved away, or a leader before us left there."""
-        found: list[Path] = []
-        for path in _listed(self._folder / TRASH):
-            ours = path.name.endswith(f".{self._token}")
-            if ours or time.time() - path.stat().st_ctime > _OTHERS_STAY:
-                found.append(path)
+        found: list[str] = []
+        with self._opened(TRASH) as trash:
+            for name in trash.names() if trash else ():
+                match = _MOVED.fullmatch(name)
+                if trash and match and trash.is_folder(name):
+                    ours = int(match["token"]) == self._token
+                    with trash.below(name) as folder:
+                        age = time.time() - os.fstat(folder.descriptor).st_ctime
+                    if ours or age > _OTHERS_STAY:
+                        found.append(name)
         return found
 
-    def _move(self, path: Path) -> Path:
-        trash = self._folder / TRASH
-        trash.mkdir(exist_ok=True)
-        target = trash / f"{path.name}.{time.time_ns()}.{self._token}"
-        path.rename(target)
-        return target
+    def remove(self, name: str) -> None:
+        """Remove for good what was moved away."""
+        with self._files.opened() as run, run.below(TRASH) as trash:
+            trash.remove(name)
+
+    def _move(self, run: OpenFolder, name: str, folder: OpenFolder | None = None) -> str:
+        moved = f"{name}.{time.time_ns()}.{self._token}"
+        with run.below(TRASH, create=True) as trash:
+            (folder or run).rename(name, trash, moved)
+        return moved
+
+    @contextmanager
+    def _opened(self, *names: str) -> Iterator[OpenFolder | None]:
+        """Open a folder of the run; None where it is not there."""
+        with ExitStack() as exits:
+            folder = None
+            with suppress(FileNotFoundError):
+                run = exits.enter_context(self._files.opened())
+                folder = exits.enter_context(run.below(*names))
+            yield folder
 
 
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except FileNotFoundError:
-        return []
+def _is(folder: OpenFolder, name: str, identity: int) -> bool:
+    """Return True if a folder has that name and is the one that is meant."""
+    found = folder.stat(name)
+    return found is not None and folder.is_folder(name) and found.st_ino == identity
 
 
-def _changed_at(folder: Path) -> float:
+def _changed_at(folder: OpenFolder) -> float:
     """When anything in the folder changed last, or it was renamed, by the file system's clock."""
-    newest = folder.stat().st_ctime
-    for path in folder.rglob("*"):
-        newest = max(newest, path.lstat().st_mtime)
+    newest = os.fstat(folder.descriptor).st_ctime
+    for _, below in folder.walk():
+        for name in below.names():
+            if (found := below.stat(name)) is not None:
+                newest = max(newest, found.st_mtime)
     return newest

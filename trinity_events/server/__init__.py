@@ -1,9 +1,11 @@
 """Which Redis-compatible server to talk to, and the one we start ourselves."""
 
+from .clients import address_of
 from .clock import server_clock
 from .connect import SOCKET_DEADLINE, connect, connect_sync, open_client
 from .denied import denied
 from .embedded import EmbeddedServer, find_binary, trinity_home
+from .private import make_home, make_private, open_private
 from .resolve import serving, serving_weights
 from .url import LOG_SERVER, WEIGHTS_SERVER, Setting, redacted
 from .wait import Wait
@@ -15,11 +17,15 @@ __all__ = [
     "EmbeddedServer",
     "Setting",
     "Wait",
+    "address_of",
     "connect",
     "connect_sync",
     "denied",
     "find_binary",
+    "make_home",
+    "make_private",
     "open_client",
+    "open_private",
     "redacted",
     "server_clock",
     "serving",

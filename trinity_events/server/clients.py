@@ -104,3 +104,11 @@ def _check(url: ServerUrl) -> None:
             f"{redacted(url.url)} names database {database}, but a cluster has no databases: "
             "leave it out"
         )
+
+
+def address_of(client: Any) -> str:
+    """Return where a client's server is, without user and password, for a message."""
+    if isinstance(client, redis.asyncio.cluster.RedisCluster):
+        return ",".join(sorted(f"{node.host}:{node.port}" for node in client.get_nodes()))
+    where: dict[str, Any] = client.connection_pool.connection_kwargs
+    return str(where.get("path") or f"{where.get('host', 'localhost')}:{where.get('port', 6379)}")

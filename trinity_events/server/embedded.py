@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -21,9 +22,13 @@ from urllib.parse import quote
 import redis
 
 from ..errors import ServerUnreachable
+from ..file_locks import LockHeld, lock
 from .clients import probe
 from .connect import OLDEST_SERVER
 from .keeper import leave_no_folder, unused
+from .private import UMASK, make_private, open_private
+
+logger = logging.getLogger(__name__)
 
 START_DEADLINE = 20.0
 FREE_DEADLINE = 10.0
@@ -133,9 +138,9 @@ class EmbeddedServer:
     def attached(self) -> Iterator[str]:
         """Use the server, started if it is not running; yields its URL."""
         try:
-            self.data.mkdir(parents=True, exist_ok=True)
+            make_private(self.data)
             # To be read as well: over NFS nobody shares a lock on what he only writes.
-            users = (self.data / "users.lock").open("a+")
+            users = open_private(self.data / "users.lock")
         except OSError as error:
             raise ServerUnreachable(
                 f"the embedded server cannot keep its data in {self.home} ({error.strerror}): "
@@ -143,14 +148,14 @@ class EmbeddedServer:
             ) from None
         with users:
             with self._deciding():
-                fcntl.flock(users, fcntl.LOCK_SH)
+                self._lock(users, fcntl.LOCK_SH)
                 if not self._answers():
                     self._start()
             try:
                 yield self.url
             finally:
-                with self._deciding():
-                    if unused(users):
+                with self._deciding_at_the_end() as decides:
+                    if decides and unused(users):
                         self._stop()
 
     @contextmanager
@@ -160,7 +165,7 @@ class EmbeddedServer:
         It can have but one. Whoever asks for the one that it has shares it, and the last of them
         closes it: others may go on with the server, which nobody is to reach by a port of ours.
         """
-        with (self.data / "port.lock").open("a+") as users:
+        with open_private(self.data / "port.lock") as users:
             with self._deciding(), probe(self.socket) as client:
                 if unused(users):
                     self._listen(client, port)
@@ -170,12 +175,16 @@ class EmbeddedServer:
                         "serve, and can have but one: use that port, or end the other serve, or "
                         "set TRINITY_HOME to another folder"
                     )
-                fcntl.flock(users, fcntl.LOCK_SH)
+                self._lock(users, fcntl.LOCK_SH)
             try:
                 yield f"redis://127.0.0.1:{port}"
             finally:
-                with self._deciding(), suppress(redis.RedisError), probe(self.socket) as client:
-                    if unused(users):
+                with (
+                    self._deciding_at_the_end() as decides,
+                    suppress(redis.RedisError),
+                    probe(self.socket) as client,
+                ):
+                    if decides and unused(users):
                         client.config_set("port", 0)
 
     @staticmethod
@@ -191,9 +200,34 @@ class EmbeddedServer:
 
     @contextmanager
     def _deciding(self) -> Iterator[None]:
-        with (self.data / "start.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open_private(self.data / "start.lock") as deciding:
+            self._lock(deciding, fcntl.LOCK_EX)
             yield
+
+    @contextmanager
+    def _deciding_at_the_end(self) -> Iterator[bool]:
+        """As :meth:`_deciding`, for what has done its work; False where that cannot be had.
+
+        Then the keeper stops the server, once it can decide.
+        """
+        with ExitStack() as exits:
+            try:
+                exits.enter_context(self._deciding())
+            except ServerUnreachable as error:
+                logger.warning("the embedded server is left to its keeper: %s", error)
+                yield False
+                return
+            yield True
+
+    def _lock(self, file: IO[str], how: int) -> None:
+        """Take a lock within its deadline. Raises ServerUnreachable, naming who holds it."""
+        try:
+            lock(file.fileno(), Path(file.name), how)
+        except LockHeld as error:
+            raise ServerUnreachable(
+                f"the embedded server cannot be used: {error}; end it, or set TRINITY_HOME to "
+                "another folder"
+            ) from None
 
     def _answers(self) -> bool:
         try:
@@ -206,20 +240,20 @@ class EmbeddedServer:
 
     def _start(self) -> None:
         """Start it, unless it is there and was only slow to answer."""
-        with (self.data / "server.lock").open("a+") as lock:
-            if not self._is_free(lock):
+        with open_private(self.data / "server.lock") as lives:
+            if not self._is_free(lives):
                 return
             self._place_socket()
-            self._launch(lock)
+            self._launch(lives)
         self._have_it_kept()
 
-    def _is_free(self, lock: IO[str]) -> bool:
+    def _is_free(self, lives: IO[str]) -> bool:
         """Wait until no server has our files, or the one that has them answers; whether none has.
 
         One that is about to end has them a little longer than its socket.
         """
         give_up = time.monotonic() + FREE_DEADLINE
-        while not unused(lock):
+        while not unused(lives):
             if self._answers():
                 return False
             if time.monotonic() > give_up:
@@ -266,7 +300,7 @@ class EmbeddedServer:
             self._elsewhere.symlink_to(self._temporary)
         self.socket.unlink(missing_ok=True)
 
-    def _launch(self, lock: IO[str]) -> None:
+    def _launch(self, lives: IO[str]) -> None:
         command = [
             str(find_binary()),
             *("--port", "0"),
@@ -285,7 +319,8 @@ class EmbeddedServer:
             capture_output=True,
             text=True,
             check=False,
-            pass_fds=(lock.fileno(),),
+            pass_fds=(lives.fileno(),),
+            umask=UMASK,
         )
         give_up = time.monotonic() + START_DEADLINE
         while not self._answers():

@@ -106,6 +106,13 @@ WeightsTensorDigests = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
+AdoptFolder = Annotated[
+    bool,
+    typer.Option(
+        "--adopt-folder",
+        help="Take over the run's folder where it belongs to another log, which is gone for good.",
+    ),
+]
 WeightsRedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -139,6 +146,7 @@ def _launch(
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = 1,
     root: CheckpointRoot = None,
+    adopt_folder: AdoptFolder = False,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
     as_json: Json = False,
@@ -177,6 +185,7 @@ def _launch(
         weights_redis_url=weights_redis_url,
         transport=weights,
         checkpoint_root=folder,
+        adopt_folder=adopt_folder,
     )
     summary = _interruptible(run_job, options)
     if as_json:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trinity_events.errors import IncompatibleWeights
+from trinity_events.open_folder import partial_folder
 
 from .convertible import ConversionRefused, becomes_megatron
 from .engines.base import NamedTensors
@@ -75,8 +75,7 @@ def convert(
     to_megatron = becomes_megatron(source, target)
     _map_large_blocks()
     make_folder(target.parent)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with partial_folder(target) as staging:
         with _alone():
             if to_megatron:
                 sizes = _to_megatron(source, staging / "result")
@@ -86,8 +85,6 @@ def convert(
             target.rmdir()
         (staging / "result").rename(target)
         sync(target.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return Conversion(
         source=str(source),
         target=str(target),

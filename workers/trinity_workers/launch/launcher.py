@@ -19,6 +19,7 @@ from redis.exceptions import RedisClusterException
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
+from trinity_events.archive.ownership import own_folder
 from trinity_events.core import MonitorState, RunSummary, Summarizer
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.history import current_state
@@ -62,6 +63,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     weights_redis_url: str | None
     transport: TransportChoice
     checkpoint_root: Path
+    adopt_folder: bool = False
+    """Whether to take over the run's folder where it belongs to another log."""
 
 
 class ProcessDied(TrinityError):
@@ -97,9 +100,19 @@ async def _run(options: LaunchOptions) -> DemoSummary:
         client = await exits.enter_async_context(connect(redis_url))
         async with connect(weights_url, setting=WEIGHTS_SERVER):
             pass  # a chunk server that does not answer is found out now, not at the first upload
+        log = RedisEventLog(client, options.run_id)
+        own = partial(
+            own_folder,
+            log,
+            options.checkpoint_root / options.run_id,
+            redacted(redis_url),
+            adopt=options.adopt_folder,
+        )
+        await own()  # before the run is opened: it would be opened in vain
         reducer = None
         if alone:
-            reducer = ReducerProcess(redis_url, options.run_id, options.checkpoint_root)
+            adopted = options.adopt_folder
+            reducer = ReducerProcess(redis_url, options.run_id, options.checkpoint_root, adopted)
             await exits.enter_async_context(reducer.running())
         config = settings.placed(
             run_id=options.run_id,
@@ -117,8 +130,8 @@ async def _run(options: LaunchOptions) -> DemoSummary:
         view.say(
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
-        log = RedisEventLog(client, config.run_id)
         async with closing(client, config):
+            await own()  # a log that is new has its first entry by now
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up

@@ -16,7 +16,7 @@ import anyio.to_thread
 from anyio.abc import Process
 
 from trinity_events.errors import TrinityError
-from trinity_events.server import trinity_home
+from trinity_events.server import make_private, open_private, trinity_home
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,13 @@ class ReducerProcess:
     away gives up within seconds.
     """
 
-    def __init__(self, redis_url: str, run_id: str, checkpoint_root: Path) -> None:
+    def __init__(
+        self, redis_url: str, run_id: str, checkpoint_root: Path, adopt_folder: bool = False
+    ) -> None:
         self._command = [
             *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
             *("--run", run_id, "--checkpoint-root", str(checkpoint_root)),
+            *(("--adopt-folder", run_id) if adopt_folder else ()),
         ]
         # By the environment: everybody on the host may list commands, with the password in a URL.
         self._environment = {"TRINITY_REDIS_URL": redis_url}
@@ -56,7 +59,8 @@ class ReducerProcess:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Keep it running for the block."""
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self._log.parent.parent)
+        self._log.parent.mkdir(exist_ok=True)
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._keep)
             try:
@@ -94,7 +98,7 @@ class ReducerProcess:
 
     async def _start(self) -> Process:
         # Shielded: cancelled half-way it would leave a process that nobody stops.
-        with self._log.open("ab") as log, anyio.CancelScope(shield=True):
+        with open_private(self._log, "a") as log, anyio.CancelScope(shield=True):
             # A session of its own: Ctrl-C is ours to hear, and the reducer's last work to do.
             # Its standard input is its lifeline: it ends when we do, however we end.
             return await anyio.open_process(

@@ -1,0 +1,198 @@
+"""The log that a run's folder belongs to: a mark in the folder tells which."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import anyio.to_thread
+import msgspec
+from msgspec import Struct
+
+from ..errors import FolderTaken
+from ..log import ORIGIN, Entry, RedisEventLog, Stream, position
+from ..open_folder import OpenFolder
+from .continuation import common_part
+from .format import ArchiveMissing, BadRecording
+from .segments import Archive
+
+logger = logging.getLogger(__name__)
+
+MARK = ".belongs_to"
+"""File of a run's folder that names its log."""
+_LONGEST_MARK = 4096
+
+
+class LogMark(Struct, frozen=True, kw_only=True):
+    """One log, as the mark in a run's folder names it."""
+
+    log: str
+    """The id of its first entry and a digest of that: the same on a copy, and on no other log."""
+    server: str | None = None
+    """Where it is, as the process reached it that marked the folder; None of an archive alone."""
+    host: str | None = None
+    """Where that process was."""
+
+    def __str__(self) -> str:
+        where = f"that of {self.server} (from {self.host})" if self.server else "one archived there"
+        return f"{where}, begun {_time(self.log)} ({self.log})"
+
+
+def identity_of(first: Entry) -> str:
+    """Return what identifies a log by its first entry."""
+    digest = hashlib.sha256(first.id.encode() + b" " + first.payload).hexdigest()
+    return f"{first.id}.{digest[:16]}"
+
+
+async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
+    """Return which log it is; None as long as it has no entry.
+
+    The reducer keeps it on the server before it trims the first entry. A log that was trimmed
+    before that was done is told by the archive that it goes on from.
+    """
+    kept = await log.identity()
+    if kept is not None:
+        return kept
+    found = await log.read(limit=1)
+    left = await log.first_left(Stream.EVENTS)  # asked afterwards: nothing was trimmed until then
+    if left is None:
+        return identity_of(found[0]) if found else None
+    if (await common_part(archive, log, Stream.EVENTS)).last != ORIGIN:
+        archived = archived_identity(archive)
+        if archived is not None:
+            return archived
+    return identity_of(found[0] if found else Entry(left, b""))
+
+
+def archived_identity(archive: Archive) -> str | None:
+    """Return the identity of an archive's log; None unless it has the beginning of that."""
+    with suppress(BadRecording, ArchiveMissing):
+        first = archive.first(Stream.EVENTS)
+        return None if first is None else identity_of(first)
+    return None
+
+
+class FolderOwner:
+    """Marks a run's folder as one log's, and refuses a folder of another log.
+
+    Args:
+        folder: The run's folder.
+        run_id: The run.
+        adopt: Whether to take over, once, a folder that belongs to another log.
+    """
+
+    def __init__(self, folder: Path, run_id: str, *, adopt: bool = False) -> None:
+        self._run_id = run_id
+        self.archive = Archive(folder, run_id)
+        """The segments in the folder, for reading."""
+        self._adopt = adopt
+        self._mark: LogMark | None = None
+
+    def belongs(self, log: str, server: str) -> None:
+        """Set the log that the folder is to belong to."""
+        self._mark = LogMark(log=log, server=server, host=socket.gethostname())
+
+    def claim(self, run: OpenFolder) -> None:
+        """Mark the folder, if it has no mark. Raises FolderTaken where it is another log's."""
+        own = self._mark
+        if own is None:
+            raise FolderTaken(f"{run.path} is not used before the log of the run has begun")
+        try:
+            self._claim(run, own)
+        except FolderTaken as error:
+            if not self._adopt:
+                raise
+            self._adopt = False
+            run.write(MARK, msgspec.json.encode(own))
+            logger.warning("%s is taken over, as it was asked for: %s", run.path, error)
+
+    def _claim(self, run: OpenFolder, own: LogMark) -> None:
+        while (found := read_mark(run, self._run_id)) is None:
+            # A folder of before there were marks: its archive may tell.
+            archived = archived_identity(self.archive)
+            if archived not in (None, own.log):
+                raise taken(run.path, self._run_id, LogMark(log=str(archived)), str(own))
+            if run.write_new(MARK, msgspec.json.encode(own)):
+                return
+        if found.log != own.log:
+            raise taken(run.path, self._run_id, found, str(own))
+
+
+async def own_folder(log: RedisEventLog, folder: Path, server: str, *, adopt: bool = False) -> None:
+    """Mark a run's folder as its log's, for the process that opens the run.
+
+    Called before the run is opened, so that it is not opened in vain, and again afterwards: a new
+    log has no first entry before.
+
+    Args:
+        log: The run's log.
+        folder: The run's folder.
+        server: Where the log is, for messages.
+        adopt: Whether to take over a folder that belongs to another log.
+
+    Raises:
+        FolderTaken: when the folder belongs to another log.
+    """
+    owner = FolderOwner(folder, log.run_id, adopt=adopt)
+    identity = await log_identity(log, owner.archive)
+    if identity is not None:
+        owner.belongs(identity, server)
+        await anyio.to_thread.run_sync(_claim, owner, folder)
+    elif not adopt:
+        await anyio.to_thread.run_sync(_refuse_marked, folder, log.run_id, server)
+
+
+def _claim(owner: FolderOwner, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with OpenFolder.at(folder.parent) as root, root.below(folder.name, create=True) as run:
+        owner.claim(run)
+
+
+def _refuse_marked(folder: Path, run_id: str, server: str) -> None:
+    """Raise FolderTaken for a folder that any log has."""
+    with (
+        suppress(FileNotFoundError),
+        OpenFolder.at(folder.parent) as root,
+        root.below(folder.name) as run,
+    ):
+        if (mark := read_mark(run, run_id)) is not None:
+            raise taken(folder, run_id, mark, f"a new one of {server}")
+
+
+def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
+    """Return the log that a folder belongs to. Raises FolderTaken for a mark that is none."""
+    data = run.read(MARK, _LONGEST_MARK)
+    if data is None and run.stat(MARK) is None:
+        return None
+    try:
+        mark = msgspec.json.decode(data or b"", type=LogMark)
+        position(mark.log.partition(".")[0])
+        if not f"{mark.log}{mark.server}{mark.host}".isprintable():
+            raise ValueError("it would be shown on terminals")
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        raise FolderTaken(
+            f"{run.path} has a mark that cannot be read, {MARK}: remove it if the folder is of the "
+            f"run {run_id} of this server, or start the reducer with --adopt-folder {run_id}"
+        ) from None
+    return mark
+
+
+def taken(folder: Path, run_id: str, mark: LogMark, own: str) -> FolderTaken:
+    """Make the error of a folder that belongs to another log."""
+    return FolderTaken(
+        f"{folder} belongs to another log of run {run_id}: {mark}, while this one is {own}; give "
+        "one of the two another run id or another --checkpoint-root or, if the other log is gone "
+        f"for good, take the folder over with --adopt-folder {run_id}"
+    )
+
+
+def _time(identity: str) -> str:
+    try:
+        milliseconds = position(identity.partition(".")[0])[0]
+        return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return "at a time that is none"

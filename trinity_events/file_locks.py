@@ -1,0 +1,82 @@
+"""Locks on files, with deadlines that name who holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+LOCK_DEADLINE = 60.0
+"""Seconds that a lock is waited for; starting and stopping a server takes at most half of it."""
+_LONGEST_PAUSE = 0.1
+
+
+def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
+    """Take a lock if it is free; return True if it was. Raises OSError without locks."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class LockHeld(OSError):
+    """A lock was not free within its deadline; the message names its holders."""
+
+
+def lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> None:
+    """Take a lock within :data:`LOCK_DEADLINE`. Raises LockHeld, naming the processes that hold it.
+
+    Args:
+        descriptor: The open file.
+        path: The file's path, for the message.
+        how: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+    """
+    give_up = time.monotonic() + LOCK_DEADLINE
+    pause = 0.002
+    while not try_lock(descriptor, how):
+        if time.monotonic() > give_up:
+            raise LockHeld(
+                f"the lock {path} was not free for {LOCK_DEADLINE:g} s: it is held by "
+                f"{_named(holders(descriptor, how))}"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
+    """Return the processes whose lock on an open file excludes another, as Linux tells.
+
+    Args:
+        descriptor: The open file.
+        how: The lock that is wanted; a shared one is excluded by exclusive ones alone.
+    """
+    found = os.fstat(descriptor)
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    # 1: FLOCK  ADVISORY  WRITE 1234 00:2b:5678 0 EOF; of those that wait, "->" comes second.
+    fields = [line.split() for line in lines]
+    return [
+        int(one[4]) for one in fields if one[1] == "FLOCK" and one[5] == device and int(one[4]) > 0
+    ]
+
+
+def _named(processes: list[int]) -> str:
+    """Name processes with their commands."""
+    if not processes:
+        return "a process that this system does not name"
+    return ", ".join(f"process {one}{_command(one)}" for one in processes)
+
+
+def _command(process: int) -> str:
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    text = b" ".join(words).decode(errors="replace").strip()
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    return f" ({shown[:100]})" if shown else ""

@@ -1,0 +1,288 @@
+"""Folders that are held open: what is in them is reached by no link, and written whole or not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from .file_locks import try_lock
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_PART = ".part"
+"""Suffix of what a writer has not finished; it holds a lock on that for as long as it lives."""
+
+
+class UnsafePath(OSError):
+    """A path that leads out of the folder in which it was to be used."""
+
+
+class OpenFolder:
+    """An open folder. Names are looked up in the folder itself, and no link is followed.
+
+    Args:
+        descriptor: The open folder.
+        path: Its path, for messages.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.descriptor = descriptor
+        self.path = path
+
+    @staticmethod
+    @contextmanager
+    def at(path: Path) -> Iterator[OpenFolder]:
+        """Open a folder by its path, of which any part may be a link: the user named it."""
+        descriptor = os.open(path, _FOLDER)
+        try:
+            yield OpenFolder(descriptor, path)
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def below(self, *names: str, create: bool = False) -> Iterator[OpenFolder]:
+        """Open a folder below this one. Raises UnsafePath where any of the names is a link."""
+        with ExitStack() as exits:
+            folder = self
+            for name in names:
+                folder = folder._child(name, create)
+                exits.callback(os.close, folder.descriptor)
+            yield folder
+
+    def _child(self, name: str, create: bool) -> OpenFolder:
+        if create:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=self.descriptor)
+        path = self.path / name
+        try:
+            return OpenFolder(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=self.descriptor), path)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR) and self.is_link(name):
+                raise UnsafePath(
+                    f"{path} is a link, which is not followed: put the folder itself in its place, "
+                    "or remove the link"
+                ) from None
+            raise
+
+    def names(self) -> list[str]:
+        """Return the names of what is in the folder."""
+        with os.scandir(self.descriptor) as found:
+            return [entry.name for entry in found]
+
+    def stat(self, name: str) -> os.stat_result | None:
+        """Return what the file system says of an entry, a link as itself; None without one."""
+        try:
+            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def is_link(self, name: str) -> bool:
+        """Return True if the entry is a link."""
+        return (found := self.stat(name)) is not None and stat.S_ISLNK(found.st_mode)
+
+    def is_folder(self, name: str) -> bool:
+        """Return True if the entry is a folder, and no link to one."""
+        return (found := self.stat(name)) is not None and stat.S_ISDIR(found.st_mode)
+
+    def is_file(self, name: str) -> bool:
+        """Return True if the entry is a file, and no link to one."""
+        return (found := self.stat(name)) is not None and stat.S_ISREG(found.st_mode)
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        """Return at most ``limit`` bytes of a file; None for anything else."""
+        if not self.is_file(name):
+            return None
+        # Without waiting: a pipe may have taken the file's place just then.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
+            return file.read(limit)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file whole and durably; what has its name is replaced, a link too."""
+        with self.part(name) as part:
+            part.file.write(data)
+            part.finish()
+
+    def write_new(self, name: str, data: bytes) -> bool:
+        """As :meth:`write`, where nothing has the name; return False where something has."""
+        with self.part(name) as part:
+            part.file.write(data)
+            try:
+                part.finish(replace=False)
+            except FileExistsError:
+                return False
+            return True
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[Part]:
+        """Create a file under a random name, to be given ``name`` by :meth:`Part.finish`.
+
+        Removes it at the end of the block unless it was finished.
+        """
+        part = self._new_part(name)
+        try:
+            yield part
+        except BaseException:
+            part.discard()
+            raise
+        if not part.finished:
+            part.discard()
+
+    def _new_part(self, name: str) -> Part:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            own = _part_name(name)
+            descriptor = os.open(own, flags, 0o666, dir_fd=self.descriptor)
+            if _claimed(descriptor) and self._is_at(descriptor, own):
+                return Part(self, name, own, os.fdopen(descriptor, "wb"))
+            os.close(descriptor)  # taken for a dead writer's just then, and removed
+
+    def remove_abandoned(self, name: str, *, but: str | None = None) -> bool:
+        """Remove the parts of ``name`` that dead writers left; return True if one is written still.
+
+        Args:
+            name: The name that the parts were to have.
+            but: The part of this process, which stays.
+        """
+        of_name = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}{re.escape(_PART)}")
+        found = [one for one in self.names() if of_name.fullmatch(one) and one != but]
+        written = [self._is_written(part) for part in found]  # of each: all others are removed
+        return any(written)
+
+    def _is_written(self, part: str) -> bool:
+        """Remove an abandoned part; return True if its writer lives."""
+        folder = self.is_folder(part)
+        flags = _FOLDER if folder else os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(part, flags | os.O_NOFOLLOW, dir_fd=self.descriptor)
+        except OSError:  # gone, or another user's
+            return False
+        try:
+            if not try_lock(descriptor):
+                return True
+            if self._is_at(descriptor, part):
+                self.remove(part)
+        except OSError:  # no locks on this file system: its user sees by its name what it is
+            return False
+        finally:
+            os.close(descriptor)
+        return False
+
+    def _is_at(self, descriptor: int, name: str) -> bool:
+        found = self.stat(name)
+        return found is not None and os.path.samestat(os.fstat(descriptor), found)
+
+    def rename(self, name: str, folder: OpenFolder, new_name: str) -> None:
+        """Move an entry, a link as itself."""
+        os.rename(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=folder.descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, a link, or a folder with all that is in it; no link is followed."""
+        if self.is_folder(name):
+            shutil.rmtree(name, dir_fd=self.descriptor)
+        else:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.descriptor)
+
+    def walk(self) -> Iterator[tuple[tuple[str, ...], OpenFolder]]:
+        """Go through this folder and those below it; each with the names that lead to it."""
+        for path, _, _, descriptor in os.fwalk(".", dir_fd=self.descriptor, follow_symlinks=False):
+            names = Path(path).parts
+            yield names, OpenFolder(descriptor, self.path.joinpath(*names))
+
+    def sync(self) -> None:
+        """Make the names in the folder durable."""
+        os.fsync(self.descriptor)
+
+
+class Part:
+    """A file that is being written, under a name of its own."""
+
+    def __init__(self, folder: OpenFolder, name: str, own: str, file: BinaryIO) -> None:
+        self._folder = folder
+        self._name = name
+        self.own = own
+        """Its name until it is finished."""
+        self.file = file
+        self.finished = False
+
+    def finish(self, *, replace: bool = True) -> None:
+        """Make it durable and give it its name.
+
+        What has the name is replaced; unless ``replace``, it raises FileExistsError.
+        """
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        of = self._folder.descriptor
+        if replace:
+            os.replace(self.own, self._name, src_dir_fd=of, dst_dir_fd=of)
+        else:
+            os.link(self.own, self._name, src_dir_fd=of, dst_dir_fd=of, follow_symlinks=False)
+            self._folder.remove(self.own)
+        self.finished = True
+        self.file.close()
+        self._folder.sync()
+
+    def discard(self) -> None:
+        """Remove it, unless it has its name."""
+        if not self.finished:
+            self._folder.remove(self.own)
+        with suppress(OSError):  # of what it holds yet, which is not wanted
+            self.file.close()
+
+
+@contextmanager
+def partial_folder(target: Path) -> Iterator[Path]:
+    """Make a folder beside ``target`` for what is to become it; removed at the end of the block.
+
+    Removes first what writers that were killed have left there.
+    """
+    with OpenFolder.at(target.parent) as parent:
+        parent.remove_abandoned(target.name)
+        while True:
+            own = _part_name(target.name)
+            os.mkdir(own, 0o700, dir_fd=parent.descriptor)
+            descriptor = os.open(own, _FOLDER | os.O_NOFOLLOW, dir_fd=parent.descriptor)
+            if _claimed(descriptor) and parent._is_at(descriptor, own):
+                break
+            os.close(descriptor)
+        try:
+            yield target.parent / own
+        finally:
+            with suppress(OSError):
+                parent.remove(own)
+            os.close(descriptor)
+
+
+def _part_name(name: str) -> str:
+    return f".{name}.{secrets.token_hex(8)}{_PART}"
+
+
+def _claimed(descriptor: int) -> bool:
+    """Lock what is being written; True as well where the file system has no locks."""
+    try:
+        return try_lock(descriptor)
+    except OSError:
+        return True
+
+
+def parts_of(relative: str, folder: Path) -> list[str]:
+    """Split a relative path into its names. Raises UnsafePath where it may lead out of a folder."""
+    if "\0" in relative:
+        raise UnsafePath(f"path {relative!r} is no path and is not used")
+    names = relative.split("/")
+    if any(name in ("", ".", "..") for name in names):
+        raise leads_out(relative, folder)
+    return names
+
+
+def leads_out(relative: str, folder: Path) -> UnsafePath:
+    """Make the error of a path that leads out of a folder."""
+    return UnsafePath(f"path {relative!r} leads out of {folder} and is not used")

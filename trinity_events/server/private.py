@@ -1,0 +1,34 @@
+"""Folders and files of the home, which are for its user alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+UMASK = 0o077
+
+
+def make_home(home: Path) -> None:
+    """Create the home for its user alone. One that is there stays as it is: it may hold more."""
+    home.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder of the home, with the home; close one of this user's to others."""
+    make_home(folder.parent)
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid == os.getuid() and found.st_mode & UMASK:
+        folder.chmod(FOLDER_MODE)
+
+
+def open_private(path: Path, mode: str = "a+") -> IO[str]:
+    """Open a file of the home, created for its user alone; a link in its place is not followed."""
+    return open(path, mode, opener=_opener)
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
