@@ -14,6 +14,7 @@ from trinity_schemas import Kind
 from ..core import MonitorState, explain
 from ..core.state import KINDS
 from ..log import position
+from .terminal import visible
 
 
 def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
@@ -69,13 +70,13 @@ def status_panel(
         about.append(Text.assemble(("last event ", "dim"), heard))
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
-        about.append(Text.assemble(("weights travel by ", "dim"), chosen))
+        about.append(Text.assemble(("weights travel by ", "dim"), visible(chosen, lines=False)))
     if state.closed_error is not None:
-        about.append(Text(state.closed_error, style="red"))
+        about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
         about.append(Text(_nobody(state, silent_since), style="red"))
     waiting = [
-        Text(explain(state, step, now=now), style="yellow")
+        Text(visible(explain(state, step, now=now), lines=False), style="yellow")
         for step, found in sorted(state.steps.items())
         if any(kind.outcome is None for kind in found.kinds.values())
     ]
@@ -115,7 +116,7 @@ def _anomalies(state: MonitorState) -> list[Text]:
     last = state.anomalies[-1]
     return [
         Text(f"Anomalies: {counts}.", style="red"),
-        Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"),
+        Text(f"Last: {visible(last.detail, lines=False)} (entry {last.entry_id}).", style="red"),
     ]
 
 
