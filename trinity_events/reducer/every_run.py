@@ -143,7 +143,7 @@ async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
     backoff = pauses(BREAK)
     while True:
         try:
-            async for run_id in watch_runs(client):
+            async for run_id in watch_runs(client, renumbering=True):
                 backoff = pauses(BREAK)
                 yield run_id
         except ABSENCE as error:

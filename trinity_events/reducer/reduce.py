@@ -20,6 +20,7 @@ from ..core.overdue import holders
 from ..core.standing import OF_AN_EPOCH, newest
 from ..history import fold, load_monitor
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
+from ..log.position import is_from_a_clock
 from .checkpoints import CheckpointFiles
 from .chores import Chore
 from .live import Live
@@ -130,6 +131,8 @@ class Reducer:
 
     async def _run(self, tasks: anyio.abc.TaskGroup, until_closed: bool) -> bool:
         monitor = await self._load()
+        if monitor is None:
+            return False
         self._tasks = tasks
         self._commit: UnderWay[bool] | None = None
         self._file_chore, self._log_chore = Chore("bringing the files in step"), Chore("archiving")
@@ -145,7 +148,8 @@ class Reducer:
             await self._log_chore.at_rest()
         return closed
 
-    async def _load(self) -> Monitor:
+    async def _load(self) -> Monitor | None:
+        """Load the state to go on from; None when another leads."""
         loaded = await load_monitor(self._log, self._archived)
         self._since_snapshot, self._after = loaded.silent, loaded.position
         if position(loaded.position) < position(self.reached):
@@ -157,6 +161,9 @@ class Reducer:
                 loaded.position,
             )
         self.reached = loaded.position
+        # First of all: a log that takes no more entries could not be told what is due.
+        if await self._log.renumber(self._token, loaded.position) is None:
+            return None
         self._began_before = await self._log.last_id()
         # A leader before us may have died between its snapshot and archiving up to that.
         self._snapshot_at, self._unkept = loaded.began, int(loaded.began != ORIGIN)
@@ -168,6 +175,10 @@ class Reducer:
         asked = self._batch.limit
         found = await self._log.read(state.position, limit=asked)
         while True:
+            if found and not is_from_a_clock(found[-1].id):
+                if not await self._renumber(state, found):
+                    return False
+                found = await self._log.read(state.position, limit=asked)
             self._batch.learn(found)
             if len(found) == asked:
                 if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
@@ -190,6 +201,19 @@ class Reducer:
                     return True
                 if position(await self._log.last_id()) < position(state.position):
                     return False  # the server has less than it had: what is left is loaded
+
+    async def _renumber(self, state: MonitorState, found: list[Entry]) -> bool:
+        """Have the log give entries ids of its clock. False when another leads."""
+        renumbered = await self._log.renumber(self._token, state.position)
+        if renumbered:
+            logger.warning(
+                "run %s had entries with ids that no clock makes, such as %s: they were given "
+                "others, %d in all; docs/security.md says who can choose ids",
+                self._log.run_id,
+                found[-1].id,
+                renumbered,
+            )
+        return renumbered is not None
 
     def _is_past_the_beginning(self, entry_id: str) -> bool:
         return position(entry_id) > position(self._began_before)
