@@ -18,8 +18,9 @@ from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.overdue import holders
 from ..core.standing import OF_AN_EPOCH, newest
-from ..history import fold, load_monitor
+from ..history import Work, fold, load_monitor
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
+from ..log.page_size import TURN, in_turns
 from ..log.position import is_from_a_clock
 from .checkpoints import CheckpointFiles
 from .chores import Chore
@@ -29,12 +30,15 @@ from .underway import UnderWay
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 5_000
-"""Entries between two snapshots."""
+"""Entries after which there is a snapshot."""
+SNAPSHOT_BYTES = 32 << 20
+"""Bytes of entries after which there is one, however few they are."""
+SNAPSHOT_SECONDS = 1.0
+"""Seconds of folding after which there is one: the next leader repeats no more than that."""
 BATCH = 2000
 """Entries that are folded and committed at once, at most; of large ones, fewer: see PageSize."""
-SLICE = 125
-"""Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile, and
-the next batch comes in as many pieces as a socket holds."""
+SLICE = TURN
+"""Entries that are folded before anyone else has a turn, at most: see in_turns."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
 _SHORTEST_WAIT = 0.01
@@ -106,7 +110,7 @@ class Reducer:
         self._decode = EnvelopeReader().decode
         self._batch = PageSize(BATCH)
         self._after = ORIGIN
-        self._since_snapshot = 0
+        self._since_snapshot = Work()
         self._snapshot_at = ORIGIN
         self._began_before = ORIGIN
         self._unkept = 0
@@ -179,7 +183,7 @@ class Reducer:
                 if not await self._renumber(state, found):
                     return False
                 found = await self._log.read(state.position, limit=asked)
-            self._batch.learn(found)
+            nbytes = self._batch.learn(found)
             if len(found) == asked:
                 if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
                     await self._log_chore.at_rest()  # what is not archived stays on the server
@@ -187,11 +191,11 @@ class Reducer:
                 asked = self._batch.limit
                 more = partial(self._log.read, found[-1].id, limit=asked)
                 ahead = UnderWay(self._tasks, more)
-                if not await self._step(monitor, found, last=False):
+                if not await self._step(monitor, found, nbytes, last=False):
                     return False
                 found = await ahead.result()
                 continue
-            if not await self._step(monitor, found, last=True):
+            if not await self._step(monitor, found, nbytes, last=True):
                 return False
             asked = self._batch.limit
             found = await self._wait(state, asked)
@@ -237,14 +241,19 @@ class Reducer:
                 return [entry for _, entry in waited]
             seconds *= 2
 
-    async def _step(self, monitor: Monitor, found: list[Entry], *, last: bool) -> bool:
+    async def _step(self, monitor: Monitor, found: list[Entry], nbytes: int, *, last: bool) -> bool:
         """Fold a batch and commit it; unless it is the ``last``, the commit is on its way only."""
         state = monitor.state
         step = _Step(state)
-        for start in range(0, len(found), SLICE):
-            if start or not last:
+        since = self._since_snapshot
+        since.entries += len(found)
+        since.bytes += nbytes
+        for number, some in enumerate(in_turns(found, nbytes, SLICE)):
+            if number or not last:
                 await anyio.lowlevel.checkpoint()
-            announcements, dead = fold(monitor, found[start : start + SLICE], self._decode)
+            began = anyio.current_time()
+            announcements, dead = fold(monitor, some, self._decode)
+            since.seconds += anyio.current_time() - began
             step.announcements += announcements
             step.dead += dead
         if self._commit is not None and not await self._commit.result():
@@ -254,20 +263,19 @@ class Reducer:
             return True
         self._live.moved()
         self._stale = self._stale or step.moves_files(state)
-        commit = partial(self._take, self._commit_of(step, state, len(found)), step)
+        commit = partial(self._take, self._commit_of(step, state), step)
         if last:
             return await commit()
         self._commit = UnderWay(self._tasks, commit)
         self._look_at_files(state, RECONCILE_EVERY)
         return True
 
-    def _commit_of(self, step: _Step, state: MonitorState, entries: int) -> Commit:
-        self._since_snapshot += entries
+    def _commit_of(self, step: _Step, state: MonitorState) -> Commit:
         # A run that ends leaves its last state, for whoever looks at it afterwards.
         ended = state.closed is not None and step.was_closed is None
-        due = ended or self._since_snapshot >= SNAPSHOT_EVERY
+        due = ended or _is_worth_a_snapshot(self._since_snapshot)
         if due:
-            self._since_snapshot = 0
+            self._since_snapshot = Work()
         made = step.announcements
         commit = Commit(
             token=self._token,
@@ -326,6 +334,15 @@ class Reducer:
         self._reconciled_at, self._stale = anyio.current_time(), False
         if self._files is not None:
             self._file_chore.wish(partial(_reconcile, self._files, state))
+
+
+def _is_worth_a_snapshot(since: Work) -> bool:
+    """Return True where a new leader would have enough to repeat."""
+    return (
+        since.entries >= SNAPSHOT_EVERY
+        or since.bytes >= SNAPSHOT_BYTES
+        or since.seconds >= SNAPSHOT_SECONDS
+    )
 
 
 async def _reconcile(files: CheckpointFiles, state: MonitorState) -> None:
