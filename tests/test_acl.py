@@ -10,7 +10,7 @@ import redis
 import torch
 
 from tests.histories import History, committed, registration, started
-from tests.pipeline import publish_steps, reducer_task
+from tests.pipeline import announced, publish_steps, reducer_task
 from tests.servers import servers
 from tests.test_experiences import group as experiences
 from trinity_events import StepReady, subscribe
@@ -29,11 +29,14 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
+from trinity_events.log.index import renumber_index
+from trinity_events.log.position import LAST_ID
 from trinity_events.log.scripts import Scripts
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
 from trinity_events.weights.transports.collective.place import MeetingPlace
 from trinity_schemas import (
+    RUN_INDEX,
     ExplorerStatusChanged,
     RunKeys,
     SaveStarted,
@@ -208,6 +211,42 @@ async def test_a_group_outlives_its_members_with_these_rules(clean):
             await anyio.sleep(0.05)
         [letter] = await RedisEventLog(trainers, RUN).dead_letters()
     assert letter.reason == "group eval: delivered 2 times and never acknowledged"
+
+
+@pytest.mark.parametrize("user", ["trainer", "explorer"])
+async def test_the_reducer_may_mend_a_log_to_which_a_writer_gave_the_largest_id(clean, user):
+    with admin(clean) as client:
+        client.xgroup_create(KEYS.events, "group", mkstream=True)
+    async with (
+        connect(url_of(clean, "trainer")) as trainers,
+        connect(url_of(clean, user)) as writers,
+    ):
+        epoch = await open_run(trainers, RUN)
+        payload = encode(History().entries[0][1])
+        await writers.xadd(KEYS.events, {"e": payload}, id=LAST_ID)
+        trainer = AsyncPublisher(RedisEventLog(trainers, RUN), epoch, new_producer("trainer"))
+        async with reducer_task(url_of(clean, "reducer"), RUN):
+            await publish_steps(trainer, [1])
+            await announced(RedisEventLog(trainers, RUN), 1)
+        await trainers.xadd(RUN_INDEX, {"run": RUN}, id=LAST_ID)
+    async with connect(url_of(clean, "reducer")) as reducers:
+        await renumber_index(reducers)
+        assert list(await list_runs(reducers)) == [RUN]
+
+
+def test_no_rule_lets_a_user_append_by_a_script_alone(server):
+    # Else ids could not be chosen: docs/security.md says why they can.
+    with admin(server) as client:
+        client.execute_command(
+            *("ACL", "SETUSER", "scripted", "on", ">SCRIPTED", "resetkeys", f"~{KEYS.events}"),
+            *("-@all", "+evalsha"),
+        )
+        digest = client.script_load("return redis.call('XADD', KEYS[1], '*', 'e', ARGV[1])")
+        with pytest.raises(redis.ResponseError, match=r"ACL|NOPERM|permissions"):
+            redis.Redis(port=server.port, username="scripted", password="SCRIPTED").evalsha(
+                digest, 1, KEYS.events, b"x"
+            )
+        client.execute_command("ACL", "DELUSER", "scripted")
 
 
 # --- what is refused -------------------------------------------------------------------------

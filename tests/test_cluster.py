@@ -32,10 +32,12 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
+from trinity_events.log.index import renumber_index
+from trinity_events.log.position import LAST_ID, is_from_a_clock
 from trinity_events.reducer import reduce_all
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
-from trinity_schemas import RunKeys, SaveStarted, encode
+from trinity_schemas import RUN_INDEX, RunKeys, SaveStarted, encode
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
@@ -83,6 +85,23 @@ async def test_the_whole_pipeline_runs_on_a_cluster(nodes, url, tmp_path):
                     assert event.step == 1
                     await event.ack()
             assert run_id in await list_runs(client)
+
+
+async def test_ids_that_no_clock_makes_are_mended_on_every_node(nodes, url):
+    async with connect(url) as client, connect(url, retry=False) as own:
+        for run_id in runs_on_every_node(nodes):
+            log = RedisEventLog(client, run_id)
+            epoch = await open_run(client, run_id)
+            await client.xadd(log.keys.events, {"e": b"no event"}, id=LAST_ID)
+            trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
+            before = len(await log.read(stream=Stream.ANNOUNCEMENTS))
+            async with reducer_task(url, run_id):
+                await publish_steps(trainer, [1])
+                await announced(log, before + 1)
+            assert is_from_a_clock(await log.last_id())
+        await client.xadd(RUN_INDEX, {"run": run_id}, id=LAST_ID)
+        await renumber_index(own)
+        assert await open_run(client, run_id) > epoch
 
 
 async def test_what_is_told_of_silence_and_of_taken_keys_is_told_of_runs_on_every_node(

@@ -35,12 +35,12 @@ def test_small_entries_are_read_as_many_at_once_as_may_be():
     while page.limit not in limits:
         limits.append(page.limit)
         page.learn(entries(page.limit, 400))
-    assert limits == [64, 256, 1024, 2000]
+    assert limits == [16, 64, 256, 1024, 2000]
 
 
 def test_large_entries_are_read_few_at_once_and_one_at_least():
     page = PageSize(2000)
-    page.learn(entries(64, page_size.PAGE_BYTES // 10))
+    page.learn(entries(16, page_size.PAGE_BYTES // 10))
     assert page.limit == 10
     page.learn(entries(10, 2 * page_size.PAGE_BYTES))
     assert page.limit == 1
@@ -76,7 +76,7 @@ async def test_a_reducer_a_view_and_the_archive_hold_few_large_entries_at_once(
     for _ in range(500):
         await log.append(b"\xff" * 10_000)
     token, _ = await log.lead(60)
-    most = 64 * 10_000  # the first page: nobody knows before how large they are
+    most = 16 * 10_000  # the first page: nobody knows before how large they are
     assert most < 500 * 10_000 < BATCH * 10_000
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
@@ -106,7 +106,7 @@ async def test_a_follower_holds_few_large_events_at_once(run_id, monkeypatch):
     )
     async with events:
         assert [(await anext(events)).step for _ in range(500)] == list(range(500))
-    assert log.most <= 64 * 10_200
+    assert log.most <= 16 * 10_200
 
 
 async def test_an_import_sends_few_large_entries_at_once(client, run_id, monkeypatch):

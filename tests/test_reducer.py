@@ -368,5 +368,5 @@ async def test_others_have_their_turns_while_a_long_batch_is_folded(run_id, monk
         assert not await fold_all(log, 40)
         tasks.cancel_scope.cancel()
     folds = [at for at, what in enumerate(turns) if what == "fold"]
-    assert len(folds) == 13
+    assert len(folds) == 14
     assert all("renew" in turns[a:b] for a, b in pairwise(folds))

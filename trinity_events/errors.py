@@ -97,6 +97,10 @@ class KeyTaken(TrinityError):
     """A key of a run's log is of another type: something else wrote it."""
 
 
+class LogExhausted(TrinityError):
+    """A stream has an entry with the largest id there is: it takes no more until it is mended."""
+
+
 class CheckpointHeld(TrinityError):
     """A checkpoint is being removed, or is not there, and cannot be held for reading."""
 

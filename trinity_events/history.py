@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
+from msgspec import Struct
 
 from trinity_schemas import ContractError, Envelope, EnvelopeReader, decode_envelope
 
 from .core import Monitor, MonitorState, decode_state
 from .errors import TrinityError
 from .log import ORIGIN, DeadLetter, Entry, EventLog, PageSize, Stream, SyncEventLog, position
+from .log.page_size import TURN, in_turns
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +98,7 @@ def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLette
 
 
 def fold(
-    monitor: Monitor, found: list[Entry], decode: Decode = decode_envelope
+    monitor: Monitor, found: Sequence[Entry], decode: Decode = decode_envelope
 ) -> tuple[list[Envelope], list[DeadLetter]]:
     """Fold entries; returns what they made true, and those that could not be decoded."""
     announcements: list[Envelope] = []
@@ -113,6 +118,14 @@ def fold(
     return announcements, dead
 
 
+class Work(Struct):
+    """What was folded, and what that took: a new leader repeats all since the last snapshot."""
+
+    entries: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
 class Loaded(NamedTuple):
     """The fold as a reducer left it."""
 
@@ -121,8 +134,8 @@ class Loaded(NamedTuple):
     """What the server has as the reducer's position; the log may have ended before it."""
     began: str
     """Where folding began: the position of the snapshot, or the end of the archive."""
-    silent: int
-    """Entries that are folded past that."""
+    silent: Work
+    """What was folded past that."""
 
 
 Archived = Callable[[str], Iterator[Entry]]
@@ -139,12 +152,12 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
     snapshot, reached = await log.load()
     through = await _reachable(log, reached)
     monitor = Monitor(await _load_state(log, snapshot, through, archived))
-    state, silent, decode = monitor.state, 0, EnvelopeReader().decode
+    state, silent, decode = monitor.state, Work(), EnvelopeReader().decode
     page = PageSize(PAGE)
     began = min(state.position, through, key=position)
     while position(state.position) < position(through):
         found = await log.read(state.position, through=through, limit=page.limit)
-        page.learn(found)
+        nbytes = page.learn(found)
         if not found:
             logger.error(
                 "the log of %s has no entry %s, which was folded before: what followed %s is lost",
@@ -153,8 +166,13 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
                 state.position,
             )
             break
-        fold(monitor, found, decode)
-        silent += len(found)
+        began_at = anyio.current_time()
+        for some in in_turns(found, nbytes):
+            fold(monitor, some, decode)
+            await anyio.lowlevel.checkpoint()
+        silent.seconds += anyio.current_time() - began_at
+        silent.entries += len(found)
+        silent.bytes += nbytes
     # Also where the snapshot has gone further: ids that come are above the log's end alone.
     state.position = through
     return Loaded(monitor, reached, began, silent)
@@ -226,10 +244,12 @@ async def _load_state(
 
 def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
     monitor, decode = Monitor(MonitorState(run_id=run_id)), EnvelopeReader().decode
-    for entry in archived(ORIGIN):
+    for number, entry in enumerate(archived(ORIGIN)):
         if position(entry.id) > position(reached):
             break
         fold(monitor, [entry], decode)
+        if number % TURN == 0:
+            anyio.from_thread.check_cancelled()
     return monitor.state
 
 

@@ -28,6 +28,16 @@ class Sender(msgspec.Struct, frozen=True, kw_only=True):
     sequence: Sequence
 
 
+class _Tag(msgspec.Struct, gc=False):
+    type: str
+
+
+class _Tagged(msgspec.Struct, gc=False):
+    """Of an envelope nothing but the tag of its event: what is not named here is never built."""
+
+    event: _Tag
+
+
 class UnknownEventType(ContractError):
     """An envelope around an event that this version does not know, and who sent it."""
 
@@ -39,13 +49,13 @@ class UnknownEventType(ContractError):
 _TAGS = frozenset(event_tag(event) for event in EVENT_TYPES)
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
+_tags = msgspec.msgpack.Decoder(_Tagged)
 _senders = msgspec.msgpack.Decoder(Sender)
 _manifests = msgspec.msgpack.Decoder(WeightManifest)
 _experiences = msgspec.msgpack.Decoder(ExperienceGroup)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoders raise."""
 T = TypeVar("T")
-_anything = msgspec.msgpack.Decoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -75,7 +85,8 @@ def decode_envelope(payload: bytes) -> Envelope:
 
     Raises :class:`UnknownEventType` for an event of a later version (readers set it aside) and
     :class:`ContractError` for everything else that is wrong. Nesting is bounded by the types,
-    and in fields that are ignored by the interpreter's recursion limit.
+    and in fields that are ignored by the interpreter's recursion limit. Of what is ignored nothing
+    is built.
     """
     try:
         _check_size(payload, MAX_EVENT_BYTES)
@@ -131,9 +142,7 @@ def _sender(payload: bytes) -> Sender | None:
 def _unknown_tag(payload: bytes) -> str | None:
     """The event's tag, when that alone is why the envelope did not decode."""
     try:
-        raw = _anything.decode(payload)
+        tag = _tags.decode(payload).event.type
     except UNREADABLE:
         return None
-    event = raw.get("event") if isinstance(raw, dict) else None
-    tag = event.get("type") if isinstance(event, dict) else None
-    return tag if isinstance(tag, str) and tag not in _TAGS else None
+    return None if tag in _TAGS else tag

@@ -47,11 +47,13 @@ class EnvelopeReader:
 
     def decode(self, payload: bytes) -> Envelope:
         """Decode one log entry. Raises as :func:`decode_envelope` does."""
+        if len(payload) > MAX_EVENT_BYTES:
+            return decode_envelope(payload)
         try:
             six = _decode(payload)
         except UNREADABLE:
             return decode_envelope(payload)
-        if payload[0] != _SIX or len(payload) > MAX_EVENT_BYTES:
+        if payload[0] != _SIX:
             return decode_envelope(payload)
         met = self._met.get(bytes(six.producer))
         if met is None or met[0] != six.run_id:

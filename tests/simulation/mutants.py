@@ -119,7 +119,7 @@ MUTANTS = (
         (
             history,
             "load_monitor",
-            "fold(monitor, found, decode)",
+            "fold(monitor, some, decode)",
             "monitor.state.position = reached",
         ),
     ),

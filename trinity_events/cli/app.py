@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
+import traceback
 from importlib import metadata
 from typing import Annotated
 
@@ -13,6 +15,7 @@ from redis.exceptions import RedisClusterException
 
 from ..errors import TrinityError
 from ..server import denied
+from ..views.terminal import LogFormatter, say, tell
 from .explain import explain
 from .export import export, import_
 from .reducer import reducer
@@ -29,7 +32,7 @@ PLUGINS = "trinity_events.commands"
 
 def _tell_version(asked: bool) -> None:
     if asked:
-        print(f"trinity-events {metadata.version('trinity-events')}")
+        say(f"trinity-events {metadata.version('trinity-events')}")
         raise typer.Exit
 
 
@@ -64,25 +67,29 @@ def run() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a terminal cannot show is written out, as it is on standard error anyway.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogFormatter("%(message)s"))
     try:
         build()()
     except Exception as error:
-        for one in _causes(error):
-            cause = denied(one) or one
-            if isinstance(cause, TrinityError):
-                print(f"error: {cause}", file=sys.stderr)
-                sys.exit(1)
-            if isinstance(cause, redis.ResponseError):
-                print(f"error: the server refuses this: {cause}", file=sys.stderr)
-                sys.exit(1)
-            if isinstance(cause, (redis.RedisError, RedisClusterException)):
-                print(f"error: the server went away: {cause}", file=sys.stderr)
-                sys.exit(1)
-            if isinstance(cause, OSError) and cause.strerror:
-                where = f"{cause.filename}: " if cause.filename else ""
-                print(f"error: {where}{cause.strerror}", file=sys.stderr)
-                sys.exit(1)
-        raise
+        tell(_in_a_sentence(error) or traceback.format_exc().rstrip())
+        sys.exit(1)
+
+
+def _in_a_sentence(error: Exception) -> str | None:
+    """Return what to tell the user of an error; None for a defect."""
+    for one in _causes(error):
+        cause = denied(one) or one
+        if isinstance(cause, TrinityError):
+            return f"error: {cause}"
+        if isinstance(cause, redis.ResponseError):
+            return f"error: the server refuses this: {cause}"
+        if isinstance(cause, (redis.RedisError, RedisClusterException)):
+            return f"error: the server went away: {cause}"
+        if isinstance(cause, OSError) and cause.strerror:
+            where = f"{cause.filename}: " if cause.filename else ""
+            return f"error: {where}{cause.strerror}"
+    return None
 
 
 def _causes(error: BaseException) -> list[BaseException]:

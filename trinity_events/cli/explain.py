@@ -13,6 +13,7 @@ from ..errors import TrinityError
 from ..history import current_state
 from ..log import RedisEventLog, require_run
 from ..server import server_clock
+from ..views.terminal import say
 from .options import Json, RedisUrl, RunArgument, client_of, print_json
 
 
@@ -40,7 +41,7 @@ def explain(
         )
     said = in_words(state, step, now=now, named=None)
     if not as_json:
-        print(said)
+        say(said, lines=False)
         return
     kinds = {} if found is None else found.kinds
     outcomes = {

@@ -11,6 +11,7 @@ import typer
 from ..archive import NotWritten, Recording, import_recording, read_recording, record_run
 from ..archive.segments import Archive
 from ..errors import TrinityError
+from ..views.terminal import say
 from .options import (
     CheckpointRoot,
     RedisUrl,
@@ -48,7 +49,7 @@ def export(
         count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
     except NotWritten as error:
         raise OutputUnusable(f"{error}: name another with --output") from None
-    print(f"{count} entries of run {run} in {path}")
+    say(f"{count} entries of run {run} in {path}")
 
 
 def import_(path: File, redis_url: RedisUrl = None) -> None:
@@ -58,7 +59,7 @@ def import_(path: File, redis_url: RedisUrl = None) -> None:
     """
     recording = read_recording(path)
     anyio.run(_import, redis_url, recording)
-    print(
+    say(
         f"run {recording.header.run_id} is imported: trinity-events status "
         f"{recording.header.run_id}"
     )

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import msgspec
 import redis.asyncio
 import typer
-from rich.console import Console
 
 from trinity_schemas import check_run_id
 
 from ..errors import InvalidRunId
 from ..log import RedisEventLog, require_run
 from ..server import connect, serving, trinity_home
+from ..views.terminal import LogFormatter, Terminal, say
 
 RedisUrl = Annotated[
     str | None,
@@ -62,10 +62,9 @@ def checkpoint_root(given: Path | None) -> Path:
 
 def log_to_stderr(*, verbose: bool) -> None:
     """Logging for commands that run for long."""
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
 @asynccontextmanager
@@ -83,11 +82,12 @@ async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisE
         yield RedisEventLog(client, await require_run(client, run))
 
 
-def console() -> Console:
+def console() -> Terminal:
     """Standard output; wide where it is no terminal, so that a pipe or a file loses nothing."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    return Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on standard output."""
-    print(json.dumps(msgspec.to_builtins(value, str_keys=True)))
+    """Print one line of JSON on standard output."""
+    line = json.dumps(msgspec.to_builtins(value, str_keys=True))
+    say(line.replace("\x7f", r"\u007f"))  # the one control character that JSON leaves as it is

@@ -14,6 +14,7 @@ from ..archive.segments import Archive
 from ..history import Folded, Replay
 from ..log import Entry, Stream
 from ..views import event_line, status_panel
+from ..views.terminal import say
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 from .verify import RunOrFile, recorded_file
 
@@ -80,8 +81,8 @@ def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
 def _print(folded: Folded, run_start: float) -> None:
     entry_id = folded.entry.id
     if folded.envelope is None:
-        print(f"{entry_id:<18} undecodable")
+        say(f"{entry_id:<18} undecodable")
         return
-    print(event_line(entry_id, folded.envelope, run_start=run_start))
+    say(event_line(entry_id, folded.envelope, run_start=run_start), lines=False)
     for announcement in folded.announcements:
-        print(event_line(entry_id, announcement, run_start=run_start))
+        say(event_line(entry_id, announcement, run_start=run_start), lines=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import anyio
 
 from ..core import MonitorState
@@ -12,6 +10,7 @@ from ..history import SnapshotUnreadable, current_state
 from ..log import RedisEventLog, list_runs
 from ..silence import silent_since
 from ..views import runs_table
+from ..views.terminal import say, tell
 from .options import Json, RedisUrl, client_of, console, print_json
 
 _LOOKS = 16
@@ -34,7 +33,7 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
         shown.width = max(shown.width, 57 + max(len(state.run_id) for state, _ in found))
         shown.print(runs_table(found))
     else:
-        print("No runs yet. Start one with: trinity-events demo")
+        say("No runs yet. Start one with: trinity-events demo")
 
 
 async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]]:
@@ -50,7 +49,7 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
                     state = await current_state(RedisEventLog(client, run))
                     found[run] = state, await silent_since(client, state)
                 except (SnapshotUnreadable, KeyTaken) as error:
-                    print(f"error: {error}", file=sys.stderr)
+                    tell(f"error: {error}")
 
         async with anyio.create_task_group() as tasks:
             for run in listed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, trinity_home
+from ..views.terminal import say
 from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr
 from .reducer import AdoptFolders, GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
 
@@ -50,6 +52,12 @@ def serve(
         url = shown = exits.enter_context(server.attached())
         if port:
             shown = exits.enter_context(server.listening(port))
-        say = partial(print, f"serving at {shown} (Ctrl-C stops)", flush=True)
-        reduce = partial(reduce_all, url, run_id=None, root=folder, started=say, policy=policy)
+        started = partial(_say_at_once, f"serving at {shown} (Ctrl-C stops)")
+        reduce = partial(reduce_all, url, run_id=None, root=folder, started=started, policy=policy)
         anyio.run(until_stopped, reduce)
+
+
+def _say_at_once(text: str) -> None:
+    """Print text, also into a pipe: the command runs on."""
+    say(text)
+    sys.stdout.flush()

@@ -16,6 +16,7 @@ from ..history import page_of, read_all
 from ..log import Entry, PageSize, RedisEventLog, Stream, before, position
 from ..server import Wait
 from ..views import event_line
+from ..views.terminal import say
 from .options import Json, RedisUrl, RunArgument, log_of, print_json
 
 T = TypeVar("T")
@@ -108,9 +109,9 @@ def _print(stream: Stream, entry: Entry, *, as_json: bool) -> None:
         if as_json:
             print_json({"id": entry.id, "stream": stream.value, "undecodable": str(error)})
         else:
-            print(f"{entry.id:<18} undecodable: {error}")
+            say(f"{entry.id:<18} undecodable: {error}", lines=False)
         return
     if as_json:
         print_json({"id": entry.id, "stream": stream.value, **to_json(envelope)})
     else:
-        print(event_line(entry.id, envelope))
+        say(event_line(entry.id, envelope), lines=False)

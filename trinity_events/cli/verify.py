@@ -15,6 +15,7 @@ from ..archive import verify as check
 from ..archive.format import bare_line
 from ..archive.segments import Archive
 from ..errors import TrinityError
+from ..views.terminal import visible
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 
 RunOrFile = Annotated[
@@ -75,7 +76,8 @@ async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
 def _print(report: Report) -> None:
     out = console()
     for finding in report.findings:
-        out.print(f"{finding.severity:<9} {finding.what}", style=_STYLES[finding.severity])
+        what = visible(finding.what, lines=False)
+        out.print(f"{finding.severity:<9} {what}", style=_STYLES[finding.severity])
     verdict = "sound" if report.sound else "NOT sound"
     out.print(
         f"run {report.run_id} is {verdict}: {report.entries} entries and {report.announcements} "

@@ -165,6 +165,14 @@ class EventLog(Protocol):
         """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
         ...
 
+    async def renumber(self, token: int, after: str) -> int | None:
+        """Give events whose ids no clock makes ids of the clock, in their order; returns how many.
+
+        None when ``token`` is not the newest leader's. Nothing is changed where ``after``, up to
+        which events were folded, is itself such an id.
+        """
+        ...
+
     async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
         """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
         ...

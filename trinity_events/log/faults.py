@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import redis
 import redis.exceptions as of_redis
 
+from ..errors import LogExhausted
+
 _SHORTEST = 0.05
 
 FAULTS: tuple[type[Exception], ...] = (
@@ -37,7 +39,7 @@ def passes(error: BaseException) -> bool:
     """Whether to try again later may help; else the server has refused for good."""
     if isinstance(error, _REFUSED):
         return False
-    if isinstance(error, FAULTS):
+    if isinstance(error, (*FAULTS, LogExhausted)):
         return True
     return isinstance(error, redis.ResponseError) and str(error).startswith(_PASSING)
 

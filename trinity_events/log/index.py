@@ -10,9 +10,13 @@ import redis.asyncio
 from trinity_schemas import RUN_INDEX, check_run_id
 
 from ..errors import RunNotFound
+from .position import LATEST, ORIGIN, is_from_a_clock
+from .scripts import Scripts
 from .taken import naming_wrong_type
 
 _FIELD = b"run"
+_RENUMBERED = f"trinity:{{{RUN_INDEX}}}:renumbered"
+"""On the node of a cluster that has the index, by its hash tag."""
 
 
 async def add_run(client: redis.asyncio.Redis, run_id: str) -> None:
@@ -52,8 +56,14 @@ async def require_run(client: redis.asyncio.Redis, run_id: str | None) -> str:
     return run_id
 
 
-async def watch_runs(client: redis.asyncio.Redis) -> AsyncIterator[str]:
-    """Every listing of a run: those that are there, then those that come; repeats included."""
+async def watch_runs(
+    client: redis.asyncio.Redis, *, renumbering: bool = False
+) -> AsyncIterator[str]:
+    """Every listing of a run: those that are there, then those that come; repeats included.
+
+    Those that may write to the index mend it by ``renumbering``, where a listing has an id that no
+    clock makes.
+    """
     after = "0-0"
     connection: Any = client
     while True:
@@ -61,10 +71,20 @@ async def watch_runs(client: redis.asyncio.Redis) -> AsyncIterator[str]:
             reply = await connection.xread({RUN_INDEX: after}, count=1000, block=3000)
         for _, found in reply or ():
             for entry_id, fields in found:
+                if renumbering and not is_from_a_clock(entry_id.decode()):
+                    await renumber_index(client)
+                    break
                 after = entry_id.decode()
                 run_id = _run_id(fields)
                 if run_id is not None:
                     yield run_id
+
+
+async def renumber_index(client: redis.asyncio.Redis) -> None:
+    """Give listings whose ids no clock makes ids of the clock, so that runs can be listed again."""
+    async with naming_wrong_type(client, RUN_INDEX, "stream"):
+        keys = [RUN_INDEX, _RENUMBERED]
+        await Scripts(client)("renumber", keys=keys, args=[f"{LATEST + 1}-0", ORIGIN, ""])
 
 
 def _run_id(fields: dict[bytes, bytes] | None) -> str | None:

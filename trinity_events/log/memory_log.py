@@ -96,6 +96,15 @@ class MemoryEventLog:
         with self._lock:
             return self._add(Stream.EVENTS, payload) if self._leads(token) else None
 
+    async def renumber(self, token: int, after: str) -> int | None:
+        """Renumber nothing: here all ids are of the clock. None when ``token`` is not the leader's.
+
+        As on a server otherwise, where writers may choose ids.
+        """
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            return 0 if self._leads(token) else None
+
     async def read(
         self,
         after: str = ORIGIN,

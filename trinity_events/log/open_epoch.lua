@@ -2,6 +2,6 @@
 -- KEYS: epoch, events   ARGV: epoch to take, payload
 local present = tonumber(redis.call('GET', KEYS[1]) or '0')
 if present + 1 ~= tonumber(ARGV[1]) then return present end
+redis.call('XADD', KEYS[2], '*', 'e', ARGV[2]) -- first: a stream may take no more entries
 redis.call('INCR', KEYS[1])
-redis.call('XADD', KEYS[2], '*', 'e', ARGV[2])
 return -1

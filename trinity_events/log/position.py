@@ -4,6 +4,10 @@ from __future__ import annotations
 
 ORIGIN = "0-0"
 """The position before the first entry."""
+LAST_ID = f"{2**64 - 1}-{2**64 - 1}"
+"""The largest id that there can be; a stream that has it takes no more entries."""
+LATEST = 253_402_300_799_999
+"""Milliseconds at which the year 9999 ends: ids above were chosen by their writer."""
 
 
 def position(entry_id: str) -> tuple[int, int]:
@@ -20,3 +24,8 @@ def before(entry_id: str) -> str:
     if number:
         return f"{milliseconds}-{number - 1}"
     return f"{milliseconds - 1}-{2**64 - 1}" if milliseconds else ORIGIN
+
+
+def is_from_a_clock(entry_id: str) -> bool:
+    """Return False for an id that only a writer who chose it can have made."""
+    return position(entry_id)[0] <= LATEST

@@ -11,7 +11,7 @@ import redis.asyncio
 from trinity_schemas import grant_key, heartbeat_key
 
 from .base import DEAD_LETTERS_KEPT, GRANT_KEPT, Commit, DeadLetter, Entry, Standing, Stream
-from .position import ORIGIN
+from .position import LAST_ID, LATEST, ORIGIN
 from .raw import FIELD, entries, flat_entries
 from .redis_groups import RedisGroups
 from .taken import buried, naming_taken_keys, number, placed, reached, wrong_type
@@ -38,6 +38,8 @@ class RedisEventLog(RedisGroups):
         through: str = "+",
     ) -> list[Entry]:
         """Up to ``limit`` entries after a position, up to and with ``through``."""
+        if after == LAST_ID:  # servers answer that as an error
+            return []
         key, first = self._key(stream), f"({after}"
         if isinstance(self._redis, redis.asyncio.RedisCluster):
             return entries(await self._redis.xrange(key, min=first, max=through, count=limit))
@@ -139,6 +141,16 @@ class RedisEventLog(RedisGroups):
         keys = [self.keys.events, self.keys.fence]
         entry_id: bytes | None = await self._run("append_leading", keys=keys, args=[token, payload])
         return entry_id.decode() if entry_id else None
+
+    async def renumber(self, token: int, after: str) -> int | None:
+        """Give events whose ids no clock makes ids of the clock, in their order; returns how many.
+
+        None when ``token`` is not the newest leader's. Nothing is changed where ``after``, up to
+        which events were folded, is itself such an id.
+        """
+        keys = [self.keys.events, f"{self.keys.events}:renumbered", self.keys.fence]
+        found = int(await self._run("renumber", keys=keys, args=[f"{LATEST + 1}-0", after, token]))
+        return None if found < 0 else found
 
     async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
         """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""

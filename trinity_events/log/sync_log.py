@@ -12,10 +12,10 @@ import redis
 from trinity_schemas import RunKeys, grant_key, heartbeat_key
 
 from .base import Entry, Stream
-from .position import ORIGIN
+from .position import LAST_ID, ORIGIN
 from .raw import FIELD, entries
 from .scripts import Scripts
-from .taken import number, wrong_type
+from .taken import exhausted, is_exhausted, number, wrong_type
 
 _LONGEST_WAIT = 3.0
 """Seconds for which the server is asked to wait at once: less than a connection may be silent."""
@@ -55,6 +55,8 @@ class SyncEventLog:
         self, after: str = ORIGIN, *, stream: Stream = Stream.EVENTS, limit: int = 1000
     ) -> list[Entry]:
         """Up to ``limit`` entries after a position."""
+        if after == LAST_ID:  # servers answer that as an error
+            return []
         key = self.keys.events if stream is Stream.EVENTS else self.keys.announcements
         return entries(self._redis.xrange(key, min=f"({after}", count=limit))
 
@@ -95,6 +97,8 @@ class SyncEventLog:
         try:
             yield
         except redis.ResponseError as error:
+            if is_exhausted(error):
+                raise exhausted(f"the log of run {self.run_id}") from None
             if not str(error).startswith("WRONGTYPE"):
                 raise
             found = self._redis.type(self.keys.events).decode()

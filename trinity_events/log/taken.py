@@ -12,7 +12,7 @@ import redis
 
 from trinity_schemas import RunKeys
 
-from ..errors import KeyTaken
+from ..errors import KeyTaken, LogExhausted
 from .position import position
 
 C = TypeVar("C")
@@ -41,12 +41,27 @@ def _naming(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
         try:
             return await method(self, *args, **keywords)
         except redis.ResponseError as error:
+            if is_exhausted(error):
+                raise exhausted(f"the log of run {self.run_id}") from None
             taken = await _taken(self._redis, self.keys, str(error))
             if taken is None:
                 raise
             raise taken from None
 
     return named
+
+
+def is_exhausted(error: redis.ResponseError) -> bool:
+    """Return True if a stream takes no more entries, since one has the largest id there is."""
+    return "exhausted the last possible ID" in str(error)
+
+
+def exhausted(what: str) -> LogExhausted:
+    """Return the error that says so."""
+    return LogExhausted(
+        f"{what} takes no more entries, since somebody gave one the largest id there is: a reducer "
+        "mends that when it leads, so see that one runs, and who may write: docs/security.md"
+    )
 
 
 async def _taken(client: Any, keys: RunKeys, said: str) -> KeyTaken | None:
@@ -76,6 +91,8 @@ async def naming_wrong_type(client: Any, key: str, wanted: str) -> AsyncIterator
     try:
         yield
     except redis.ResponseError as error:
+        if is_exhausted(error):
+            raise exhausted(key) from None
         if not str(error).startswith(_WRONG_TYPE):
             raise
         raise wrong_type(key, (await client.type(key)).decode(), wanted) from None

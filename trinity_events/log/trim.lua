@@ -3,14 +3,12 @@
 -- KEYS: stream, fence   ARGV: limit, an id; entries below it may go; token or ''
 if ARGV[2] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-local function number(id)
-  local ms, n = id:match('^(%d+)-(%d+)$')
-  return tonumber(ms), tonumber(n)
-end
-local function below(a, b)
-  local am, an = number(a)
-  local bm, bn = number(b)
-  return am < bm or (am == bm and an < bn)
+local function below(a, b) -- as text: numbers here have fewer digits than ids
+  local am, an = a:match('^(%d+)-(%d+)$')
+  local bm, bn = b:match('^(%d+)-(%d+)$')
+  if am == bm then am, bm = an, bn end
+  if #am ~= #bm then return #am < #bm end
+  return am < bm
 end
 local limit = ARGV[1]
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do

@@ -7,8 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import redis.asyncio
+
+from trinity_schemas import EnvelopeReader
 
 from ..core import Monitor, decode_state
 from ..errors import KeyTaken
@@ -122,7 +125,10 @@ async def _is_over(log: RedisEventLog) -> bool:
         if monitor.state.closed is None:  # its end makes a snapshot
             return False
         late = await log.read(monitor.state.position, limit=_AFTER_THE_END)
-        fold(monitor, late)
+        decode = EnvelopeReader().decode
+        for entry in late:
+            fold(monitor, [entry], decode)
+            await anyio.lowlevel.checkpoint()
         if len(late) == _AFTER_THE_END or monitor.state.closed is None:
             return False
         return position(monitor.state.position) <= position(folded)
@@ -143,7 +149,7 @@ async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
     backoff = pauses(BREAK)
     while True:
         try:
-            async for run_id in watch_runs(client):
+            async for run_id in watch_runs(client, renumbering=True):
                 backoff = pauses(BREAK)
                 yield run_id
         except ABSENCE as error:

@@ -17,7 +17,7 @@ import redis.asyncio
 
 from ..archive.ownership import FolderOwner, log_identity
 from ..archive.segments import Archive
-from ..errors import FolderTaken, TrinityError
+from ..errors import FolderTaken, LogExhausted, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.faults import FAULTS, pauses
 from ..server import address_of
@@ -67,6 +67,8 @@ async def reduce_run(
             logger.warning("lost the lead of run %s", run_id)
         except* ABSENCE as errors:
             logger.warning("run %s waits for the server: %s", run_id, _leaf(errors))
+        except* LogExhausted as errors:
+            logger.warning("run %s is about to be mended: %s", run_id, _leaf(errors))
         except* TrinityError as errors:
             logger.error("run %s cannot be folded: %s", run_id, _leaf(errors))
             await anyio.sleep(LONG_BREAK)

@@ -18,8 +18,10 @@ from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.overdue import holders
 from ..core.standing import OF_AN_EPOCH, newest
-from ..history import fold, load_monitor
+from ..history import Work, fold, load_monitor
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
+from ..log.page_size import TURN, in_turns
+from ..log.position import is_from_a_clock
 from .checkpoints import CheckpointFiles
 from .chores import Chore
 from .live import Live
@@ -28,12 +30,15 @@ from .underway import UnderWay
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 5_000
-"""Entries between two snapshots."""
+"""Entries after which there is a snapshot."""
+SNAPSHOT_BYTES = 32 << 20
+"""Bytes of entries after which there is one, however few they are."""
+SNAPSHOT_SECONDS = 1.0
+"""Seconds of folding after which there is one: the next leader repeats no more than that."""
 BATCH = 2000
 """Entries that are folded and committed at once, at most; of large ones, fewer: see PageSize."""
-SLICE = 125
-"""Entries that are folded before anyone else has a turn: the lead is to be kept meanwhile, and
-the next batch comes in as many pieces as a socket holds."""
+SLICE = TURN
+"""Entries that are folded before anyone else has a turn, at most: see in_turns."""
 RECONCILE_EVERY = 1.0
 """Seconds after which the files are compared with the state although nothing happened."""
 _SHORTEST_WAIT = 0.01
@@ -105,7 +110,7 @@ class Reducer:
         self._decode = EnvelopeReader().decode
         self._batch = PageSize(BATCH)
         self._after = ORIGIN
-        self._since_snapshot = 0
+        self._since_snapshot = Work()
         self._snapshot_at = ORIGIN
         self._began_before = ORIGIN
         self._unkept = 0
@@ -130,6 +135,8 @@ class Reducer:
 
     async def _run(self, tasks: anyio.abc.TaskGroup, until_closed: bool) -> bool:
         monitor = await self._load()
+        if monitor is None:
+            return False
         self._tasks = tasks
         self._commit: UnderWay[bool] | None = None
         self._file_chore, self._log_chore = Chore("bringing the files in step"), Chore("archiving")
@@ -145,7 +152,8 @@ class Reducer:
             await self._log_chore.at_rest()
         return closed
 
-    async def _load(self) -> Monitor:
+    async def _load(self) -> Monitor | None:
+        """Load the state to go on from; None when another leads."""
         loaded = await load_monitor(self._log, self._archived)
         self._since_snapshot, self._after = loaded.silent, loaded.position
         if position(loaded.position) < position(self.reached):
@@ -157,6 +165,9 @@ class Reducer:
                 loaded.position,
             )
         self.reached = loaded.position
+        # First of all: a log that takes no more entries could not be told what is due.
+        if await self._log.renumber(self._token, loaded.position) is None:
+            return None
         self._began_before = await self._log.last_id()
         # A leader before us may have died between its snapshot and archiving up to that.
         self._snapshot_at, self._unkept = loaded.began, int(loaded.began != ORIGIN)
@@ -168,7 +179,11 @@ class Reducer:
         asked = self._batch.limit
         found = await self._log.read(state.position, limit=asked)
         while True:
-            self._batch.learn(found)
+            if found and not is_from_a_clock(found[-1].id):
+                if not await self._renumber(state, found):
+                    return False
+                found = await self._log.read(state.position, limit=asked)
+            nbytes = self._batch.learn(found)
             if len(found) == asked:
                 if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
                     await self._log_chore.at_rest()  # what is not archived stays on the server
@@ -176,11 +191,11 @@ class Reducer:
                 asked = self._batch.limit
                 more = partial(self._log.read, found[-1].id, limit=asked)
                 ahead = UnderWay(self._tasks, more)
-                if not await self._step(monitor, found, last=False):
+                if not await self._step(monitor, found, nbytes, last=False):
                     return False
                 found = await ahead.result()
                 continue
-            if not await self._step(monitor, found, last=True):
+            if not await self._step(monitor, found, nbytes, last=True):
                 return False
             asked = self._batch.limit
             found = await self._wait(state, asked)
@@ -190,6 +205,19 @@ class Reducer:
                     return True
                 if position(await self._log.last_id()) < position(state.position):
                     return False  # the server has less than it had: what is left is loaded
+
+    async def _renumber(self, state: MonitorState, found: list[Entry]) -> bool:
+        """Have the log give entries ids of its clock. False when another leads."""
+        renumbered = await self._log.renumber(self._token, state.position)
+        if renumbered:
+            logger.warning(
+                "run %s had entries with ids that no clock makes, such as %s: they were given "
+                "others, %d in all; docs/security.md says who can choose ids",
+                self._log.run_id,
+                found[-1].id,
+                renumbered,
+            )
+        return renumbered is not None
 
     def _is_past_the_beginning(self, entry_id: str) -> bool:
         return position(entry_id) > position(self._began_before)
@@ -213,14 +241,19 @@ class Reducer:
                 return [entry for _, entry in waited]
             seconds *= 2
 
-    async def _step(self, monitor: Monitor, found: list[Entry], *, last: bool) -> bool:
+    async def _step(self, monitor: Monitor, found: list[Entry], nbytes: int, *, last: bool) -> bool:
         """Fold a batch and commit it; unless it is the ``last``, the commit is on its way only."""
         state = monitor.state
         step = _Step(state)
-        for start in range(0, len(found), SLICE):
-            if start or not last:
+        since = self._since_snapshot
+        since.entries += len(found)
+        since.bytes += nbytes
+        for number, some in enumerate(in_turns(found, nbytes, SLICE)):
+            if number or not last:
                 await anyio.lowlevel.checkpoint()
-            announcements, dead = fold(monitor, found[start : start + SLICE], self._decode)
+            began = anyio.current_time()
+            announcements, dead = fold(monitor, some, self._decode)
+            since.seconds += anyio.current_time() - began
             step.announcements += announcements
             step.dead += dead
         if self._commit is not None and not await self._commit.result():
@@ -230,20 +263,19 @@ class Reducer:
             return True
         self._live.moved()
         self._stale = self._stale or step.moves_files(state)
-        commit = partial(self._take, self._commit_of(step, state, len(found)), step)
+        commit = partial(self._take, self._commit_of(step, state), step)
         if last:
             return await commit()
         self._commit = UnderWay(self._tasks, commit)
         self._look_at_files(state, RECONCILE_EVERY)
         return True
 
-    def _commit_of(self, step: _Step, state: MonitorState, entries: int) -> Commit:
-        self._since_snapshot += entries
+    def _commit_of(self, step: _Step, state: MonitorState) -> Commit:
         # A run that ends leaves its last state, for whoever looks at it afterwards.
         ended = state.closed is not None and step.was_closed is None
-        due = ended or self._since_snapshot >= SNAPSHOT_EVERY
+        due = ended or _is_worth_a_snapshot(self._since_snapshot)
         if due:
-            self._since_snapshot = 0
+            self._since_snapshot = Work()
         made = step.announcements
         commit = Commit(
             token=self._token,
@@ -302,6 +334,15 @@ class Reducer:
         self._reconciled_at, self._stale = anyio.current_time(), False
         if self._files is not None:
             self._file_chore.wish(partial(_reconcile, self._files, state))
+
+
+def _is_worth_a_snapshot(since: Work) -> bool:
+    """Return True where a new leader would have enough to repeat."""
+    return (
+        since.entries >= SNAPSHOT_EVERY
+        or since.bytes >= SNAPSHOT_BYTES
+        or since.seconds >= SNAPSHOT_SECONDS
+    )
 
 
 async def _reconcile(files: CheckpointFiles, state: MonitorState) -> None:

@@ -96,7 +96,8 @@ def _async_retry(retry: bool) -> AsyncRetry:
 def _check(url: ServerUrl) -> None:
     if url.url.startswith("unix:"):
         raise InvalidUrl(
-            f"{url.url} is a node of a cluster, whose clients reach it by redis://HOST:PORT alone"
+            f"{redacted(url.url)} is a node of a cluster, whose clients reach it by "
+            "redis://HOST:PORT alone"
         )
     parse: Any = redis.connection.parse_url
     if database := parse(url.url).get("db"):

@@ -6,7 +6,7 @@ import re
 import ssl
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis
 
@@ -17,7 +17,13 @@ _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 _PORT = 6379
 _OF_AUTHORITIES = {"ssl_ca_certs": "cafile", "ssl_ca_path": "capath"}
 _FILES = (*_OF_AUTHORITIES, "ssl_certfile", "ssl_keyfile")
-_PASSWORD = re.compile(r"((?:^|&)(?:ssl_)?password=)[^&]*")
+_SHOWN = frozenset(
+    (*_FILES, "ssl_cert_reqs", "ssl_check_hostname", "ssl_ciphers", "ssl_min_version")
+) | {"db", "username", "client_name", "socket_connect_timeout"}
+_OPTIONS = _SHOWN | {"password", "ssl_password"}
+"""Options that a URL may set; others change what replies are, or what is sent twice."""
+_DATABASE = re.compile(r"/?|/[0-9]+", re.ASCII)
+_HIDDEN = "***"
 
 
 class Setting(NamedTuple):
@@ -52,7 +58,11 @@ class ServerUrl(NamedTuple):
 
 
 def parse(url: str) -> ServerUrl:
-    """The URL, if it is one of a server. Raises InvalidUrl."""
+    """Return the URL as the client library takes it. Raises InvalidUrl.
+
+    Whatever the client library would pass over or guess is refused here.
+    """
+    _refuse_unencoded(url)
     try:
         parts = urlsplit(url)
         scheme = parts.scheme.removesuffix(_CLUSTER)
@@ -64,14 +74,17 @@ def parse(url: str) -> ServerUrl:
         more = tuple(_address(one) for one in others)
         ports = [urlsplit(plain).port, *(port for _, port in more)]
         wrong = "://" not in url or parts.scheme not in _SCHEMES or 0 in ports
+        wrong = wrong or (scheme == "unix" and (bool(hosts) or not parts.path))
     except ValueError:
         wrong = True
     if wrong:
-        shown = url.rpartition("@")[2]  # never the password
         raise InvalidUrl(
-            f"{shown!r} is not the URL of a Redis server: use redis://HOST:PORT, "
+            f"{redacted(url)!r} is not the URL of a Redis server: use redis://HOST:PORT, "
             "rediss://HOST:PORT, unix:///PATH or redis+cluster://HOST:PORT,HOST:PORT"
         )
+    options = parse_qsl(parts.query)
+    _check_options(url, parts.query)
+    _check_database(url, parts.path if scheme != "unix" else "", dict(options))
     try:
         redis.ConnectionPool.from_url(plain).make_connection()  # connects to nothing
     except (TypeError, ValueError) as error:
@@ -79,24 +92,83 @@ def parse(url: str) -> ServerUrl:
             f"{redacted(url)} has an option that is unknown or wrong ({error}): "
             "leave it out, or see the options of TLS in docs/security.md"
         ) from None
-    _check_files(url, urlsplit(plain).query)
+    _check_files(url, dict(options))
     return ServerUrl(plain, cluster, more)
 
 
 def redacted(url: str) -> str:
-    """The URL without its password, fit for a message."""
-    parts = urlsplit(url)
-    user, at, hosts = parts.netloc.rpartition("@")
+    """Return the URL without its secrets, fit for a message.
+
+    Where a password may have unencoded characters, nothing but the scheme is shown.
+    """
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return _HIDDEN if "@" in url or "?" in url else url
+    if _is_unencoded(url):
+        return f"{scheme}://{_HIDDEN}"
+    address, question, query = rest.partition("?")
+    user, at, hosts = address.rpartition("@")
     name, colon, _ = user.partition(":")
-    if at and colon:
-        url = url.replace(f"//{parts.netloc}", f"//{name}:***@{hosts}", 1)
-    before, mark, query = url.partition("?")
-    return before + mark + _PASSWORD.sub(r"\1***", query)
+    shown = f"{name}:{_HIDDEN}{at}{hosts}" if at and colon else address
+    options = "&".join(_redacted_option(one) for one in query.split("&")) if query else ""
+    return f"{scheme}://{shown}{question}{options}"
 
 
-def _check_files(url: str, query: str) -> None:
+def _redacted_option(option: str) -> str:
+    name, equals, _ = option.partition("=")
+    if unquote(name) in _SHOWN:
+        return option
+    return f"{name}{equals}{_HIDDEN}" if equals else _HIDDEN
+
+
+def _is_unencoded(url: str) -> bool:
+    """Return True if an at sign or a number sign stands where only an encoded one may."""
+    scheme, _, rest = url.partition("://")
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    if "#" in rest:
+        return True
+    if scheme == "unix" and not authority:
+        return False  # that of a path
+    return "@" in rest[len(authority) :]
+
+
+def _refuse_unencoded(url: str) -> None:
+    """Raise InvalidUrl where the client library would take a part of a password for the host."""
+    if "://" in url and _is_unencoded(url):
+        raise InvalidUrl(
+            f"{redacted(url)} has a /, ?, # or @ in its password, user or options that is not "
+            "encoded: percent-encode them there, as %2F, %3F, %23 and %40"
+        )
+
+
+def _check_options(url: str, query: str) -> None:
+    """Raise InvalidUrl for an option that is not the user's to set."""
+    for option in query.split("&") if query else []:
+        name, equals, value = option.partition("=")
+        if equals and value and unquote(name) in _OPTIONS:
+            continue
+        what = f"{unquote(name)!r} may not be set here" if equals and value else "it has no value"
+        raise InvalidUrl(
+            f"{redacted(url)} has an option that is unknown or wrong ({what}): "
+            f"leave it out; those that may be set are {', '.join(sorted(_OPTIONS))}"
+        )
+
+
+def _check_database(url: str, path: str, options: dict[str, str]) -> None:
+    """Raise InvalidUrl for what is no number of a database: the client would take 0."""
+    number = options.get("db")
+    wrong = not _DATABASE.fullmatch(path)
+    if number is not None:
+        wrong = wrong or path.strip("/") != "" or not (number.isascii() and number.isdigit())
+    if wrong:
+        raise InvalidUrl(
+            f"{redacted(url)} has an option that is unknown or wrong (its database is no number): "
+            "name one database by its number, as in redis://HOST:PORT/0, or none"
+        )
+
+
+def _check_files(url: str, options: dict[str, str]) -> None:
     """Raise InvalidUrl for a file that is not there: the client would call it an absent server."""
-    options = {name: values[0] for name, values in parse_qs(query).items()}
     for option in _FILES:
         path = options.get(option)
         if path is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 from msgspec.structs import asdict
@@ -10,16 +9,14 @@ from msgspec.structs import asdict
 from trinity_schemas import ANNOUNCEMENT_TYPES, Envelope, Registration, Slot, event_tag
 
 from ..core.known import who_is
+from ..log import position
+from .times import time_of_day
 
 
 def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = None) -> str:
     """The entry as a line: id, time, who, what."""
-    at = int(entry_id.partition("-")[0]) / 1000
-    when = (
-        f"{at - run_start:+9.3f}s"
-        if run_start is not None
-        else datetime.fromtimestamp(at).strftime("%H:%M:%S.%f")[:-3]
-    )
+    at = position(entry_id)[0]
+    when = time_of_day(at) if run_start is None else f"{at / 1000 - run_start:+9.3f}s"
     event = envelope.event
     mark = "»" if isinstance(event, ANNOUNCEMENT_TYPES) else " "
     who = who_is(envelope.producer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +13,8 @@ from trinity_schemas import Kind
 from ..core import MonitorState, explain
 from ..core.state import KINDS
 from ..log import position
+from .terminal import visible
+from .times import date_and_time
 
 
 def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
@@ -30,7 +31,7 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
     for state, silent_since in runs:
         table.add_row(
             state.run_id,
-            _when(state.opened_at),
+            date_and_time(state.opened_at),
             str(state.epoch),
             _trainer(state, silent=silent_since is not None),
             str(state.trainer_step),
@@ -61,7 +62,7 @@ def status_panel(
         ("  entries ", "dim"),
         f"{state.entries}",
         ("  opened ", "dim"),
-        _when(state.opened_at),
+        date_and_time(state.opened_at),
     )
     about: list[Text] = []
     if now is not None and state.closed is None and state.entries:
@@ -69,13 +70,13 @@ def status_panel(
         about.append(Text.assemble(("last event ", "dim"), heard))
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
-        about.append(Text.assemble(("weights travel by ", "dim"), chosen))
+        about.append(Text.assemble(("weights travel by ", "dim"), visible(chosen, lines=False)))
     if state.closed_error is not None:
-        about.append(Text(state.closed_error, style="red"))
+        about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
         about.append(Text(_nobody(state, silent_since), style="red"))
     waiting = [
-        Text(explain(state, step, now=now), style="yellow")
+        Text(visible(explain(state, step, now=now), lines=False), style="yellow")
         for step, found in sorted(state.steps.items())
         if any(kind.outcome is None for kind in found.kinds.values())
     ]
@@ -90,7 +91,7 @@ def _ready(state: MonitorState) -> Table:
     for kind in KINDS:
         pointer = state.ready.get(kind)
         if pointer is not None:
-            since = _when(position(pointer.entry_id)[0])
+            since = date_and_time(position(pointer.entry_id)[0])
             table.add_row(kind, _pointer(state, kind), since, (pointer.digest or "")[:20])
     return table
 
@@ -104,7 +105,7 @@ def _explorers(state: MonitorState, *, silent: bool) -> Table:
         status: str = explorer.status
         if status != "stopped" and (silent or state.closed == "failed"):
             status = "silent" if silent else "lost"
-        table.add_row(name, status, serves, _when(explorer.applied_at))
+        table.add_row(name, status, serves, date_and_time(explorer.applied_at))
     return table
 
 
@@ -115,7 +116,7 @@ def _anomalies(state: MonitorState) -> list[Text]:
     last = state.anomalies[-1]
     return [
         Text(f"Anomalies: {counts}.", style="red"),
-        Text(f"Last: {last.detail} (entry {last.entry_id}).", style="red"),
+        Text(f"Last: {visible(last.detail, lines=False)} (entry {last.entry_id}).", style="red"),
     ]
 
 
@@ -123,8 +124,8 @@ def _nobody(state: MonitorState, since: int | None) -> str:
     # Between steps a trainer shows no sign of life: without a reducer it may be there, and slow.
     return (
         "Nobody seems to be there any more: the run is open, but no reducer leads it, and none of "
-        f"its processes was heard of since {_when(since)}. If it was killed, run it again under "
-        f"this name, or look at what it did with: trinity-events replay {state.run_id}"
+        f"its processes was heard of since {date_and_time(since)}. If it was killed, run it again "
+        f"under this name, or look at what it did with: trinity-events replay {state.run_id}"
     )
 
 
@@ -145,9 +146,3 @@ def _ago(milliseconds: int) -> str:
 
 def _trainer(state: MonitorState, *, silent: bool) -> str:
     return "silent" if silent else state.closed or state.trainer or "-"
-
-
-def _when(milliseconds: int | None) -> str:
-    if milliseconds is None:
-        return "-"
-    return datetime.fromtimestamp(milliseconds / 1000).strftime("%Y-%m-%d %H:%M:%S")

@@ -28,6 +28,7 @@ from trinity_events.cli.options import (
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
+from trinity_events.views.terminal import say, tell
 from trinity_schemas import SaveStrategy
 
 from .config import EngineName, PublishName, RunSettings, TransportChoice
@@ -274,9 +275,9 @@ def explorer(
     if as_json:
         print_json(result)
     elif result is None:
-        print(f"run {run_id} was closed: nothing is left to explore")
+        say(f"run {run_id} was closed: nothing is left to explore")
     else:
-        print(
+        say(
             f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
             f"{result.applied} weight versions applied{_held_out(result)}"
         )
@@ -305,7 +306,7 @@ def convert(
     if as_json:
         print_json(done)
     else:
-        print(
+        say(
             f"{done.source} converted to {done.to} in {done.target}: "
             f"{done.tensors} tensors, {done.bytes} bytes"
         )
@@ -324,7 +325,7 @@ def _interruptible(run: Callable[[T], Awaitable[R]], options: T) -> R:
     try:
         return anyio.run(run, options)
     except Interrupted as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         # All is closed. What Ray still has to tear down it may abort in, with a status of its own.
         sys.stdout.flush()
         sys.stderr.flush()

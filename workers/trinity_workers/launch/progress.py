@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.history import PAGE
 from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.server import Wait
+from trinity_events.views.terminal import Terminal
 from trinity_schemas import ContractError, StepCommitted, decode_envelope
 
 LINES_EVERY = 10.0
@@ -30,7 +30,7 @@ class ProgressView:
         self._steps = steps
         self._rewards: list[float] = []
         self._metrics: dict[str, float] = {}
-        self._console = Console(stderr=True)
+        self._console = Terminal(stderr=True)
         self._printed_at = 0.0
         self._printed_step = 0
 
@@ -59,7 +59,7 @@ class ProgressView:
 
     def say(self, text: str) -> None:
         """One line about what is being done."""
-        self._console.print(text, style="dim", highlight=False)
+        self._console.print(text, style="dim")
 
     def _fold(self, entry: Entry) -> None:
         try:

@@ -1,0 +1,27 @@
+"""Times as people read them, also those that no calendar of the standard library has."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from ..log.position import LATEST
+
+_CYCLE_YEARS = 400
+_CYCLE = 146_097 * 86_400_000
+"""Milliseconds in 400 years, after which the calendar repeats itself."""
+
+
+def date_and_time(milliseconds: int | None) -> str:
+    """Return the local date and time, of any year; a dash for None."""
+    if milliseconds is None:
+        return "-"
+    cycles = milliseconds // _CYCLE if milliseconds > LATEST else 0
+    at = datetime.fromtimestamp((milliseconds - cycles * _CYCLE) / 1000)
+    return f"{at.year + cycles * _CYCLE_YEARS:04d}-{at:%m-%d %H:%M:%S}"
+
+
+def time_of_day(milliseconds: int) -> str:
+    """Return the local time of the day; the whole date where no clock made it."""
+    if milliseconds > LATEST:
+        return date_and_time(milliseconds)
+    return datetime.fromtimestamp(milliseconds / 1000).strftime("%H:%M:%S.%f")[:-3]
