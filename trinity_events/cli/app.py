@@ -12,6 +12,7 @@ import typer
 from redis.exceptions import RedisClusterException
 
 from ..errors import TrinityError
+from ..log.refusals import is_reply, told
 from ..server import denied
 from .explain import explain
 from .export import export, import_
@@ -72,8 +73,8 @@ def run() -> None:
             if isinstance(cause, TrinityError):
                 print(f"error: {cause}", file=sys.stderr)
                 sys.exit(1)
-            if isinstance(cause, redis.ResponseError):
-                print(f"error: the server refuses this: {cause}", file=sys.stderr)
+            if is_reply(cause):
+                print(f"error: the server refuses this: {told(cause)}", file=sys.stderr)
                 sys.exit(1)
             if isinstance(cause, (redis.RedisError, RedisClusterException)):
                 print(f"error: the server went away: {cause}", file=sys.stderr)

@@ -15,6 +15,7 @@ from ..errors import KeyTaken
 from ..history import fold
 from ..log import RedisEventLog, position, watch_runs
 from ..log.faults import pauses
+from ..log.refusals import told
 from ..server import connect
 from .policy import Policy
 from .process import ABSENCE, BREAK, IN_THE_WAY, LONG_BREAK, reduce_run
@@ -147,7 +148,7 @@ async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
                 backoff = pauses(BREAK)
                 yield run_id
         except ABSENCE as error:
-            logger.warning("the index of runs waits for the server: %s", error)
+            logger.warning("the index of runs waits for the server: %s", told(error))
             await anyio.sleep(next(backoff))
         except KeyTaken as error:
             logger.error("the index of runs cannot be read: %s", error)

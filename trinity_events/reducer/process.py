@@ -18,6 +18,7 @@ from ..archive.segments import Archive
 from ..errors import TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.faults import FAULTS, pauses
+from ..log.refusals import told
 from .checkpoints import CheckpointFiles
 from .consumers import Consumers
 from .leader import LEASE, Leader, LeadersVoice
@@ -60,7 +61,7 @@ async def reduce_run(
                 return
             logger.warning("lost the lead of run %s", run_id)
         except* ABSENCE as errors:
-            logger.warning("run %s waits for the server: %s", run_id, _leaf(errors))
+            logger.warning("run %s waits for the server: %s", run_id, told(_leaf(errors)))
         except* TrinityError as errors:
             logger.error("run %s cannot be folded: %s", run_id, _leaf(errors))
             await anyio.sleep(LONG_BREAK)
