@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import redis
@@ -16,6 +17,9 @@ _REPLIES = (
 """Types that the client has for replies, although some of them are of lost connections."""
 _NO_PLACE = "max number of clients reached"
 """A reply for which the client has no type but that of lost connections."""
+
+_IN_SCRIPT = re.compile(r" script: .*on @user_script:\d+\.?$")
+"""The place in a script of ours that a reply names, which tells users nothing."""
 
 
 class _Refusal(NamedTuple):
@@ -44,7 +48,7 @@ def is_reply(error: BaseException) -> bool:
 
 def told(error: BaseException) -> str:
     """Return the error as text: a reply with its code, and with the way out where one is known."""
-    text = str(error).rstrip(".")
+    text = _IN_SCRIPT.sub("", str(error)).rstrip(".")
     for code, of_type, way_out in _KNOWN:
         begins = is_reply(error) and text.startswith(f"{code} ")
         if begins or (of_type is not None and isinstance(error, of_type)):

@@ -16,7 +16,7 @@ from ..history import fold
 from ..log import RedisEventLog, position, watch_runs
 from ..log.faults import pauses
 from ..log.refusals import told
-from ..server import connect
+from ..server import connect, warn_of_eviction
 from .policy import Policy
 from .process import ABSENCE, BREAK, IN_THE_WAY, LONG_BREAK, reduce_run
 
@@ -47,6 +47,7 @@ async def reduce_all(
     # A step that was sent is never sent again: after a lost reply we reload.
     async with connect(url, retry=False) as client:
         started()
+        await warn_of_eviction(client, url)
         if run_id is not None:
             await reduce_run(client, run_id, root, policy=policy)
         else:

@@ -5,6 +5,7 @@ from .clock import server_clock
 from .connect import SOCKET_DEADLINE, connect, connect_sync, open_client
 from .denied import denied
 from .embedded import EmbeddedServer, trinity_home
+from .eviction import warn_of_eviction
 from .resolve import serving, serving_weights
 from .url import LOG_SERVER, WEIGHTS_SERVER, Setting, redacted
 from .wait import Wait
@@ -27,4 +28,5 @@ __all__ = [
     "serving",
     "serving_weights",
     "trinity_home",
+    "warn_of_eviction",
 ]
