@@ -26,6 +26,7 @@ from trinity_events.reducer.leader import LeadersVoice
 from trinity_events.reducer.live import Live
 from trinity_events.reducer.timekeeper import Timekeeper
 from trinity_events.server import connect
+from trinity_events.subscriptions import reading
 from trinity_schemas import (
     ConsumerDetached,
     DeadlineReached,
@@ -356,6 +357,28 @@ async def test_a_group_that_waits_is_not_detached(publisher, log, redis_url, run
         with anyio.fail_after(30):
             await heard.wait()
     assert [group.name for group in await log.groups(Stream.ANNOUNCEMENTS)] == ["eval"]
+
+
+async def test_a_group_is_not_detached_while_a_member_waits_beside_one_that_is_slow(
+    publisher, log, redis_url, run_id, monkeypatch
+):
+    monkeypatch.setattr(reading, "BLOCK", 0.2)
+    policy = Policy(group_idle=3.0)
+    await log.create_group(Stream.ANNOUNCEMENTS, "eval", "0-0")
+
+    async def wait_for_more():
+        async with subscribe(run_id, StepReady, redis_url=redis_url, group="eval") as events:
+            await anext(aiter(events))
+
+    async with reducer_task(redis_url, run_id, policy=policy), anyio.create_task_group() as tasks:
+        await publish_steps(publisher, [1])
+        assert await log.read_group(Stream.ANNOUNCEMENTS, "eval", "slow", seconds=30)
+        tasks.start_soon(wait_for_more)
+        await anyio.sleep(3 * policy.group_idle)
+        [group] = await log.groups(Stream.ANNOUNCEMENTS)
+        assert (group.pending, group.members) == (1, 2)
+        assert await events_of(log, ConsumerDetached) == []
+        tasks.cancel_scope.cancel()
 
 
 async def _is_later(moment):
