@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
 
-.PHONY: setup demo test bench chaos simulate verl base-install schemas docs lint format clean
+.PHONY: setup demo test oldest-server bench chaos simulate verl base-install schemas docs lint format clean
 
 setup: $(VENV)/installed
 
@@ -23,6 +23,10 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
+oldest-server:
+	tests/install/oldest_server.sh
 
 bench: setup
 	$(BIN)/python -m benchmarks
@@ -71,4 +75,4 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-verl-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-verl-* .oldest-server site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -9,11 +10,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from trinity_events.server import find_binary
+
+OLDEST = "TRINITY_OLDEST_SERVER"
+"""Environment variable that names a redis-server of version 7.0, the oldest that is promised."""
+_PLACES = (Path(".oldest-server/redis-server"), Path("/usr/bin/redis-server"))
+
+
+def oldest_server() -> Path:
+    """Return a server of the oldest version that is promised; skip the test where there is none."""
+    named = os.environ.get(OLDEST)
+    for place in (
+        [Path(named)] if named else [Path(__file__).parent.parent / one for one in _PLACES]
+    ):
+        if _is_oldest(place):
+            return place
+    if named:
+        pytest.fail(f"{named}, which {OLDEST} names, is not a Redis server of version 7.0")
+    pytest.skip(f"no redis-server 7.0 is at hand: make oldest-server, or name one by {OLDEST}")
+
+
+def _is_oldest(binary: Path) -> bool:
+    try:
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return "Redis server v=7.0." in said.stdout
 
 
 def free_ports(count: int) -> list[int]:

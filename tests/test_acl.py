@@ -266,6 +266,8 @@ TAMPERING = {
     "taking the lead": ("INCR", KEYS.fence),
     "renaming": ("RENAME", KEYS.events, KEYS.announcements),
     "flushing": ("FLUSHALL",),
+    "ending connections": ("CLIENT", "KILL", "TYPE", "normal"),
+    "hearing of all keys": ("CLIENT", "TRACKING", "ON", "BCAST"),
     "making users": ("ACL", "SETUSER", "me", "on"),
     "configuring": ("CONFIG", "SET", "maxmemory", "1"),
 }

@@ -2,42 +2,65 @@
 
 import subprocess
 import threading
+from contextlib import contextmanager
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import pytest
+import redis
 
-from tests.histories import History, committed, finished, registration, slot
+from tests.histories import History, committed, finished, registration, slot, started
 from tests.pipeline import announced, reducer_task, until
 from trinity_events import CheckpointCoordinator
 from trinity_events.core import plan_files
-from trinity_events.errors import SaveError, ServerUnreachable
-from trinity_events.log import AsyncPublisher, Publisher, SyncEventLog, new_producer, open_run
+from trinity_events.errors import PublishError, SaveError, ServerUnreachable
+from trinity_events.log import (
+    AsyncPublisher,
+    Publisher,
+    RedisEventLog,
+    SyncEventLog,
+    new_producer,
+    open_run,
+)
 from trinity_events.reducer import CheckpointFiles
 from trinity_events.reducer.chores import Chore
-from trinity_events.server import EmbeddedServer
+from trinity_events.server import EmbeddedServer, connect, open_client
 from trinity_schemas import SaveFailed, SaveGranted, SaveRequested, decode_envelope
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 64 KiB of its own."""
-    folder = tmp_path / "small"
+@contextmanager
+def mounted(folder, size):
+    """A file system of its own, which is gone on leaving."""
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)],
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
         capture_output=True,
         check=False,
     )
-    if mounted.returncode:
+    if done.returncode:
         pytest.skip("a small file system cannot be mounted without privileges")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB."""
+    with mounted(tmp_path / "small", "64k") as folder:
+        yield folder
+
+
+@pytest.fixture
+def log_disk(tmp_path):
+    """A file system of 2 MiB, with room for a log."""
+    with mounted(tmp_path / "log", "2m") as folder:
+        yield folder
+
+
 def fill(folder):
     with pytest.raises(OSError, match="No space left"):
-        (folder / "filler").write_bytes(b"x" * 1_000_000)
+        (folder / "filler").write_bytes(b"x" * 10_000_000)
 
 
 def test_a_save_on_a_full_disk_is_a_failed_save_and_one_sentence(sync_client, run_id, small_disk):
@@ -59,6 +82,68 @@ def test_a_server_without_room_says_so_for_its_own_log_is_empty(small_disk, monk
     server = EmbeddedServer(small_disk / "home").attached()
     with pytest.raises(ServerUnreachable, match=r"the disk of .*/small/home/redis is full: make"):
         server.__enter__()
+
+
+async def refusing(log):
+    """Append until the server refuses it: what it buffered when the disk became full it takes."""
+
+    async def append():
+        while True:
+            await log.append(b"x" * 4096)
+            await anyio.sleep(0.01)
+
+    with pytest.raises(redis.ResponseError, match="MISCONF"), anyio.fail_after(30):
+        await append()
+
+
+TRUTH = r"MISCONF .*No space left on device.*make room on its disk"
+
+
+async def test_a_full_log_disk_is_told_as_it_is_and_the_log_can_still_be_read(
+    log_disk, tmp_path, cli
+):
+    server = EmbeddedServer(log_disk / "home")
+    env = {"TRINITY_HOME": str(server.home)}
+    recorded, fed = str(tmp_path / "run.jsonl"), committed(1, "weights")
+    reading = (
+        *(
+            ("runs",),
+            ("status", "run"),
+            ("explain", "run", "1"),
+            ("tail", "run"),
+            ("replay", "run"),
+        ),
+        *(("verify", "run"), ("export", "run", "--output", recorded)),
+    )
+
+    async def read_all():
+        for command in reading:
+            shown = await anyio.to_thread.run_sync(partial(cli, *command, env=env))
+            assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
+
+    with server.attached() as url:
+        async with connect(url) as client, reducer_task(url, "run"):
+            log = RedisEventLog(client, "run")
+            epoch = await open_run(client, "run")
+            await AsyncPublisher(log, epoch, new_producer("actor")).publish(started(1))
+            fill(log_disk)
+            await refusing(log)
+            with EmbeddedServer(server.home).attached() as same:
+                assert same == url, "a command attaches"
+            await read_all()
+            with pytest.raises(PublishError, match=TRUTH):
+                await AsyncPublisher(log, epoch, new_producer("trainer"), deadline=1).publish(fed)
+            with pytest.raises(PublishError, match=TRUTH):
+                await open_run(client, "run", deadline=1)
+            publisher = Publisher(SyncEventLog(open_client(url), "run"), epoch, new_producer("a"))
+            publisher.publish(fed)
+            with pytest.raises(PublishError, match=TRUTH):
+                await anyio.to_thread.run_sync(publisher.flush, 2.0)
+            (log_disk / "filler").unlink()
+            await anyio.to_thread.run_sync(publisher.flush, 30.0)
+            publisher.log.close()
+    fill(log_disk)
+    await read_all()
 
 
 def test_pointers_wait_for_room_and_are_then_right(small_disk, caplog):

@@ -493,11 +493,24 @@ async def test_how_a_group_stands_is_told(log):
     await log.read_group(EVENTS, "g", "two", seconds=0.001, limit=1)
     await log.ack(EVENTS, "g", ids[2])
     g, h = await log.groups(EVENTS)
-    assert g == GroupInfo("g", 1, ids[2], second.id, g.idle, 2)
-    assert h == GroupInfo("h", 0, ids[1], None, h.idle, 0)
+    assert g == GroupInfo("g", 1, ids[2], second.id, g.idle, 2, caught_up=False)
+    assert h == GroupInfo("h", 0, ids[1], None, h.idle, 0, caught_up=False)
     assert 0 <= g.idle < 10
     assert 0 <= h.idle < 10, "a group that no one has joined yet was not idle for ever"
     assert await log.groups(ANNOUNCEMENTS) == []
+    await log.ack(EVENTS, "g", second.id)
+    g, h = await log.groups(EVENTS)
+    assert (g.caught_up, h.caught_up) == (True, False)
+
+
+async def test_a_member_that_waits_leaves_a_trace(log):
+    await log.create_group(EVENTS, "g", ORIGIN)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(log.read_group, EVENTS, "g", "one", seconds=30))
+        with anyio.fail_after(20):
+            while not (await log.groups(EVENTS))[0].members:
+                await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
 
 
 async def test_the_idleness_of_a_group_is_that_of_its_last_member_to_ask(log):
@@ -688,7 +701,11 @@ class Player:
             return at and self.ids[stream].index(at)
 
         return [
-            (*one[:2], index(one.last_delivered), index(one.oldest_pending), one.members)
+            (
+                *one[:2],
+                *(index(one.last_delivered), index(one.oldest_pending)),
+                *(one.members, one.caught_up),
+            )
             for one in await self.log.groups(stream)
         ]
 

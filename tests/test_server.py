@@ -20,7 +20,6 @@ from trinity_events.server import (
     connect,
     connect_sync,
     embedded,
-    find_binary,
     keeper,
     open_client,
     redacted,
@@ -234,16 +233,6 @@ def test_a_home_that_cannot_be_written_is_one_sentence():
     server = EmbeddedServer(Path("/proc/home")).attached()
     with pytest.raises(ServerUnreachable, match="set TRINITY_HOME to one that can be written"):
         server.__enter__()
-
-
-def test_a_server_on_path_is_used_when_it_is_new_enough(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    in_wheel = find_binary()
-    for version, chosen in (("6.2.14", in_wheel), ("7.0.15", tmp_path / "redis-server")):
-        fake = tmp_path / "redis-server"
-        fake.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=00000000:0'\n")
-        fake.chmod(0o755)
-        assert find_binary() == chosen
 
 
 def test_the_url_given_comes_before_the_environment_and_before_the_embedded(own_home, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from tests.histories import History, committed, finished, registration, slot
 from tests.pipeline import announced, events_of, publish_steps, reducer_task, until
 from tests.servers import servers
+from trinity_events import subscribe
 from trinity_events.core import MonitorState
 from trinity_events.core.limits import EXPIRED_AT_ONCE
 from trinity_events.history import current_state
@@ -25,6 +26,7 @@ from trinity_events.reducer.leader import LeadersVoice
 from trinity_events.reducer.live import Live
 from trinity_events.reducer.timekeeper import Timekeeper
 from trinity_events.server import connect
+from trinity_events.subscriptions import reading
 from trinity_schemas import (
     ConsumerDetached,
     DeadlineReached,
@@ -329,8 +331,75 @@ async def _is_folded_to(log, entry_id):
     return (await log.load())[1] == entry_id
 
 
+@pytest.mark.parametrize("by", ["subscribe", "a client of its own"])
+async def test_a_group_that_waits_is_not_detached(publisher, log, redis_url, run_id, by):
+    """A member that blocks leaves no trace on Redis 7.0, and a group of others only that."""
+    policy, heard = Policy(group_idle=1.0), anyio.Event()
+    await log.create_group(Stream.ANNOUNCEMENTS, "eval", "0-0")
+
+    async def listen():
+        if by == "subscribe":
+            async with subscribe(run_id, StepReady, redis_url=redis_url, group="eval") as events:
+                assert (await anext(aiter(events))).step == 1
+        else:
+            async with connect(redis_url) as client:
+                key = {log.keys.announcements: ">"}
+                while not await client.xreadgroup("eval", "one", key, block=5000):
+                    pass
+        heard.set()
+
+    async with reducer_task(redis_url, run_id, policy=policy), anyio.create_task_group() as tasks:
+        tasks.start_soon(listen)
+        looked = anyio.current_time()
+        await until(lambda: _is_later(looked + 4 * policy.group_idle))
+        assert await events_of(log, ConsumerDetached) == []
+        await publish_steps(publisher, [1])
+        with anyio.fail_after(30):
+            await heard.wait()
+    assert [group.name for group in await log.groups(Stream.ANNOUNCEMENTS)] == ["eval"]
+
+
+async def test_a_group_is_not_detached_while_a_member_waits_beside_one_that_is_slow(
+    publisher, log, redis_url, run_id, monkeypatch
+):
+    monkeypatch.setattr(reading, "BLOCK", 0.2)
+    policy = Policy(group_idle=3.0)
+    await log.create_group(Stream.ANNOUNCEMENTS, "eval", "0-0")
+
+    async def wait_for_more():
+        async with subscribe(run_id, StepReady, redis_url=redis_url, group="eval") as events:
+            await anext(aiter(events))
+
+    async with reducer_task(redis_url, run_id, policy=policy), anyio.create_task_group() as tasks:
+        await publish_steps(publisher, [1])
+        assert await log.read_group(Stream.ANNOUNCEMENTS, "eval", "slow", seconds=30)
+        tasks.start_soon(wait_for_more)
+        await anyio.sleep(3 * policy.group_idle)
+        [group] = await log.groups(Stream.ANNOUNCEMENTS)
+        assert (group.pending, group.members) == (1, 2)
+        assert await events_of(log, ConsumerDetached) == []
+        tasks.cancel_scope.cancel()
+
+
+async def _is_later(moment):
+    return anyio.current_time() >= moment
+
+
+async def test_a_group_that_has_dealt_with_everything_holds_up_nothing_and_stays(
+    publisher, log, redis_url, run_id
+):
+    await log.create_group(Stream.ANNOUNCEMENTS, "weekly", "0-0")
+    async with reducer_task(redis_url, run_id, policy=Policy(group_idle=0.5)):
+        await anyio.sleep(1.5)
+        assert await events_of(log, ConsumerDetached) == []
+        await publish_steps(publisher, [1])
+        [detached] = await until(lambda: events_of(log, ConsumerDetached))
+        assert detached.event.group == "weekly"
+
+
 async def test_a_leader_that_was_overtaken_detaches_nobody():
     log = MemoryEventLog("history")
+    entry = await log.append(b"")
     await log.create_group(Stream.EVENTS, "gone", "0-0")
     token, _ = await log.lead(60)
     await log.renew(token, 0)
@@ -339,7 +408,7 @@ async def test_a_leader_that_was_overtaken_detaches_nobody():
     with anyio.fail_after(20):
         await consumers.run(Live(MonitorState(run_id="history")))
     assert [group.name for group in await log.groups(Stream.EVENTS)] == ["gone"]
-    assert log.read_now() == []
+    assert [one.id for one in log.read_now()] == [entry]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

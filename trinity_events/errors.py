@@ -13,6 +13,10 @@ class ServerUnreachable(TrinityError):
     """No server answers where the URL points."""
 
 
+class ServerRefuses(ServerUnreachable):
+    """A server answers, with an error reply: it is loading, full, read-only or a replica."""
+
+
 class ServerTooOld(TrinityError):
     """The server lacks commands that the pipeline relies on."""
 

@@ -17,7 +17,7 @@ from .causes import cause_of, first_error
 from .endings import endings
 from .errors import InvalidRunId, PublishError
 from .log import Publisher, SyncEventLog, new_producer, open_run
-from .server import connect, open_client, serving
+from .server import connect, open_client, serving, warn_of_eviction
 
 
 @contextmanager
@@ -59,6 +59,7 @@ def training_run(
 
     async def opened(url: str) -> int:
         async with connect(url) as client:
+            await warn_of_eviction(client, url)
             return await open_run(
                 client, run, resume_from=resume_from, config=config, save_strategy=save_strategy
             )

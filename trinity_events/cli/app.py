@@ -14,6 +14,7 @@ import typer
 from redis.exceptions import RedisClusterException
 
 from ..errors import TrinityError
+from ..log.refusals import is_reply, told
 from ..server import denied
 from ..views.terminal import LogFormatter, say, tell
 from .explain import explain
@@ -82,8 +83,8 @@ def _in_a_sentence(error: Exception) -> str | None:
         cause = denied(one) or one
         if isinstance(cause, TrinityError):
             return f"error: {cause}"
-        if isinstance(cause, redis.ResponseError):
-            return f"error: the server refuses this: {cause}"
+        if is_reply(cause):
+            return f"error: the server refuses this: {told(cause)}"
         if isinstance(cause, (redis.RedisError, RedisClusterException)):
             return f"error: the server went away: {cause}"
         if isinstance(cause, OSError) and cause.strerror:

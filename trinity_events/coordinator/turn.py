@@ -16,6 +16,7 @@ from ..errors import BufferFull, StaleEpoch, TrinityError, TurnNotGranted
 from ..history import announced
 from ..log import Publisher, SyncEventLog
 from ..log.faults import passes, pauses
+from ..log.refusals import told
 
 _AT_ONCE = 10.0
 """Seconds that the server is asked to wait for a grant at once."""
@@ -85,7 +86,7 @@ def _not_granted(
             f"on to epoch {epoch}: end this process"
         )
     if fault is not None:
-        why = f"the server of the log could not be asked ({fault})"
+        why = f"the server of the log could not be asked ({told(fault)})"
     elif turn is None:
         why = f"nobody was given one: is a reducer running for run {run_id}?"
     else:

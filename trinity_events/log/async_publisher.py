@@ -25,6 +25,7 @@ from .base import EventLog
 from .faults import passes, pauses
 from .index import add_run
 from .redis_log import RedisEventLog
+from .refusals import told
 from .stamp import Stamp, opening
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class AsyncPublisher:
             except (redis.RedisError, OSError, KeyTaken) as error:
                 # Refused, so it is not in the log. After a fault it may be: its number is used.
                 self._stamp.undo()
-                raise PublishError(f"{what}: {error}") from error
+                raise PublishError(f"{what}: {told(error)}") from error
 
 
 async def open_run(
@@ -142,12 +143,12 @@ async def _within(
             except Exception as error:
                 if not passes(error):
                     if fault is not None:  # what was asked before may have been done
-                        raise PublishError(f"{what}: {error}") from error
+                        raise PublishError(f"{what}: {told(error)}") from error
                     raise
                 fault = error
         left = give_up - time.monotonic()
         if left <= 0:
             break
         await anyio.sleep(min(pause, left))
-    why = "it is slow" if fault is None else str(fault)
+    why = "it is slow" if fault is None else told(fault)
     raise PublishError(f"{what}: the server did not take it within {deadline:g} s: {why}")

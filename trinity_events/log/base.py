@@ -74,6 +74,8 @@ class GroupInfo(NamedTuple):
     idle: float
     """Seconds since any member asked for anything; since it was created, before any did."""
     members: int
+    caught_up: bool
+    """True if its members were given every entry and have acknowledged them all."""
 
     @property
     def shown(self) -> str:
@@ -214,7 +216,10 @@ class ConsumerGroup(Protocol):
     async def read_group(
         self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
     ) -> list[Entry]:
-        """Give this member entries that no member was given yet, waiting for them."""
+        """Give this member entries that no member was given yet, waiting for them.
+
+        The group is not idle meanwhile, also where nothing comes.
+        """
         ...
 
     async def claim(

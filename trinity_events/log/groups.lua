@@ -1,5 +1,5 @@
 -- How the groups of a stream stand: name, pending, last delivered, oldest pending or '',
--- milliseconds idle, members.
+-- milliseconds idle, members, whether there is nothing that it has not been given.
 -- KEYS: stream   ARGV: the member that a group is created with
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 local function named(list)
@@ -23,6 +23,9 @@ for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
     if number == 1 or fields['idle'] < idle then idle = fields['idle'] end
   end
   local oldest = redis.call('XPENDING', KEYS[1], name)[2] or ''
-  found[#found + 1] = {name, group['pending'], last, oldest, idle, members}
+  -- Others may have set a group beyond any position: then nothing can follow.
+  local undelivered = redis.pcall('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)
+  local given = (undelivered.err or #undelivered == 0) and 1 or 0
+  found[#found + 1] = {name, group['pending'], last, oldest, idle, members, given}
 end
 return found

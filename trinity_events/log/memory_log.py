@@ -371,8 +371,8 @@ class MemoryEventLog:
         """Every group of a stream."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            now, groups = self._timer(), self._streams[stream].groups
-            return [groups[name].info(name, now) for name in sorted(groups)]
+            now, found = self._timer(), self._streams[stream]
+            return [found.info(name, now) for name in sorted(found.groups)]
 
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
         """Let the log forget a group. False when ``token`` is not the newest leader's."""

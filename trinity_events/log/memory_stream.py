@@ -67,8 +67,8 @@ class MemoryGroup(Struct):
             del self.members[name]
         return len(gone)
 
-    def info(self, name: str, now: float) -> GroupInfo:
-        """How the group stands."""
+    def info(self, name: str, now: float, *, undelivered: bool) -> GroupInfo:
+        """Return how the group stands, of a stream that has undelivered entries or none."""
         oldest = min(self.pending, default=None)
         return GroupInfo(
             name=name,
@@ -77,6 +77,7 @@ class MemoryGroup(Struct):
             oldest_pending=entry_id(oldest) if oldest else None,
             idle=now - max([self.created, *self.members.values()]),
             members=len(self.members),
+            caught_up=not undelivered and not self.pending,
         )
 
 
@@ -106,6 +107,11 @@ class MemoryStream(Struct):
         if through != "+":
             end = bisect_right(self.positions, position(through))
         return self.entries[first : min(end, first + limit)]
+
+    def info(self, name: str, now: float) -> GroupInfo:
+        """Return how one of its groups stands."""
+        group = self.groups[name]
+        return group.info(name, now, undelivered=bool(self.between(group.last, 1)))
 
     def trim(self, limit: At) -> int:
         """Drop what is below the limit and needed by no group."""

@@ -14,6 +14,7 @@ from trinity_schemas import Event, Producer, event_tag
 from ..errors import BufferFull, PublishError
 from .faults import passes, pauses
 from .outbox import Outbox
+from .refusals import told
 from .stamp import Stamp
 from .sync_log import SyncEventLog
 
@@ -203,7 +204,9 @@ class Publisher:
     def _note(self, error: Exception) -> None:
         with self._changed:
             if self._fault is None:
-                logger.warning("what run %s is told waits for the server: %s", self.run_id, error)
+                logger.warning(
+                    "what run %s is told waits for the server: %s", self.run_id, told(error)
+                )
             self._fault = error
             if self._is_refused:
                 self._refused = self._attempts
@@ -228,7 +231,7 @@ class Publisher:
 
     @property
     def _why(self) -> str:
-        return "it is slow" if self._fault is None else str(self._fault) or repr(self._fault)
+        return "it is slow" if self._fault is None else told(self._fault) or repr(self._fault)
 
     def _not_taken(self, event: Event, why: str) -> PublishError:
         return PublishError(f"{event_tag(event)} of run {self.run_id} was not published: {why}")

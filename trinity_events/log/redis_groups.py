@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import redis.asyncio
@@ -21,6 +23,10 @@ from .scripts import Scripts
 from .taken import naming_taken_keys
 
 _KEPT = (DEAD_LETTERS_KEPT, DEAD_LETTER_BYTES)
+_TRACE_EVERY = 1.0
+"""Seconds after which a member that reads leaves a trace again: how exact its idle time is."""
+_AFTER_ALL = f"{2**64 - 1}-{2**64 - 2}"
+"""The position after which there is nothing; the very last one means new entries to the server."""
 _FIRST_MEMBER = "-"
 """With which a group is created, so that the server knows since when it has been idle."""
 
@@ -34,6 +40,8 @@ class RedisGroups:
         self.keys = RunKeys.of(run_id)
         self._redis: Any = client
         self._run = Scripts(client)
+        self._traces: dict[tuple[Stream, str, str], float] = {}
+        """When the server last noted a member of a group that reads here, by our clock."""
 
     def _key(self, stream: Stream) -> str:
         return self.keys.events if stream is Stream.EVENTS else self.keys.announcements
@@ -47,7 +55,11 @@ class RedisGroups:
     async def read_group(
         self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
     ) -> list[Entry]:
-        """Give this member entries that no member was given yet, waiting on the server."""
+        """Give this member entries that no member was given yet, waiting on the server.
+
+        The group is not idle meanwhile, also where nothing comes.
+        """
+        await self._leave_trace(stream, group, member)
         reply = await self._redis.xreadgroup(
             group,
             member,
@@ -55,7 +67,22 @@ class RedisGroups:
             count=limit,
             block=max(1, int(seconds * 1000)),
         )
-        return [entry for _, pairs in reply or () for entry in entries(pairs)]
+        found = [entry for _, pairs in reply or () for entry in entries(pairs)]
+        if found:
+            self._traces[stream, group, member] = time.monotonic()
+        return found
+
+    async def _leave_trace(self, stream: Stream, group: str, member: str) -> None:
+        """Have the server note that the member is there, unless it did a moment ago.
+
+        Redis 7.0 notes no member that waits for entries, nor one that no entry came for. It does
+        note a member that reads its own pending entries, here those after the last possible one.
+        """
+        now = time.monotonic()
+        if now - self._traces.get((stream, group, member), -math.inf) < _TRACE_EVERY:
+            return
+        await self._redis.xreadgroup(group, member, {self._key(stream): _AFTER_ALL}, count=1)
+        self._traces[stream, group, member] = now
 
     async def claim(
         self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
@@ -86,8 +113,9 @@ class RedisGroups:
                 oldest_pending=oldest.decode() or None,
                 idle=idle / 1000,
                 members=members,
+                caught_up=bool(given) and not pending,
             )
-            for name, pending, last, oldest, idle, members in found
+            for name, pending, last, oldest, idle, members, given in found
         ]
 
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:

@@ -19,10 +19,12 @@ LOOK = 60.0
 
 
 class Consumers:
-    """Detaches groups that asked for nothing for ``idle`` seconds, by an event.
+    """Detaches groups that leave entries lying and asked for nothing for ``idle`` seconds.
 
-    Silence counts from when we began to lead, at the earliest: before that the server may have
-    been down, and nobody could ask it.
+    A group that has dealt with every entry holds up nothing, and is left alone: its members may
+    be waiting, of which Redis 7.0 tells nothing. The silence of any other counts from when this
+    leader first saw entries that it has not dealt with. Before that the server may have been
+    down, so that no member could ask it.
     """
 
     def __init__(self, log: GroupedLog, voice: LeadersVoice, token: int, idle: float) -> None:
@@ -33,16 +35,22 @@ class Consumers:
 
     async def run(self, live: Live) -> None:
         """Look now and then, until another leads."""
-        began = anyio.current_time()
+        behind_since: dict[tuple[Stream, str], float] = {}
         while True:
-            for stream in Stream:
-                for found in await self._log.groups(stream):
-                    group = found._replace(idle=min(found.idle, anyio.current_time() - began))
-                    if group.idle < self._idle:
-                        if group.members > 1:
-                            await self._log.forget_members(stream, group.name, self._idle)
-                    elif not await self._detach(stream, group, live):
-                        return
+            found = [(one, group) for one in Stream for group in await self._log.groups(one)]
+            now = anyio.current_time()
+            behind_since = {
+                (stream, group.name): behind_since.get((stream, group.name), now)
+                for stream, group in found
+                if not group.caught_up
+            }
+            for stream, group in found:
+                silent = min(group.idle, now - behind_since.get((stream, group.name), now))
+                if silent < self._idle:
+                    if group.members > 1:
+                        await self._log.forget_members(stream, group.name, self._idle)
+                elif not await self._detach(stream, group._replace(idle=silent), live):
+                    return
             await anyio.sleep(min(self._idle / 4, LOOK))
 
     async def _detach(self, stream: Stream, group: GroupInfo, live: Live) -> bool:

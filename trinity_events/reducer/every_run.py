@@ -18,7 +18,8 @@ from ..errors import KeyTaken
 from ..history import fold
 from ..log import RedisEventLog, position, watch_runs
 from ..log.faults import pauses
-from ..server import connect
+from ..log.refusals import told
+from ..server import connect, warn_of_eviction
 from .policy import Policy
 from .process import ABSENCE, BREAK, IN_THE_WAY, LONG_BREAK, reduce_run
 
@@ -49,6 +50,7 @@ async def reduce_all(
     # A step that was sent is never sent again: after a lost reply we reload.
     async with connect(url, retry=False) as client:
         started()
+        await warn_of_eviction(client, url)
         if run_id is not None:
             await reduce_run(client, run_id, root, policy=policy)
         else:
@@ -153,7 +155,7 @@ async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
                 backoff = pauses(BREAK)
                 yield run_id
         except ABSENCE as error:
-            logger.warning("the index of runs waits for the server: %s", error)
+            logger.warning("the index of runs waits for the server: %s", told(error))
             await anyio.sleep(next(backoff))
         except KeyTaken as error:
             logger.error("the index of runs cannot be read: %s", error)

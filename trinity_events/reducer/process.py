@@ -20,6 +20,7 @@ from ..archive.segments import Archive
 from ..errors import FolderTaken, LogExhausted, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.faults import FAULTS, pauses
+from ..log.refusals import told
 from ..server import address_of
 from .checkpoints import CheckpointFiles
 from .consumers import Consumers
@@ -66,7 +67,7 @@ async def reduce_run(
                 return
             logger.warning("lost the lead of run %s", run_id)
         except* ABSENCE as errors:
-            logger.warning("run %s waits for the server: %s", run_id, _leaf(errors))
+            logger.warning("run %s waits for the server: %s", run_id, told(_leaf(errors)))
         except* LogExhausted as errors:
             logger.warning("run %s is about to be mended: %s", run_id, _leaf(errors))
         except* TrinityError as errors:

@@ -12,8 +12,9 @@ import redis
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
-from ..errors import ServerTooOld, ServerUnreachable, TrinityError
+from ..errors import ServerRefuses, ServerTooOld, ServerUnreachable, TrinityError
 from ..log.faults import passes, pauses
+from ..log.refusals import is_reply, told
 from .clients import (
     SOCKET_DEADLINE,
     async_cluster_client,
@@ -141,7 +142,11 @@ def _is_cluster(info: Any) -> bool:
 
 
 def _refused(url: str, setting: Setting, error: BaseException) -> TrinityError:
-    return denied(error, url) or ServerUnreachable(
+    if (refused := denied(error, url)) is not None:
+        return refused
+    if is_reply(error):
+        return ServerRefuses(f"the server at {redacted(url)} refuses to work ({told(error)})")
+    return ServerUnreachable(
         f"no Redis server answers at {redacted(url)} ({str(error).rstrip('.')}): "
         f"start one there, or {setting.way_out}"
     )

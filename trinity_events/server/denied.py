@@ -9,8 +9,8 @@ from ..errors import PermissionDenied
 from .url import redacted
 
 _REFUSED = (redis.AuthenticationError, AuthorizationError, redis.exceptions.NoPermissionError)
-_IN_SCRIPTS = ("NOPERM", "ACL failure in script")
-"""Answers to scripts, which clients have no type for."""
+_IN_SCRIPTS = ("NOPERM", "ACL failure in script", "The user executing the script can't")
+"""Answers to scripts, which clients have no type for; the last is that of Redis 7.0."""
 
 
 def denied(error: BaseException, url: str | None = None) -> PermissionDenied | None:

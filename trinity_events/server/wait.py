@@ -11,6 +11,7 @@ import anyio
 
 from ..errors import DeadlineExceeded
 from ..log.faults import passes, pauses
+from ..log.refusals import is_reply, told
 from .denied import denied
 
 T = TypeVar("T")
@@ -54,8 +55,14 @@ class Wait:
         return left
 
     def why(self) -> str:
-        """That the server does not answer, to be added to a sentence; empty when it does."""
-        return "" if self._fault is None else f": the server does not answer ({self._fault})"
+        """Return why the server could not be asked, to be added to a sentence.
+
+        Empty where it could.
+        """
+        if self._fault is None:
+            return ""
+        refuses = is_reply(self._fault)
+        return f": the server {'refuses' if refuses else 'does not answer'} ({told(self._fault)})"
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
         """The answer of a server, which is waited for while it is not there."""
@@ -75,6 +82,6 @@ class Wait:
 
     def _note(self, fault: BaseException) -> None:
         if self._fault is None:
-            logger.warning("waiting for the server (%s): %s so far", fault, self.missing)
+            logger.warning("waiting for the server (%s): %s so far", told(fault), self.missing)
         self._fault = fault
         self.faults += 1

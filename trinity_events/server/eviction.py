@@ -1,0 +1,42 @@
+"""A warning of servers that may drop keys which the pipeline relies on."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.exceptions import RedisClusterException
+
+from .url import LOG_SERVER, Setting, redacted
+
+logger = logging.getLogger(__name__)
+
+_SAFE = "noeviction"
+
+
+async def warn_of_eviction(
+    client: redis.asyncio.Redis, url: str, *, setting: Setting = LOG_SERVER
+) -> None:
+    """Warn if the server has an eviction policy. Say nothing where it cannot be asked."""
+    with suppress(redis.RedisError, RedisClusterException, OSError):
+        for policy in sorted(await _policies(client) - {_SAFE}):
+            logger.warning(
+                "the server at %s may drop %s once its memory is full (maxmemory-policy %s): set "
+                "maxmemory-policy noeviction there, or nothing that docs/reliability.md promises "
+                "holds",
+                redacted(url),
+                setting.keeps,
+                policy,
+            )
+
+
+async def _policies(client: Any) -> set[str]:
+    """Return the policies of the server, or of all primaries of a cluster."""
+    if not isinstance(client, redis.asyncio.RedisCluster):
+        return {(await client.info("memory"))["maxmemory_policy"]}
+    found = await client.info("memory", target_nodes=redis.asyncio.RedisCluster.PRIMARIES)
+    nodes = [found] if "maxmemory_policy" in found else found.values()
+    return {one["maxmemory_policy"] for one in nodes}

@@ -1,0 +1,59 @@
+"""The reason for which an embedded server did not start, and the way out."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from .binary import BINARY_VARIABLE, ServerBinary
+from .data_format import APPEND_ONLY_FOLDER, read_format
+
+_ROOM = 64 * 1024  # bytes that a server cannot do without
+_ELSEWHERE = "set TRINITY_HOME to another folder"
+_LINE = re.compile(r"^\d+:\w \d+ \w+ \d{4} [\d:.]+ # (.+)$", re.MULTILINE)
+_HARMLESS = ("oO0O", "WARNING", "Configuration loaded", "Server initialized", "Redis version")
+_DAMAGED_FILE = re.compile(r"reading the append only file (\S+?):")
+_DAMAGE = ("append only file", "Internal error in RDB", "AOF", "loading DB", "Wrong signature")
+
+
+def explain_failure(binary: ServerBinary, folder: Path, said: str) -> str:
+    """Return why a server did not start on a folder.
+
+    Args:
+        binary: The server.
+        folder: The folder that has its files.
+        said: The part of its log that it wrote since it was started.
+    """
+    if shutil.disk_usage(folder).free < _ROOM:  # its own log has nothing then
+        return f"the disk of {folder} is full: make room, or set TRINITY_HOME to another"
+    written = read_format(folder)
+    if written is not None and not binary.reads(written):
+        return (
+            f"{folder} was written by {written}, which {binary.product} "
+            f"{binary.shown_version} cannot read: name that server or a newer one by "
+            f"{BINARY_VARIABLE}, or {_ELSEWHERE}"
+        )
+    reason = _fatal_line(said)
+    if reason is None:
+        return f"see {folder}/redis.log"
+    if any(one in reason for one in _DAMAGE):
+        return _explain_damage(folder / APPEND_ONLY_FOLDER, reason)
+    return f"{reason} (see {folder}/redis.log)"
+
+
+def _fatal_line(said: str) -> str | None:
+    """Return the last line of a log that tells of an error."""
+    lines = [line for line in _LINE.findall(said) if not line.startswith(_HARMLESS)]
+    return lines[-1] if lines else None
+
+
+def _explain_damage(folder: Path, reason: str) -> str:
+    what = f"its data is damaged ({reason.partition(': make a backup')[0]}): keep a copy of"
+    found = _DAMAGED_FILE.search(reason)
+    if found is None or not found[1].endswith(".incr.aof"):
+        return f"{what} {folder} and put back an older copy, or {_ELSEWHERE}"
+    return (
+        f"{what} {folder}, then cut the file off at the damage, which loses what follows, with: "
+        f"redis-check-aof --fix {folder / found[1]} (or valkey-check-aof); or {_ELSEWHERE}"
+    )
