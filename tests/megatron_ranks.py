@@ -29,6 +29,7 @@ from trinity_workers.engines.megatron import (
     ParallelLayout,
     leave,
 )
+from trinity_workers.engines.megatron.layout import join as join_layout
 from trinity_workers.learning.grpo import Batch, collate
 from trinity_workers.learning.policy import isolated_rng
 
@@ -125,6 +126,11 @@ def make_engine(
         model=ModelOptions(**(options or {})),
         **keywords,
     )
+
+
+def join(rank: Rank, layout: ParallelLayout) -> None:
+    """Join a layout beside the engine's."""
+    join_layout(layout, seed=0)
 
 
 def drop_engine(rank: Rank) -> None:

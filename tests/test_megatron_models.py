@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # noqa: E402
+from trinity_workers.engines.megatron import layout as megatron_layout  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
@@ -94,18 +95,14 @@ def test_local_shards_lie_where_they_say_and_cover_every_tensor(
 @pytest.mark.parametrize(
     ("name", "layout", "says"),
     [
-        ("qwen2", ParallelLayout(context=2), "context-parallel attention needs Transformer Engine"),
-        (
-            "qwen2",
-            ParallelLayout(tensor=2, sequence_parallel=True),
-            "sequence parallelism needs Transformer Engine",
-        ),
+        ("qwen2", ParallelLayout(context=2), "log-probabilities would be wrong"),
+        ("qwen2", ParallelLayout(tensor=2, sequence_parallel=True), "does not pad sequences"),
         ("qwen2", ParallelLayout(tensor=3), "2 ranks cannot hold replicas of 3 ranks"),
         ("qwen2", ParallelLayout(pipeline=2, virtual=2), "2 layers cannot be dealt out to 4"),
         ("qwen2", ParallelLayout(virtual=2), "need a pipeline"),
         ("qwen3-moe", ParallelLayout(expert=4), "the 2 of a pipeline stage are no multiple"),
         ("qwen2", ParallelLayout(tensor=0), "sizes are 1 or more"),
-        ("qwen3-moe", TENSOR, "only with sequence parallelism"),
+        ("qwen3-moe", TENSOR, "cannot be tensor-parallel"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_on_every_rank(
@@ -114,3 +111,29 @@ def test_a_layout_that_cannot_be_is_refused_on_every_rank(
     for answer in rank_group(2).answers(at.make_engine, megatron_folder(name), layout):
         assert isinstance(answer, LayoutRefused)
         assert says in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (ParallelLayout(context=2), "context parallelism is not supported"),
+        (ParallelLayout(tensor=2, sequence_parallel=True), "sequence parallelism is not supported"),
+        (ParallelLayout(tensor=2, expert=2), "experts and tensors cannot be spread together"),
+    ],
+)
+def test_what_computes_wrong_numbers_is_refused_beside_transformer_engine_too(
+    monkeypatch, layout, says
+):
+    monkeypatch.setattr(megatron_layout, "has_transformer_engine", lambda: True)
+    with pytest.raises(LayoutRefused, match=says):
+        layout.check(4)
+
+
+def test_a_second_model_with_sequence_parallelism_is_refused_on_every_rank(
+    rank_group, megatron_folder
+):
+    ranks = rank_group(2)
+    ranks(at.make_engine, megatron_folder("qwen2"), TENSOR)
+    for answer in ranks.answers(at.join, ParallelLayout(tensor=2, sequence_parallel=True)):
+        assert isinstance(answer, LayoutRefused)
+        assert "sequence parallelism is not supported" in str(answer)

@@ -233,9 +233,10 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
     ):
         if count % parts:
             raise LayoutRefused(f"the model's {count} {what} cannot be dealt out to {parts} parts")
-    if has_experts(hf) and layout.tensor > 1 and not layout.sequence_parallel:
+    if has_experts(hf) and layout.tensor > 1:
         raise LayoutRefused(
-            "a mixture of experts can be tensor-parallel only with sequence parallelism"
+            "a mixture of experts cannot be tensor-parallel: megatron-core asks for sequence "
+            "parallelism there, which this engine does not support: leave tensor at 1"
         )
 
 
