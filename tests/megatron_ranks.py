@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from tests.rank_processes import Rank
+from tests.tensors import identical
 from trinity_workers.engines.megatron import (
     MegatronEngine,
     ModelOptions,
@@ -218,4 +219,4 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     """The same names, and the same bits."""
     assert sorted(one) == sorted(other)
     for key, value in one.items():
-        assert torch.equal(value, other[key]), key
+        assert identical(value, other[key]), key

@@ -39,6 +39,7 @@ from tests.failing_writers import (  # noqa: E402
 )
 from tests.pipeline import announced, reducer_task  # noqa: E402
 from tests.rank_processes import Rank, RankGroup, RankProcesses  # noqa: E402
+from tests.tensors import identical  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import BufferFull  # noqa: E402
@@ -205,7 +206,7 @@ async def applied(where: Where, log, step: int) -> dict[str, torch.Tensor]:
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert list(one) == list(other)
     for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+        assert identical(tensor, other[name]), name
 
 
 async def test_full_tensors_are_the_model_folders_by_name_and_bit_on_every_rank(ranks, where):
@@ -225,7 +226,7 @@ async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
     await ranks(upload, 1)
     committer.commit(1)
     trained, again = (dict(one) for one in await ranks(_full_weights))
-    assert not torch.equal(trained["model.norm.weight"], at_start["model.norm.weight"])
+    assert not identical(trained["model.norm.weight"], at_start["model.norm.weight"])
     assert_equal(trained, again)
     assert_equal(await applied(where, log, 1), trained)
 
@@ -423,7 +424,7 @@ async def test_a_snapshot_is_of_the_moment_although_training_goes_on_before_it_i
     committer.commit(1)
     assert_equal(await applied(where, log, 1), at_the_moment)
     later = dict((await ranks(_full_weights))[0])
-    assert not torch.equal(later["model.norm.weight"], at_the_moment["model.norm.weight"])
+    assert not identical(later["model.norm.weight"], at_the_moment["model.norm.weight"])
 
 
 def upload_snapshots_that_fail(rank: Rank, step: int) -> None:
@@ -491,7 +492,7 @@ async def test_shards_lie_where_they_say_and_every_element_comes_from_one_rank(r
         times[one.name][region] += 1
     assert all((count == 1).all() for count in times.values())
     for name, shape in LAYOUT.items():
-        assert torch.equal(made[name], torch.arange(1.0, 1 + math.prod(shape)).reshape(shape))
+        assert identical(made[name], torch.arange(1.0, 1 + math.prod(shape)).reshape(shape))
     assert (made["same"] == 7).all() and (made["plain"] == 9).all()
     assert [one.name for one in [*both[0], *both[1]]].count("empty") == 1
     assert [one.name for one in both[1]].count("short") == 0, "the second rank has none of it"
@@ -650,7 +651,7 @@ def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(AttributeError, match="pickle"):
         write_state(path, {"a": torch.ones(1000), "b": lambda: None})
     assert list(tmp_path.iterdir()) == [path]
-    assert torch.equal(read_state(path)["a"], torch.ones(3))
+    assert identical(read_state(path)["a"], torch.ones(3))
 
 
 def save_checkpoint(rank: Rank, folder: Path) -> None:

@@ -10,7 +10,12 @@ pytest.importorskip("megatron.core")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests import megatron_ranks as at  # noqa: E402
-from trinity_workers.engines.megatron import LayoutRefused, ParallelLayout  # noqa: E402
+from tests.tensors import identical  # noqa: E402
+from trinity_workers.engines.megatron import (  # noqa: E402
+    LayoutRefused,
+    OptimizerOptions,
+    ParallelLayout,
+)
 from trinity_workers.engines.megatron import layout as megatron_layout  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
@@ -61,7 +66,22 @@ def test_logits_are_hugging_faces_and_the_stream_its_weights_bit_for_bit(
     for streamed in ranks(at.full_weights):
         assert sorted(streamed) == sorted(weights)
         for key, value in streamed.items():
-            assert torch.equal(value, weights[key]), key
+            assert identical(value, weights[key]), key
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE])
+def test_a_bfloat16_engine_streams_every_tensor_in_bfloat16(
+    engine_ranks, megatron_folder, layout, trained
+):
+    optimizer = OptimizerOptions(learning_rate=1e-3) if trained else None
+    options = {"dtype": torch.bfloat16}
+    ranks = engine_ranks("qwen3", 2, layout, optimizer=optimizer, options=options)
+    weights = {key: one.bfloat16() for key, one in at.in_folder(megatron_folder("qwen3")).items()}
+    for streamed in ranks(at.full_weights):
+        at.assert_same(streamed, weights)
+    for shards in ranks(local_shards):
+        assert {tensor.dtype for _, tensor, _, _ in shards} == {torch.bfloat16}
 
 
 def local_shards(rank):
@@ -87,7 +107,7 @@ def test_local_shards_lie_where_they_say_and_cover_every_tensor(
                 slice(start, start + size)
                 for start, size in zip(offsets, tensor.shape, strict=True)
             )
-            assert torch.equal(tensor, weights[key][place]), key
+            assert identical(tensor, weights[key][place]), key
             missing[key][place] = False
     assert not any(one.any() for one in missing.values())
 
