@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -581,6 +582,7 @@ async def test_each_rank_saves_its_shard_in_the_background_as_it_was_at_the_call
 
     config = AutoConfig.from_pretrained(folder / "huggingface")
     assert (config.model_type, config.hidden_size) == ("qwen2", 64)
+    assert (folder / "huggingface" / "generation_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(folder / "huggingface")
     assert tokenizer.decode(tokenizer.encode("sun>")) == "sun>"
 
@@ -604,6 +606,34 @@ async def test_each_rank_saves_its_shard_in_the_background_as_it_was_at_the_call
         assert len((await ready(log, "state_dict", 5)).saves) == WORLD
 
 
+@pytest.mark.parametrize("how", ["helper", "engine"])
+async def test_saved_shards_say_how_they_are_merged(ranks, where, tmp_path, how):
+    folder = tmp_path / "actor"
+    if how == "engine":
+        await ranks(save_checkpoint, folder)
+    else:
+        await ranks(save_and_overwrite, folder)
+    said = json.loads((folder / "fsdp_config.json").read_text())
+    assert said == {"FSDP_version": 2, "world_size": WORLD}
+    for rank in range(WORLD):
+        for value in read_state(shard(folder, rank)).values():
+            assert value.device_mesh.mesh_dim_names == ("fsdp",)
+
+
+async def test_defaults_of_generation_that_transformers_would_refuse_are_saved_too(
+    ranks, where, tmp_path
+):
+    await ranks(set_temperature, 0.6)
+    await ranks(save_checkpoint, tmp_path / "actor")
+    said = tmp_path / "actor" / "huggingface" / "generation_config.json"
+    assert json.loads(said.read_text())["temperature"] == 0.6
+
+
+def set_temperature(rank: Rank, temperature: float) -> None:
+    """Set it without ``do_sample``, as the defaults of some released models do."""
+    rank.held.engine.module.generation_config.temperature = temperature
+
+
 async def test_a_save_has_finished_only_when_all_of_it_is_on_disk(ranks, where):
     folder = staged_path(where.run_folder, where.epoch, 5) / "actor"
     saved = await ranks(save_and_overwrite, folder)
@@ -615,6 +645,7 @@ async def test_a_save_has_finished_only_when_all_of_it_is_on_disk(ranks, where):
     huggingface = [folder / "huggingface", *(folder / "huggingface").iterdir()]
     assert len(huggingface) > 3
     assert {str(path) for path in huggingface} <= saved[0][1]
+    assert str(folder / ".fsdp_config.json.tmp") in saved[0][1]
     new_folders = [folder, folder.parent, folder.parent.parent, where.run_folder]
     assert {str(path.parent) for path in new_folders} <= synced, "the names of new folders"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import anyio
 import anyio.to_thread
 import pytest
@@ -116,6 +118,8 @@ async def test_each_rank_saves_its_shard_as_it_was_at_the_call_and_verl_loads_it
         state = read_state(folder / f"model_world_size_2_rank_{rank}.pt")
         assert_equal({name: value.to_local() for name, value in state.items()}, expected)
     assert (folder / "huggingface" / "tokenizer.json").is_file()
+    said = json.loads((folder / "fsdp_config.json").read_text())
+    assert said == {"FSDP_version": 2, "world_size": 2}
     changed, loaded = zip(*engines(at.load_model_of, folder), strict=True)
     assert all(changed) and all(loaded)
 

@@ -174,6 +174,8 @@ def _build(
     )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        # torch's own layer norms are float32, whatever dtype megatron-core is asked for.
+        parameter.data = parameter.data.to(options.dtype)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     return model
