@@ -145,7 +145,8 @@ def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[Some])
             run.landing.copy(run.at, data[run.begin : run.begin + run.nbytes])
         came += 1
     if came < len(wanted):
-        raise CorruptVersion(f"the {part.ref} are shorter than what was published")
+        what = f"the {part.ref} are shorter than what was published"
+        raise CorruptVersion(what, part.ref.rank)
     settle({run.landing.device for runs in wanted.values() for run in runs})
 
 
@@ -204,5 +205,7 @@ def _check(
         digested = seen.digest()
     if length != chunk.nbytes or digested != chunk.digest:
         raise CorruptVersion(
-            f"chunk {index} of the {part.ref} is not what was published: the model has some of it"
+            f"chunk {index} of the {part.ref} is not what was published: the model has some of it",
+            part.ref.rank,
+            index,
         )

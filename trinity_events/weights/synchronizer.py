@@ -21,10 +21,14 @@ from trinity_schemas import (
     StepRef,
     VersionOpened,
     VersionPartPublished,
+    VersionRefused,
     WeightsApplied,
 )
 
+from ..causes import message_of
 from ..coordinator import LEASE
+from ..core.limits import LONGEST_REASON
+from ..errors import CorruptVersion
 from ..log import Publisher, SyncEventLog, new_producer
 from ..log.faults import passes
 from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client, serving, serving_weights
@@ -397,7 +401,10 @@ class Synchronizer(CollectiveGroups):
         """
         self._ahead.abandon()
         store = self._store_of(ready.transport or RedisChunkStore.name)
-        with pull_version(store, self.run_id, ready, wanted, have) as version:
+        with (
+            self._telling_refusals(ready),
+            pull_version(store, self.run_id, ready, wanted, have) as version,
+        ):
             yield version
 
     def apply(
@@ -499,9 +506,10 @@ class Synchronizer(CollectiveGroups):
         store = self._store_of(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
-            parts = load_version(
-                store, self.run_id, ready, module, wanted, self._ahead, self._torn, cast=cast
-            )
+            with self._telling_refusals(ready):
+                parts = load_version(
+                    store, self.run_id, ready, module, wanted, self._ahead, self._torn, cast=cast
+                )
         except Based:
             return self.apply(module, ready, wanted, cast=cast)
         finally:
@@ -524,6 +532,26 @@ class Synchronizer(CollectiveGroups):
         return phases
 
     # --- what it stands on -----------------------------------------------------------------
+
+    @contextmanager
+    def _telling_refusals(self, ready: StepReady) -> Iterator[None]:
+        """Tell the log of a version that is refused in the block."""
+        try:
+            yield
+        except ModelDiffers:  # which says nothing of the version
+            raise
+        except CorruptVersion as error:
+            event = VersionRefused(
+                version=StepRef(ready.epoch, ready.step),
+                rank=error.rank,
+                chunk=error.chunk,
+                reason=message_of(error)[:LONGEST_REASON],
+            )
+            try:
+                self._publisher.publish(event)
+            except Exception:
+                logger.exception("step %d: that it was refused could not be published", ready.step)
+            raise
 
     def _attempt(self, step: int, rank: int) -> PartAttempt:
         return PartAttempt(self._publisher, step, self._role, rank, self._lease)
