@@ -124,7 +124,8 @@ class Ends:
     def check(self, tensors: Tensors) -> None:
         """Raise unless the model has these."""
         for name, tensor in tensors.items():
-            if not torch.equal(self.module[name].detach(), tensor):
+            found = self.module[name].detach()
+            if found.dtype != tensor.dtype or not torch.equal(found, tensor):  # noqa: TID251
                 raise RuntimeError(f"{name} was not applied as it was published")
 
     def close(self) -> None:

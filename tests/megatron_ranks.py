@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from tests.rank_processes import Rank
+from tests.tensors import identical
 from trinity_workers.engines.megatron import (
     MegatronEngine,
     ModelOptions,
@@ -29,6 +30,7 @@ from trinity_workers.engines.megatron import (
     ParallelLayout,
     leave,
 )
+from trinity_workers.engines.megatron.layout import join as join_layout
 from trinity_workers.learning.grpo import Batch, collate
 from trinity_workers.learning.policy import isolated_rng
 
@@ -127,6 +129,11 @@ def make_engine(
     )
 
 
+def join(rank: Rank, layout: ParallelLayout) -> None:
+    """Join a layout beside the engine's."""
+    join_layout(layout, seed=0)
+
+
 def drop_engine(rank: Rank) -> None:
     """Forget the rank's engine and its layout."""
     rank.held.engine = None
@@ -212,4 +219,4 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     """The same names, and the same bits."""
     assert sorted(one) == sorted(other)
     for key, value in one.items():
-        assert torch.equal(value, other[key]), key
+        assert identical(value, other[key]), key

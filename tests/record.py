@@ -38,6 +38,7 @@ from trinity_schemas import (
     SyncRequested,
     ThreadCountRegistered,
     TrainerStatusChanged,
+    VersionRefused,
     WeightsApplied,
     encode,
     to_json,
@@ -261,11 +262,33 @@ def later_version():
     return tape
 
 
+def refusals():
+    """Weights that are damaged on the way: on one host again and again, and where they are kept."""
+    tape = Tape("refusals")
+    tape.add(RunOpened())
+    for step in (1, 2, 3):
+        publish(tape, step)
+        tape.add(applied(step), "explorer", 0, epoch=0)
+        tape.add(refused(step, rank=1, chunk=step), "explorer", 1, epoch=0)
+    publish(tape, 4)
+    for rank in (0, 1):
+        tape.add(refused(4, rank=0, chunk=0), "explorer", rank, epoch=0)
+    tape.again()
+    tape.add(refused(4), "explorer", 0, epoch=0)
+    tape.add(RunClosed(reason="finished", step=4))
+    return tape
+
+
+def refused(step, **where):
+    return VersionRefused(version=StepRef(1, step), reason="it is not what was published", **where)
+
+
 TAPES = {
     "complete": complete,
     "failures": failures,
     "second-epoch": second_epoch,
     "later-version": later_version,
+    "refusals": refusals,
 }
 
 

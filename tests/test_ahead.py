@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.pipeline import reducer_task
+from tests.tensors import identical
 from tests.test_read_along import CHUNKS, ends, follower_of, reading, stores, until, write
 from tests.test_shards import rows
 from tests.test_transports import announcement
@@ -69,7 +70,7 @@ def changed(by=1.0):
 
 
 def has(module, tensors):
-    return all(torch.equal(module.get_parameter(name), tensor) for name, tensor in tensors)
+    return all(identical(module.get_parameter(name), tensor) for name, tensor in tensors)
 
 
 def load(store, module, ahead, part, report):
@@ -112,7 +113,7 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(stores, part, copied):
                 event = announcement(parts[0], *[writer.seal() for writer in writers])
             loaded = load_version(theirs, part.run_id, event, module, ahead=ahead)
             ahead.note(module, loaded)
-            assert torch.equal(module["weight"], weight + step)
+            assert identical(module["weight"], weight + step)
     assert sum(copied) == weight.nbytes, "nothing is copied twice"
 
 
@@ -187,7 +188,7 @@ def test_what_was_taken_and_is_not_what_was_published_is_found(stores, model, pa
     load(theirs, module, ahead, part, report)
     # Chunk 2 begins in layer.2, whose neighbours take 4,032 bytes each.
     layer, expected = module.get_parameter("layer.2"), changed()[2][1]
-    assert layer[0] == -1.0 and torch.equal(layer[32:], expected[32:])
+    assert layer[0] == -1.0 and identical(layer[32:], expected[32:])
     path = next(iter(theirs._newest_first("~".join(map(str, part)))))
     with path.open("r+b") as file:
         file.seek(under_way.DATA + 2 * CHUNK + 5)
@@ -204,7 +205,7 @@ def test_a_module_that_has_other_memory_meanwhile_is_filled_there(stores, model,
         with reading(theirs, [here], taker=ahead.begin(module)):
             report = write(PartWriter(ours, here, CHUNK), changed(step)).seal()
         load(theirs, module, ahead, here, report)
-        assert has(module, changed(step)) and not torch.equal(before, changed(step)[0][1])
+        assert has(module, changed(step)) and not identical(before, changed(step)[0][1])
 
 
 def test_a_module_whose_elements_lie_otherwise_is_not_filled_before(model, part):
@@ -251,7 +252,7 @@ def test_chunks_that_are_shorter_than_their_writer_said_are_loaded_anew(stores, 
     load(theirs, module, ahead, part, report)
     sizes = {chunk.nbytes for chunk in decode_manifest(theirs.open(part).manifest).chunks[:-1]}
     assert len(sizes) > 1
-    assert all(torch.equal(module[name], tensor) for name, tensor in more)
+    assert all(identical(module[name], tensor) for name, tensor in more)
 
 
 def test_what_was_taken_is_not_what_another_transport_has(stores, model, part, weights_url):

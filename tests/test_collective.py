@@ -22,6 +22,7 @@ from tests import collective_actors as at
 from tests.collective_actors import TIMEOUT, TRAINERS, Places, Tiny, wait_for
 from tests.pipeline import reducer_task
 from tests.rank_processes import RankProcesses
+from tests.tensors import identical
 from tests.test_transports import GPU
 from tests.test_weights import ready
 from trinity_events import Synchronizer
@@ -154,7 +155,7 @@ def assert_equal(found, wanted):
     assert not isinstance(found, BaseException), found
     assert list(found) == list(wanted)
     for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+        assert identical(found[name], tensor), name
 
 
 # --- whole runs -------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def test_a_version_stays_as_it_is_while_it_is_held_and_memory_is_bounded(opened)
             newer = sent(trainer, step, [("other", torch.rand(6000))])
             buffers.add(id(staging._newest[1]))
         for (name, tensor), (_, wanted) in zip(version.tensors(), SOME, strict=True):
-            assert torch.equal(tensor, wanted), name
+            assert identical(tensor, wanted), name
         with explorer.pull(newer) as other:
             assert dict(other.tensors())["other"].shape == (6000,)
     for step in range(10, 14):
@@ -372,7 +373,7 @@ def test_an_explorer_that_was_short_of_memory_gets_the_next_version(opened, monk
         with pytest.raises(GroupBroken):
             sent(trainer, 1, large)
     with explorer.pull(sent(trainer, 2, large)) as version:
-        assert torch.equal(dict(version.tensors())["large"], large[0][1])
+        assert identical(dict(version.tensors())["large"], large[0][1])
 
 
 def test_a_chunk_that_explorers_make_no_room_for_is_sent_in_several(opened, monkeypatch):

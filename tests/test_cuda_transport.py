@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.devices import Computing, EagerLane, HostDevice, HostRuntime
 from tests.pipeline import reducer_task
+from tests.tensors import identical
 from tests.test_transports import (
     GPU,
     announcement,
@@ -23,7 +24,7 @@ from tests.test_transports import (
     read,
     segment,
 )
-from tests.test_weights import awkward, bits, publish, ready
+from tests.test_weights import awkward, publish, ready
 from tests.transport_actors import CHUNK, SOME, Where
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, GpuUnusable, VersionUnavailable
@@ -159,7 +160,7 @@ def test_memory_that_is_read_is_neither_written_nor_freed(device, ours, theirs, 
     ours.close()
     assert len(device._descriptors) == 1, "what is read stays, what nobody reads is freed"
     copied, came = source.copied([CHUNK] * 6)
-    assert torch.equal(copied[0][:4000].view(torch.float32), SOME[0][1])
+    assert identical(copied[0][:4000].view(torch.float32), SOME[0][1])
     assert len(came) == 6
     source.close()
     assert event.step == part.step
@@ -295,7 +296,7 @@ def test_a_copy_that_there_is_no_memory_for_is_an_error_with_the_way_out(
         read(theirs, part.run_id, event)
     sent = [("a", torch.rand(3))]
     load_version(theirs, part.run_id, put(ours, part._replace(step=2), sent), model)
-    assert torch.equal(model["a"], sent[0][1])
+    assert identical(model["a"], sent[0][1])
 
 
 def test_deltas_are_refused(ours, part):
@@ -410,7 +411,7 @@ async def test_a_model_is_published_and_installed_without_the_host(
         assert event.transport == "cuda"
         getattr(explorer, way)(model, event)
         for name, tensor in sent.items():
-            assert torch.equal(bits(getattr(model, name).cpu()), bits(tensor.cpu())), name
+            assert identical(getattr(model, name).cpu(), tensor.cpu()), name
     explorer.close()
     trainer.close()
     gc.collect()

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.pipeline import reducer_task
+from tests.tensors import identical
 from tests.test_shards import verified
 from tests.test_transports import announcement
-from tests.test_weights import bits, ready
+from tests.test_weights import ready
 from tests.transport_actors import Where
 from trinity_events.errors import VersionUnavailable
 from trinity_events.weights import (
@@ -136,7 +137,7 @@ def apply(stores, run_id, model, event, installed, wanted=None):
 
 def assert_has(model, tensors):
     for name, tensor in tensors.items():
-        assert torch.equal(bits(model[name].detach()), bits(tensor)), name
+        assert identical(model[name].detach(), tensor), name
 
 
 def test_two_ranks_shards_as_deltas_are_bit_for_bit_what_whole_versions_would_be(

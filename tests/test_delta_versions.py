@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.pipeline import reducer_task
+from tests.tensors import identical
 from tests.test_transports import announcement, left
-from tests.test_weights import awkward, bits, publish, ready
+from tests.test_weights import awkward, publish, ready
 from tests.transport_actors import SOME, Where, actor, kill
 from trinity_events.core import Summarizer
 from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
@@ -118,7 +119,7 @@ def assert_has(module, tensors):
     for name, tensor in tensors.items():
         found = module.get_buffer(name.replace(".", "_"))
         assert found.dtype == tensor.dtype
-        assert torch.equal(bits(found), bits(tensor)), name
+        assert identical(found, tensor), name
 
 
 def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, theirs, run_id):
@@ -139,7 +140,7 @@ def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, t
             assert_has(jumps, tensors)
         with pull_version(theirs, run_id, event) as version:
             for name, tensor in version.tensors():
-                assert torch.equal(bits(tensor), bits(steady.get_buffer(name))), name
+                assert identical(tensor, steady.get_buffer(name)), name
         tensors = some_changed(tensors, step, 0.01)
         tensors["never changed"] = steady.get_buffer("never changed").clone()
         tensors["minus zero"][step] = 0.0
@@ -313,7 +314,7 @@ def test_a_model_whose_memory_is_not_in_order_is_patched_too(trainer, theirs, ru
         tensors["a"][3, step] = -1
         model.apply(theirs, run_id, trainer.publish(tensors, step), have)
     assert trainer.report.delta is not None
-    assert torch.equal(model.a, tensors["a"])
+    assert identical(model.a, tensors["a"])
 
 
 def test_a_tensor_out_of_order_that_was_made_for_inference_is_patched_too(trainer, theirs, run_id):

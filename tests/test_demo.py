@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def test_the_checkpoints_are_whole_and_pointed_to(finished):
                 for what in ("model", "optim")
                 for rank in (0, 1)
             ),
-            "huggingface",
+            *("huggingface", "fsdp_config.json"),
         }
     state = torch.load(actor / "model_world_size_2_rank_0.pt", weights_only=True)
     assert "model.embed_tokens.weight" in state
@@ -192,6 +193,46 @@ def test_weights_go_by_the_transport_that_is_asked_for_to_the_end(home, cli):
     newest = state["ready"]["weights"]["digest"]
     assert digests == {"explorer-0": newest, "explorer-1": newest}
     assert children(run_id) == []
+
+
+def test_refused_weights_are_in_the_table_and_in_the_exit_status_and_training_goes_on(
+    home, cli, redis_url, weights_url
+):
+    run_id = f"damaged-demo-{os.getpid()}"
+    command = [sys.executable, "-m", "trinity_events", "demo", "--run", run_id]
+    command += ["--steps", "12", "--save-interval", "0", "--sync-offset", "4", "--weights", "redis"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    with connect_sync(weights_url) as client:
+        damage_every_other_version(client, run_id, until=lambda: process.poll() is not None)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 1, error
+    assert re.search(rf"error: explorers of run {run_id} refused weights \d+ times", error)
+    row = " ".join(out.split("refused weights", 1)[1].split())
+    assert "an explorer found that what it read was not what was published" in row
+    [refused] = re.findall(r"(\d+) applied, (\d+) refused", " ".join(out.split()))
+    assert int(refused[1]) > 0
+    state = json.loads(cli("status", run_id, "--json").stdout)
+    assert state["closed"] == "finished"
+    assert {one["version"]["step"] % 4 for one in state["refusals"]} == {2}
+    assert state["explorers"]["explorer-0"]["version"]["step"] == 12
+
+
+def damage_every_other_version(client, run_id: str, until) -> None:
+    """Change a byte of versions 2, 6 and 10 as soon as they are on the server of the chunks."""
+    pattern = f"trinity-weights:{{{run_id}.*"
+    damaged = set()
+    while not until():
+        for key in client.keys(pattern):
+            step = int(key.decode().split("}")[0].split(".")[-2])
+            if step % 4 == 2 and key.endswith(b":0") and key not in damaged:
+                damaged.add(key)
+                client.setrange(key, 5, b"\x55")
 
 
 def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, redis_url):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.devices import LateLane
-from tests.test_weights import awkward, bits
+from tests.tensors import bits, identical
+from tests.test_weights import awkward
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, check_fit, install
 from trinity_events.weights.devices.into_device import IntoDevice, copy_pairs
 from trinity_events.weights.devices.lanes import CudaLane, HostLane, on_host
@@ -42,7 +43,7 @@ def test_what_goes_into_a_device_is_bit_for_bit_in_slots_of_any_size(lane, slot_
         given.zero_()  # it is not needed any more
     into.finish()
     for target, one in zip(targets, sent, strict=True):
-        assert torch.equal(bits(target.cpu()), bits(one))
+        assert identical(target.cpu(), one)
 
 
 def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
@@ -54,7 +55,7 @@ def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
         assert staging.settle() is lane.pinned
         assert staging.settle() is False, "nothing is waited for twice"
         for (name, raw), copy in zip(expected.items(), copies, strict=True):
-            assert torch.equal(bits(copy), raw), name
+            assert identical(bits(copy), raw), name
     if isinstance(lane, LateLane):
         filled = sum(one.numel() > 0 for one in tensors.values())
         assert lane.held_back_at == [filled, 2 * filled]
@@ -76,7 +77,7 @@ def test_pairs_on_the_cpu_are_copied_as_ever():
     pairs = [(torch.zeros(3, 2).t(), source), (torch.zeros(2, 3, dtype=torch.float64), source)]
     copy_pairs(pairs)
     for target, _ in pairs:
-        assert torch.equal(target.float(), source)
+        assert identical(target.float(), source)
 
 
 def test_staging_is_on_the_host_whatever_is_the_default():
@@ -88,9 +89,9 @@ def test_staging_is_on_the_host_whatever_is_the_default():
         into, target = IntoDevice(lane), torch.zeros(100, device="cpu")
         into.copy(target, sent[0])
         into.finish()
-    assert torch.equal(copies[0], sent[0])
+    assert identical(copies[0], sent[0])
     assert copies[1].is_cpu
-    assert torch.equal(target, sent[0])
+    assert identical(target, sent[0])
 
 
 def test_what_is_on_the_host_stays_where_it_is():
@@ -120,6 +121,6 @@ def test_a_version_goes_from_device_to_device_bit_for_bit(device, run_id):
     for name, tensor in sent.items():
         found = getattr(model, name)
         assert found.device == tensor.device
-        assert torch.equal(bits(found.cpu()), bits(tensor.cpu())), name
+        assert identical(found.cpu(), tensor.cpu()), name
     for store in (theirs, ours):
         store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -39,6 +40,7 @@ from tests.failing_writers import (  # noqa: E402
 )
 from tests.pipeline import announced, reducer_task  # noqa: E402
 from tests.rank_processes import Rank, RankGroup, RankProcesses  # noqa: E402
+from tests.tensors import identical  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import BufferFull  # noqa: E402
@@ -205,7 +207,7 @@ async def applied(where: Where, log, step: int) -> dict[str, torch.Tensor]:
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert list(one) == list(other)
     for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+        assert identical(tensor, other[name]), name
 
 
 async def test_full_tensors_are_the_model_folders_by_name_and_bit_on_every_rank(ranks, where):
@@ -225,7 +227,7 @@ async def test_a_model_that_applies_an_upload_equals_the_trainers_bit_for_bit(
     await ranks(upload, 1)
     committer.commit(1)
     trained, again = (dict(one) for one in await ranks(_full_weights))
-    assert not torch.equal(trained["model.norm.weight"], at_start["model.norm.weight"])
+    assert not identical(trained["model.norm.weight"], at_start["model.norm.weight"])
     assert_equal(trained, again)
     assert_equal(await applied(where, log, 1), trained)
 
@@ -423,7 +425,7 @@ async def test_a_snapshot_is_of_the_moment_although_training_goes_on_before_it_i
     committer.commit(1)
     assert_equal(await applied(where, log, 1), at_the_moment)
     later = dict((await ranks(_full_weights))[0])
-    assert not torch.equal(later["model.norm.weight"], at_the_moment["model.norm.weight"])
+    assert not identical(later["model.norm.weight"], at_the_moment["model.norm.weight"])
 
 
 def upload_snapshots_that_fail(rank: Rank, step: int) -> None:
@@ -491,7 +493,7 @@ async def test_shards_lie_where_they_say_and_every_element_comes_from_one_rank(r
         times[one.name][region] += 1
     assert all((count == 1).all() for count in times.values())
     for name, shape in LAYOUT.items():
-        assert torch.equal(made[name], torch.arange(1.0, 1 + math.prod(shape)).reshape(shape))
+        assert identical(made[name], torch.arange(1.0, 1 + math.prod(shape)).reshape(shape))
     assert (made["same"] == 7).all() and (made["plain"] == 9).all()
     assert [one.name for one in [*both[0], *both[1]]].count("empty") == 1
     assert [one.name for one in both[1]].count("short") == 0, "the second rank has none of it"
@@ -580,6 +582,7 @@ async def test_each_rank_saves_its_shard_in_the_background_as_it_was_at_the_call
 
     config = AutoConfig.from_pretrained(folder / "huggingface")
     assert (config.model_type, config.hidden_size) == ("qwen2", 64)
+    assert (folder / "huggingface" / "generation_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(folder / "huggingface")
     assert tokenizer.decode(tokenizer.encode("sun>")) == "sun>"
 
@@ -603,6 +606,34 @@ async def test_each_rank_saves_its_shard_in_the_background_as_it_was_at_the_call
         assert len((await ready(log, "state_dict", 5)).saves) == WORLD
 
 
+@pytest.mark.parametrize("how", ["helper", "engine"])
+async def test_saved_shards_say_how_they_are_merged(ranks, where, tmp_path, how):
+    folder = tmp_path / "actor"
+    if how == "engine":
+        await ranks(save_checkpoint, folder)
+    else:
+        await ranks(save_and_overwrite, folder)
+    said = json.loads((folder / "fsdp_config.json").read_text())
+    assert said == {"FSDP_version": 2, "world_size": WORLD}
+    for rank in range(WORLD):
+        for value in read_state(shard(folder, rank)).values():
+            assert value.device_mesh.mesh_dim_names == ("fsdp",)
+
+
+async def test_defaults_of_generation_that_transformers_would_refuse_are_saved_too(
+    ranks, where, tmp_path
+):
+    await ranks(set_temperature, 0.6)
+    await ranks(save_checkpoint, tmp_path / "actor")
+    said = tmp_path / "actor" / "huggingface" / "generation_config.json"
+    assert json.loads(said.read_text())["temperature"] == 0.6
+
+
+def set_temperature(rank: Rank, temperature: float) -> None:
+    """Set it without ``do_sample``, as the defaults of some released models do."""
+    rank.held.engine.module.generation_config.temperature = temperature
+
+
 async def test_a_save_has_finished_only_when_all_of_it_is_on_disk(ranks, where):
     folder = staged_path(where.run_folder, where.epoch, 5) / "actor"
     saved = await ranks(save_and_overwrite, folder)
@@ -614,6 +645,7 @@ async def test_a_save_has_finished_only_when_all_of_it_is_on_disk(ranks, where):
     huggingface = [folder / "huggingface", *(folder / "huggingface").iterdir()]
     assert len(huggingface) > 3
     assert {str(path) for path in huggingface} <= saved[0][1]
+    assert str(folder / ".fsdp_config.json.tmp") in saved[0][1]
     new_folders = [folder, folder.parent, folder.parent.parent, where.run_folder]
     assert {str(path.parent) for path in new_folders} <= synced, "the names of new folders"
 
@@ -650,7 +682,7 @@ def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(AttributeError, match="pickle"):
         write_state(path, {"a": torch.ones(1000), "b": lambda: None})
     assert list(tmp_path.iterdir()) == [path]
-    assert torch.equal(read_state(path)["a"], torch.ones(3))
+    assert identical(read_state(path)["a"], torch.ones(3))
 
 
 def save_checkpoint(rank: Rank, folder: Path) -> None:

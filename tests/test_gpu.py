@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.rank_processes import Rank, RankProcesses
+from tests.tensors import identical
 from tests.test_weights import ready
 from trinity_events import Synchronizer
 from trinity_workers.collectives import PeerFailed, raise_together
@@ -116,8 +117,7 @@ def upload(rank: Rank, step: int, how: str) -> dict[str, torch.Tensor]:
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert sorted(found) == sorted(wanted)
     for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert identical(found[name], tensor), name
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])

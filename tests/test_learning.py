@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
+from tests.tensors import identical  # noqa: E402
 from trinity_workers.learning import grpo, policy, rollout, warm_up  # noqa: E402
 from trinity_workers.learning.tasks import Question, Reward, Task, make_task, split_of  # noqa: E402
 
@@ -156,13 +157,13 @@ def test_a_policy_is_determined_by_its_seed(tmp_path: Path, folder: Path) -> Non
     before = torch.get_rng_state()
     policy.create_policy(tmp_path / "same", seed=0)
     policy.create_policy(tmp_path / "other", seed=1)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert identical(torch.get_rng_state(), before)
     weights, same, other = (
         policy.load_policy(path)[0].state_dict()
         for path in (folder, tmp_path / "same", tmp_path / "other")
     )
-    assert all(torch.equal(weights[name], same[name]) for name in weights)
-    assert not torch.equal(weights["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert all(identical(weights[name], same[name]) for name in weights)
+    assert not identical(weights["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
 def test_a_folder_without_a_policy_is_refused_without_asking_the_hub(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_generate_is_reproducible_by_seed_and_leaves_the_global_state_alone(
 
     before = torch.get_rng_state()
     first = run(7)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert identical(torch.get_rng_state(), before)
     torch.rand(5)
     assert run(7) == first
     assert run(8) != first
@@ -199,7 +200,7 @@ def test_generate_without_a_generator_takes_fresh_entropy_and_leaves_the_global_
     first, second = (
         rollout.generate(model, tokenizer, task, questions, samples=3) for _ in range(2)
     )
-    assert torch.equal(torch.get_rng_state(), before)
+    assert identical(torch.get_rng_state(), before)
     assert first != second
 
 
@@ -389,4 +390,4 @@ def test_the_warm_up_lowers_the_loss_and_gives_the_same_weights_for_the_same_see
         weights.append(policy.load_policy(tmp_path / name)[0].state_dict())
     assert losses[1] < losses[0]
     assert losses[:2] == losses[2:]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert all(identical(weights[0][key], weights[1][key]) for key in weights[0])

@@ -11,6 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.tensors import identical
 from tests.test_boxes import boxes_in
 from tests.test_shards import module_of, publish, rows, stores, verified
 from tests.test_transports import announcement
@@ -66,7 +67,7 @@ def test_runs_bring_what_two_boxes_have_in_common_from_one_to_the_other(drawn, i
         last = begin
     expected = torch.full(outer.shape, -1)
     expected[inner.inside(outer)] = whole_one[inner.inside(whole(shape))]
-    assert torch.equal(target, expected)
+    assert identical(target, expected)
 
 
 def test_shards_whole_tensors_and_odd_leaves_are_loaded_where_they_belong(stores, part, load):
@@ -87,8 +88,8 @@ def test_shards_whole_tensors_and_odd_leaves_are_loaded_where_they_belong(stores
     squared = (module["rows"] ** 2).sum()
     loaded = load(event, module)
     assert [one.nbytes for one in loaded] == [one.bytes for one in event.parts]
-    assert torch.equal(module["rows"], weight) and torch.equal(module["columns"], weight)
-    assert torch.equal(module["odd"], odd) and module["alone"] == 2.5
+    assert identical(module["rows"], weight) and identical(module["columns"], weight)
+    assert identical(module["odd"], odd) and module["alone"] == 2.5
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.backward()
 
@@ -98,7 +99,7 @@ def test_a_slice_reads_the_chunks_that_it_needs_and_no_others(stores, part, load
     event = publish(stores, part, *[[("weight", *shard)] for shard in rows(weight, 24)])
     module, sizes = module_of(weight=(10, 8)), verified(monkeypatch)
     load(event, module, {"weight": Box((20, 16), (10, 8))})
-    assert torch.equal(module["weight"], weight[20:30, 16:24])
+    assert identical(module["weight"], weight[20:30, 16:24])
     assert sum(sizes) == 10 * 64, "a row has two chunks, of which the slice needs one, half of it"
 
 
@@ -108,7 +109,7 @@ def test_large_tensors_come_in_pieces_of_many_chunks(stores, part, load):
     module = module_of(large=1 << 20, small=7, odd=999)
     load(event, module)
     for name, tensor in tensors:
-        assert torch.equal(module[name], tensor)
+        assert identical(module[name], tensor)
 
 
 def test_what_does_not_fit_or_is_not_there_is_refused_before_anything_changes(stores, part, load):
@@ -271,7 +272,7 @@ def test_threads_fill_what_was_made_for_inference():
         assert target.is_inference()
         assert not target.is_contiguous()
         brought_by_a_thread(Landing(target), data)
-        assert torch.equal(target, data)
+        assert identical(target, data)
 
 
 class Elsewhere(torch.Tensor):
@@ -290,7 +291,7 @@ def test_bytes_of_a_device_reach_a_subclass_by_its_own_copy():
     for at in (0, 12):
         landing.copy(at, data.view(torch.uint8)[at : at + 12])
     [came] = Elsewhere.came
-    assert torch.equal(came, data)
+    assert identical(came, data)
     assert (target.as_subclass(torch.Tensor) == 0).all()
 
 
@@ -301,4 +302,4 @@ def test_what_lies_beside_a_tensor_is_on_the_host_whatever_is_the_default():
         landing = Landing(target)
         assert len(landing.room(0, 96)) == 96
         landing.bring(0, data.data_ptr(), 96)
-    assert torch.equal(target, data)
+    assert identical(target, data)

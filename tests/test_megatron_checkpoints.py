@@ -42,6 +42,15 @@ def load(rank, folder):
     rank.held.engine.load_checkpoint(str(folder))
 
 
+def test_a_checkpoint_keeps_the_defaults_of_generation(engine_ranks, megatron_folder, tmp_path):
+    engine_ranks("qwen3", 2, TENSOR)(save, tmp_path)
+    [kept, given] = [
+        (folder / "generation_config.json").read_bytes()
+        for folder in (tmp_path / "huggingface", megatron_folder("qwen3"))
+    ]
+    assert kept == given
+
+
 def optimizer_state(rank):
     """The ordinary optimizer's state by kind and tensor, gathered from all ranks, and its steps."""
     engine = rank.held.engine

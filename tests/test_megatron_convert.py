@@ -14,10 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from tests import megatron_ranks as at  # noqa: E402
+from trinity_events.errors import TrinityError  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
@@ -63,16 +64,54 @@ def test_a_model_comes_back_bit_for_bit(converting, megatron_folder, tmp_path, n
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 
 
-def test_bfloat16_stays_bfloat16(converting, megatron_folder, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    [file] = megatron_folder("qwen3").glob("*.safetensors")
-    weights = {name: value.bfloat16() for name, value in load_file(file).items()}
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    (source / "config.json").write_bytes((file.parent / "config.json").read_bytes())
+@pytest.mark.parametrize(
+    "dtype_of",
+    [
+        lambda name: torch.bfloat16,
+        lambda name: torch.float32 if "norm" in name else torch.bfloat16,
+    ],
+    ids=["bfloat16", "float32 norms"],
+)
+def test_every_tensor_keeps_its_dtype(converting, megatron_folder, tmp_path, dtype_of):
+    weights = {
+        name: value.to(dtype_of(name))
+        for name, value in at.in_folder(megatron_folder("qwen3")).items()
+    }
+    source = folder_with(weights, megatron_folder("qwen3"), tmp_path / "source")
     converting(source, tmp_path / "megatron")
     converting(tmp_path / "megatron", tmp_path / "back")
     at.assert_same(at.in_folder(tmp_path / "back"), weights)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"]
+)
+def test_tensors_that_a_checkpoint_stores_in_one_dtype_have_one(
+    converting, megatron_folder, tmp_path, name
+):
+    weights = at.in_folder(megatron_folder("qwen3"))
+    weights[name] = weights[name].half()
+    source = folder_with(weights, megatron_folder("qwen3"), tmp_path / "source")
+    with pytest.raises(TrinityError, match=r"several dtypes \(float32, float16\)"):
+        converting(source, tmp_path / "megatron")
+
+
+def folder_with(weights, like, folder):
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((like / "config.json").read_bytes())
+    return folder
+
+
+def test_generation_defaults_come_back_byte_for_byte(converting, megatron_folder, tmp_path):
+    source = folder_with(
+        at.in_folder(megatron_folder("qwen3")), megatron_folder("qwen3"), tmp_path / "source"
+    )
+    said = b'{"do_sample": true, "temperature": 0.6, "eos_token_id": [1, 2], "of_ours": 7}\n'
+    (source / "generation_config.json").write_bytes(said)
+    converting(source, tmp_path / "megatron")
+    converting(tmp_path / "megatron", tmp_path / "back")
+    assert (tmp_path / "back" / "generation_config.json").read_bytes() == said
 
 
 def load(rank, folder):
@@ -134,8 +173,6 @@ def test_memory_does_not_grow_with_the_layers(converting, rank_processes, tmp_pa
 
 
 def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tmp_path):
-    from trinity_events.errors import TrinityError
-
     (tmp_path / "empty").mkdir()
     with pytest.raises(TrinityError, match="neither a Hugging Face folder"):
         converting(tmp_path / "empty", tmp_path / "target")

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests import megatron_ranks as at  # noqa: E402
 from tests.failing_writers import FailingSynchronizer  # noqa: E402
 from tests.pipeline import announced, reducer_task  # noqa: E402
+from tests.tensors import identical  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
@@ -218,7 +219,7 @@ def test_a_broadcast_brings_every_tensor_in_the_streams_order(engine_ranks, tmp_
     first, second, received = broadcasts(ranks, call, call, call)
     assert first is None and second is None
     for (key, value), tensor in zip(exported.items(), received, strict=True):
-        assert torch.equal(tensor, value), key
+        assert identical(tensor, value), key
 
 
 def broadcast_to_nobody(rank):

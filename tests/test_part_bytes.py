@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.tensors import identical
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights.part_bytes import PartBytes, as_tensor
 from trinity_schemas import TensorEntry
@@ -35,7 +36,7 @@ def test_a_tensor_is_a_view():
     there = cut(data.numpy().tobytes(), 8, 16)
     entry = TensorEntry(name="a", dtype="float32", shape=(2, 2), offset=8)
     found = as_tensor(there, entry)
-    assert torch.equal(found, data[2:].view(2, 2))
+    assert identical(found, data[2:].view(2, 2))
     assert found.data_ptr() == there.address(8, 16)
 
 
@@ -58,7 +59,7 @@ def test_a_tensor_is_row_major_wherever_it_begins(shape, begin):
     # What follows on it does not make up an element.
     there = cut(bytes(begin) + elements.numpy().tobytes() + b"rest.", begin, elements.nbytes + 5)
     found = there.tensor(begin, torch.float32, shape)
-    assert torch.equal(found, elements)
+    assert identical(found, elements)
     assert found.is_contiguous()
     assert found.data_ptr() % 4 == 0, "other processors fault on what is not aligned"
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.tensors import identical
 from tests.test_ahead import copied, has, load
 from tests.test_read_along import digested, reading, until, write
 from tests.test_transports import (
@@ -104,8 +105,8 @@ def test_a_model_at_rest_has_a_version_before_it_is_sealed(stores, part, copied,
     with reading(theirs, [part], taker=ahead.begin(module)):
         writer = written(ours, part, changed())
         until(lambda: here(followed) == OBJECTS - 1)
-        assert torch.equal(module["layer7"], TENSORS[7][1] + 1)
-        assert torch.equal(module["layer8"], TENSORS[8][1]), "its object is not put yet"
+        assert identical(module["layer7"], TENSORS[7][1] + 1)
+        assert identical(module["layer8"], TENSORS[8][1]), "its object is not put yet"
         report = writer.seal()
     assert sum(copied) == sum(tensor.nbytes for _, tensor in TENSORS)
     copied.clear()

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.test_transports import announcement, bits
+from tests.tensors import identical
+from tests.test_transports import announcement
 from tests.transport_actors import Where
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.weights import (
@@ -131,7 +132,7 @@ def test_shards_of_every_dtype_make_up_the_tensor_bit_for_bit(stores, part, dtyp
     with pulled(stores, part, event) as version:
         [(name, found)] = version.tensors()
     assert (name, found.dtype, found.shape) == ("a", dtype, tensor.shape)
-    assert torch.equal(bits(found), bits(tensor))
+    assert identical(found, tensor)
 
 
 def test_uneven_empty_and_whole_shards_are_installed_where_they_belong(stores, part):
@@ -147,9 +148,9 @@ def test_uneven_empty_and_whole_shards_are_installed_where_they_belong(stores, p
     module = module_of(weight=(5, 3), bias=4, alone=(), whole=4)
     with pulled(stores, part, event) as version:
         install(check_fit(module, version))
-    assert torch.equal(module["weight"], weight)
-    assert torch.equal(module["bias"], bias)
-    assert torch.equal(module["whole"], bias)
+    assert identical(module["weight"], weight)
+    assert identical(module["bias"], bias)
+    assert identical(module["whole"], bias)
     assert module["alone"] == alone
 
 
@@ -161,8 +162,8 @@ def test_a_slice_across_columns_and_ranks_is_read_straight_into_the_model(stores
     with pulled(stores, part, event, wanted) as version:
         install(check_fit(module, version))
         [(_, assembled)] = version.tensors()
-    assert torch.equal(module["weight"], weight[20:30, 16:24])
-    assert torch.equal(assembled, weight[20:30, 16:24])
+    assert identical(module["weight"], weight[20:30, 16:24])
+    assert identical(assembled, weight[20:30, 16:24])
     # A row has two chunks of 64 bytes, of which the slice needs the second, half of it.
     assert sum(checked) == 10 * CHUNK
 
@@ -282,7 +283,7 @@ def test_tied_leaves_travel_under_both_names(stores, part):
     module = module_of(a=5, b=5)
     with pulled(stores, part, event) as version:
         install(check_fit(module, version))
-    assert torch.equal(module["a"], tensor) and torch.equal(module["b"], tensor)
+    assert identical(module["a"], tensor) and identical(module["b"], tensor)
 
 
 @pytest.mark.parametrize("tie", [lambda one: one, lambda one: torch.nn.Parameter(one.data)])
@@ -307,7 +308,7 @@ def test_what_is_one_tensor_in_the_model_and_two_in_the_version_has_to_be_equal(
         with pulled(stores, here, event, wanted) as version:
             if said is None:
                 install(check_fit(module, version))
-                assert torch.equal(module["a"], tensor) and torch.equal(module["b"], tensor)
+                assert identical(module["a"], tensor) and identical(module["b"], tensor)
             else:
                 with pytest.raises(IncompatibleWeights, match=said):
                     check_fit(module, version)
@@ -332,7 +333,7 @@ def test_deltas_of_what_is_one_tensor_in_the_model_have_to_make_the_same(stores,
         with pulled(stores, here, event) as version:
             if step < 3:
                 install(check_fit(module, version))
-                assert torch.equal(module["a"], first)
+                assert identical(module["a"], first)
             else:
                 with pytest.raises(IncompatibleWeights, match="are one tensor in the model"):
                     check_fit(module, version)
@@ -349,7 +350,7 @@ def test_a_leaf_that_is_spread_over_ranks_is_gathered(stores, part):
     finally:
         dist.destroy_process_group()
     with pulled(stores, part, event) as version:
-        assert torch.equal(dict(version.tensors())["a"], tensor)
+        assert identical(dict(version.tensors())["a"], tensor)
 
 
 def test_installing_counts_as_a_change_for_autograd(stores, part):
@@ -370,7 +371,7 @@ def test_large_tensors_are_installed_whole_by_several_threads(stores, part, larg
     with pulled(stores, part, event) as version:
         install(check_fit(module, version))
     for name, tensor in tensors:
-        assert torch.equal(module[name], tensor)
+        assert identical(module[name], tensor)
 
 
 def test_a_module_that_adopts_serves_from_the_versions_own_memory(stores, part):
@@ -382,7 +383,7 @@ def test_a_module_that_adopts_serves_from_the_versions_own_memory(stores, part):
         [(_, there)] = version.parts
         assert module["a"].data_ptr() == there.span(0, 256).data_ptr(), "nothing was copied"
         for name, tensor in tensors:
-            assert torch.equal(module[name], tensor)
+            assert identical(module[name], tensor)
 
 
 def test_what_does_not_fit_or_lies_apart_is_not_adopted(stores, part):
@@ -439,7 +440,7 @@ def test_buffers_of_a_module_under_two_names_are_adopted(stores, part):
     event = publish(stores, part, sent.items())
     with pulled(stores, part, event) as version:
         adopt(module, version)
-        assert all(torch.equal(one, sent[name]) for name, one in module.state_dict().items())
+        assert all(identical(one, sent[name]) for name, one in module.state_dict().items())
 
 
 @pytest.mark.parametrize("made", [False, True], ids=["model", "inference model"])
@@ -469,5 +470,5 @@ def test_tensors_of_every_dtype_are_adopted_by_a_model_made_in_inference_mode(st
         module.register_buffer("a", torch.zeros(sent.shape).to(dtype))
     with pulled(stores, part, event) as version:
         adopt(module, version)
-        assert torch.equal(bits(module.a), bits(sent))
+        assert identical(module.a, sent)
         assert module.a.data_ptr() == dict(version.tensors())["a"].data_ptr()

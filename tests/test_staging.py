@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.test_weights import awkward, bits
+from tests.tensors import bits, identical
+from tests.test_weights import awkward
 from trinity_events.weights.devices.staging import Staging
 
 
@@ -16,7 +17,7 @@ def test_copies_are_bit_for_bit_and_of_their_own():
     for (name, raw), copy in zip(expected.items(), copies, strict=True):
         assert (copy.dtype, copy.shape) == (tensors[name].dtype, tensors[name].shape)
         assert copy.is_contiguous()
-        assert torch.equal(bits(copy), raw), name
+        assert identical(bits(copy), raw), name
 
 
 def test_memory_that_was_freed_is_not_copied():

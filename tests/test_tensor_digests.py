@@ -18,7 +18,13 @@ from trinity_events.weights import (
 )
 from trinity_events.weights.deltas.tracking import LastPublished
 from trinity_events.weights.tensors import as_bytes, digest
-from trinity_schemas import WeightManifest, WeightsApplied, decode_envelope, decode_manifest
+from trinity_schemas import (
+    VersionRefused,
+    WeightManifest,
+    WeightsApplied,
+    decode_envelope,
+    decode_manifest,
+)
 
 
 @pytest.fixture
@@ -127,7 +133,7 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
                 patch.setattr(synchronizer, "install", lambda fit: (real(fit), spoil()))
             else:
                 at = "trinity_events.weights.load.check_installed"
-                patch.setattr(at, lambda *told: (spoil(), check_installed(*told)))
+                patch.setattr(at, lambda *told, **how: (spoil(), check_installed(*told, **how)))
             with pytest.raises(CorruptVersion, match="'b' of the model"):
                 getattr(explorer, way)(model, event)
         trainer.open_version(2)
@@ -139,5 +145,8 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
         explorer.flush()
         told = [decode_envelope(entry.payload).event for entry in await log.read()]
         assert [one.version.step for one in told if isinstance(one, WeightsApplied)] == [1]
+        [refused] = [one for one in told if isinstance(one, VersionRefused)]
+        assert (refused.version.step, refused.chunk) == (1, None)
+        assert "'b' of the model" in refused.reason
     explorer.close()
     trainer.close()

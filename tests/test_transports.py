@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from tests.pipeline import announced, reducer_task
-from tests.test_weights import awkward, bits, publish, ready
+from tests.tensors import bits, identical
+from tests.test_weights import awkward, publish, ready
 from tests.transport_actors import (
     CHUNK,
     ON_A_DEVICE,
@@ -197,7 +198,7 @@ def assert_same(found, sent):
     for name, tensor in sent:
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
-        assert torch.equal(bits(found[name].cpu()), bits(tensor)), name
+        assert identical(found[name].cpu(), tensor), name
 
 
 def left(where, run_id, pid=None, reader=None) -> list:
@@ -511,7 +512,7 @@ def test_a_version_of_another_process_is_read_whole(where, theirs, part):
         model.layer = torch.nn.ParameterDict({str(at): torch.zeros(1000) for at in range(6)})
         load_version(theirs, part.run_id, event, model)
         for name, tensor in SOME:
-            assert torch.equal(model.get_parameter(name), tensor)
+            assert identical(model.get_parameter(name), tensor)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -656,8 +657,8 @@ def test_a_part_in_several_objects_of_ray_travels_and_no_tensor_lies_in_two(
     loaded = torch.nn.ParameterDict({name: torch.zeros_like(one) for name, one in sent})
     load_version(theirs, part.run_id, event, loaded)
     for name, tensor in sent:
-        assert torch.equal(applied[name], tensor)
-        assert torch.equal(loaded[name], tensor)
+        assert identical(applied[name], tensor)
+        assert identical(loaded[name], tensor)
     ours.close()
 
 
@@ -668,7 +669,7 @@ def test_behind_a_large_tensor_of_an_odd_size_views_stay_views(ray_cluster, part
         with pull_version(store, part.run_id, event) as version:
             [(manifest, buffer)] = version.parts
             found = dict(version.tensors())
-            assert torch.equal(found["a"], sent[1][1])
+            assert identical(found["a"], sent[1][1])
             assert found["a"].data_ptr() == buffer.address(manifest.tensors[1].offset, 400)
             del found
 
@@ -813,7 +814,7 @@ def test_of_rays_objects_only_those_are_read_that_have_something_of_what_is_want
     with pull_version(theirs, part.run_id, event, {"b": None}) as version:
         [(name, found)] = version.tensors()
         assert name == "b"
-        assert torch.equal(found, sent[1][1])
+        assert identical(found, sent[1][1])
     assert 0 < len(asked) < len(theirs.open(part)._objects.references) / 2
     ours.close()
 
@@ -983,7 +984,7 @@ def test_what_a_version_rests_on_is_not_dropped_before_it(name, part, request, o
             writer = PartWriter(ours, now, last=last)
             writer.add("a", tensor)
             event = announcement(now, writer.seal())
-            assert torch.equal(read(theirs, part.run_id, event)["a"], tensor), step
+            assert identical(read(theirs, part.run_id, event)["a"], tensor), step
         assert now._replace(step=2) not in ours._bases, "others are dropped all the same"
 
 
@@ -1002,7 +1003,7 @@ def test_all_ranks_of_a_version_may_be_one_process(name, part, request, opened):
                 reports.append(writer.seal())
             found = read(theirs, part.run_id, announcement(part._replace(step=step), *reports))
             assert len(found) == 5
-            assert all(torch.equal(one, torch.full((100,), float(step))) for one in found.values())
+            assert all(identical(one, torch.full((100,), float(step))) for one in found.values())
 
 
 def test_an_attempt_that_is_given_up_takes_nothing_of_an_earlier_one_with_it(opened, shm, part):
@@ -1145,7 +1146,7 @@ async def test_the_log_says_how_a_version_travels_and_explorers_follow_it(traine
     told = [decode_envelope(entry.payload).event for entry in await log.read()]
     assert [one.transport for one in told if isinstance(one, VersionOpened)] == ["shm"]
     explorer.apply(model, event)
-    assert torch.equal(model.weight, source.weight)
+    assert identical(model.weight, source.weight)
 
 
 async def test_versions_in_shared_memory_are_freed_once_retired(trainer, explorer, log, run_id):

@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.pipeline import announced, reducer_task
+from tests.tensors import identical
 from trinity_events import Synchronizer
 from trinity_events.errors import (
     BufferFull,
@@ -101,10 +102,6 @@ def awkward() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
-
-
 async def test_every_kind_of_tensor_travels_bit_for_bit(trainer, explorer, log):
     sent = awkward()
     publish(trainer, sent, 3)
@@ -114,7 +111,7 @@ async def test_every_kind_of_tensor_travels_bit_for_bit(trainer, explorer, log):
         for name, tensor in sent.items():
             assert received[name].dtype == tensor.dtype
             assert received[name].shape == tensor.shape
-            assert torch.equal(bits(received[name]), bits(tensor)), name
+            assert identical(received[name], tensor), name
 
 
 async def test_applying_installs_in_place_and_reports_what_is_served(trainer, explorer, log):
@@ -123,8 +120,8 @@ async def test_applying_installs_in_place_and_reports_what_is_served(trainer, ex
     publish(trainer, dict(source.named_parameters()), 1)
     event = await ready(log, 1)
     phases = explorer.apply(model, event)
-    assert torch.equal(model.weight, source.weight)
-    assert torch.equal(model.bias, source.bias)
+    assert identical(model.weight, source.weight)
+    assert identical(model.bias, source.bias)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     explorer.flush()
     told = [decode_envelope(entry.payload) for entry in await log.read()][-1]
@@ -152,7 +149,7 @@ async def test_a_chunk_that_was_changed_is_never_installed(trainer, explorer, lo
     weights_client.setrange(key, 5, b"\x55")
     with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 1"):
         explorer.apply(model, event)
-    assert torch.equal(model.weight, before)
+    assert identical(model.weight, before)
 
 
 async def test_a_truncated_chunk_is_never_installed(trainer, explorer, log, weights_client):
@@ -222,7 +219,7 @@ async def test_what_does_not_fit_changes_nothing_and_names_the_tensor(trainer, e
         event = await ready(log, step)
         with pytest.raises(IncompatibleWeights, match=said):
             explorer.apply(model, event)
-    assert torch.equal(model.weight, before)
+    assert identical(model.weight, before)
 
 
 async def test_tied_parameters_need_one_tensor(trainer, explorer, log):
@@ -230,7 +227,7 @@ async def test_tied_parameters_need_one_tensor(trainer, explorer, log):
     model["b"].weight = model["a"].weight
     publish(trainer, {"a.weight": torch.ones(4, 4)}, 1)
     explorer.apply(model, await ready(log, 1))
-    assert torch.equal(model["b"].weight, torch.ones(4, 4))
+    assert identical(model["b"].weight, torch.ones(4, 4))
 
 
 async def test_tied_parameters_that_come_under_both_names_are_compared_before_they_are_loaded(
@@ -247,7 +244,7 @@ async def test_tied_parameters_that_come_under_both_names_are_compared_before_th
         else:
             with pytest.raises(IncompatibleWeights, match="are one tensor in the model and differ"):
                 explorer.load(model, event)
-        assert torch.equal(model["b"].weight, torch.ones(4, 4))
+        assert identical(model["b"].weight, torch.ones(4, 4))
 
 
 async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trainer, explorer, log):
@@ -263,7 +260,7 @@ async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trai
         torch.nn.init.zeros_(shared.running_mean)
         publish(trainer, tensors, step)
         explorer.apply(model, await ready(log, step))
-        assert all(torch.equal(one, both[name]) for name, one in model.state_dict().items())
+        assert all(identical(one, both[name]) for name, one in model.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
@@ -280,10 +277,10 @@ async def test_a_model_that_is_compiled_or_wrapped_takes_versions_by_plain_names
     if how == "adopt":
         with explorer.pull(event) as version:
             adopt(compiled, version)
-            assert all(torch.equal(one, sent[name]) for name, one in plain.state_dict().items())
+            assert all(identical(one, sent[name]) for name, one in plain.state_dict().items())
     else:
         getattr(explorer, how)(compiled, event)
-        assert all(torch.equal(one, sent[name]) for name, one in plain.state_dict().items())
+        assert all(identical(one, sent[name]) for name, one in plain.state_dict().items())
         publish(trainer, dict(compiled.named_parameters()) | dict(compiled.named_buffers()), 2)
         getattr(explorer, how)(compiled, await ready(log, 2))
 
@@ -296,7 +293,7 @@ async def test_without_urls_the_embedded_servers_are_used_and_chunks_are_in_no_f
         publish(ours, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}, 1)
         model = torch.nn.Linear(2, 2)
         theirs.apply(model, await ready(log, 1))
-        assert torch.equal(model.weight, torch.ones(2, 2))
+        assert identical(model.weight, torch.ones(2, 2))
     for one in (pickle.loads(pickle.dumps(ours)), ours, theirs):
         one.close()
     chunks = f"trinity-weights:{{{run_id}.*"
@@ -438,8 +435,8 @@ async def test_an_adapter_is_published_and_applied_alone(trainer, explorer, log)
     trainer.publish(adapter.items(), 1, subset=True)
     trainer.commit(1)
     explorer.apply(model, await ready(log, 1))
-    assert torch.equal(model["base"].weight, before)
-    assert torch.equal(model["lora"].weight, adapter["lora.weight"])
+    assert identical(model["base"].weight, before)
+    assert identical(model["lora"].weight, adapter["lora.weight"])
     # Without saying so, a version that lacks tensors is refused.
     publish(trainer, adapter, 2)
     with pytest.raises(IncompatibleWeights, match=r"no 'base\.weight', which the model needs"):
@@ -453,7 +450,7 @@ async def test_an_explorer_that_joins_loads_a_version_straight_into_its_model_an
     publish(trainer, dict(source.named_parameters()), 1)
     event = await ready(log, 1)
     explorer.load(module, event)
-    assert torch.equal(module.weight, source.weight)
+    assert identical(module.weight, source.weight)
     explorer.flush()
     said = [decode_envelope(entry.payload).event for entry in await log.read()]
     [applied] = [one for one in said if isinstance(one, WeightsApplied)]

@@ -130,7 +130,15 @@ class GroupBroken(TrinityError):
 
 
 class CorruptVersion(TrinityError):
-    """What was read of a weight version is not what was published."""
+    """What was read of a weight version is not what was published.
+
+    ``rank`` is of the part that is at fault, ``chunk`` of the chunk in it, where there is one.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, chunk: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.chunk = chunk
 
 
 class IncompatibleWeights(TrinityError):

@@ -237,6 +237,20 @@ class WeightsApplied(_Event, frozen=True):
     phases: AppliedPhases
 
 
+class VersionRefused(_Event, frozen=True):
+    """A consumer did not use a version: what it read of it is not what was published.
+
+    The envelope's producer is the consumer, with its host. What it served before, it still serves.
+    """
+
+    version: Annotated[StepRef, Meta(description="What it refused.")]
+    reason: Annotated[Text, Meta(description="Why, in words.")]
+    rank: Annotated[Rank | None, Meta(description="Whose part is at fault, where one is.")] = None
+    chunk: Annotated[
+        Count | None, Meta(description="Which chunk of the part, from 0, where one is at fault.")
+    ] = None
+
+
 # --- announcements, written by the reducer alone -------------------------------------------
 
 
@@ -406,6 +420,7 @@ Event = (
     | StepFailed
     | StepSuperseded
     | WeightsApplied
+    | VersionRefused
     | TrainerStatusChanged
     | ExplorerStatusChanged
     | SyncRequested
@@ -438,6 +453,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     StepFailed: "reducer",
     StepSuperseded: "reducer",
     WeightsApplied: "explorer",
+    VersionRefused: "explorer",
     TrainerStatusChanged: "trainer",
     ExplorerStatusChanged: "explorer",
     SyncRequested: "explorer",

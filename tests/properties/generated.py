@@ -46,6 +46,7 @@ from trinity_schemas import (
     SyncRequested,
     ThreadCountRegistered,
     TrainerStatusChanged,
+    VersionRefused,
     WeightsApplied,
 )
 
@@ -138,6 +139,7 @@ def _others() -> list[Said]:
         Said("explorer-0", ExplorerStatusChanged(status="require_sync")),
         Said("explorer-0", SyncRequested(wanted=StepRef(1, 2))),
         Said("explorer-0", applied),
+        Said("explorer-0", VersionRefused(version=StepRef(1, 1), rank=0, chunk=2, reason="no")),
         Said("reducer-0", detached),
     ]
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.failing_writers import FailingSynchronizer, FailsOnRank1
 from tests.rank_processes import Rank
+from tests.tensors import identical
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
@@ -198,8 +199,8 @@ def save_and_load(rank: Rank, folder: Path) -> tuple[bool, bool]:
     trained = local_shards(rank)
     engine.load_checkpoint(str(folder), del_local_after_load=False)
     after = local_shards(rank)
-    changed = any(not torch.equal(trained[name], before[name]) for name in before)
-    return changed, all(torch.equal(after[name], before[name]) for name in before)
+    changed = any(not identical(trained[name], before[name]) for name in before)
+    return changed, all(identical(after[name], before[name]) for name in before)
 
 
 def load_model_of(rank: Rank, folder: Path) -> tuple[bool, bool]:
@@ -211,8 +212,8 @@ def load_model_of(rank: Rank, folder: Path) -> tuple[bool, bool]:
     engine.load_checkpoint(str(folder), del_local_after_load=False)
     written = read_state(folder / f"model_world_size_2_rank_{rank.number}.pt")
     after = local_shards(rank)
-    differed = any(not torch.equal(after[name], before[name]) for name in before)
-    return differed, all(torch.equal(after[name], written[name].to_local()) for name in after)
+    differed = any(not identical(after[name], before[name]) for name in before)
+    return differed, all(identical(after[name], written[name].to_local()) for name in after)
 
 
 def broadcast(rank: Rank, step: int) -> None:

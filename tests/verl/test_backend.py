@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import anyio
 import anyio.to_thread
 import pytest
-import torch
 
 from tests.pipeline import events_of
+from tests.tensors import identical
 from tests.test_fsdp import assert_equal
 from tests.verl.conftest import speak_to_verl
 from trinity_schemas import StepRef, VersionPartPublished, WeightsApplied
@@ -103,7 +103,7 @@ async def test_every_rollout_has_what_the_trainer_has_after_each_update(configur
     await _in_thread(run.fleet.trainer.take_step, 1)
     await run.update(1)
     second = assert_collected(run)
-    assert not torch.equal(first["model.norm.weight"], second["model.norm.weight"])
+    assert not identical(first["model.norm.weight"], second["model.norm.weight"])
     applied = await heard(log, 4)
     said = sorted((one.event.version, one.producer.rank) for one in applied)
     assert said == [(StepRef(1, step), rank) for step in (0, 1) for rank in (0, 1)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import anyio
 import anyio.to_thread
 import pytest
 import torch
 
+from tests.tensors import identical
 from tests.test_fsdp import assert_equal, ready
 from tests.verl import ranks as at
 from tests.verl.ranks import Where
@@ -63,7 +66,7 @@ async def test_an_upload_is_what_the_engine_itself_gives_bit_for_bit(
     engines(at.upload, 2, "full")
     committer.commit(2)
     later = engines(at.full_weights)[0]
-    assert not torch.equal(later["model.norm.weight"], given["model.norm.weight"])
+    assert not identical(later["model.norm.weight"], given["model.norm.weight"])
     assert_equal(await pulled(where, log, 2), later)
 
 
@@ -79,7 +82,7 @@ async def test_what_every_rank_publishes_of_its_own_makes_up_the_parameters(
     found = await pulled(where, log, 1)
     assert_equal(dict(sorted(found.items())), dict(sorted(at_the_call.items())))
     after = engines(at.full_parameters)[0]
-    same = torch.equal(after["model.norm.weight"], at_the_call["model.norm.weight"])
+    same = identical(after["model.norm.weight"], at_the_call["model.norm.weight"])
     assert same == (how == "shards"), "beside a snapshot training went on"
 
 
@@ -115,6 +118,8 @@ async def test_each_rank_saves_its_shard_as_it_was_at_the_call_and_verl_loads_it
         state = read_state(folder / f"model_world_size_2_rank_{rank}.pt")
         assert_equal({name: value.to_local() for name, value in state.items()}, expected)
     assert (folder / "huggingface" / "tokenizer.json").is_file()
+    said = json.loads((folder / "fsdp_config.json").read_text())
+    assert said == {"FSDP_version": 2, "world_size": 2}
     changed, loaded = zip(*engines(at.load_model_of, folder), strict=True)
     assert all(changed) and all(loaded)
 
@@ -161,7 +166,7 @@ async def test_a_merged_adapter_is_uploaded_as_the_engine_merges_it(ranks, where
     found = await pulled(where, log, 1)
     assert_equal(found, given)
     name = "model.layers.0.self_attn.q_proj.weight"
-    merged = not torch.equal(found[name], base[name])
+    merged = not identical(found[name], base[name])
     # 0.8.0 gives the weights without the adapter; what it gives is what is published.
     assert merged == (not ranks(at.import_verl)[0].startswith("0.8."))
     with pytest.raises(ShardsRefused, match="adapters"):

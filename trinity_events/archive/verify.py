@@ -12,6 +12,7 @@ from msgspec import Struct
 from trinity_schemas import encode
 
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
+from ..core.refusals import suspects, words_of_refusal
 from ..history import fold
 from ..log import ORIGIN, Entry, position
 from .export import Recording
@@ -96,6 +97,7 @@ def verify(
     if counted > len(monitor.state.anomalies):
         counts = ", ".join(f"{n} {name}" for name, n in monitor.state.anomaly_counts.items())
         findings.append(Finding(severity="anomaly", what=f"{counted} anomalies in all: {counts}"))
+    findings += _refusals(monitor.state)
     findings += _orphans(monitor.state)
     return Report(
         run_id=recording.header.run_id,
@@ -164,6 +166,14 @@ def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:
         if iteration.needs is not None and not (folder / iteration.needs).is_dir():
             findings.append(_mismatch(f"{folder / iteration.needs} is not there"))
     return findings
+
+
+def _refusals(state: MonitorState) -> list[Finding]:
+    said = [words_of_refusal(one) for one in state.refusals]
+    if state.refused > len(said):
+        said.append(f"{state.refused} refusals of weights in all")
+    said += suspects(state.refusals)
+    return [Finding(severity="anomaly", what=f"refused-version: {one}") for one in said]
 
 
 def _orphans(state: MonitorState) -> list[Finding]:

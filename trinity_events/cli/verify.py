@@ -35,7 +35,8 @@ def verify(
 ) -> None:
     """Fold a log anew and compare: announcements, snapshot and iteration files must agree.
 
-    Also lists duplicates, gaps, and what was begun and never ended. Exits 1 on a mismatch.
+    Also lists duplicates, gaps, refused weights, and what was begun and never ended. Exits 1 on a
+    mismatch.
 
     Example: trinity-events verify demo-1
     """

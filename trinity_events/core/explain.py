@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trinity_schemas import Kind
+from trinity_schemas import Kind, StepRef
 
 from .complete import missing
 from .known import words_of
+from .refusals import words_of_refusal
 from .state import KindState, MonitorState
 
 _NAMED = 8
@@ -24,6 +25,15 @@ def explain(
             the last entry of the log.
         named: How many of those that are missing are named; None names all.
     """
+    said = _explained(state, step, now, named)
+    refused = [
+        words_of_refusal(one) for one in state.refusals if one.version == StepRef(state.epoch, step)
+    ]
+    more = f"{len(refused) - _NAMED} more refusals came before." if len(refused) > _NAMED else ""
+    return " ".join([said, *refused[-_NAMED:], *([more] if more else [])])
+
+
+def _explained(state: MonitorState, step: int, now: int | None, named: int | None) -> str:
     found = state.steps.get(step)
     if found is None:
         if step <= state.forgotten_through:

@@ -29,6 +29,7 @@ from trinity_schemas import (
     TrainerStatusChanged,
     VersionOpened,
     VersionPartPublished,
+    VersionRefused,
     WeightsApplied,
     event_tag,
 )
@@ -44,7 +45,10 @@ from .versions import Versions
 MONITOR = Producer(role="reducer", rank=0, node="log", incarnation="monitor")
 
 # Consumers outlive epochs: what is said by them and of them is not fenced.
-_UNFENCED_EVENTS = (WeightsApplied, ExplorerStatusChanged, SyncRequested, ConsumerDetached)
+_UNFENCED_EVENTS = (
+    *(WeightsApplied, VersionRefused, ExplorerStatusChanged, SyncRequested),
+    ConsumerDetached,
+)
 _EPOCH_EVENTS = (RunOpened, RunResumed)
 
 
@@ -211,6 +215,7 @@ _HANDLERS: dict[type, Callable[[Monitor, Any, Envelope], None]] = {
     VersionOpened: Monitor._version_opened,
     VersionPartPublished: Monitor._part_published,
     WeightsApplied: Monitor._applied,
+    VersionRefused: Monitor._refused,
     TrainerStatusChanged: Monitor._trainer_status,
     ExplorerStatusChanged: Monitor._explorer_status,
     SyncRequested: Monitor._sync_requested,

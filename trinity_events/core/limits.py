@@ -16,11 +16,14 @@ KEPT_ATTEMPTS = 8
 """Of a slot, failed, waiting and running each."""
 KEPT_EXPLORERS = 4096
 KEPT_DETACHED = 32
+KEPT_REFUSALS = 64
 KEPT_WHOLE = 1024
 KEPT_UNDER_WAY = 16_384
 """Attempts under way at once; of more, the oldest are given up."""
 EXPIRED_AT_ONCE = 1000
 """Attempts that one event fails; more would outgrow what an event may take."""
 LONGEST_REASON = 4000
+LONGEST_REFUSAL = 500
+"""Characters that are kept of why a version was refused."""
 MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""

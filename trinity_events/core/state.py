@@ -134,6 +134,22 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """The oldest version that it asked for."""
 
 
+class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A weight version that a consumer did not use, for it is not what was published."""
+
+    at: int
+    """Milliseconds."""
+    by: str
+    node: str
+    """The consumer's host."""
+    version: StepRef
+    rank: int | None = None
+    """Whose part is at fault, where one is."""
+    chunk: int | None = None
+    """Which chunk of the part, where one is at fault."""
+    reason: str
+
+
 class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A consumer group that the log no longer waits for, since ``entry_id`` said so."""
 
@@ -190,6 +206,10 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     turns: dict[str, str] = field(default_factory=dict)
     """Save ids that have their turn, to their group: all of one group."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
+    refused: int = 0
+    """How often a consumer refused a weight version."""
+    refusals: list[Refusal] = field(default_factory=list)
+    """The last few."""
     detached: dict[str, DetachedConsumer] = field(default_factory=dict)
     """The last few, by stream and group."""
     sequences: dict[str, int] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from msgspec import Struct, field
@@ -17,8 +18,13 @@ from trinity_schemas import (
     TrainerStatusChanged,
     VersionOpened,
     VersionPartPublished,
+    VersionRefused,
     WeightsApplied,
 )
+
+from .limits import KEPT_REFUSALS
+from .refusals import refusal_of, suspects
+from .state import Refusal
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -51,9 +57,15 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     versions_applied: int
     """By at least one explorer."""
     versions_superseded_unpulled: int
-    """Ready, never applied by anyone, and followed by a version that was."""
+    """Ready, never applied nor refused by anyone, and followed by a version that was applied."""
     versions_unaccounted: int
-    """Ready, neither applied nor followed by an applied one."""
+    """Ready, neither applied nor refused, nor followed by an applied one."""
+    versions_refused: int = 0
+    """Ready, refused by an explorer, and applied by none."""
+    refusals: int = 0
+    """How often an explorer refused a version, also one that another has applied."""
+    suspects: tuple[str, ...] = ()
+    """What repeated refusals point to."""
     versions_delta: int
     """Ready, of which only what changed was published by some rank; the others are full."""
     bytes_published: int
@@ -77,6 +89,7 @@ class _Version(Struct):
     stall: float = 0.0
     ready: bool = False
     applied: bool = False
+    refused: bool = False
     parts: dict[int, VersionPartPublished] = field(default_factory=dict)
 
     @property
@@ -102,6 +115,8 @@ class Summarizer:
         self._pauses: list[float] = []
         self._first_steps: dict[int, int] = {}
         self._last_steps: dict[int, int] = {}
+        self._refusals: deque[Refusal] = deque(maxlen=KEPT_REFUSALS)
+        self._refused = 0
         self._checkpoints = self._failures = self._events = self._bytes = 0
 
     def add(self, envelope: Envelope, nbytes: int) -> None:
@@ -128,6 +143,11 @@ class Summarizer:
                 if version.opened:
                     self._transfers.append(max(0.0, event.verified_at - version.opened))
                 self._pauses.append(event.phases.pause)
+            case VersionRefused(version=ref):
+                self._version(ref.epoch, ref.step).refused = True
+                at = int(envelope.occurred_at * 1000)
+                self._refusals.append(refusal_of(event, envelope.producer, at))
+                self._refused += 1
             case StepReady(kind="weights", epoch=epoch, step=step):
                 self._version(epoch, step).ready = True
             case StepReady(kind="checkpoint"):
@@ -142,7 +162,8 @@ class Summarizer:
         ready = {ref: version for ref, version in self._versions.items() if version.ready}
         applied = [ref for ref, version in ready.items() if version.applied]
         newest = max(applied, default=StepRef(0, 0))
-        unapplied = [ref for ref, version in ready.items() if not version.applied]
+        refused = [ref for ref, one in ready.items() if one.refused and not one.applied]
+        unapplied = [ref for ref, one in ready.items() if not (one.applied or one.refused)]
         superseded = sum(ref < newest for ref in unapplied)
         steps = sum(
             last - self._first_steps.get(epoch, 0) for epoch, last in self._last_steps.items()
@@ -154,6 +175,9 @@ class Summarizer:
             versions_applied=len(applied),
             versions_superseded_unpulled=superseded,
             versions_unaccounted=len(unapplied) - superseded,
+            versions_refused=len(refused),
+            refusals=self._refused,
+            suspects=tuple(suspects(list(self._refusals))),
             versions_delta=sum(version.is_delta for version in ready.values()),
             bytes_published=sum(version.bytes for version in ready.values()),
             bytes_saved=sum(version.whole - version.bytes for version in ready.values()),

@@ -12,11 +12,13 @@ from trinity_schemas import (
     TrainerStatusChanged,
     VersionOpened,
     VersionPartPublished,
+    VersionRefused,
     WeightsApplied,
 )
 
 from .known import keep_last, who_is
-from .limits import KEPT_DETACHED, KEPT_EXPLORERS
+from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_REFUSALS
+from .refusals import refusal_of
 from .saves import Saves
 from .state import DetachedConsumer, ExplorerState
 
@@ -58,6 +60,12 @@ class Versions(Saves):
         explorer.applied_at = self._now
         if explorer.wanted is None or event.version >= explorer.wanted:
             explorer.wanted = explorer.requested_at = None
+
+    def _refused(self, event: VersionRefused, envelope: Envelope) -> None:
+        state = self.state
+        state.refused += 1
+        state.refusals.append(refusal_of(event, envelope.producer, self._now))
+        del state.refusals[:-KEPT_REFUSALS]
 
     # --- status ----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from trinity_schemas import Kind
 
 from ..core import MonitorState, explain
+from ..core.refusals import suspects, words_of_refusal
 from ..core.state import KINDS
 from ..log import position
 from .terminal import visible
@@ -81,7 +82,7 @@ def status_panel(
         if any(kind.outcome is None for kind in found.kinds.values())
     ]
     tables = (Text(), _ready(state), Text(), _explorers(state, silent=silent))
-    return Group(head, *about, *tables, *waiting, *_anomalies(state))
+    return Group(head, *about, *tables, *waiting, *_refusals(state), *_anomalies(state))
 
 
 def _ready(state: MonitorState) -> Table:
@@ -107,6 +108,18 @@ def _explorers(state: MonitorState, *, silent: bool) -> Table:
             status = "silent" if silent else "lost"
         table.add_row(name, status, serves, date_and_time(explorer.applied_at))
     return table
+
+
+def _refusals(state: MonitorState) -> list[Text]:
+    if not state.refused:
+        return []
+    return [
+        Text(said, style="red")
+        for said in (
+            f"Refused weights: {state.refused}. Last: {words_of_refusal(state.refusals[-1])}",
+            *suspects(state.refusals),
+        )
+    ]
 
 
 def _anomalies(state: MonitorState) -> list[Text]:

@@ -82,6 +82,11 @@ class Ahead:
         about_to_change(module)
         return self._begin_part
 
+    def forget(self) -> None:
+        """Nothing is known of where the next version belongs: the last one was converted."""
+        self.abandon()
+        self._layout = None
+
     def abandon(self) -> None:
         """Count on nothing that was taken: the module may be changed by others."""
         self._fillings = {}

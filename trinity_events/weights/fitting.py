@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import TypeAlias
 
 import torch
+
+from trinity_schemas import WeightManifest
 
 from ..errors import IncompatibleWeights
 from .tensors import DTYPES, is_freed
@@ -50,16 +52,34 @@ def plain_name(name: str) -> str:
 
 
 def fitting(
-    targets: Mapping[str, torch.Tensor], name: str, dtype: str, shape: tuple[int, ...]
+    targets: Mapping[str, torch.Tensor],
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    cast: bool = False,
 ) -> torch.Tensor:
-    """The model's tensor that one of the version fills. Raises IncompatibleWeights, in words."""
+    """Return the model's tensor that one of the version fills.
+
+    Args:
+        targets: The model's tensors.
+        name: Of the version's tensor.
+        dtype: Of the version's tensor.
+        shape: Of what the version has for the model's tensor.
+        cast: Whether the model's tensor may be of another floating-point dtype.
+
+    Raises IncompatibleWeights, in words.
+    """
     target = targets.get(name)
     if target is None:
         raise IncompatibleWeights(f"the model has no {name!r}, which the version brings")
-    if target.shape != shape or target.dtype != DTYPES[dtype]:
+    castable = target.dtype.is_floating_point and DTYPES[dtype].is_floating_point
+    if target.shape != shape or not (target.dtype == DTYPES[dtype] or (cast and castable)):
+        way_out = castable and target.shape == shape
         raise IncompatibleWeights(
             f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
             f"{DTYPES[dtype]} {list(shape)} in the version"
+            + (f": publish it with dtype={target.dtype}, or take it with cast=True" * way_out)
         )
     if is_freed(target):
         raise IncompatibleWeights(
@@ -71,6 +91,16 @@ def fitting(
             "has of each, with these boxes wanted"
         )
     return target
+
+
+def is_cast(targets: Mapping[str, torch.Tensor], manifests: Iterable[WeightManifest]) -> bool:
+    """Return True if the model has some of a version's tensors in another dtype."""
+    return any(
+        targets[entry.name].dtype != DTYPES[entry.dtype]
+        for manifest in manifests
+        for entry in manifest.tensors
+        if entry.name in targets
+    )
 
 
 def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> None:

@@ -12,11 +12,11 @@ from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
 from .boxes import Box, Shape
-from .deltas.patch import checked, overlay
+from .deltas.patch import ModelDiffers, checked, overlay
 from .devices.into_device import copy_pairs
 from .fitting import brought_twice, check_covered, fitting, targets_of, tied
 from .part_bytes import PartBytes, as_tensor
-from .tensors import as_bytes, copy_bytes, digest, is_plain
+from .tensors import DTYPES, as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
 from .version import Piece, PulledVersion, shares, wanted_box
 
@@ -41,7 +41,8 @@ class Fit(NamedTuple):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Have a target, or a view of one, copied into."""
-        if is_plain(target) and is_plain(source) and not target.is_inference():
+        together = is_plain(target) and is_plain(source) and not target.is_inference()
+        if together and target.dtype == source.dtype:
             self.plain.append(target)
             self.copies.append((target.data_ptr(), source.data_ptr(), target.nbytes))
             self.held.append(source)
@@ -49,7 +50,7 @@ class Fit(NamedTuple):
             self.pairs.append((target, source))
 
 
-def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
+def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = False) -> Fit:
     """Pair every parameter with what the version has of it, before anything is changed.
 
     A parameter that shares memory with one that the version has (tied embeddings) needs no
@@ -60,6 +61,9 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
     What is there as a delta is digested as it will be: over what it rests on where that was pulled,
     else over what the model has.
 
+    With ``cast``, floating-point tensors may be of another dtype in the model, and are converted as
+    they are copied.
+
     Raises:
         IncompatibleWeights: when names, shapes or dtypes do not fit, shards leave a hole in a
             tensor or overlap, or what is one tensor in the model is two that differ, naming the
@@ -67,10 +71,12 @@ def check_fit(module: torch.nn.Module, version: PulledVersion) -> Fit:
         ModelDiffers: when the model has not what the version rests on.
         CorruptVersion: when what the version rests on does not make it.
     """
-    return _check_fit(targets_of(module), version)
+    return _check_fit(targets_of(module), version, cast=cast)
 
 
-def _check_fit(targets: dict[str, torch.Tensor], version: PulledVersion) -> Fit:
+def _check_fit(
+    targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool = False
+) -> Fit:
     fit, names = Fit([], [], [], [], []), set[str]()
     pieces: dict[str, list[Piece]] = {}
     if version.wanted is None:
@@ -78,7 +84,7 @@ def _check_fit(targets: dict[str, torch.Tensor], version: PulledVersion) -> Fit:
             for entry in manifest.tensors:
                 if entry.begins is None and entry.encoding == "dense" and entry.name not in names:
                     names.add(entry.name)
-                    _fit_whole(fit, targets, entry, buffer)
+                    _fit_whole(fit, targets, entry, buffer, cast=cast)
                 else:
                     pieces.setdefault(entry.name, []).append(Piece(entry, buffer, base))
     else:
@@ -87,7 +93,7 @@ def _check_fit(targets: dict[str, torch.Tensor], version: PulledVersion) -> Fit:
         if name in names:
             raise IncompatibleWeights(f"{name!r} comes twice in the version, whole each time")
         box = None if version.wanted is None else version.wanted[name]
-        _fit_pieces(fit, targets, name, pieces[name], box)
+        _fit_pieces(fit, targets, name, pieces[name], box, cast=cast)
     names.update(pieces)
     subset = any(manifest.subset for manifest, _ in version.parts)
     if version.wanted is None and not subset and len(names) < len(targets):
@@ -200,10 +206,11 @@ def _copy_some(pieces: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _fit_whole(
-    fit: Fit, targets: dict[str, torch.Tensor], entry: TensorEntry, buffer: PartBytes
+    fit: Fit, targets: dict[str, torch.Tensor], entry: TensorEntry, buffer: PartBytes, *, cast: bool
 ) -> None:
-    target = fitting(targets, entry.name, entry.dtype, entry.shape)
-    if buffer.on_host and is_plain(target) and not target.is_inference():
+    target = fitting(targets, entry.name, entry.dtype, entry.shape, cast=cast)
+    alike = target.dtype == DTYPES[entry.dtype]
+    if alike and buffer.on_host and is_plain(target) and not target.is_inference():
         nbytes = target.nbytes
         source = buffer.address(entry.offset, nbytes)
         fit.plain.append(target)
@@ -213,13 +220,24 @@ def _fit_whole(
 
 
 def _fit_pieces(
-    fit: Fit, targets: dict[str, torch.Tensor], name: str, pieces: list[Piece], wanted: Box | None
+    fit: Fit,
+    targets: dict[str, torch.Tensor],
+    name: str,
+    pieces: list[Piece],
+    wanted: Box | None,
+    *,
+    cast: bool,
 ) -> None:
     box = wanted_box(name, pieces, wanted)
-    target = fitting(targets, name, pieces[0].entry.dtype, box.shape)
+    target = fitting(targets, name, pieces[0].entry.dtype, box.shape, cast=cast)
+    alike = target.dtype == DTYPES[pieces[0].entry.dtype]
     for part, piece in shares(name, pieces, box):
         view = target.detach()[part.inside(box)]
-        if piece.entry.encoding == "dense" or part != piece.box:
+        if not alike and piece.entry.encoding != "dense" and piece.base is None:
+            raise ModelDiffers(
+                f"{name!r} is {target.dtype} in the model: no delta can be laid over it"
+            )
+        if not alike or piece.entry.encoding == "dense" or part != piece.box:
             fit.copy(view, piece.tensor()[part.inside(piece.box)])
             continue
         source, delta = checked(view, piece)

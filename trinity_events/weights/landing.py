@@ -26,13 +26,20 @@ class Landing:
     """Where the bytes of one tensor of the model go: to itself, or to memory beside it.
 
     Such memory is there from the tensor's first byte to its last, for one that is on a GPU, or
-    whose elements do not lie together. Several threads may bring some.
+    whose elements do not lie together, or that has another dtype than what comes. Several threads
+    may bring some.
+
+    Args:
+        target: The tensor of the model.
+        dtype: Of what comes; by default the tensor's.
     """
 
-    def __init__(self, target: torch.Tensor) -> None:
+    def __init__(self, target: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         self._target = target.detach()
-        self._plain = is_plain(self._target)
-        self._left = target.nbytes
+        self._dtype = dtype or target.dtype
+        self._alike = target.dtype == self._dtype
+        self._plain = self._alike and is_plain(self._target)
+        self._left = target.numel() * self._dtype.itemsize
         self._filled = self._target if self._plain else _NOTHING
         """What is filled first."""
         self._memory: memoryview | None = None
@@ -70,7 +77,7 @@ class Landing:
             at: Where they go.
             data: uint8 [bytes].
         """
-        if is_row_major(self._target):
+        if self._alike and is_row_major(self._target):
             with torch.inference_mode(self._target.is_inference()):
                 flat_bytes(self._target)[at : at + len(data)].copy_(data)
         else:
@@ -93,8 +100,8 @@ class Landing:
     def _begin(self) -> None:
         with self._lock:
             if self._filled is _NOTHING:
-                shape, dtype = self._target.shape, self._target.dtype
-                self._filled = torch.empty(shape, dtype=dtype, device="cpu")
+                shape = self._target.shape
+                self._filled = torch.empty(shape, dtype=self._dtype, device="cpu")
 
 
 class Some(NamedTuple):
@@ -125,9 +132,16 @@ class Run(NamedTuple):
 
 
 def planned(
-    targets: Mapping[str, torch.Tensor], manifests: Sequence[WeightManifest], wanted: Wanted | None
+    targets: Mapping[str, torch.Tensor],
+    manifests: Sequence[WeightManifest],
+    wanted: Wanted | None,
+    *,
+    cast: bool = False,
 ) -> list[list[Some]]:
-    """What of each part goes where in these tensors of a model, in the order of its bytes."""
+    """Return what of each part goes where in these tensors of a model, in the order of its bytes.
+
+    With ``cast``, floating-point tensors may be of another dtype in the model.
+    """
     pieces: dict[str, list[tuple[int, Piece]]] = {}
     for number, manifest in enumerate(manifests):
         for entry in manifest.tensors:
@@ -139,7 +153,7 @@ def planned(
     plan: list[list[Some]] = [[] for _ in manifests]
     for name in names:
         box = None if wanted is None else wanted[name]
-        _plan_tensor(plan, targets, name, pieces[name], box)
+        _plan_tensor(plan, targets, name, pieces[name], box, cast=cast)
     subset = any(manifest.subset for manifest in manifests)
     if wanted is None and not subset and len(names) < len(targets):
         check_covered(targets, set(names))
@@ -152,11 +166,13 @@ def _plan_tensor(
     name: str,
     pieces: list[tuple[int, Piece]],
     wanted: Box | None,
+    *,
+    cast: bool,
 ) -> None:
     shards = [piece for _, piece in pieces]
     box, dtype = wanted_box(name, shards, wanted), shards[0].entry.dtype
-    target = fitting(targets, name, dtype, box.shape)
-    landing, itemsize = Landing(target), DTYPES[dtype].itemsize
+    target = fitting(targets, name, dtype, box.shape, cast=cast)
+    landing, itemsize = Landing(target, DTYPES[dtype]), DTYPES[dtype].itemsize
     if len(shards) == 1 and shards[0].entry.begins is None:  # no shards: all of it is there
         number, piece = pieces[0]
         plan[number].append(Some(piece.entry.offset, landing, piece.box, box, box, itemsize))

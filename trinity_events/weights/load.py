@@ -20,7 +20,7 @@ from trinity_schemas import StepReady, WeightManifest
 from ..errors import CorruptVersion, VersionUnavailable
 from .ahead import Ahead
 from .devices.into_device import settle
-from .fitting import brought_twice, targets_of
+from .fitting import brought_twice, is_cast, targets_of
 from .landing import Run, Some, about_to_change, by_chunk, planned
 from .proof import check_installed
 from .pull import read_manifest
@@ -48,6 +48,8 @@ def load_version(
     wanted: Wanted | None = None,
     ahead: Ahead | None = None,
     torn: Torn | None = None,
+    *,
+    cast: bool = False,
 ) -> list[WeightManifest]:
     """Fill a module with what an announcement names; returns the manifests of its parts.
 
@@ -62,6 +64,8 @@ def load_version(
         wanted: Which tensors, and which boxes of them; only chunks with some of that are read.
         ahead: What is in the module already, and where the rest belongs.
         torn: What is not whole in the module, which is brought up to date.
+        cast: Whether floating-point tensors may be of another dtype in the module. Each such one
+            needs memory for itself, in the version's dtype.
 
     Raises:
         Based: when it is a delta, or brings one tensor of the module under two names, which have
@@ -80,6 +84,8 @@ def load_version(
         refs = [part.ref for part in parts]
         names = names_in(manifests) if wanted is None else wanted.keys()
         torn = torn or Torn()
+        if cast and ahead and is_cast(targets_of(module), manifests):
+            ahead.forget()
         if wanted is None and in_memory and ahead and ahead.leads(refs, module, manifests):
             with torn.until_whole(module, names):
                 about_to_change(module)
@@ -88,14 +94,14 @@ def load_version(
                 check_installed(module, manifests)
             return manifests
         targets = targets_of(module)
-        plan = planned(targets, manifests, wanted)
+        plan = planned(targets, manifests, wanted, cast=cast)
         if brought_twice(targets, names):
             raise Based
         with torn.until_whole(module, names):
             about_to_change(module)
             for part, found in zip(parts, plan, strict=True):
                 _fill(part, found)
-            check_installed(module, manifests, wanted)
+            check_installed(module, manifests, wanted, cast=cast)
     return manifests
 
 
@@ -139,7 +145,8 @@ def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[Some])
             run.landing.copy(run.at, data[run.begin : run.begin + run.nbytes])
         came += 1
     if came < len(wanted):
-        raise CorruptVersion(f"the {part.ref} are shorter than what was published")
+        what = f"the {part.ref} are shorter than what was published"
+        raise CorruptVersion(what, part.ref.rank)
     settle({run.landing.device for runs in wanted.values() for run in runs})
 
 
@@ -198,5 +205,7 @@ def _check(
         digested = seen.digest()
     if length != chunk.nbytes or digested != chunk.digest:
         raise CorruptVersion(
-            f"chunk {index} of the {part.ref} is not what was published: the model has some of it"
+            f"chunk {index} of the {part.ref} is not what was published: the model has some of it",
+            part.ref.rank,
+            index,
         )

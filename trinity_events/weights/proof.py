@@ -15,12 +15,16 @@ from trinity_schemas import WeightManifest
 from ..errors import CorruptVersion
 from .boxes import contains, whole
 from .fitting import targets_of
-from .tensors import as_bytes, digest
+from .tensors import DTYPES, as_bytes, digest
 from .version import Wanted, box_of
 
 
 def check_installed(
-    module: torch.nn.Module, manifests: Iterable[WeightManifest], wanted: Wanted | None = None
+    module: torch.nn.Module,
+    manifests: Iterable[WeightManifest],
+    wanted: Wanted | None = None,
+    *,
+    cast: bool = False,
 ) -> int:
     """Digest the model's tensors, and compare that with what their publisher digested.
 
@@ -31,6 +35,7 @@ def check_installed(
         module: The model.
         manifests: Of the version's parts.
         wanted: What of the version the model has, as it was pulled.
+        cast: Whether some may be of another dtype in the model; these are not compared.
 
     Returns:
         How many tensors and shards were compared: 0 where there is nothing to compare with.
@@ -51,6 +56,8 @@ def check_installed(
         held = (wanted or {}).get(entry.name) or whole(entry.global_shape or entry.shape)
         box = box_of(entry)
         if not contains(held, box):
+            continue
+        if cast and targets[entry.name].dtype != DTYPES[entry.dtype]:
             continue
         found = targets[entry.name].detach()[box.inside(held)]
         if digest(as_bytes(found)) != entry.digest:

@@ -74,6 +74,10 @@ class PartWriter:
             the part already. Without it all tensors travel in full.
         tensor_digests: Whether the manifest has a digest of each tensor too, by which it can be
             compared wherever it is.
+        dtype: Of all floating-point tensors as they travel; by default each keeps its own. Digests
+            are of what travels.
+
+    Raises TypeError for a dtype that is no floating-point one, or cannot travel.
     """
 
     def __init__(
@@ -85,7 +89,13 @@ class PartWriter:
         subset: bool = False,
         last: LastPublished | None = None,
         tensor_digests: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        if dtype is not None and not (dtype.is_floating_point and dtype_name(dtype)):
+            raise TypeError(
+                f"weights cannot be published as {dtype}: choose a floating-point dtype"
+            )
+        self._dtype = dtype
         self._subset = subset
         self._tensor_digests = tensor_digests
         self._part = part
@@ -116,6 +126,9 @@ class PartWriter:
             tensor: Its elements; of a shard, those that this rank has.
             place: Of a shard: where it lies, in a tensor of which shape.
         """
+        if self._dtype is not None and tensor.is_floating_point():
+            _check_memory(name, tensor)
+            tensor = tensor.detach().to(self._dtype)
         dtype = dtype_name(tensor.dtype)
         if not 0 < len(name) <= _LONGEST_NAME or tensor.dim() > _MOST_DIMENSIONS:
             raise ValueError(
@@ -123,8 +136,7 @@ class PartWriter:
                 f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
             )
         tensor = as_plain(tensor) if self._on_device is None else as_dense(tensor)
-        if is_freed(tensor):
-            raise ValueError(f"{name!r} has no memory (it was freed): bring it back first")
+        _check_memory(name, tensor)
         offset = self._offset + -self._offset % ALIGNMENT
         digested = digest(as_bytes(tensor)) if self._tensor_digests else None
         if place is None:
@@ -243,6 +255,11 @@ class PartWriter:
             assert self._into is not None
             self._into.put(len(data))
         self._room, self._filled = None, 0
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    if is_freed(tensor):
+        raise ValueError(f"{name!r} has no memory (it was freed): bring it back first")
 
 
 def manifest_digest(manifest: Buffer) -> str:

@@ -138,7 +138,9 @@ def _read_part(
 
 def _corrupt(part: PartRef, index: int) -> CorruptVersion:
     return CorruptVersion(
-        f"chunk {index} of the {part} is not what was published: the version is not used"
+        f"chunk {index} of the {part} is not what was published: the version is not used",
+        part.rank,
+        index,
     )
 
 
@@ -198,17 +200,20 @@ def _chunks_with(manifest: WeightManifest, spans: Iterable[tuple[int, int]]) -> 
 def read_manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
     """The manifest, once its digest is the announced one; raises CorruptVersion otherwise."""
     if manifest_digest(raw) != announced.manifest_digest:
-        raise CorruptVersion(f"the manifest of the {part} is not the one that was announced")
+        what = f"the manifest of the {part} is not the one that was announced"
+        raise CorruptVersion(what, part.rank)
     try:
         manifest = decode_manifest(raw)
     except ContractError as error:
-        raise CorruptVersion(f"the manifest of the {part} contradicts itself: {error}") from None
+        what = f"the manifest of the {part} contradicts itself: {error}"
+        raise CorruptVersion(what, part.rank) from None
     named = PartRef(manifest.run_id, manifest.epoch, manifest.step, manifest.rank)
     if named != part:
-        raise CorruptVersion(f"the manifest of the {part} is of the {named}")
+        raise CorruptVersion(f"the manifest of the {part} is of the {named}", part.rank)
     if manifest.nbytes != announced.bytes:
         raise CorruptVersion(
             f"the manifest of the {part} is of {manifest.nbytes} bytes, "
-            f"{announced.bytes} were announced"
+            f"{announced.bytes} were announced",
+            part.rank,
         )
     return manifest

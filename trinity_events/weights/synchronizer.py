@@ -21,10 +21,14 @@ from trinity_schemas import (
     StepRef,
     VersionOpened,
     VersionPartPublished,
+    VersionRefused,
     WeightsApplied,
 )
 
+from ..causes import message_of
 from ..coordinator import LEASE
+from ..core.limits import LONGEST_REASON
+from ..errors import CorruptVersion
 from ..log import Publisher, SyncEventLog, new_producer
 from ..log.faults import passes
 from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client, serving, serving_weights
@@ -32,6 +36,7 @@ from .ahead import Ahead
 from .attempts import PartAttempt
 from .deltas.patch import Installed, ModelDiffers
 from .deltas.tracking import LastPublished
+from .fitting import is_cast, targets_of
 from .install import check_fit, install
 from .load import Based, load_version
 from .proof import check_installed
@@ -75,6 +80,7 @@ class Synchronizer(CollectiveGroups):
             copy of what this process published last.
         tensor_digests: Whether each tensor that it publishes is digested by itself too. Whoever
             applies or loads such a version digests its model's own tensors before it says so.
+        dtype: In which it publishes floating-point tensors; by default each in its own.
         lease: Seconds of silence after which a process that publishes is taken for dead.
 
     Raises ValueError for a transport that there is not.
@@ -94,6 +100,7 @@ class Synchronizer(CollectiveGroups):
         group_timeout: float = TIMEOUT,
         full_every: int = 1,
         tensor_digests: bool = False,
+        dtype: torch.dtype | None = None,
         lease: float = LEASE,
     ) -> None:
         if transport not in get_args(TransportName):
@@ -111,6 +118,7 @@ class Synchronizer(CollectiveGroups):
         self._group_timeout = group_timeout
         self._full_every = full_every
         self._tensor_digests = tensor_digests
+        self._dtype = dtype
         self._lease = lease
         self._disconnect()
 
@@ -157,6 +165,7 @@ class Synchronizer(CollectiveGroups):
             group_timeout=self._group_timeout,
             full_every=self._full_every,
             tensor_digests=self._tensor_digests,
+            dtype=self._dtype,
             lease=self._lease,
         )
 
@@ -204,10 +213,18 @@ class Synchronizer(CollectiveGroups):
             VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._transport)
         )
 
-    def part_writer(self, global_step: int, rank: int, *, subset: bool = False) -> PartWriter:
+    def part_writer(
+        self,
+        global_step: int,
+        rank: int,
+        *,
+        subset: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> PartWriter:
         """A writer of one rank's part, after freeing what is here of retired versions.
 
         A ``subset`` brings some of the model's tensors, such as an adapter's; others stay.
+        Floating-point tensors travel in ``dtype``, by default in the client's.
 
         The log is told that the rank publishes, and hears that its process is alive until
         :meth:`part_published`, :meth:`part_failed` or :meth:`part_given_up`.
@@ -228,6 +245,7 @@ class Synchronizer(CollectiveGroups):
             subset=subset,
             last=last,
             tensor_digests=self._tensor_digests,
+            dtype=dtype or self._dtype,
         )
 
     def part_published(
@@ -260,16 +278,19 @@ class Synchronizer(CollectiveGroups):
         rank: int = 0,
         *,
         subset: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> PublishedPartReport:
         """Publish one rank's part, of a state dict or from an iterator that needs no other rank.
 
         A ``subset`` brings some of the model's tensors, such as an adapter's: whoever applies it
-        keeps the others. What fails is told to the log and raised; nothing of the part is left.
+        keeps the others. Floating-point tensors travel in ``dtype``, such as the one that explorers
+        serve in; digests are of what travels. What fails is told to the log and raised; nothing of
+        the part is left.
         """
         began = time.monotonic()
         writer: PartWriter | None = None
         try:
-            writer = self.part_writer(global_step, rank, subset=subset)
+            writer = self.part_writer(global_step, rank, subset=subset, dtype=dtype)
             if isinstance(named_tensors, Mapping):
                 named_tensors = named_tensors.items()
             for name, tensor in named_tensors:
@@ -380,11 +401,19 @@ class Synchronizer(CollectiveGroups):
         """
         self._ahead.abandon()
         store = self._store_of(ready.transport or RedisChunkStore.name)
-        with pull_version(store, self.run_id, ready, wanted, have) as version:
+        with (
+            self._telling_refusals(ready),
+            pull_version(store, self.run_id, ready, wanted, have) as version,
+        ):
             yield version
 
     def apply(
-        self, module: torch.nn.Module, ready: StepReady, wanted: Wanted | None = None
+        self,
+        module: torch.nn.Module,
+        ready: StepReady,
+        wanted: Wanted | None = None,
+        *,
+        cast: bool = False,
     ) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
 
@@ -397,15 +426,17 @@ class Synchronizer(CollectiveGroups):
             ready: The announcement.
             wanted: Names, and of each the box that the module's parameter holds, or None for all
                 of it; by default the whole version.
+            cast: Whether floating-point tensors of another dtype than the module's are converted.
+                They are verified as they came; a delta brings what it rests on each time.
 
         Raises as :meth:`pull`, and IncompatibleWeights.
         """
         began = time.monotonic()
         try:
-            return self._apply(module, ready, wanted, self._installed.fulls(module), began)
+            return self._apply(module, ready, wanted, self._installed.fulls(module), began, cast)
         except ModelDiffers as differs:
             logger.warning("step %d is taken with all that it rests on: %s", ready.step, differs)
-            return self._apply(module, ready, wanted, (), began)
+            return self._apply(module, ready, wanted, (), began, cast)
 
     def _apply(
         self,
@@ -414,18 +445,22 @@ class Synchronizer(CollectiveGroups):
         wanted: Wanted | None,
         have: Collection[str],
         began: float,
+        cast: bool,
     ) -> AppliedPhases:
         with self.pull(ready, wanted, have) as version:
             verified_at = time.time()
-            fit, names = check_fit(module, version), version.names
+            manifests = [manifest for manifest, _ in version.parts]
+            fit, names = check_fit(module, version, cast=cast), version.names
             fetched = time.monotonic()
             self._installed.forget()
             with self._torn.until_whole(module, names):
                 install(fit)
-                check_installed(module, [manifest for manifest, _ in version.parts], wanted)
-            if wanted is None:
+                check_installed(module, manifests, wanted, cast=cast)
+            if cast and is_cast(targets_of(module), manifests):
+                self._ahead.forget()
+            elif wanted is None:
                 self._installed.note(module, ready, version)
-                self._ahead.note(module, [manifest for manifest, _ in version.parts])
+                self._ahead.note(module, manifests)
         phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
         self.applied(version, verified_at, phases)
         return phases
@@ -449,7 +484,12 @@ class Synchronizer(CollectiveGroups):
         )
 
     def load(
-        self, module: torch.nn.Module, ready: StepReady, wanted: Wanted | None = None
+        self,
+        module: torch.nn.Module,
+        ready: StepReady,
+        wanted: Wanted | None = None,
+        *,
+        cast: bool = False,
     ) -> AppliedPhases:
         """Fill a module that nobody serves from yet, such as a late joiner's, and report it.
 
@@ -457,6 +497,7 @@ class Synchronizer(CollectiveGroups):
         belongs, and is verified there. So what fails midway leaves the module with some of it:
         nobody may serve from it then before another version is whole. Deltas are applied, and so is
         what brings one tensor of the module under two names: whether they agree is looked at first.
+        With ``cast``, a tensor of another dtype than the module's is put together beside it.
 
         Raises as :meth:`apply`, which like this refuses a version that leaves out some of what a
         version that never became whole may have left its bytes in.
@@ -465,12 +506,17 @@ class Synchronizer(CollectiveGroups):
         store = self._store_of(ready.transport or RedisChunkStore.name)
         self._installed.forget()
         try:
-            parts = load_version(store, self.run_id, ready, module, wanted, self._ahead, self._torn)
+            with self._telling_refusals(ready):
+                parts = load_version(
+                    store, self.run_id, ready, module, wanted, self._ahead, self._torn, cast=cast
+                )
         except Based:
-            return self.apply(module, ready, wanted)
+            return self.apply(module, ready, wanted, cast=cast)
         finally:
             self._ahead.abandon()
-        if wanted is None:
+        if cast and is_cast(targets_of(module), parts):
+            self._ahead.forget()
+        elif wanted is None:
             self._ahead.note(module, parts)
         assert ready.version_digest is not None
         phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
@@ -486,6 +532,26 @@ class Synchronizer(CollectiveGroups):
         return phases
 
     # --- what it stands on -----------------------------------------------------------------
+
+    @contextmanager
+    def _telling_refusals(self, ready: StepReady) -> Iterator[None]:
+        """Tell the log of a version that is refused in the block."""
+        try:
+            yield
+        except ModelDiffers:  # which says nothing of the version
+            raise
+        except CorruptVersion as error:
+            event = VersionRefused(
+                version=StepRef(ready.epoch, ready.step),
+                rank=error.rank,
+                chunk=error.chunk,
+                reason=message_of(error)[:LONGEST_REASON],
+            )
+            try:
+                self._publisher.publish(event)
+            except Exception:
+                logger.exception("step %d: that it was refused could not be published", ready.step)
+            raise
 
     def _attempt(self, step: int, rank: int) -> PartAttempt:
         return PartAttempt(self._publisher, step, self._role, rank, self._lease)

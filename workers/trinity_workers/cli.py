@@ -47,6 +47,10 @@ class MissingExtra(TrinityError):
     """A part of the installation that the command needs is not there."""
 
 
+class WeightsRefused(TrinityError):
+    """The run ended well, and its explorers had refused weights that were damaged on the way."""
+
+
 Engine = Annotated[EngineName, typer.Option("--engine", help="What holds the model and trains.")]
 TensorParallel = Annotated[
     int | None,
@@ -193,6 +197,11 @@ def _launch(
         print_json(summary)
     else:
         console().print(summary_table(summary))
+    if summary.log.refusals:
+        raise WeightsRefused(
+            f"explorers of run {run_id} refused weights {summary.log.refusals} times, because they "
+            f"were not what was published: see trinity-events status {run_id}"
+        )
 
 
 def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:

@@ -26,7 +26,7 @@ from .convertible import ConversionRefused, becomes_megatron
 from .engines.base import NamedTensors
 from .engines.files import make_folder, sync, sync_tree
 from .engines.megatron import leave
-from .engines.megatron.description import read_description, write_description
+from .engines.megatron.description import Description, read_description, write_description
 from .engines.megatron.outline import Outline
 from .engines.megatron.stream import FolderReader
 
@@ -104,9 +104,12 @@ def _map_large_blocks() -> None:
 
 
 def _to_megatron(source: Path, target: Path) -> list[int]:
-    config, tokenizer = _description(source)
+    description = _description(source)
     reader = _reader(source)
-    outline = Outline(config, _checked(reader.tensor(reader.names()[0]).dtype, source))
+    outline = Outline(description.config)
+    for key, names in outline.stored_together().items():
+        found = [reader.dtype(one) for name in names for one in outline.sources(name)]
+        outline.set_dtype(names, _checked(found, key, source))
     read = 0
 
     def value(name: str) -> torch.Tensor:
@@ -127,17 +130,15 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
         return outline.mapping.to_megatron(name, found)
 
     outline.save(target / "model", value)
-    write_description(target / "huggingface", config, tokenizer)
+    write_description(target / "huggingface", description)
     return [tensor.nbytes for _, tensor in _planned(outline)]
 
 
 def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[int]:
-    from megatron.core import dist_checkpointing
-
-    config, _ = _description(source / "huggingface")
-    # Not the configuration's type: a model may have been trained in another one.
-    entries = dist_checkpointing.load_tensors_metadata(str(source / "model"))
-    outline = Outline(config, _checked(next(iter(entries.values())).dtype, source))
+    # The checkpoint's dtypes, not the configuration's: a model may be trained in another one.
+    outline = Outline(_description(source / "huggingface").config)
+    for name, dtype in outline.saved_dtypes(source / "model"):
+        outline.set_dtype([name], _checked([dtype], name, source))
     tensors = (
         one
         for name, whole in outline.load(source / "model")
@@ -222,7 +223,7 @@ def _planned(outline: Outline) -> Iterator[tuple[str, torch.Tensor]]:
         yield from outline.tensors(name)
 
 
-def _description(folder: Path) -> tuple[Any, Any]:
+def _description(folder: Path) -> Description:
     try:
         return read_description(folder)
     except (ValueError, OSError) as error:
@@ -232,13 +233,24 @@ def _description(folder: Path) -> tuple[Any, Any]:
         ) from None
 
 
-def _checked(dtype: torch.dtype, source: Path) -> torch.dtype:
+def _checked(found: Sequence[torch.dtype], key: str, source: Path) -> torch.dtype:
+    """Return the one dtype of the tensors that a checkpoint stores under one key."""
+    dtype, *others = dict.fromkeys(found)
+    if others:
+        raise ConversionRefused(
+            f"{source}: the tensors of {key}, over all layers, have several dtypes "
+            f"({_listed(found)}), and a Megatron checkpoint stores them in one: save the model so"
+        )
     if dtype not in _NAMES:
         raise ConversionRefused(
-            f"the weights in {source} are {dtype}, which is none that can be converted: "
-            f"{', '.join(map(str, _NAMES))}"
+            f"{source}: {key} is {_listed([dtype])}, which cannot be converted: save it in one of "
+            f"{_listed(_NAMES)}"
         )
     return dtype
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(one).removeprefix("torch.") for one in dict.fromkeys(dtypes))
 
 
 def _reader(folder: Path) -> FolderReader:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import msgspec
 import torch
 import torch.distributed.tensor  # until it is imported, torch.load refuses sharded tensors
 
@@ -23,11 +26,24 @@ def copied(value: Any) -> Any:
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     """Write the file whole or not at all, and durably."""
+    with _whole_file(path) as file:
+        torch.save(state, file)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write the file whole or not at all, and durably."""
+    with _whole_file(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file that has its name, on disk, once the block has ended without an error."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            torch.save(state, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..collectives import together
 from .buffers import saved_buffers
-from .files import copied, read_state, write_state
+from .files import copied, make_folder, read_state, sync_tree, write_json, write_state
 
 # Below this size, one all-gather of everything is faster than one for each layer.
 _SHARD_LAYERS_FROM = 10_000_000
@@ -95,6 +95,8 @@ class FSDPEngine:
         with together():
             write_state(folder / shard_name("model"), copied(self.module.state_dict()))
             write_state(folder / shard_name("optim"), self.training_state())
+            if dist.get_rank() == 0:
+                write_description(folder, self.module, self.tokenizer)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -121,9 +123,33 @@ def shard_name(what: str) -> str:
     return f"{what}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
 
 
+def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
+    """Write what a merger of the shards reads beside them; on disk on return. For one rank.
+
+    ``fsdp_config.json`` says by which FSDP, and over how many ranks, the model is sharded, as
+    veRL's merger asks. ``huggingface`` holds configuration, generation defaults and tokenizer.
+    """
+    is_fsdp1 = bool(FullyShardedDataParallel.fsdp_modules(module))
+    write_json(
+        folder / "fsdp_config.json",
+        {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": dist.get_world_size()},
+    )
+    huggingface = folder / "huggingface"
+    make_folder(huggingface)
+    module.config.save_pretrained(huggingface)
+    generation = getattr(module, "generation_config", None)
+    if generation is not None:
+        # Not save_pretrained(), which refuses defaults that released models have.
+        generation.to_json_file(huggingface / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(huggingface)
+    sync_tree(huggingface)
+
+
 def _shard(model: Any, device: torch.device) -> Any:
     model.to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # veRL's merger asks for the name.
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if sum(parameter.numel() for parameter in model.parameters()) >= _SHARD_LAYERS_FROM:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)

@@ -199,8 +199,15 @@ class Explorer:
                 reason = error
                 versions.pass_over(newest)
                 await anyio.to_thread.run_sync(self._synchronizer.request_weights, ready)
+                if _was_read_wrongly(error) and self._serves_step(step):
+                    return  # nothing of the model changed, and the trainer may wait for answers
             else:
                 return
+
+    def _serves_step(self, step: int) -> bool:
+        """Return True if the served version is of this step, or a later one, of this epoch."""
+        serves = self._serves
+        return serves is not None and serves >= StepRef(self.config.epoch, step)
 
     def _at_rest(self) -> AbstractContextManager[None]:
         """While nothing can be answered, the model takes the next version as it comes."""
@@ -267,6 +274,11 @@ class Explorer:
             max_new_tokens=self.config.max_new_tokens,
             generator=torch.Generator().manual_seed(self.config.seed),
         )
+
+
+def _was_read_wrongly(error: TrinityError) -> bool:
+    """Return True for a chunk that was refused before anything of a model changed."""
+    return isinstance(error, CorruptVersion) and error.chunk is not None
 
 
 def _first(questions: Iterator[Question], count: int) -> list[Question]:

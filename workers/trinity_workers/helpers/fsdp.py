@@ -15,8 +15,8 @@ import torch.distributed as dist
 from trinity_events.weights import Synchronizer
 
 from ..engines.base import TrainEngine, per_tensor_params
-from ..engines.files import copied, make_folder, sync_tree, write_state
-from ..engines.fsdp import shard_name
+from ..engines.files import copied, write_state
+from ..engines.fsdp import shard_name, write_description
 from .broadcast import UpdateGroup, broadcast_stream
 from .gathered import full_tensors
 from .shards import fsdp_shards, publish_shards
@@ -39,9 +39,9 @@ def fsdp_save_state_dict(
     """Save the sharded model state dict, in the background.
 
     The shard is copied to the CPU on the calling thread; writing it is left to the coordinator,
-    so that training goes on. Rank 0 also writes the Hugging Face configuration and tokenizer to
-    ``{local_path}/huggingface``, as part of its save. Every rank's save is a slot of its own: the
-    trainer registers as many as there are ranks.
+    so that training goes on. As part of its save, rank 0 also writes what a merger of the shards
+    reads: ``huggingface`` (configuration, generation defaults, tokenizer) and ``fsdp_config.json``.
+    Every rank's save is a slot of its own: the trainer registers as many as there are ranks.
 
     Args:
         engine: The engine; ``engine.module`` is the sharded model.
@@ -58,7 +58,7 @@ def fsdp_save_state_dict(
     def save() -> None:
         write_state(path, state)
         if first:
-            _save_huggingface(engine, folder / "huggingface")
+            write_description(folder, engine.module, _tokenizer(engine))
 
     logger.info("step %d: saves %s in the background", global_step, path)
     coordinator.save_async(SAVE_NAME, save, global_step, is_state_dict=True, path=path)
@@ -121,12 +121,9 @@ def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup |
     broadcast_stream(full_tensors(engine), model_update_group)
 
 
-def _save_huggingface(engine: Any, folder: Path) -> None:
-    make_folder(folder)
-    engine.module.config.save_pretrained(folder)
-    tokenizer = getattr(engine, "tokenizer", None)
-    if tokenizer is None:  # veRL keeps it with the checkpoint manager
-        tokenizer = getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    sync_tree(folder)
+def _tokenizer(engine: Any) -> Any:
+    own = getattr(engine, "tokenizer", None)
+    if own is not None:
+        return own
+    # veRL keeps it with the checkpoint manager.
+    return getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)

@@ -125,7 +125,7 @@ def summary_table(summary: DemoSummary) -> Table:
             "weight versions",
             f"{log.versions_published} published over {TRANSPORTS[summary.transport]} "
             f"{'by every rank' if summary.sharded else 'by rank 0'}, "
-            f"{log.versions_applied} applied, "
+            f"{log.versions_applied} applied, {log.versions_refused} refused, "
             f"{log.versions_superseded_unpulled} superseded before they were "
             f"pulled, {log.versions_unaccounted} unaccounted for",
         ),
@@ -151,9 +151,18 @@ def summary_table(summary: DemoSummary) -> Table:
         ("log", summary.redis_url),
         ("replay it", summary.replay_command),
     ]
+    if log.refusals:
+        rows.append(("refused weights", " ".join([_refusals(log), *log.suspects])))
     for name, text in rows:
         table.add_row(name, text)
     return table
+
+
+def _refusals(log: RunSummary) -> str:
+    return (
+        f"{log.refusals} times, an explorer found that what it read was not what was published "
+        f"(see trinity-events verify {log.run_id})."
+    )
 
 
 def _mebibytes(count: int) -> str:

@@ -99,7 +99,8 @@ class MegatronEngine:
                 "or hide them all (CUDA_VISIBLE_DEVICES=)"
             )
         with together():
-            self.config, self.tokenizer = read_description(model_folder)
+            self._description = read_description(model_folder)
+        self.config, self.tokenizer = self._description.config, self._description.tokenizer
         self.device = device
         self.layout = layout
         self.checkpoint_manager = CheckpointManager()
@@ -233,7 +234,7 @@ class MegatronEngine:
             def write() -> None:
                 with together(group):
                     if dist.get_rank() == 0:
-                        write_description(folder / "huggingface", self.config, self.tokenizer)
+                        write_description(folder / "huggingface", self._description)
                 write_model()
 
             writes["model"] = write

@@ -25,7 +25,9 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
     """Chunks of the model on each pipeline rank, when more than one."""
     expert: int = 1
     context: int = 1
+    """Refused above 1."""
     sequence_parallel: bool = False
+    """Refused when true."""
 
     @property
     def model_ranks(self) -> int:
@@ -34,6 +36,7 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
 
     def check(self, world_size: int) -> None:
         """Raise LayoutRefused when so many ranks cannot be laid out so."""
+        self._refuse_unsupported()
         sizes = (self.tensor, self.pipeline, self.virtual or 2, self.expert, self.context)
         if min(sizes[:2] + sizes[3:]) < 1 or sizes[2] < 2:
             raise LayoutRefused(
@@ -53,20 +56,22 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
                 f"{world_size // self.pipeline} of a pipeline stage are no multiple of tensor "
                 f"{self.tensor} x expert {self.expert}"
             )
-        if not has_transformer_engine():
-            if self.context > 1:
-                raise LayoutRefused(
-                    "context-parallel attention needs Transformer Engine, which is not installed: "
-                    "install it, or leave context at 1"
-                )
-            if self.sequence_parallel:
-                raise LayoutRefused(
-                    "sequence parallelism needs Transformer Engine, which is not installed: "
-                    "install it, or leave sequence_parallel out"
-                )
-        if self.expert > 1 and self.tensor > 1 and not self.sequence_parallel:
+        if self.expert > 1 and self.tensor > 1:
             raise LayoutRefused(
-                "experts and tensors can be spread together only with sequence parallelism"
+                "experts and tensors cannot be spread together: megatron-core asks for sequence "
+                "parallelism there, which this engine does not support: leave tensor or expert at 1"
+            )
+
+    def _refuse_unsupported(self) -> None:
+        if self.context > 1:
+            raise LayoutRefused(
+                "context parallelism is not supported: this engine gives every rank whole "
+                "sequences, and log-probabilities would be wrong: leave context at 1"
+            )
+        if self.sequence_parallel:
+            raise LayoutRefused(
+                "sequence parallelism is not supported: this engine does not pad sequences to a "
+                "multiple of the tensor-parallel ranks: leave sequence_parallel out"
             )
 
 
@@ -85,13 +90,14 @@ def join(layout: ParallelLayout, seed: int) -> None:
     """
     from megatron.core import parallel_state
 
+    # First: groups that are there already say nothing about sequence parallelism.
+    layout.check(dist.get_world_size())
     if parallel_state.model_parallel_is_initialized():
         if _joined(layout):
             return
         raise LayoutRefused(
             "this process has a model of another layout: call leave() first, or take its layout"
         )
-    layout.check(dist.get_world_size())
     with adapted():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,

@@ -174,6 +174,8 @@ def _build(
     )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        # torch's own layer norms are float32, whatever dtype megatron-core is asked for.
+        parameter.data = parameter.data.to(options.dtype)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
     return model
@@ -233,9 +235,10 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
     ):
         if count % parts:
             raise LayoutRefused(f"the model's {count} {what} cannot be dealt out to {parts} parts")
-    if has_experts(hf) and layout.tensor > 1 and not layout.sequence_parallel:
+    if has_experts(hf) and layout.tensor > 1:
         raise LayoutRefused(
-            "a mixture of experts can be tensor-parallel only with sequence parallelism"
+            "a mixture of experts cannot be tensor-parallel: megatron-core asks for sequence "
+            "parallelism there, which this engine does not support: leave tensor at 1"
         )
 
 

@@ -7,7 +7,7 @@ which part of which parameter they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,17 @@ _torch_dcp: Any = dcp  # its names are not exported to type checkers
 class Outline:
     """A whole model on one rank, without values. Joins the layout of one rank.
 
+    Its parameters are float32 until :meth:`set_dtype` says otherwise.
+
     Args:
         hf: Its Hugging Face configuration.
-        dtype: Of its parameters.
 
     Raises:
         UnsupportedModel: when megatron-core has no model of this configuration.
     """
 
-    def __init__(self, hf: Any, dtype: torch.dtype) -> None:
-        layout, options = ParallelLayout(), ModelOptions(dtype=dtype)
+    def __init__(self, hf: Any) -> None:
+        layout, options = ParallelLayout(), ModelOptions()
         config = transformer_config(hf, layout, options)
         join(layout, seed=0)
         with torch.device("meta"):
@@ -51,6 +52,35 @@ class Outline:
     def tensors(self, name: str) -> list[tuple[str, torch.Tensor]]:
         """The Hugging Face tensors that a parameter holds, by name, without values."""
         return self.mapping.to_huggingface(name, self.parameters[name].detach())
+
+    def sources(self, name: str) -> list[str]:
+        """Return the names of the Hugging Face tensors that a parameter is made of."""
+        return self.mapping.huggingface_names(name)
+
+    def stored_together(self) -> dict[str, list[str]]:
+        """Return the parameters by their key in a checkpoint; layers share one, and its dtype."""
+        keys: dict[str, list[str]] = {}
+        for name, parts in self._parts().items():
+            keys.setdefault(parts[0].key, []).append(name)
+        return keys
+
+    def set_dtype(self, names: Iterable[str], dtype: torch.dtype) -> None:
+        """Make these parameters of this dtype."""
+        for name in names:
+            parameter = self.parameters[name]
+            del self._names[_storage(parameter)]
+            parameter.data = parameter.data.to(dtype)
+            self._names[_storage(parameter)] = name
+
+    def saved_dtypes(self, folder: Path) -> Iterator[tuple[str, torch.dtype]]:
+        """Read the dtype that a checkpoint has each of the parameters in.
+
+        Raises:
+            CheckpointRefused: when it is not one of this model.
+        """
+        metadata = _torch_dcp.FileSystemReader(folder).read_metadata()
+        for name, parts in self._parts().items():
+            yield name, _entry(metadata, parts[0], folder).properties.dtype
 
     def save(self, folder: Path, value: Callable[[str], torch.Tensor]) -> None:
         """Write a checkpoint into a new folder.
@@ -84,12 +114,7 @@ class Outline:
         for name, parameter in self.parameters.items():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
             for part in parts[name]:
-                entry = metadata.state_dict_metadata.get(part.key)
-                if entry is None or not _fits(part, tuple(entry.size)):
-                    raise checkpoint.CheckpointRefused(
-                        f"{folder} has no {part.key} of the shape {tuple(part.global_shape)}: is "
-                        "huggingface/config.json beside it the one of this model?"
-                    )
+                entry = _entry(metadata, part, folder)
                 _read(reader, part, entry, _same_part(whole, part.data))
             yield name, whole
 
@@ -145,6 +170,17 @@ def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
             f"{reader.checkpoint_id} holds no whole {part.key}: "
             f"{planner.missing} values are missing"
         )
+
+
+def _entry(metadata: Any, part: Any, folder: Path) -> Any:
+    """Return what the checkpoint says of a part. Raises CheckpointRefused when it has it not."""
+    entry = metadata.state_dict_metadata.get(part.key)
+    if entry is None or not _fits(part, tuple(entry.size)):
+        raise checkpoint.CheckpointRefused(
+            f"{folder} has no {part.key} of the shape {tuple(part.global_shape)}: is "
+            "huggingface/config.json beside it the one of this model?"
+        )
+    return entry
 
 
 def _fits(part: Any, saved: tuple[int, ...]) -> bool:

@@ -170,6 +170,10 @@ class FolderReader:
         found: torch.Tensor = self._open(self._where[name]).get_tensor(name)
         return found
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype, of which no value is read."""
+        return self.tensor(name).dtype
+
     def forget(self) -> None:
         """Close the files, which are mapped: what was read of them counts as memory until then."""
         self._files.clear()

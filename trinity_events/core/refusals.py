@@ -1,0 +1,84 @@
+"""Weight versions that consumers refused, and what repeated refusals point to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from trinity_schemas import Producer, VersionRefused
+
+from .known import who_is
+from .limits import LONGEST_REFUSAL
+from .state import Refusal
+
+
+def refusal_of(event: VersionRefused, producer: Producer, at: int) -> Refusal:
+    """Return what is kept of an event that a producer sent at these milliseconds."""
+    return Refusal(
+        at=at,
+        by=who_is(producer),
+        node=producer.node,
+        version=event.version,
+        rank=event.rank,
+        chunk=event.chunk,
+        reason=event.reason[:LONGEST_REFUSAL],
+    )
+
+
+def words_of_refusal(refusal: Refusal) -> str:
+    """Return the refusal as a sentence."""
+    reason = refusal.reason.rstrip(".")
+    return (
+        f"{refusal.by} on {refusal.node} refused the weights of step {refusal.version.step}: "
+        f"{reason}."
+    )
+
+
+def suspects(refusals: Sequence[Refusal]) -> list[str]:
+    """Return a sentence for each host that repeated refusals point to.
+
+    One chunk that several hosts refuse was wrong where it was published, or is kept. A host whose
+    explorers refuse several versions, which others may well use, reads what is not there.
+    """
+    found: list[str] = []
+    at_source = _refused_by_several_hosts(refusals)
+    for step, rank, chunk, nodes in at_source.values():
+        found.append(
+            f"Chunk {chunk} of rank {rank} of step {step} was refused on {nodes} hosts: this "
+            f"points to failing memory where rank {rank} runs, or of the chunks' server."
+        )
+    others = [one for one in refusals if _place(one) not in at_source]
+    for node in dict.fromkeys(one.node for one in others):
+        here = [one for one in others if one.node == node]
+        versions = len({one.version for one in here})
+        if versions > 1:
+            found.append(
+                f"{_listed(one.by for one in here)} on {node} refused {versions} versions: this "
+                f"points to failing memory of {node}, or to its network. Test its memory, and move "
+                "its processes to another host."
+            )
+    return found
+
+
+def _refused_by_several_hosts(
+    refusals: Sequence[Refusal],
+) -> dict[object, tuple[int, int | None, int | None, int]]:
+    """Return step, rank, chunk and number of hosts of each such chunk, by its place."""
+    nodes: dict[object, set[str]] = {}
+    last: dict[object, Refusal] = {}
+    for one in refusals:
+        if one.chunk is not None:
+            nodes.setdefault(_place(one), set()).add(one.node)
+            last[_place(one)] = one
+    return {
+        place: (last[place].version.step, last[place].rank, last[place].chunk, len(hosts))
+        for place, hosts in nodes.items()
+        if len(hosts) > 1
+    }
+
+
+def _place(refusal: Refusal) -> object:
+    return refusal.version, refusal.rank, refusal.chunk
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names)))
