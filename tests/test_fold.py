@@ -772,7 +772,7 @@ def test_a_deadline_names_slots_that_nobody_spoke_of():
     history.add(committed(1, "state_dict", named))
     history.add(deadline(1))
     [failure] = of(history.fold()[1], StepFailed)
-    assert failure.reason.endswith("lacks 1 of 2 saves: model of actor-1 (not started)")
+    assert failure.reason.endswith("lacks 1 of 3 saves: model of actor-1 (not started)")
 
 
 def test_a_deadline_of_weights_names_the_ranks_without_a_part():

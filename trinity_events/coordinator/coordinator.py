@@ -92,6 +92,7 @@ class CheckpointCoordinator:
         is_state_dict: bool = False,
         *,
         path: Path | str | None = None,
+        ranks: int | None = None,
     ) -> None:
         """Run ``save_fn`` in a background thread, with its events.
 
@@ -103,8 +104,10 @@ class CheckpointCoordinator:
             global_step: The training step.
             is_state_dict: Whether it is a state dict for weight sync, not part of a checkpoint.
             path: The file or folder that it writes, when it lies in the run's directory.
+            ranks: How many ranks each make a save of this name. The step is then not ready before
+                all of them have finished, whatever was registered.
         """
-        attempt = self._attempt(name, global_step, is_state_dict, path)
+        attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
 
         def run() -> None:
             try:
@@ -136,6 +139,7 @@ class CheckpointCoordinator:
         *,
         name: str = "save_sync",
         path: Path | str | None = None,
+        ranks: int | None = None,
     ) -> None:
         """Run ``save_fn`` in this thread, with its events; raises what it raises.
 
@@ -143,7 +147,7 @@ class CheckpointCoordinator:
         those that meet at a barrier, only one may come through here under a strategy that limits
         saves: the others would wait for a turn that the first cannot end.
         """
-        attempt = self._attempt(name, global_step, is_state_dict, path)
+        attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
         self._under_way.enter(attempt, threading.current_thread(), self._turn_deadline)
         try:
             untold = self._save(attempt, save_fn, path)
@@ -227,7 +231,12 @@ class CheckpointCoordinator:
         await anyio.to_thread.run_sync(self._publisher.flush, FLUSH_DEADLINE)
 
     def _attempt(
-        self, name: str, step: int, is_state_dict: bool, path: Path | str | None
+        self,
+        name: str,
+        step: int,
+        is_state_dict: bool,
+        path: Path | str | None,
+        ranks: int | None,
     ) -> SaveAttempt:
         who = self._publisher.producer
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
@@ -237,6 +246,7 @@ class CheckpointCoordinator:
             path=self._relative(path),
             lease=self._lease,
             process=None if self._strategy == "unrestricted" else this_process(),
+            ranks=ranks,
         )
 
     def _save(

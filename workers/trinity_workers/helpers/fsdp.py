@@ -40,8 +40,9 @@ def fsdp_save_state_dict(
 
     The shard is copied to the CPU on the calling thread; writing it is left to the coordinator,
     so that training goes on. Rank 0 also writes the Hugging Face configuration and tokenizer to
-    ``{local_path}/huggingface``, as part of its save. Every rank's save is a slot of its own: the
-    trainer registers as many as there are ranks.
+    ``{local_path}/huggingface``, as part of its save. Every rank's save is a slot of its own and
+    says of how many it is one, so that the step is ready when all are written, however many were
+    registered.
 
     Args:
         engine: The engine; ``engine.module`` is the sharded model.
@@ -61,7 +62,14 @@ def fsdp_save_state_dict(
             _save_huggingface(engine, folder / "huggingface")
 
     logger.info("step %d: saves %s in the background", global_step, path)
-    coordinator.save_async(SAVE_NAME, save, global_step, is_state_dict=True, path=path)
+    coordinator.save_async(
+        SAVE_NAME,
+        save,
+        global_step,
+        is_state_dict=True,
+        path=path,
+        ranks=dist.get_world_size(),
+    )
 
 
 def fsdp_upload_state_dict(
