@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import insort
+
 from trinity_schemas import (
     Kind,
     PublishedPart,
@@ -56,6 +58,8 @@ class Readiness(Known):
         if pointer is not None and pointer.at > at:
             kind_state.outcome = "superseded"
             self._supersede(state.epoch, step, kind, pointer.at)
+            if kind == "checkpoint":
+                self._keep_whole(step)
             self._compact(step)
         else:
             kind_state.outcome = "ready"
@@ -121,8 +125,12 @@ class Readiness(Known):
                 self.state.resting.append(Resting(version=at, bases=kept))
             self._retire()
         elif kind == "checkpoint":
-            self.state.whole.append(at.step)
-            del self.state.whole[:-KEPT_WHOLE]
+            self._keep_whole(at.step)
+
+    def _keep_whole(self, step: int) -> None:
+        """Note a checkpoint that is whole, which counts as one of those that stay."""
+        insort(self.state.whole, step)
+        del self.state.whole[:-KEPT_WHOLE]
 
     def _supersede(self, epoch: int, step: int, kind: Kind, by: StepRef) -> None:
         self._out.append(

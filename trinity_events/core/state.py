@@ -181,7 +181,9 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
     whole: list[int] = field(default_factory=list)
-    """Steps of this line of the run whose checkpoint is ready, oldest first; the last many."""
+    """Steps of this line of the run whose checkpoint is whole, in order; the last many."""
+    lineage: list[StepRef] = field(default_factory=list)
+    """Earlier epochs that the present one goes on from, each with its last step that counts."""
     carried: dict[str, int] = field(default_factory=dict)
     """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)

@@ -64,7 +64,10 @@ Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (ranks).")
 SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight versions.")]
 SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
 SaveInterval = Annotated[
-    int, typer.Option(min=0, help="Steps between two checkpoints; 0 writes none.")
+    int,
+    typer.Option(
+        min=0, help="Steps between two checkpoints, and one after the last step; 0 writes none."
+    ),
 ]
 Strategy = Annotated[
     SaveStrategy, typer.Option("--save-strategy", help="Which saves may run at once.")
@@ -106,6 +109,13 @@ WeightsTensorDigests = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
+Fresh = Annotated[
+    bool,
+    typer.Option(
+        "--fresh",
+        help="Begin anew at step 1 although the run has checkpoints that are ready; they stay.",
+    ),
+]
 WeightsRedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -135,6 +145,7 @@ def _launch(
     weights_tensor_digests: WeightsTensorDigests = False,
     learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
+    fresh: Fresh = False,
     engine: Engine = "fsdp",
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = 1,
@@ -177,6 +188,7 @@ def _launch(
         weights_redis_url=weights_redis_url,
         transport=weights,
         checkpoint_root=folder,
+        fresh=fresh,
     )
     summary = _interruptible(run_job, options)
     if as_json:

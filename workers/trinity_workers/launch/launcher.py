@@ -38,6 +38,7 @@ from trinity_schemas import ContractError, StepRef, decode_envelope
 from ..config import RunConfig, RunSettings, TransportChoice
 from ..explorer import ExplorationResult, Explorer
 from ..trainer import Trainer, TrainingResult
+from .earlier import begins_anew, earlier_epoch
 from .lifecycle import closing, interruptible
 from .model import make_model
 from .processes import ReducerProcess, local_ray
@@ -62,6 +63,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     weights_redis_url: str | None
     transport: TransportChoice
     checkpoint_root: Path
+    fresh: bool = False
+    """Whether to begin anew although checkpoints of the run are ready."""
 
 
 class ProcessDied(TrinityError):
@@ -97,6 +100,9 @@ async def _run(options: LaunchOptions) -> DemoSummary:
         client = await exits.enter_async_context(connect(redis_url))
         async with connect(weights_url, setting=WEIGHTS_SERVER):
             pass  # a chunk server that does not answer is found out now, not at the first upload
+        log = RedisEventLog(client, options.run_id)
+        folder = options.checkpoint_root / options.run_id
+        earlier = await earlier_epoch(log, folder, fresh=options.fresh)
         reducer = None
         if alone:
             reducer = ReducerProcess(redis_url, options.run_id, options.checkpoint_root)
@@ -112,12 +118,13 @@ async def _run(options: LaunchOptions) -> DemoSummary:
             ),
             redis_url=redis_url,
             weights_url=weights_url,
-            checkpoint_folder=options.checkpoint_root / options.run_id,
+            checkpoint_folder=folder,
         )
+        if earlier is not None:
+            view.say(begins_anew(options.run_id, earlier, config.epoch))
         view.say(
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
-        log = RedisEventLog(client, config.run_id)
         async with closing(client, config):
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")
             here = config.explorers if alone else 0
