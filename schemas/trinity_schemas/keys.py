@@ -25,6 +25,7 @@ class RunKeys(NamedTuple):
     current: str
     holds: str
     doomed: str
+    folder: str
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:

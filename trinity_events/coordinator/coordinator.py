@@ -25,6 +25,7 @@ from trinity_schemas import (
 
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
+from ..reducer_root import other_folder
 from .attempt import SaveAttempt
 from .heartbeat import Heartbeat
 from .process import this_process
@@ -83,6 +84,7 @@ class CheckpointCoordinator:
         self._failures: list[tuple[str, BaseException]] = []
         self._untold: list[PublishError] = []
         self._lock = threading.Lock()
+        self._warned: str | None = None
 
     def save_async(
         self,
@@ -229,6 +231,21 @@ class CheckpointCoordinator:
             )
         )
         await anyio.to_thread.run_sync(self._publisher.flush, FLUSH_DEADLINE)
+        await anyio.to_thread.run_sync(self._look_for_reducer)
+
+    def _look_for_reducer(self) -> None:
+        """Warn once where the reducer uses another folder than ours."""
+        if self._run_folder is None:
+            return
+        log = self._publisher.log
+        try:
+            said = other_folder(log.leaders_folder(), self._run_folder.resolve(), log.run_id)
+        except Exception as error:
+            logger.debug("it is not known where the reducer of run %s is: %s", log.run_id, error)
+            return
+        if said is not None and said != self._warned:
+            self._warned = said
+            logger.warning("%s", said)
 
     def _attempt(
         self,

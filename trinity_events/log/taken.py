@@ -19,7 +19,7 @@ C = TypeVar("C")
 
 _TYPES = {
     **dict.fromkeys(("events", "announcements", "dead", "experiences"), "stream"),
-    **dict.fromkeys(("position", "epoch", "fence", "leader", "snapshot"), "string"),
+    **dict.fromkeys(("position", "epoch", "fence", "leader", "snapshot", "folder"), "string"),
     **{"current": "hash", "holds": "zset", "doomed": "set"},
 }
 _NUMBERS = ("epoch", "fence")

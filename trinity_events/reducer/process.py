@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import redis
 import redis.asyncio
 
@@ -18,6 +19,7 @@ from ..archive.segments import Archive
 from ..errors import TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.faults import FAULTS, pauses
+from ..reducer_root import mark_folder
 from .checkpoints import CheckpointFiles
 from .consumers import Consumers
 from .leader import LEASE, Leader, LeadersVoice
@@ -97,6 +99,8 @@ class _Lead:
                     tasks.cancel_scope.cancel()
 
                 tasks.start_soon(keep)
+                if self._files is not None:
+                    await self._tell_folder(self._files.folder, token)
                 if retention is not None:
                     await retention.begin()
                 closed = await reducer.run(until_closed=until_closed)
@@ -106,6 +110,15 @@ class _Lead:
             with anyio.CancelScope(shield=True), suppress(*IN_THE_WAY), anyio.move_on_after(1):
                 await leader.give_up()
         return closed
+
+    async def _tell_folder(self, folder: Path, token: int) -> None:
+        """Let trainers hear of it where they write to another folder."""
+        try:
+            told = await anyio.to_thread.run_sync(mark_folder, folder, token)
+        except OSError as error:
+            logger.error("the folder %s cannot be marked as the reducer's: %s", folder, error)
+        else:
+            await self._log.tell_folder(told)
 
     def _reducer(self, token: int, retention: Retention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive

@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from .lifecycle import closing, interruptible
 from .model import make_model
 from .processes import ReducerProcess, local_ray
 from .progress import ProgressView
+from .roots import hear_of_another_folder
 from .summary import TRANSPORTS, DemoSummary, summarize
 from .transport import chosen_transport
 
@@ -130,7 +131,7 @@ async def _run(options: LaunchOptions) -> DemoSummary:
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             await exits.enter_async_context(local_ray(config.trainers + here + 1))
-            async with _shown(view, log):
+            async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
                 warm_up_steps, training, exploration = await _work(config, here)
                 if not alone:
                     await _last_weights_taken(log, config, view)
@@ -250,8 +251,10 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
 
 
 @asynccontextmanager
-async def _shown(view: ProgressView, log: RedisEventLog) -> AsyncIterator[None]:
-    """Show the run in the block, which goes on when that fails."""
+async def _shown(
+    view: ProgressView, log: RedisEventLog, beside: Callable[[], Coroutine[Any, Any, None]]
+) -> AsyncIterator[None]:
+    """Show the run in the block, which goes on when that fails, and do something beside it."""
 
     async def follow() -> None:
         try:
@@ -261,6 +264,7 @@ async def _shown(view: ProgressView, log: RedisEventLog) -> AsyncIterator[None]:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(follow)
+        tasks.start_soon(beside)
         yield
         tasks.cancel_scope.cancel()
 
