@@ -75,12 +75,26 @@ def registration(kind: str = "state_dict", expected: int = 1, name: str = "r") -
     return Registration(registration_id=f"{name}-{kind}", kind=kind, expected=expected)
 
 
-def started(step: int, save_id: str = "a", **at) -> SaveStarted:
-    return SaveStarted(save_id=save_id, slot=slot(step, **at))
+def started(
+    step: int,
+    save_id: str = "a",
+    path: str | None = None,
+    *,
+    ranks: int | None = None,
+    **at,
+) -> SaveStarted:
+    return SaveStarted(save_id=save_id, slot=slot(step, **at), path=path, ranks=ranks)
 
 
-def finished(step: int, save_id: str = "a", path: str | None = None, **at) -> SaveFinished:
-    return SaveFinished(save_id=save_id, slot=slot(step, **at), bytes=8, path=path)
+def finished(
+    step: int,
+    save_id: str = "a",
+    path: str | None = None,
+    *,
+    ranks: int | None = None,
+    **at,
+) -> SaveFinished:
+    return SaveFinished(save_id=save_id, slot=slot(step, **at), bytes=8, path=path, ranks=ranks)
 
 
 def failed(step: int, save_id: str = "a", **at) -> SaveFailed:

@@ -11,7 +11,7 @@ import anyio
 
 from tests.histories import committed, opened, part
 from trinity_events.archive import Recording, read_recording, record_run
-from trinity_events.log import AsyncPublisher, RedisEventLog, Stream
+from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, position
 from trinity_events.reducer import reduce_run
 from trinity_events.server import connect
 from trinity_schemas import StepReady, decode_envelope
@@ -72,6 +72,16 @@ async def until(met, deadline=20):
             if held:
                 return held
             await anyio.sleep(0.01)
+
+
+async def folded(log: RedisEventLog) -> None:
+    """Wait until the reducer has folded all that is in the log now."""
+    last = position(await log.last_id())
+    await until(lambda: _reached(log, last))
+
+
+async def _reached(log: RedisEventLog, last: tuple[int, int]) -> bool:
+    return position((await log.load())[1]) >= last
 
 
 async def events_of(log: RedisEventLog, kind) -> list:

@@ -13,7 +13,7 @@ from trinity_events.reducer import CheckpointFiles, Policy, removal
 from trinity_events.reducer.live import Live
 from trinity_events.reducer.removal import Removal
 from trinity_events.reducer.trash import TRASH, Trash
-from trinity_schemas import RunResumed
+from trinity_schemas import RunOpened, RunResumed
 
 RUN = "history"
 
@@ -239,10 +239,12 @@ async def test_what_lies_still_for_a_short_while_only_is_not_left_behind(tmp_pat
     assert run.left_in_staging == ["epoch_1_step_1_bbbb"]
 
 
-async def test_what_a_checkpoint_took_the_place_of_goes_with_it(tmp_path):
+@pytest.mark.parametrize("opening", [RunOpened(), RunResumed(step=4)])
+async def test_what_a_checkpoint_of_a_later_epoch_took_the_place_of_stays(tmp_path, opening):
     run = Run(tmp_path)
     run.save(5)
-    run.history.add(RunResumed(step=4), epoch=2)
+    run.save(9)
+    run.history.add(opening, epoch=2)
     run.save(5, epoch=2)
     await run.look()
     assert (run.folder / "global_step_5" / "model.pt").read_text() == "2.5"
@@ -250,8 +252,17 @@ async def test_what_a_checkpoint_took_the_place_of_goes_with_it(tmp_path):
     for step in (6, 7):
         run.save(step, epoch=2)
         await run.look()
+    for step in (10, 11):
+        run.save(step, epoch=2)
+        await run.look()
     await run.look()
-    assert (run.steps, run.left_in_staging) == ([6, 7], [])
+    assert run.steps == [9, 10, 11]
+    assert run.left_in_staging == ["epoch_2_step_5_aaaa.replaced_global_step_5"]
+    kept = run.folder / ".staging" / run.left_in_staging[0] / "model.pt"
+    assert [kept.read_text(), (run.folder / "global_step_9" / "model.pt").read_text()] == [
+        "1.5",
+        "1.9",
+    ]
 
 
 async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog, monkeypatch):

@@ -772,7 +772,7 @@ def test_a_deadline_names_slots_that_nobody_spoke_of():
     history.add(committed(1, "state_dict", named))
     history.add(deadline(1))
     [failure] = of(history.fold()[1], StepFailed)
-    assert failure.reason.endswith("lacks 1 of 2 saves: model of actor-1 (not started)")
+    assert failure.reason.endswith("lacks 1 of 3 saves: model of actor-1 (not started)")
 
 
 def test_a_deadline_of_weights_names_the_ranks_without_a_part():
@@ -1032,4 +1032,4 @@ def test_opening_a_run_again_makes_no_checkpoint_removable():
         history.add(finished(step, f"s{step}", kind="checkpoint"), by="worker")
         history.add(committed(step, "checkpoint", registration("checkpoint", 1)))
     history.add(RunOpened(), epoch=2)
-    assert removable(history.fold()[0].state, [10, 20, 30, 40], 3) == []
+    assert removable(history.fold()[0].state, dict.fromkeys([10, 20, 30, 40], 1), 3) == []

@@ -38,13 +38,13 @@ from tests.failing_writers import (  # noqa: E402
     FailsOnRank1,
     TellsNothingOnRank1,
 )
-from tests.pipeline import announced, reducer_task  # noqa: E402
+from tests.pipeline import announced, folded, reducer_task, until  # noqa: E402
 from tests.rank_processes import Rank, RankGroup, RankProcesses  # noqa: E402
 from tests.tensors import identical  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import BufferFull  # noqa: E402
-from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
+from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
 from trinity_events.weights import PartWriter  # noqa: E402
 from trinity_schemas import (  # noqa: E402
@@ -564,6 +564,45 @@ def save_and_overwrite(rank: Rank, folder: Path) -> tuple[dict[str, torch.Tensor
         publisher.gate.set()
         coordinator.wait_all()
     return shards, synced
+
+
+def begin_to_save(rank: Rank, folder: Path, held: int) -> None:
+    """Save in the background; on one rank nothing of it is told or written before it is let go."""
+    kept = rank.held
+    publisher = HeldPublisher(kept.publisher.log, kept.where.epoch, kept.publisher.producer)
+    publisher.gate = kept.gate = threading.Event()
+    if rank.number != held:
+        publisher.gate.set()
+    kept.coordinator = CheckpointCoordinator(publisher, kept.where.run_folder)
+    fsdp_save_state_dict(kept.engine, str(folder), 5, kept.coordinator, logger)
+    if rank.number != held:
+        kept.coordinator.wait_all()
+
+
+def finish_saving(rank: Rank) -> None:
+    rank.held.gate.set()
+    rank.held.coordinator.wait_all()
+
+
+async def test_a_state_dict_is_ready_when_all_ranks_wrote_it_although_one_was_registered(
+    ranks, where, log, sync_client
+):
+    folder = staged_path(where.run_folder, where.epoch, 5) / "actor"
+    trainer = Publisher(
+        SyncEventLog(sync_client, where.run_id), where.epoch, new_producer("trainer")
+    )
+    async with reducer_task(where.redis_url, where.run_id, where.run_folder.parent):
+        await ranks(begin_to_save, folder, 1)
+        await CheckpointCoordinator(trainer).register_and_monitor(
+            5, is_state_dict=True, state_dict_thread_count=1
+        )
+        await folded(log)
+        assert shard(folder, 0).exists()
+        assert await log.read(stream=Stream.ANNOUNCEMENTS) == []
+        await ranks(finish_saving)
+        assert len((await ready(log, "state_dict", 5)).saves) == WORLD
+        named = where.run_folder / "global_step_5" / "actor"
+        await until(lambda: shard(named, 0).exists() and shard(named, 1).exists())
 
 
 def shard(folder: Path, rank: int, what: str = "model") -> Path:

@@ -253,9 +253,9 @@ def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
     return monitor.state
 
 
-async def current_state(log: EventLog) -> MonitorState:
-    """The state after the newest entry, from the last snapshot on."""
-    monitor = (await load_monitor(log)).monitor
+async def current_state(log: EventLog, archived: Archived | None = None) -> MonitorState:
+    """Return the state after the newest entry, from the last snapshot on, or from the archive."""
+    monitor = (await load_monitor(log, archived)).monitor
     # What comes meanwhile is not waited for: of a busy run, over a slow network, that has no end.
     async for entry in read_all(log, after=monitor.state.position):
         fold(monitor, [entry])

@@ -19,6 +19,7 @@ from .identity import (
     Process,
     Producer,
     Rank,
+    Ranks,
     Registration,
     RelativePath,
     SaveId,
@@ -107,6 +108,7 @@ class SaveRequested(_Event, frozen=True):
     slot: Slot
     process: Annotated[Process | None, Meta(description="Who will write.")] = None
     lease: Lease | None = None
+    ranks: Ranks | None = None
 
 
 class SaveStarted(_Event, frozen=True):
@@ -119,6 +121,7 @@ class SaveStarted(_Event, frozen=True):
     slot: Slot
     path: RelativePath | None = None
     lease: Lease | None = None
+    ranks: Ranks | None = None
 
 
 class SaveProgressed(_Event, frozen=True):
@@ -139,6 +142,7 @@ class SaveFinished(_Event, frozen=True):
     bytes: Bytes = 0
     seconds: Seconds = 0.0
     digest: Digest | None = None
+    ranks: Ranks | None = None
 
 
 class SaveFailed(_Event, frozen=True):

@@ -24,6 +24,14 @@ Text = Annotated[str, Meta(max_length=8192)]
 Step = Annotated[int, Meta(ge=0, le=2**53, description="The training step.")]
 Epoch = Annotated[int, Meta(ge=0, le=2**53, description="Which opening of the run; 0 is none.")]
 Rank = Annotated[int, Meta(ge=0, le=2**31, description="Number of the process in its role.")]
+Ranks = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=16_384,
+        description="Ranks that each make a save of this name; the step waits for all of them.",
+    ),
+]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62, description="Size in bytes.")]
 Seconds = Annotated[float, Meta(ge=0, description="Seconds that it took.")]

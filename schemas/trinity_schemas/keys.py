@@ -26,6 +26,7 @@ class RunKeys(NamedTuple):
     holds: str
     doomed: str
     identity: str
+    folder: str
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:

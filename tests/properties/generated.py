@@ -92,6 +92,9 @@ def _saves() -> list[Said]:
                         Said(by, failed(step, save_id, **at)),
                         Said(by, finished(step, save_id, **at)),
                         Said(by, finished(step, save_id, path=f".staging/s{step}/m", **at)),
+                        Said(by, finished(step, save_id, path=f".staging/t{step}/m", **at)),
+                        Said(by, started(step, save_id, f".staging/t{step}/m", ranks=2, **at)),
+                        Said(by, finished(step, save_id, f".staging/t{step}/m", ranks=2, **at)),
                         Said("reducer-0", lapsed(save_id, step, **at)),
                     ]
             said.append(Said("reducer-0", DeadlineReached(step=step, kind=kind, seconds=1.0)))
@@ -244,11 +247,14 @@ def scripts(draw) -> Scripts:
                 trainer.append(Said("trainer", opened(step, *sorted(ranks))))
                 trainer.append(Said("trainer", committed(step, "weights")))
             else:
-                expected = registration(kind, len(ranks) + draw(st.integers(-1, 1)))
-                if draw(st.booleans()):
-                    named = tuple(
-                        slot(step, kind, rank) for rank in draw(st.sets(st.integers(0, 2)))
-                    )
+                # Fewer may be registered where the saves say how many they are. Without either,
+                # and with none at all, it depends on the order whether more are heard of in time.
+                world = len(ranks) if draw(st.booleans()) else None
+                fewest = 1 if world else len(ranks)
+                expected = registration(kind, draw(st.integers(fewest, len(ranks) + 1)))
+                if world and draw(st.booleans()):
+                    some = draw(st.sets(st.integers(0, 2), min_size=1))
+                    named = tuple(slot(step, kind, rank) for rank in some)
                     expected = Registration(
                         registration_id="named", kind=kind, expected=len(named), slots=named
                     )
@@ -256,14 +262,15 @@ def scripts(draw) -> Scripts:
                 trainer.append(Said("trainer", told))
                 trainer.append(Said("trainer", committed(step, kind, expected)))
             for rank in ranks:
-                workers[rank] += draw(_one_save(step, kind, rank))
+                ranks_said = None if kind == "weights" else world
+                workers[rank] += draw(_one_save(step, kind, rank, ranks_said))
     said = [script for script in (trainer, *workers) if script]
     turns = [number for number, script in enumerate(said) for _ in script]
     return Scripts(said, draw(st.permutations(turns)))
 
 
 @st.composite
-def _one_save(draw, step: int, kind: str, rank: int) -> list[Said]:
+def _one_save(draw, step: int, kind: str, rank: int, ranks: int | None) -> list[Said]:
     by = f"actor-{rank}"
     if kind == "weights":
         return [Said(by, part(step, rank))] if draw(st.booleans()) else []
@@ -271,10 +278,11 @@ def _one_save(draw, step: int, kind: str, rank: int) -> list[Said]:
     ways = draw(st.lists(st.sampled_from(["fails", "dies", "ends"]), min_size=1, max_size=2))
     for number, way in enumerate(ways):
         save_id = f"{kind[0]}{step}.{rank}.{number}"
-        said.append(Said(by, started(step, save_id, **at)))
-        if way != "dies":
-            end = failed if way == "fails" else finished
-            said.append(Said(by, end(step, save_id, **at)))
+        said.append(Said(by, started(step, save_id, ranks=ranks, **at)))
+        if way == "fails":
+            said.append(Said(by, failed(step, save_id, **at)))
+        elif way == "ends":
+            said.append(Said(by, finished(step, save_id, ranks=ranks, **at)))
     return said
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from tests.properties.generated import Entries
 from trinity_schemas import (
     Event,
+    LeaseExpired,
     RunOpened,
     RunResumed,
+    SaveFailed,
     SaveFinished,
+    SaveRequested,
+    SaveStarted,
+    Slot,
     StepCommitted,
     ThreadCountRegistered,
     VersionOpened,
@@ -41,15 +46,15 @@ def proven(said: list[Event], step: int, kind: str) -> bool:
     if kind == "weights":
         return commit is not None and _all_parts(said, step)
     if kind == "checkpoint":
-        rests_on = _rests_on_state_dict(said, step)
-        return (
-            commit is not None
-            and _all_saved(said, step, kind)
-            and (not rests_on or _all_saved(said, step, "state_dict"))
-        )
-    by_itself = commit is not None and _all_saved(said, step, kind)
-    with_checkpoint = _rests_on_state_dict(said, step) and proven(said, step, "checkpoint")
-    return by_itself or with_checkpoint
+        if commit is None or not _whole(said, step, kind):
+            return False
+        if not _rests_on_state_dict(said, step):
+            return True
+        own = _has_own_state_dict(said[commit])
+        return _whole(said, step, "state_dict") and (not own or _in_one_folder(said, step))
+    if commit is not None:
+        return _whole(said, step, kind)
+    return _rests_on_state_dict(said, step) and proven(said, step, "checkpoint")
 
 
 def _commit(said: list[Event], step: int, kind: str) -> int | None:
@@ -66,6 +71,20 @@ def _rests_on_state_dict(said: list[Event], step: int) -> bool:
     return commit is not None and bool(_registered(said[: commit + 1], step, "state_dict"))
 
 
+def _has_own_state_dict(commit: StepCommitted) -> bool:
+    """Whether the checkpoint's commit says that a state dict is saved with it."""
+    return any(
+        one.kind == "state_dict" and (one.expected or one.slots) for one in commit.registrations
+    )
+
+
+def _in_one_folder(said: list[Event], step: int) -> bool:
+    """Whether a folder with all of the checkpoint's saves has the state dict's, too."""
+    state_dict = _folders(said, step, "state_dict")
+    folders = _places(_folders(said, step, "checkpoint"))
+    return any(one is None or _holds(state_dict, one) for one in folders)
+
+
 def _registered(said: list[Event], step: int, kind: str) -> dict:
     found = {}
     for event in said:
@@ -76,16 +95,64 @@ def _registered(said: list[Event], step: int, kind: str) -> dict:
     return {key: one for key, one in found.items() if one.kind == kind}
 
 
-def _all_saved(said: list[Event], step: int, kind: str) -> bool:
+def _whole(said: list[Event], step: int, kind: str) -> bool:
+    """Whether all that is expected and all that was begun is saved, and to one folder."""
     registered = _registered(said, step, kind).values()
-    done = {
-        event.slot
-        for event in said
-        if isinstance(event, SaveFinished) and (event.slot.step, event.slot.kind) == (step, kind)
-    }
+    folders = _folders(said, step, kind)
+    done = {slot for slot, found in folders.items() if found}
     named = {slot for one in registered for slot in one.slots}
     others = sum(one.expected for one in registered if not one.slots)
-    return bool(registered) and named <= done and len(done - named) >= others
+    return (
+        bool(registered)
+        and named <= done
+        and len(done - named) >= others
+        and folders.keys() == done
+        and all(len(slots) >= ranks for slots, ranks in _of_ranks(said, step, kind))
+        and bool(_places(folders))
+    )
+
+
+def _folders(said: list[Event], step: int, kind: str) -> dict[Slot, set[str]]:
+    """Every slot that was spoken of, and the staged folders that it was saved to; empty for none.
+
+    What is outside of staging is the empty folder.
+    """
+    found: dict[Slot, set[str]] = {}
+    for event in said:
+        slots: list[Slot] = []
+        if isinstance(event, SaveRequested | SaveStarted | SaveFinished | SaveFailed):
+            slots = [event.slot]
+        elif isinstance(event, LeaseExpired):
+            slots = [one.slot for one in event.attempts]
+        for slot in slots:
+            if (slot.step, slot.kind) == (step, kind):
+                folders = found.setdefault(slot, set())
+                if isinstance(event, SaveFinished):
+                    folders.add("/".join((event.path or "").split("/")[:2]))
+    return found
+
+
+def _of_ranks(said: list[Event], step: int, kind: str) -> list[tuple[set[Slot], int]]:
+    """Of saves that say of how many ranks they are one: the slots that are known, and how many."""
+    ranks: dict[str, int] = {}
+    for event in said:
+        if not isinstance(event, SaveRequested | SaveStarted | SaveFinished) or not event.ranks:
+            continue
+        slot = event.slot
+        if (slot.step, slot.kind) == (step, kind):
+            ranks[slot.name] = max(event.ranks, ranks.get(slot.name, 0))
+    slots = _folders(said, step, kind)
+    return [({one for one in slots if one.name == name}, most) for name, most in ranks.items()]
+
+
+def _holds(folders: dict[Slot, set[str]], folder: str) -> bool:
+    return all(found & {folder, ""} for found in folders.values())
+
+
+def _places(folders: dict[Slot, set[str]]) -> list[str | None]:
+    """The folders that hold a finished save of every slot; None where nothing is staged."""
+    staged = set().union(*folders.values()) - {""}
+    return [one for one in staged if _holds(folders, one)] if staged else [None]
 
 
 def _all_parts(said: list[Event], step: int) -> bool:

@@ -72,18 +72,24 @@ async def trainer(world: World, life: Life) -> None:
         for save in of_step:
             fleet[save.worker].hand(save)
         for kind in sorted({save.kind for save in of_step}, reverse=True):
-            await _commit(told, step, kind, [save for save in of_step if save.kind == kind])
+            of_kind = [save for save in of_step if save.kind == kind]
+            await _commit(told, step, kind, of_kind, registers_all=plan.registers_all)
         await anyio.sleep(plan.pause)
     world.trained = epoch
 
 
-async def _commit(told: AsyncPublisher, step: int, kind: str, saves: list[Save]) -> None:
+async def _commit(
+    told: AsyncPublisher, step: int, kind: str, saves: list[Save], *, registers_all: bool
+) -> None:
     registrations = ()
     if kind == "weights":
         ranks = tuple(save.worker for save in saves)
         await told.publish(VersionOpened(step=step, ranks=ranks, transport="memory"))
     else:
         expected = len({(save.worker, save.name) for save in saves})
+        # Saves say how many ranks make one of their name; of names they know nothing.
+        if not registers_all and len({save.name for save in saves}) == 1:
+            expected = 1
         one = Registration(registration_id=f"r-{kind}", kind=kind, expected=expected)
         await told.publish(ThreadCountRegistered(step=step, registration=one))
         registrations = (one,)
@@ -175,6 +181,7 @@ class SimulatedWorker:
             slot,
             lease=LEASE,
             process=self._process if limited else None,
+            ranks=self._world.ranks_of(save),
         )
         request = attempt.begin()
         await self.publisher.publish(request)

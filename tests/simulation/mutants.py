@@ -144,6 +144,11 @@ MUTANTS = (
         (Monitor, "_announce_if_complete", "pointer.at > at", "False"),
     ),
     _mutant(
+        "a step is ready with as many saves as were registered, whatever their ranks say",
+        300,
+        (Monitor, "_slot", "if ranks is not None:", "if False:"),
+    ),
+    _mutant(
         "events of an older epoch are believed",
         1000,
         (Monitor, "_admit_epoch", "return False", "return envelope.epoch < self.state.epoch"),

@@ -90,6 +90,8 @@ class Plan(NamedTuple):
     """Entries that the reducer reads at once."""
     snapshots: int = 5000
     """Entries between two of its snapshots."""
+    registers_all: bool = True
+    """Whether the trainer registers each save; or one for all ranks that make one of its name."""
 
     def __repr__(self) -> str:
         return as_python(self)
@@ -117,6 +119,7 @@ def draw(seed: int) -> Plan:
         slow=rng.choice((0.0, 0.02, 0.2)),
         batch=rng.choice((1, 3, 1000)),
         snapshots=rng.choice((1, 7, 5000)),
+        registers_all=rng.random() < 0.6,
     )
 
 

@@ -84,6 +84,11 @@ class World:
         self._names[what] += 1
         return f"{what}-{self._names[what]}"
 
+    def ranks_of(self, save: Save) -> int:
+        """How many workers make a save of the same name."""
+        at = (save.step, save.kind, save.name)
+        return len({one.worker for one in self.plan.saves if (one.step, one.kind, one.name) == at})
+
     def producer(self, role: str, rank: int, node: str = "north") -> Producer:
         return Producer(role=role, rank=rank, node=node, incarnation=self.name(f"{role}-{rank}"))
 

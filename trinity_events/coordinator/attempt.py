@@ -31,6 +31,7 @@ class SaveAttempt:
         path: What it writes, relative to the run's directory.
         lease: Seconds for which its process's heartbeats hold.
         process: Who asks for a turn; without one the attempt asks nobody and starts at once.
+        ranks: How many ranks each make a save of this name, where that is known.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SaveAttempt:
         path: str | None = None,
         lease: float | None = None,
         process: Process | None = None,
+        ranks: int | None = None,
     ) -> None:
         self.save_id = save_id
         self.slot = slot
@@ -48,6 +50,7 @@ class SaveAttempt:
         self._path = path
         self._lease = lease
         self._process = process
+        self._ranks = ranks
 
     @property
     def what(self) -> str:
@@ -61,7 +64,11 @@ class SaveAttempt:
             return self._start()
         self.stage = "waiting"
         return SaveRequested(
-            save_id=self.save_id, slot=self.slot, process=self._process, lease=self._lease
+            save_id=self.save_id,
+            slot=self.slot,
+            process=self._process,
+            lease=self._lease,
+            ranks=self._ranks,
         )
 
     def granted(self) -> SaveStarted:
@@ -85,6 +92,7 @@ class SaveAttempt:
             bytes=nbytes,
             seconds=seconds,
             digest=digest,
+            ranks=self._ranks,
         )
 
     def fail(self, error: BaseException, *, followed: bool = False) -> SaveFailed:
@@ -104,7 +112,13 @@ class SaveAttempt:
 
     def _start(self) -> SaveStarted:
         self.stage = "running"
-        return SaveStarted(save_id=self.save_id, slot=self.slot, path=self._path, lease=self._lease)
+        return SaveStarted(
+            save_id=self.save_id,
+            slot=self.slot,
+            path=self._path,
+            lease=self._lease,
+            ranks=self._ranks,
+        )
 
     def _leave(self, *stages: str) -> None:
         if self.stage not in stages:

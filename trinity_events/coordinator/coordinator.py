@@ -25,6 +25,7 @@ from trinity_schemas import (
 
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
+from ..reducer_root import other_folder
 from .attempt import SaveAttempt
 from .heartbeat import Heartbeat
 from .process import this_process
@@ -83,6 +84,7 @@ class CheckpointCoordinator:
         self._failures: list[tuple[str, BaseException]] = []
         self._untold: list[PublishError] = []
         self._lock = threading.Lock()
+        self._warned: str | None = None
 
     def save_async(
         self,
@@ -92,6 +94,7 @@ class CheckpointCoordinator:
         is_state_dict: bool = False,
         *,
         path: Path | str | None = None,
+        ranks: int | None = None,
     ) -> None:
         """Run ``save_fn`` in a background thread, with its events.
 
@@ -103,8 +106,10 @@ class CheckpointCoordinator:
             global_step: The training step.
             is_state_dict: Whether it is a state dict for weight sync, not part of a checkpoint.
             path: The file or folder that it writes, when it lies in the run's directory.
+            ranks: How many ranks each make a save of this name. The step is then not ready before
+                all of them have finished, whatever was registered.
         """
-        attempt = self._attempt(name, global_step, is_state_dict, path)
+        attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
 
         def run() -> None:
             try:
@@ -136,6 +141,7 @@ class CheckpointCoordinator:
         *,
         name: str = "save_sync",
         path: Path | str | None = None,
+        ranks: int | None = None,
     ) -> None:
         """Run ``save_fn`` in this thread, with its events; raises what it raises.
 
@@ -143,7 +149,7 @@ class CheckpointCoordinator:
         those that meet at a barrier, only one may come through here under a strategy that limits
         saves: the others would wait for a turn that the first cannot end.
         """
-        attempt = self._attempt(name, global_step, is_state_dict, path)
+        attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
         self._under_way.enter(attempt, threading.current_thread(), self._turn_deadline)
         try:
             untold = self._save(attempt, save_fn, path)
@@ -225,9 +231,29 @@ class CheckpointCoordinator:
             )
         )
         await anyio.to_thread.run_sync(self._publisher.flush, FLUSH_DEADLINE)
+        await anyio.to_thread.run_sync(self._look_for_reducer)
+
+    def _look_for_reducer(self) -> None:
+        """Warn once where the reducer uses another folder than ours."""
+        if self._run_folder is None:
+            return
+        log = self._publisher.log
+        try:
+            said = other_folder(log.leaders_folder(), self._run_folder.resolve(), log.run_id)
+        except Exception as error:
+            logger.debug("it is not known where the reducer of run %s is: %s", log.run_id, error)
+            return
+        if said is not None and said != self._warned:
+            self._warned = said
+            logger.warning("%s", said)
 
     def _attempt(
-        self, name: str, step: int, is_state_dict: bool, path: Path | str | None
+        self,
+        name: str,
+        step: int,
+        is_state_dict: bool,
+        path: Path | str | None,
+        ranks: int | None,
     ) -> SaveAttempt:
         who = self._publisher.producer
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
@@ -237,6 +263,7 @@ class CheckpointCoordinator:
             path=self._relative(path),
             lease=self._lease,
             process=None if self._strategy == "unrestricted" else this_process(),
+            ranks=ranks,
         )
 
     def _save(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trinity_schemas import Kind, Slot
+from msgspec.structs import replace
+
+from trinity_schemas import Kind, SaveProof, Slot
 
 from .state import KindState, SlotState, StepState
 
@@ -23,26 +25,84 @@ def is_complete(step: StepState, kind: Kind) -> bool:
             and 0 < len(version.ranks) <= len(version.parts)
             and version.parts.keys() >= set(version.ranks)
         )
-    if kind == "state_dict":
-        # A checkpoint makes it ready too, but not before itself: they may share a folder.
-        if state.committed_at is not None:
-            return _all_saved(state)
-        checkpoint = step.kinds.get("checkpoint")
-        return (
-            checkpoint is not None
-            and checkpoint.with_state_dict
-            and is_complete(step, "checkpoint")
-        )
-    if state.committed_at is None or not _all_saved(state):
-        return False
-    return not state.with_state_dict or _all_saved(step.kinds["state_dict"])
+    return bool(whole_in(step, kind))
+
+
+Place = str | None
+"""A staged folder, or None where saves named no path below :data:`STAGING`."""
+
+
+def whole_in(step: StepState, kind: Kind) -> list[Place]:
+    """Return the places that hold all that a kind of files rests on; none while it is incomplete.
+
+    A step that is saved again is saved to another folder: one of them must hold all. A checkpoint
+    whose commit registers a state dict needs that in its own folder, also where the step's state
+    dict was saved elsewhere before.
+    """
+    state = step.kinds[kind]
+    if kind != "state_dict":
+        return _checkpoint_in(step, state)
+    if state.committed_at is not None:
+        return _saved_in(state)
+    # A checkpoint makes it ready too, but not before itself: they may share a folder.
+    checkpoint = step.kinds.get("checkpoint")
+    if checkpoint is None or not checkpoint.with_state_dict:
+        return []
+    places = _checkpoint_in(step, checkpoint)
+    return places if checkpoint.own_state_dict else places and _places(state)
+
+
+def _checkpoint_in(step: StepState, state: KindState) -> list[Place]:
+    places = _saved_in(state) if state.committed_at is not None else []
+    if places and state.with_state_dict:
+        state_dict = step.kinds["state_dict"]
+        if not _saved_in(state_dict):
+            return []
+        if state.own_state_dict:
+            return [place for place in places if not _lacking_in(state_dict, place)]
+    return places
+
+
+def _saved_in(kind: KindState) -> list[Place]:
+    return _places(kind) if _all_saved(kind) else []
+
+
+def _places(kind: KindState) -> list[Place]:
+    """Return the places that hold all finished saves of a kind, the one of the newest first."""
+    slots = [slot for slot in kind.slots.values() if slot.proof is not None]
+    newest = {staged_in(slot.path) for slot in slots} - {None}
+    found: list[Place] = [] if len(newest) > 1 else [next(iter(newest), None)]
+    if any(slot.others for slot in slots):
+        every = set().union(*(_folders(slot) for slot in slots)) - {"", *found}
+        found += [folder for folder in sorted(every) if not _lacking_in(kind, folder)]
+    return found
+
+
+def _folders(slot: SlotState) -> set[str]:
+    """Return the folders that a slot's finished attempts are in; empty for outside of staging."""
+    return {staged_in(slot.path) or "", *slot.others}
+
+
+def _lacking_in(kind: KindState, place: Place) -> int:
+    """Count the slots that have no finished attempt in a place; one outside of staging suffices."""
+    if place is None:
+        return 0
+    slots = kind.slots.values()
+    return sum(slot.proof is None or not _folders(slot) & {place, ""} for slot in slots)
+
+
+def proof_in(slot: SlotState, place: Place) -> SaveProof | None:
+    """Return a slot's finished attempt in a place, or else its newest."""
+    if staged_in(slot.path) == place:
+        return slot.proof
+    return slot.others.get(place or "", slot.proof)
 
 
 def _all_saved(kind: KindState) -> bool:
-    """Every expected slot has a finished attempt; an explicit zero needs none."""
+    """Return True if every expected slot, and every one that was begun, has a finished attempt."""
     if kind.compacted:
         return True
-    if not kind.registrations:
+    if not kind.registrations or kind.finished < len(kind.slots):
         return False
     unnamed = most_named = 0
     # Asked at every save that finishes: to look no further than to the first that lacks, from the
@@ -55,10 +115,9 @@ def _all_saved(kind: KindState) -> bool:
             unnamed += registration.expected
         if kind.finished < unnamed + most_named or (slots and not _are_saved(kind, slots)):
             return False
-    if most_named and _lacking(kind)[0]:
+    if kind.ranks and kind.finished < sum(kind.ranks.values()):
         return False
-    # A step that is saved again is saved to another folder: one of them must hold all.
-    return len(_staged_folders(kind)) <= 1
+    return not ((most_named or kind.ranks) and _lacking(kind)[0])
 
 
 def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
@@ -66,11 +125,6 @@ def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
         (found := kind.slots.get(slot_key(slot))) is not None and found.proof is not None
         for slot in reversed(slots)
     )
-
-
-def _staged_folders(kind: KindState) -> set[str]:
-    found = {staged_in(slot.path) for slot in kind.slots.values() if slot.proof is not None}
-    return {folder for folder in found if folder is not None}
 
 
 def staged_in(path: str | None) -> str | None:
@@ -85,11 +139,19 @@ def slot_key(slot: Slot) -> str:
     return f"{slot.role}.{slot.rank}.{slot.name}"
 
 
-def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
-    """Of the expected slots: how many lack a finished attempt, how many there are, who is silent.
+def rank_group(slot: Slot) -> str:
+    """Return what the saves of all ranks have in common, within their kind of their step."""
+    return f"{slot.role}/{slot.name}"
 
-    Silent are those that a registration names and nobody has spoken of.
-    """
+
+def registered(kind: KindState) -> int:
+    """Count the saves that a kind's registrations expect."""
+    named, unnamed = _registered(kind)
+    return len(named) + unnamed
+
+
+def _registered(kind: KindState) -> tuple[dict[str, Slot], int]:
+    """Return the slots that registrations name, and how many more they count."""
     named: dict[str, Slot] = {}
     unnamed = 0
     for registration in kind.registrations.values():
@@ -97,11 +159,31 @@ def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
             named.update((slot_key(slot), slot) for slot in registration.slots)
         else:
             unnamed += registration.expected
-    finished = {key for key, slot in kind.slots.items() if slot.proof is not None}
-    others = len(finished - named.keys())
-    lacking = len(named.keys() - finished) + max(0, unnamed - others)
+    return named, unnamed
+
+
+def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
+    """Return how many slots lack a finished attempt, how many are expected, and which are silent.
+
+    Expected are those that registrations count, those of all ranks of a save that says of how
+    many it is one, and every one that was begun. Silent are those of them that are known by name
+    and have no event yet.
+    """
+    if kind.compacted:
+        return 0, kind.finished, []
+    named, unnamed = _registered(kind)
     silent = [slot for key, slot in named.items() if key not in kind.slots]
-    return lacking, len(named) + unnamed, silent
+    more = 0
+    for group, ranks in kind.ranks.items():
+        known = [slot.slot for slot in kind.slots.values() if rank_group(slot.slot) == group]
+        known += [slot for slot in silent if rank_group(slot) == group]
+        numbers = {slot.rank for slot in known}
+        if max(numbers) < ranks:
+            silent += [replace(known[0], rank=n) for n in range(ranks) if n not in numbers]
+        else:  # not numbered from zero: how many are silent is known, and not which
+            more += max(0, ranks - len(numbers))
+    expected = max(len(kind.slots) + len(silent) + more, len(named) + unnamed)
+    return expected - kind.finished, expected, silent
 
 
 def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> list[str]:
@@ -115,10 +197,20 @@ def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> 
         return found + _missing_parts(step, named)
     found += _missing_saves(state, now, named)
     if kind == "checkpoint" and state.with_state_dict:
-        lacking, expected, _ = _lacking(step.kinds["state_dict"])
-        if lacking:
-            found.append(f"{lacking} of {expected} saves of its state dict")
+        found += _missing_state_dict(state, step.kinds["state_dict"])
     return found
+
+
+def _missing_state_dict(checkpoint: KindState, state_dict: KindState) -> list[str]:
+    lacking, expected, _ = _lacking(state_dict)
+    place = None
+    if checkpoint.own_state_dict:
+        # Where it will be is known as soon as any save of the checkpoint itself is there.
+        place = next(iter(_places(checkpoint)), None)
+    if place is not None:
+        lacking = expected - len(state_dict.slots) + _lacking_in(state_dict, place)
+    where = "" if place is None else f" in {place}"
+    return [f"{lacking} of {expected} saves of its state dict{where}"] if lacking else []
 
 
 def _missing_parts(step: StepState, named: int | None) -> list[str]:
@@ -144,10 +236,10 @@ def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
         return ["a registration of how many saves to expect", *_first(seen, named)]
     lacking, expected, silent = _lacking(state)
     if not lacking:
-        folders = sorted(_staged_folders(state))
-        return (
-            [f"one folder with all of its saves, not {', '.join(folders)}"] if folders[1:] else []
-        )
+        if _places(state):
+            return []
+        folders = sorted(set.union(*(_folders(slot) for slot in state.slots.values())) - {""})
+        return [f"one folder with all of its saves, not {', '.join(folders)}"]
     unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
     names = "; ".join(_first(seen + unseen, named)) or "no save is under way"
     return [f"{lacking} of {expected} saves: {names}"]

@@ -35,9 +35,15 @@ from trinity_schemas import (
 )
 
 from .known import keep_last, who_is
-from .limits import KEPT_CARRIED, KEPT_PRODUCERS, KEPT_STEPS, REORDERED_PRODUCERS
+from .limits import (
+    KEPT_CARRIED,
+    KEPT_LINEAGE,
+    KEPT_PRODUCERS,
+    KEPT_STEPS,
+    REORDERED_PRODUCERS,
+)
 from .readiness import staged_folder
-from .state import ReadyPointer
+from .state import MonitorState, ReadyPointer
 from .versions import Versions
 
 # Announcements are the fold's own, whichever process runs it: their producer, sequence and time
@@ -184,6 +190,7 @@ class Monitor(Versions):
                     self._supersede(state.epoch, left, kind, StepRef(epoch, step))
         for folder in list(state.carried)[:-KEPT_CARRIED]:
             del state.carried[folder]
+        state.lineage = _lineage(state, opening)
         state.epoch = epoch
         state.strategy = opening.save_strategy
         state.transport = opening.transport
@@ -199,6 +206,15 @@ class Monitor(Versions):
     def _run_closed(self, event: RunClosed, _: Envelope) -> None:
         self.state.closed, self.state.closed_error = event.reason, event.error
         self.state.trainer = "stopped"
+
+
+def _lineage(state: MonitorState, opening: RunOpened | RunResumed) -> list[StepRef]:
+    """Return what an epoch goes on from that follows the state's; nothing for a new beginning."""
+    if isinstance(opening, RunOpened) or not state.epoch:
+        return []
+    last = opening.step
+    before = [StepRef(one.epoch, min(one.step, last)) for one in state.lineage]
+    return [*before, StepRef(state.epoch, last)][-KEPT_LINEAGE:]
 
 
 _HANDLERS: dict[type, Callable[[Monitor, Any, Envelope], None]] = {

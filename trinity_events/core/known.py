@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_schemas import Announcement, Kind, Producer, Slot
 
-from .complete import slot_key
+from .complete import rank_group, registered, slot_key
 from .limits import KEPT_ANOMALIES
 from .state import Anomaly, KindState, MonitorState, SlotState, StepState, VersionState
 
@@ -57,7 +57,8 @@ class Known:
         self.state.steps[step].version = version
         return version
 
-    def _slot(self, slot: Slot) -> SlotState | None:
+    def _slot(self, slot: Slot, ranks: int | None = None) -> SlotState | None:
+        """Find or make a slot, and note of how many ranks its save is one."""
         kind = self._kind(slot.step, slot.kind)
         if kind is None:
             return None
@@ -68,6 +69,15 @@ class Known:
         found = kind.slots.get(key)
         if found is None:
             found = kind.slots[key] = SlotState(slot=slot)
+            if kind.outcome is not None and len(kind.slots) > registered(kind):
+                self._anomaly(
+                    "unregistered",
+                    f"{words_of(slot)} came when the step was {kind.outcome}: no registration "
+                    "counts it",
+                )
+        if ranks is not None:
+            group = rank_group(slot)
+            kind.ranks[group] = max(ranks, kind.ranks.get(group, 0))
         return found
 
     def _find_slot(self, slot: Slot) -> SlotState | None:

@@ -18,6 +18,7 @@ KEPT_EXPLORERS = 4096
 KEPT_DETACHED = 32
 KEPT_REFUSALS = 64
 KEPT_WHOLE = 1024
+KEPT_LINEAGE = 1024
 KEPT_UNDER_WAY = 16_384
 """Attempts under way at once; of more, the oldest are given up."""
 EXPIRED_AT_ONCE = 1000

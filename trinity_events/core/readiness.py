@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import insort
+
 from trinity_schemas import (
     Kind,
     PublishedPart,
@@ -13,7 +15,7 @@ from trinity_schemas import (
     version_digest,
 )
 
-from .complete import is_complete, staged_in
+from .complete import Place, is_complete, proof_in, registered, staged_in, whole_in
 from .known import Known
 from .limits import (
     KEPT_BASES,
@@ -43,7 +45,12 @@ class Readiness(Known):
         kind_state = step_state.kinds.get(kind)
         if kind_state is None or kind_state.outcome is not None:
             return
-        if not is_complete(step_state, kind):
+        if kind == "weights":
+            if not is_complete(step_state, kind):
+                return
+        elif places := whole_in(step_state, kind):
+            self._decide_folder(step, step_state, kind, places[0])
+        else:
             return
         state = self.state
         at = StepRef(state.epoch, step)
@@ -51,12 +58,28 @@ class Readiness(Known):
         if pointer is not None and pointer.at > at:
             kind_state.outcome = "superseded"
             self._supersede(state.epoch, step, kind, pointer.at)
+            if kind == "checkpoint":
+                self._keep_whole(step)
             self._compact(step)
         else:
             kind_state.outcome = "ready"
             self._announce_ready(at, step_state, kind)
             if pointer is not None and pointer.at.epoch == at.epoch:
                 self._compact(pointer.at.step)
+
+    def _decide_folder(self, step: int, step_state: StepState, kind: Kind, place: Place) -> None:
+        """Settle which folder the kind is in, and say so if not all of its saves were counted."""
+        kind_state = step_state.kinds[kind]
+        if place is None and not kind_state.slots and kind_state.with_state_dict:
+            place = staged_folder(step_state, "state_dict")
+        kind_state.folder = place or ""
+        expected = registered(kind_state)
+        if kind_state.finished > expected:
+            self._anomaly(
+                "unregistered",
+                f"{kind_state.finished} saves of {kind} step {step} were made, and {expected} "
+                "registered",
+            )
 
     def _announce_ready(self, at: StepRef, step_state: StepState, kind: Kind) -> None:
         path: str | None = None
@@ -72,11 +95,11 @@ class Readiness(Known):
             digest = version_digest([(part.rank, part.manifest_digest) for part in parts])
             transport = version.transport
         else:
-            saves = proof(step_state, kind)
+            path = staged_folder(step_state, kind)
+            saves = proof(step_state, kind, path)
             save_count = step_state.kinds[kind].finished
             if step_state.kinds[kind].with_state_dict:
                 save_count += step_state.kinds["state_dict"].finished
-            path = staged_folder(step_state, kind)
         self.state.ready[kind] = ReadyPointer(
             at=at, entry_id=self._entry_id, path=path, digest=digest
         )
@@ -102,8 +125,12 @@ class Readiness(Known):
                 self.state.resting.append(Resting(version=at, bases=kept))
             self._retire()
         elif kind == "checkpoint":
-            self.state.whole.append(at.step)
-            del self.state.whole[:-KEPT_WHOLE]
+            self._keep_whole(at.step)
+
+    def _keep_whole(self, step: int) -> None:
+        """Note a checkpoint that is whole, which counts as one of those that stay."""
+        insort(self.state.whole, step)
+        del self.state.whole[:-KEPT_WHOLE]
 
     def _supersede(self, epoch: int, step: int, kind: Kind, by: StepRef) -> None:
         self._out.append(
@@ -144,7 +171,7 @@ class Readiness(Known):
             if not kind.compacted:
                 kind.folder = folders[name]
                 kind.compacted = True
-                kind.registrations, kind.slots = {}, {}
+                kind.registrations, kind.slots, kind.ranks = {}, {}, {}
         found.version = None
 
     def _forget(self) -> None:
@@ -166,11 +193,17 @@ class Readiness(Known):
         return True
 
 
-def proof(step: StepState, kind: Kind) -> tuple[SaveProof, ...]:
-    """The finished slots that a kind rests on; a checkpoint rests on its state dict's too."""
+def proof(step: StepState, kind: Kind, place: Place) -> tuple[SaveProof, ...]:
+    """Return the finished slots that a kind rests on; a checkpoint rests on its state dict's too.
+
+    Of a slot that was saved to several folders, the attempt in ``place`` counts.
+    """
     kinds: list[Kind] = [kind, "state_dict"] if step.kinds[kind].with_state_dict else [kind]
     return tuple(
-        slot.proof for one in kinds for slot in _finished(step.kinds[one]) if slot.proof is not None
+        found
+        for one in kinds
+        for slot in _finished(step.kinds[one])
+        if (found := proof_in(slot, place)) is not None
     )
 
 
@@ -180,8 +213,8 @@ def staged_folder(step: StepState, kind: Kind) -> str | None:
     Saves that named no path, or one of their caller's own, have none: nothing is to be moved.
     """
     state = step.kinds[kind]
-    if state.compacted:
-        return state.folder
+    if state.compacted or state.folder is not None:
+        return state.folder or None
     own = _finished(state)
     if not own and state.with_state_dict:
         return staged_folder(step, "state_dict")

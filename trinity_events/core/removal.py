@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from .state import MonitorState
 
 
-def removable(state: MonitorState, present: Collection[int], keep: int) -> list[int]:
-    """The steps, of those that have a folder which the reducer made, that nobody needs.
+def removable(state: MonitorState, made: Mapping[int, int | None], keep: int) -> list[int]:
+    """Return the steps, of those that have a folder which the reducer made, that may go.
 
     A checkpoint goes only once a newer one is ready, and never one of the last ``keep``; a folder
     with a state dict alone goes once a newer one of either is ready. What a pointer names stays,
-    and so does what is newer than the pointers: after a resume, that is still to be made again.
-    Zero keeps everything.
+    and so does what an epoch made that the present one does not go on from.
+
+    Args:
+        state: The run's state.
+        made: The steps that have a folder, each with the epoch that it was made in; None where
+            its name does not tell.
+        keep: How many checkpoints stay; zero keeps everything.
     """
     if keep == 0:
         return []
@@ -27,6 +32,17 @@ def removable(state: MonitorState, present: Collection[int], keep: int) -> list[
     checkpoints = set(whole)
     return sorted(
         step
-        for step in present
-        if step not in kept and step < (newest_checkpoint if step in checkpoints else newest)
+        for step, epoch in made.items()
+        if step not in kept
+        and step < (newest_checkpoint if step in checkpoints else newest)
+        and is_of_this_line(state, epoch, step)
+    )
+
+
+def is_of_this_line(state: MonitorState, epoch: int | None, step: int) -> bool:
+    """Return True for a folder of the present epoch, or of one up to where the present goes on."""
+    if epoch is None:
+        return step in state.whole or state.epoch <= 1
+    return epoch == state.epoch or any(
+        one.epoch == epoch and step <= one.step for one in state.lineage
     )

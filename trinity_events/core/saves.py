@@ -27,7 +27,7 @@ from .complete import missing, staged_in
 from .known import keep_last, who_is, words_of
 from .limits import KEPT_ATTEMPTS, KEPT_UNDER_WAY, LONGEST_REASON
 from .readiness import Readiness
-from .state import Attempt, SlotState
+from .state import Attempt, KindState, SlotState
 
 
 class Saves(Readiness):
@@ -50,7 +50,7 @@ class Saves(Readiness):
             if event.save_id not in state.turns:
                 self._end_unended(event.slot, envelope.producer)
             return
-        slot = self._slot(event.slot)
+        slot = self._slot(event.slot, event.ranks)
         if slot is not None and slot.proof is None:
             slot.failed.pop(event.save_id, None)
             slot.waiting[event.save_id] = self._now
@@ -67,8 +67,8 @@ class Saves(Readiness):
         if event.slot.kind == "weights":
             self._part_begun(event, envelope)
             return
-        slot = self._slot(event.slot)
-        if slot is None or slot.proof is not None or event.save_id in slot.failed:
+        slot = self._slot(event.slot, event.ranks)
+        if slot is None or event.save_id in slot.failed or _is_saved(slot, event.path):
             if event.save_id not in self.state.attempts:
                 return  # over before it began: sent late, or by who was taken for dead
         else:
@@ -97,28 +97,56 @@ class Saves(Readiness):
 
     def _save_finished(self, event: SaveFinished, _: Envelope) -> None:
         self._end_attempt(event.save_id)
-        slot = self._slot(event.slot)
+        slot = self._slot(event.slot, event.ranks)
         if slot is None:
             return
         _end(slot, event.save_id)
         slot.failed.pop(event.save_id, None)
         kind = self.state.steps[event.slot.step].kinds[event.slot.kind]
-        if slot.proof is None:
-            kind.finished += 1
-        elif slot.proof.save_id == event.save_id:
-            return
-        elif kind.outcome is not None or staged_in(event.path) == staged_in(slot.path):
-            self._anomaly("late-attempt", f"{words_of(event.slot)} was finished before")
-            return
-        slot.proof = SaveProof(
+        proof = SaveProof(
             slot=event.slot, save_id=event.save_id, bytes=event.bytes, digest=event.digest
         )
-        slot.path = event.path
+        if slot.proof is None:
+            kind.finished += 1
+            slot.proof, slot.path = proof, event.path
+        elif not self._finished_again(slot, kind, proof, event.path):
+            return
         self._settle(event.slot.step, event.slot.kind)
+
+    def _finished_again(
+        self, slot: SlotState, kind: KindState, proof: SaveProof, path: str | None
+    ) -> bool:
+        """Keep another finished attempt at a slot, if it is in another folder and may be needed."""
+        before = slot.proof
+        if before is None or before.save_id == proof.save_id:
+            return False
+        folder, newest = staged_in(path) or "", staged_in(slot.path) or ""
+        if folder in (newest, *slot.others):
+            wanted = False
+        elif kind.outcome is None:
+            slot.others[newest] = before
+            slot.proof, slot.path = proof, path
+            wanted = True
+        else:
+            wanted = self._awaits_checkpoint(proof.slot)
+            if wanted:
+                slot.others[folder] = proof
+        keep_last(slot.others, KEPT_ATTEMPTS)
+        if not wanted:
+            self._anomaly("late-attempt", f"{words_of(proof.slot)} was finished before")
+        return wanted
+
+    def _awaits_checkpoint(self, slot: Slot) -> bool:
+        """Return True for a state dict whose step's checkpoint may be saved with one of its own."""
+        checkpoint = self.state.steps[slot.step].kinds.get("checkpoint")
+        return slot.kind == "state_dict" and (checkpoint is None or checkpoint.outcome is None)
 
     def _save_failed(self, event: SaveFailed, _: Envelope) -> None:
         if event.followed:
             self._end_attempt(event.save_id)
+            slot = self._find_slot(event.slot)
+            if slot is not None:
+                _end(slot, event.save_id)
             return
         self._fail_attempt(event.save_id, event.slot, f"{event.error_type}: {event.message}")
 
@@ -136,13 +164,25 @@ class Saves(Readiness):
         slot = self._slot(at)
         if slot is None:
             return
+        again = save_id in slot.running
         _end(slot, save_id)
-        if slot.proof is not None:
-            return
         reason = f"{words_of(at)} failed: {why}"[:LONGEST_REASON]
+        if slot.proof is not None:
+            if again and self._awaits_checkpoint(at):
+                self._fail_own_state_dict(at.step, reason)
+            return
         slot.failed[save_id] = reason
         keep_last(slot.failed, KEPT_ATTEMPTS)
         self._fail(at.step, at.kind, reason)
+
+    def _fail_own_state_dict(self, step: int, reason: str) -> None:
+        """Fail a checkpoint that needs what failed, now or when its commit says that it does."""
+        kinds = self.state.steps[step].kinds
+        checkpoint = kinds.get("checkpoint")
+        if checkpoint is None or checkpoint.committed_at is None:
+            kinds["state_dict"].later_failure = reason
+        elif checkpoint.own_state_dict:
+            self._fail(step, "checkpoint", reason)
 
     def _deadline_reached(self, event: DeadlineReached, _: Envelope) -> None:
         step = self.state.steps.get(event.step)
@@ -191,13 +231,24 @@ class Saves(Readiness):
                 kind.with_state_dict = state_dict is not None and (
                     state_dict.compacted or bool(state_dict.registrations)
                 )
-                if kind.with_state_dict and state_dict is not None and state_dict.is_failed:
-                    self._fail(event.step, "checkpoint", state_dict.failure or "")
+                kind.own_state_dict = any(
+                    one.kind == "state_dict" and (one.expected or one.slots)
+                    for one in event.registrations
+                )
+                if kind.with_state_dict and state_dict is not None:
+                    self._fail_with(event.step, kind, state_dict)
         # All registrations first: a commit of one kind may settle another.
         self._settle(event.step, event.kind)
         for registration in event.registrations:
             if registration.kind != event.kind:
                 self._settle(event.step, registration.kind)
+
+    def _fail_with(self, step: int, checkpoint: KindState, state_dict: KindState) -> None:
+        """Fail a checkpoint, as it is committed, with what failed of the state dict it needs."""
+        if state_dict.is_failed:
+            self._fail(step, "checkpoint", state_dict.failure or "")
+        elif checkpoint.own_state_dict and state_dict.later_failure is not None:
+            self._fail(step, "checkpoint", state_dict.later_failure)
 
     # --- turns -----------------------------------------------------------------------------
 
@@ -241,6 +292,14 @@ class Saves(Readiness):
                     lease=attempt.lease or 0.0,
                 )
             )
+
+
+def _is_saved(slot: SlotState, path: str | None) -> bool:
+    """Return True if a slot has a finished attempt that one in this path would be a repeat of."""
+    if slot.proof is None:
+        return False
+    folder = staged_in(path) or ""
+    return folder in ("", staged_in(slot.path), *slot.others)
 
 
 def _end(slot: SlotState, save_id: str) -> None:

@@ -51,6 +51,8 @@ class SlotState(Struct, kw_only=True, omit_defaults=True):
     """Save id to the reason."""
     proof: SaveProof | None = None
     path: str | None = None
+    others: dict[str, SaveProof] = field(default_factory=dict)
+    """Finished attempts in other staged folders than ``path``'s, by folder; empty for none."""
 
 
 class KindState(Struct, kw_only=True, omit_defaults=True):
@@ -58,9 +60,16 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
 
     registrations: dict[str, Registration] = field(default_factory=dict)
     slots: dict[str, SlotState] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Saves of one role and name to the ranks that each make one, where the saves say so."""
     committed_at: int | None = None
     with_state_dict: bool = False
     """Of a checkpoint: whether it rests on the step's state dict too, decided by its commit."""
+    own_state_dict: bool = False
+    """Of a checkpoint: whether its commit registers a state dict, to be saved to its folder."""
+    later_failure: str | None = None
+    """Of a state dict: why an attempt failed at a slot that had a finished one, before the commit
+    of the checkpoint that may need it."""
     outcome: Literal["ready", "superseded"] | None = None
     failure: str | None = None
     """Reason of the failure that was announced, which a retry may still overcome."""
@@ -69,7 +78,7 @@ class KindState(Struct, kw_only=True, omit_defaults=True):
     finished: int = 0
     """Slots that have a finished attempt."""
     folder: str | None = None
-    """Of a compacted kind, the staged folder that all of them were written to."""
+    """The staged folder that all of them were written to, once it is decided; empty for none."""
 
     @property
     def is_failed(self) -> bool:
@@ -188,7 +197,9 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
     whole: list[int] = field(default_factory=list)
-    """Steps of this line of the run whose checkpoint is ready, oldest first; the last many."""
+    """Steps of this line of the run whose checkpoint is whole, in order; the last many."""
+    lineage: list[StepRef] = field(default_factory=list)
+    """Earlier epochs that the present one goes on from, each with its last step that counts."""
     carried: dict[str, int] = field(default_factory=dict)
     """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)

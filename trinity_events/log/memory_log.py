@@ -496,6 +496,10 @@ class SyncMemoryEventLog(SyncEventLog):
         """The run's newest epoch; 0 before any."""
         return self._log.epoch_now()
 
+    def leaders_folder(self) -> bytes | None:
+        """Return None: no reducer in memory tells where its folder is."""
+        return None
+
     def close(self) -> None:
         """Do nothing: there is no connection."""
 

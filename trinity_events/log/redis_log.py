@@ -10,6 +10,7 @@ import redis.asyncio
 
 from trinity_schemas import grant_key, heartbeat_key
 
+from ..reducer_root import of_leader
 from .base import DEAD_LETTERS_KEPT, GRANT_KEPT, Commit, DeadLetter, Entry, Standing, Stream
 from .position import LAST_ID, LATEST, ORIGIN
 from .raw import FIELD, entries, flat_entries
@@ -228,6 +229,14 @@ class RedisEventLog(RedisGroups):
         keys = [self.keys.leader, self.keys.fence]
         token, left = await self._run("lead", keys=keys, args=[int(lease * 1000)])
         return int(token), int(left) / 1000
+
+    async def tell_folder(self, told: bytes) -> None:
+        """Say which folder the leader uses for the run's checkpoints."""
+        await self._redis.set(self.keys.folder, told)
+
+    async def leaders_folder(self) -> bytes | None:
+        """Return what the leader said of its folder; None while nobody leads, or has said it."""
+        return of_leader(*await self._redis.mget(self.keys.leader, self.keys.folder))
 
     async def renew(self, token: int, lease: float) -> bool:
         """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""

@@ -11,6 +11,7 @@ import redis
 
 from trinity_schemas import RunKeys, grant_key, heartbeat_key
 
+from ..reducer_root import of_leader
 from .base import Entry, Stream
 from .position import LAST_ID, ORIGIN
 from .raw import FIELD, entries
@@ -86,6 +87,10 @@ class SyncEventLog:
     def epoch(self) -> int:
         """The run's newest epoch; 0 before any."""
         return number(self.keys.epoch, self._redis.get(self.keys.epoch))
+
+    def leaders_folder(self) -> bytes | None:
+        """Return what the leader said of its folder; None while nobody leads, or has said it."""
+        return of_leader(*self._redis.mget(self.keys.leader, self.keys.folder))
 
     def close(self) -> None:
         """Close the connections."""

@@ -19,7 +19,9 @@ C = TypeVar("C")
 
 _TYPES = {
     **dict.fromkeys(("events", "announcements", "dead", "experiences"), "stream"),
-    **dict.fromkeys(("position", "epoch", "fence", "leader", "snapshot", "identity"), "string"),
+    **dict.fromkeys(
+        ("position", "epoch", "fence", "leader", "snapshot", "identity", "folder"), "string"
+    ),
     **{"current": "hash", "holds": "zset", "doomed": "set"},
 }
 _NUMBERS = ("epoch", "fence")

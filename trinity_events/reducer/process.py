@@ -21,6 +21,7 @@ from ..errors import FolderTaken, LogExhausted, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.faults import FAULTS, pauses
 from ..log.refusals import told
+from ..reducer_root import mark_folder
 from ..server import address_of
 from .checkpoints import CheckpointFiles
 from .consumers import Consumers
@@ -117,6 +118,7 @@ class _Lead:
                 tasks.start_soon(keep)
                 if self._owner is not None and self._files is not None:
                     await self._own(self._owner, self._files)
+                    await self._tell_folder(self._files, token)
                 if retention is not None:
                     await retention.begin()
                 closed = await reducer.run(until_closed=until_closed)
@@ -140,6 +142,20 @@ class _Lead:
         except OSError as error:
             # It is claimed again whenever it is used; until it can be, nothing in it is changed.
             logger.error("the folder %s cannot be used: %s", files.folder, error)
+
+    async def _tell_folder(self, files: CheckpointFiles, token: int) -> None:
+        """Let trainers hear of it where they write to another folder."""
+
+        def mark() -> bytes:
+            with files.opened(create=True) as run:
+                return mark_folder(run, token)
+
+        try:
+            marked = await anyio.to_thread.run_sync(mark)
+        except OSError as error:
+            logger.error("the folder %s cannot be marked as the reducer's: %s", files.folder, error)
+        else:
+            await self._log.tell_folder(marked)
 
     def _reducer(self, token: int, retention: Retention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive

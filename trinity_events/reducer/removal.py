@@ -11,9 +11,10 @@ import anyio.to_thread
 
 from ..core import MonitorState, plan_files
 from ..core.complete import STAGING
-from ..core.removal import removable
+from ..core.removal import is_of_this_line, removable
 from ..log import EventLog
 from .live import Live
+from .origin import made_in, origin_of
 from .trash import Staged, Trash
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ class Removal:
         if not await anyio.to_thread.run_sync(self._trash.has, needed):
             return False
         made = await anyio.to_thread.run_sync(self._trash.made)
-        steps = removable(state, made.keys(), self._keep)
+        epochs = await anyio.to_thread.run_sync(made_in, self._trash.folder, made)
+        steps = removable(state, epochs, self._keep)
         if steps:
             doomed = await self._log.doom(self._token, steps)
             try:
@@ -92,9 +94,15 @@ class Removal:
                     await self._log.undoom(self._token, doomed)
         staged = await anyio.to_thread.run_sync(self._trash.staged)
         for name in left_behind(state, staged, made.keys(), self._keep):
-            await self._try(self._trash.put_staged, name, self._grace)
+            if await anyio.to_thread.run_sync(self._may_go, name, state):
+                await self._try(self._trash.put_staged, name, self._grace)
         await self._empty()
         return True
+
+    def _may_go(self, name: str, state: MonitorState) -> bool:
+        """Return True unless a staged folder is a checkpoint that another line of the run made."""
+        origin = origin_of(self._trash.folder / STAGING / name)
+        return origin is None or is_of_this_line(state, origin.epoch, origin.step)
 
     async def _remove(self, folders: dict[int, int]) -> None:
         for step, identity in folders.items():

@@ -48,6 +48,7 @@ class Trash:
 
     def __init__(self, files: CheckpointFiles, token: int) -> None:
         self._files = files
+        self.folder = files.folder
         self._token = token
 
     def made(self) -> dict[int, int]:

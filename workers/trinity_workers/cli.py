@@ -69,7 +69,10 @@ Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (ranks).")
 SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight versions.")]
 SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
 SaveInterval = Annotated[
-    int, typer.Option(min=0, help="Steps between two checkpoints; 0 writes none.")
+    int,
+    typer.Option(
+        min=0, help="Steps between two checkpoints, and one after the last step; 0 writes none."
+    ),
 ]
 Strategy = Annotated[
     SaveStrategy, typer.Option("--save-strategy", help="Which saves may run at once.")
@@ -118,6 +121,13 @@ AdoptFolder = Annotated[
         help="Take over the run's folder where it belongs to another log, which is gone for good.",
     ),
 ]
+Fresh = Annotated[
+    bool,
+    typer.Option(
+        "--fresh",
+        help="Begin anew at step 1 although the run has checkpoints that are ready; they stay.",
+    ),
+]
 WeightsRedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -147,6 +157,7 @@ def _launch(
     weights_tensor_digests: WeightsTensorDigests = False,
     learning_rate: LearningRate = 5e-4,
     seed: Seed = 0,
+    fresh: Fresh = False,
     engine: Engine = "fsdp",
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = 1,
@@ -191,6 +202,7 @@ def _launch(
         transport=weights,
         checkpoint_root=folder,
         adopt_folder=adopt_folder,
+        fresh=fresh,
     )
     summary = _interruptible(run_job, options)
     if as_json:

@@ -54,7 +54,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     weights_tensor_digests: bool = False
     """Whether each tensor is digested by itself too, and again in the models of the explorers."""
     save_interval: NotNegative = 100
-    """Steps between two checkpoints; 0 writes none."""
+    """Steps between two checkpoints; 0 writes none. The last step is saved in any case."""
     save_strategy: SaveStrategy = "unrestricted"
     """Which saves may run at once."""
     sync_timeout: float = 300.0
@@ -92,8 +92,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         return step % self.sync_interval == 0 or step == self.steps
 
     def is_save_step(self, step: int) -> bool:
-        """Whether a checkpoint is written after the step."""
-        return self.save_interval > 0 and step % self.save_interval == 0
+        """Return True if a checkpoint is written after the step; it always is after the last."""
+        return self.save_interval > 0 and (step % self.save_interval == 0 or step == self.steps)
 
     def to_text(self) -> str:
         """As JSON, to travel in the log with the event that opens the run."""

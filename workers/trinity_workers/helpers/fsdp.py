@@ -41,7 +41,8 @@ def fsdp_save_state_dict(
     The shard is copied to the CPU on the calling thread; writing it is left to the coordinator,
     so that training goes on. As part of its save, rank 0 also writes what a merger of the shards
     reads: ``huggingface`` (configuration, generation defaults, tokenizer) and ``fsdp_config.json``.
-    Every rank's save is a slot of its own: the trainer registers as many as there are ranks.
+    Every rank's save is a slot of its own and says of how many it is one, so that the step is ready
+    when all are written, however many were registered.
 
     Args:
         engine: The engine; ``engine.module`` is the sharded model.
@@ -61,7 +62,14 @@ def fsdp_save_state_dict(
             write_description(folder, engine.module, _tokenizer(engine))
 
     logger.info("step %d: saves %s in the background", global_step, path)
-    coordinator.save_async(SAVE_NAME, save, global_step, is_state_dict=True, path=path)
+    coordinator.save_async(
+        SAVE_NAME,
+        save,
+        global_step,
+        is_state_dict=True,
+        path=path,
+        ranks=dist.get_world_size(),
+    )
 
 
 def fsdp_upload_state_dict(

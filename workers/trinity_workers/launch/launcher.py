@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,12 @@ from trinity_schemas import ContractError, StepRef, decode_envelope
 from ..config import RunConfig, RunSettings, TransportChoice
 from ..explorer import ExplorationResult, Explorer
 from ..trainer import Trainer, TrainingResult
+from .earlier import begins_anew, earlier_epoch
 from .lifecycle import closing, interruptible
 from .model import make_model
 from .processes import ReducerProcess, local_ray
 from .progress import ProgressView
+from .roots import hear_of_another_folder
 from .summary import TRANSPORTS, DemoSummary, summarize
 from .transport import chosen_transport
 
@@ -66,6 +68,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     checkpoint_root: Path
     adopt_folder: bool = False
     """Whether to take over the run's folder where it belongs to another log."""
+    fresh: bool = False
+    """Whether to begin anew although checkpoints of the run are ready."""
 
 
 class ProcessDied(TrinityError):
@@ -105,14 +109,10 @@ async def _run(options: LaunchOptions) -> DemoSummary:
             if weights_url != redis_url:
                 await warn_of_eviction(chunks, weights_url, setting=WEIGHTS_SERVER)
         log = RedisEventLog(client, options.run_id)
-        own = partial(
-            own_folder,
-            log,
-            options.checkpoint_root / options.run_id,
-            redacted(redis_url),
-            adopt=options.adopt_folder,
-        )
+        folder = options.checkpoint_root / options.run_id
+        own = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
         await own()  # before the run is opened: it would be opened in vain
+        earlier = await earlier_epoch(log, folder, fresh=options.fresh)
         reducer = None
         if alone:
             adopted = options.adopt_folder
@@ -129,8 +129,10 @@ async def _run(options: LaunchOptions) -> DemoSummary:
             ),
             redis_url=redis_url,
             weights_url=weights_url,
-            checkpoint_folder=options.checkpoint_root / options.run_id,
+            checkpoint_folder=folder,
         )
+        if earlier is not None:
+            view.say(begins_anew(options.run_id, earlier, config.epoch))
         view.say(
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
@@ -140,7 +142,7 @@ async def _run(options: LaunchOptions) -> DemoSummary:
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             await exits.enter_async_context(local_ray(config.trainers + here + 1))
-            async with _shown(view, log):
+            async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
                 warm_up_steps, training, exploration = await _work(config, here)
                 if not alone:
                     await _last_weights_taken(log, config, view)
@@ -260,8 +262,10 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
 
 
 @asynccontextmanager
-async def _shown(view: ProgressView, log: RedisEventLog) -> AsyncIterator[None]:
-    """Show the run in the block, which goes on when that fails."""
+async def _shown(
+    view: ProgressView, log: RedisEventLog, beside: Callable[[], Coroutine[Any, Any, None]]
+) -> AsyncIterator[None]:
+    """Show the run in the block, which goes on when that fails, and do something beside it."""
 
     async def follow() -> None:
         try:
@@ -271,6 +275,7 @@ async def _shown(view: ProgressView, log: RedisEventLog) -> AsyncIterator[None]:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(follow)
+        tasks.start_soon(beside)
         yield
         tasks.cancel_scope.cancel()
 

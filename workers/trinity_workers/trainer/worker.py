@@ -156,7 +156,11 @@ class TrainWorker:
         path = Path(local_path) / shard_name("optim")
         state: dict[str, Any] = self._engine.training_state()
         self._coordinator.save_async(
-            "training_state", lambda: write_state(path, state), global_step, path=path
+            "training_state",
+            lambda: write_state(path, state),
+            global_step,
+            path=path,
+            ranks=self._config.trainers,
         )
 
     def upload_state_dict(self, global_step: int) -> None:

@@ -1,0 +1,77 @@
+"""Where the reducer keeps a run's checkpoints, told to those who write them elsewhere."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from .core.files import ITERATION_FILES
+from .open_folder import OpenFolder
+
+MARK = ".reducer"
+"""File in a run's folder that says which reducer uses it: the same as the log's server has."""
+_LONGEST = 16_384
+
+
+class RootMark(Struct, frozen=True, kw_only=True):
+    """One reducer's use of one folder."""
+
+    token: int
+    """The fencing token of its lead: it holds while that is the leader's."""
+    mark: str
+    """Told apart from every other, so that one folder under two names is known as one."""
+    host: str
+    folder: str
+
+
+def mark_folder(run: OpenFolder, token: int) -> bytes:
+    """Mark a run's folder as the one that the leader uses; return what the server is to hold.
+
+    Raises OSError.
+    """
+    mark = RootMark(
+        token=token, mark=secrets.token_hex(8), host=socket.gethostname(), folder=str(run.path)
+    )
+    told = msgspec.json.encode(mark)
+    run.write(MARK, told)
+    return told
+
+
+def of_leader(leader: bytes | None, told: bytes | None) -> bytes | None:
+    """Return what a reducer told of its folder, if it leads."""
+    try:
+        mark = msgspec.json.decode(told or b"", type=RootMark)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return told if leader == str(mark.token).encode() else None
+
+
+def other_folder(told: bytes | None, folder: Path, run_id: str) -> str | None:
+    """Return a sentence with both paths, where the reducer uses another folder than this one."""
+    if told is None or _read(folder / MARK) == told:
+        return None
+    mark = msgspec.json.decode(told, type=RootMark)
+    files = " and ".join(ITERATION_FILES.values())
+    return (
+        f"the reducer of run {run_id} uses the folder {mark.folder} on {mark.host}, and the "
+        f"trainer writes checkpoints to {folder} on {socket.gethostname()}, which is another: they "
+        f"get no final name, and {files} do not name them; give both the same --checkpoint-root"
+    )
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        mark = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return os.read(mark, _LONGEST)
+    except OSError:
+        return None
+    finally:
+        os.close(mark)
