@@ -128,6 +128,8 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     version: StepRef | None = None
     digest: str | None = None
     applied_at: int | None = None
+    heard_at: int | None = None
+    """Milliseconds of its last event."""
     requested_at: int | None = None
     """Milliseconds at which it asked for weights that it has not applied yet."""
     wanted: StepRef | None = None
@@ -165,6 +167,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Reason with which the present epoch was closed."""
     closed_error: str | None = None
     """What went wrong, where it was not closed by itself."""
+    closed_at: int | None = None
+    """Milliseconds at which the present epoch was closed."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
     steps: dict[int, StepState] = field(default_factory=dict)

@@ -79,6 +79,7 @@ class Versions(Saves):
         # Taken out and put back: whoever was silent longest goes first.
         found = explorers.pop(who, None) or ExplorerState()
         explorers[who] = found
+        found.heard_at = self._now
         keep_last(explorers, KEPT_EXPLORERS)
         return found
 

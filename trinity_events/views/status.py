@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from datetime import datetime
 
@@ -11,8 +12,8 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..core import MonitorState, explain
-from ..core.state import KINDS
+from ..core import MonitorState, failures, unfinished
+from ..core.state import KINDS, ExplorerState
 from ..log import position
 
 
@@ -74,13 +75,10 @@ def status_panel(
         about.append(Text(state.closed_error, style="red"))
     if silent:
         about.append(Text(_nobody(state, silent_since), style="red"))
-    waiting = [
-        Text(explain(state, step, now=now), style="yellow")
-        for step, found in sorted(state.steps.items())
-        if any(kind.outcome is None for kind in found.kinds.values())
-    ]
-    tables = (Text(), _ready(state), Text(), _explorers(state, silent=silent))
-    return Group(head, *about, *tables, *waiting, *_anomalies(state))
+    failed = [Text(one.sentence, style="red") for one in failures(state)]
+    waiting = [Text(line, style="yellow") for line in unfinished(state, now=now)]
+    tables = (Text(), _ready(state), Text(), _explorers(state, now, silent=silent))
+    return Group(head, *about, *tables, *failed, *waiting, *_anomalies(state))
 
 
 def _ready(state: MonitorState) -> Table:
@@ -95,17 +93,32 @@ def _ready(state: MonitorState) -> Table:
     return table
 
 
-def _explorers(state: MonitorState, *, silent: bool) -> Table:
+def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE"):
+    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE", "HEARD"):
         table.add_column(column)
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
-        status: str = explorer.status
-        if status != "stopped" and (silent or state.closed == "failed"):
-            status = "silent" if silent else "lost"
-        table.add_row(name, status, serves, _when(explorer.applied_at))
+        heard = _when(explorer.heard_at)
+        if now is not None and explorer.heard_at is not None and state.closed is None:
+            heard = _ago(now - explorer.heard_at)
+        status = _explorer_status(state, name, explorer, silent=silent)
+        table.add_row(name, status, serves, _when(explorer.applied_at), heard)
     return table
+
+
+def _explorer_status(
+    state: MonitorState, name: str, explorer: ExplorerState, *, silent: bool
+) -> str:
+    """Return what became of an explorer; one is lost only if the run's end names it."""
+    if explorer.status == "stopped":
+        return "stopped"
+    if silent:
+        return "silent"
+    if state.closed is None:
+        return explorer.status
+    named = re.search(rf"\b{re.escape(name)}\b", state.closed_error or "")
+    return "lost" if named else "ended"
 
 
 def _anomalies(state: MonitorState) -> list[Text]:
