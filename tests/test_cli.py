@@ -167,7 +167,7 @@ async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word
     assert "trainer silent at step 1" in shown
     assert "explorer-0 silent" in shown
     told = json.loads(cli("status", run_id, "--json").stdout)
-    assert told["silent_since"] == int((await log.last_id()).partition("-")[0])
+    assert told["silent_since"] == int((await log.last_id()).partition("-")[0]) / 1000
     [row] = [one for one in json.loads(cli("runs", "--json").stdout) if one["run_id"] == run_id]
     assert row["silent_since"] == told["silent_since"], "runs says the same"
     assert _trainer_in_runs(cli, run_id) == "silent"

@@ -87,7 +87,7 @@ async def test_status_of_a_run_that_a_full_disk_ended_says_failed_and_blames_no_
 ):
     shown = cli("status", full_disk_run, env={"COLUMNS": "400"}).stdout
     assert re.search(
-        r"^Steps 10, 20, 30, \.\.\., 50 \(5 of them\): checkpoint FAILED; the last: .*No space left",
+        r"^Steps 10, 20, 30, \.\.\., 50 \(5 of them\): checkpoint FAILED; the last: .*No space",
         shown,
         re.MULTILINE,
     )

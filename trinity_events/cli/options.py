@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import msgspec
 import redis.asyncio
@@ -83,11 +84,24 @@ async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisE
         yield RedisEventLog(client, await require_run(client, run))
 
 
-def console() -> Console:
+def console(out: TextIO | None = None) -> Console:
     """Standard output; wide where it is no terminal, so that a pipe or a file loses nothing."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    out = out or sys.stdout
+    return Console(file=out, width=None if out.isatty() else PIPE_WIDTH, highlight=False)
 
 
-def print_json(value: Any) -> None:
-    """One line of JSON on standard output."""
-    print(json.dumps(msgspec.to_builtins(value, str_keys=True)))
+def print_json(value: Any, out: TextIO | None = None) -> None:
+    """Print one line of JSON on standard output; numbers that JSON does not have are null."""
+    built = _finite(msgspec.to_builtins(value, str_keys=True))
+    print(json.dumps(built, allow_nan=False), file=out)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value of which every NaN and infinity is None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

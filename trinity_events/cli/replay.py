@@ -13,7 +13,7 @@ from ..archive.format import read_lines
 from ..archive.segments import Archive
 from ..history import Folded, Replay
 from ..log import Entry, Stream
-from ..views import event_line, status_panel
+from ..views import event_line, state_as_json, status_panel
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
 from .verify import RunOrFile, recorded_file
 
@@ -55,7 +55,7 @@ def replay(
         anyio.run(_replay_run, redis_url, run, checkpoint_root(root), replaying, show)
     replaying.check_finished()
     if as_json:
-        print_json(replaying.state)
+        print_json(state_as_json(replaying.state))
     else:
         console().print(status_panel(replaying.state))
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..core import MonitorState, failures, unfinished
+from ..core import MonitorState, failures, final_name, unfinished
 from ..core.state import KINDS, ExplorerState
 from ..log import position
 
@@ -75,6 +75,8 @@ def status_panel(
         about.append(Text(state.closed_error, style="red"))
     if silent:
         about.append(Text(_nobody(state, silent_since), style="red"))
+    if silent or state.closed in ("failed", "interrupted"):
+        about.append(Text(_next_step(state), style="red"))
     failed = [Text(one.sentence, style="red") for one in failures(state)]
     waiting = [Text(line, style="yellow") for line in unfinished(state, now=now)]
     tables = (Text(), _ready(state), Text(), _explorers(state, now, silent=silent))
@@ -136,8 +138,20 @@ def _nobody(state: MonitorState, since: int | None) -> str:
     # Between steps a trainer shows no sign of life: without a reducer it may be there, and slow.
     return (
         "Nobody seems to be there any more: the run is open, but no reducer leads it, and none of "
-        f"its processes was heard of since {_when(since)}. If it was killed, run it again under "
-        f"this name, or look at what it did with: trinity-events replay {state.run_id}"
+        f"its processes was heard of since {_when(since)}."
+    )
+
+
+def _next_step(state: MonitorState) -> str:
+    """Return what is there to go on with after a run that did not finish."""
+    pointer = state.ready.get("checkpoint")
+    newest = "No checkpoint is ready"
+    if pointer is not None:
+        folder = f", in {final_name(pointer.at.step)} of its directory" if pointer.named else ""
+        newest = f"The newest ready checkpoint is that of step {pointer.at.step}{folder}"
+    return (
+        f"{newest}. A run cannot be resumed yet: train again under another name, from step 1. "
+        f"Look at what this one did with: trinity-events replay {state.run_id}"
     )
 
 

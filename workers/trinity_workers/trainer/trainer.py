@@ -10,9 +10,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from trinity_events.coordinator import this_process
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.server import connect
-from trinity_schemas import ExperienceGroup, TrainerStatusChanged
+from trinity_schemas import ExperienceGroup, Process, TrainerStatusChanged
 
 from ..config import RunConfig
 from ..experiences import ExperienceReader
@@ -165,6 +166,10 @@ class Trainer:
     def train_step_num(self) -> int:
         """Steps taken."""
         return self.engine.train_step_num
+
+    def process(self) -> Process:
+        """The process that it runs in."""
+        return this_process()
 
     def is_alive(self) -> bool:
         """Whether it can answer."""
