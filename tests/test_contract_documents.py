@@ -48,6 +48,7 @@ from trinity_schemas import (
     TensorEntry,
     ThreadCountRegistered,
     TrainerStatusChanged,
+    TrainerWait,
     VersionRetired,
     WeightManifest,
     WeightsApplied,
@@ -101,7 +102,13 @@ SAMPLES = [
         verified_at=1.5,
         phases=AppliedPhases(fetch=0.5, pause=0.25),
     ),
-    TrainerStatusChanged(status="require_sync", step=7),
+    TrainerStatusChanged(
+        status="require_sync",
+        step=7,
+        waits_for=TrainerWait(
+            what="experiences", step=8, have=1, expected=2, missing=("explorer-1",), seconds=5.0
+        ),
+    ),
     ExplorerStatusChanged(status="running"),
     SyncRequested(wanted=AT),
     LeaseExpired(

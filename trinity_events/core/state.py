@@ -136,6 +136,18 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     """The oldest version that it asked for."""
 
 
+class TrainerWaits(Struct, frozen=True, kw_only=True):
+    """What the trainer waits for, as it was last told."""
+
+    what: str
+    step: int
+    have: int
+    expected: int
+    missing: tuple[str, ...]
+    since: int
+    """Milliseconds at which the wait began."""
+
+
 class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A consumer group that the log no longer waits for, since ``entry_id`` said so."""
 
@@ -171,6 +183,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Milliseconds at which the present epoch was closed."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
+    trainer_waits: TrainerWaits | None = None
+    """What the trainer waits for, where that has lasted for some seconds."""
     steps: dict[int, StepState] = field(default_factory=dict)
     forgotten_through: int = -1
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""

@@ -16,6 +16,8 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
     """Return the state as plain dictionaries and lists; the fold itself counts milliseconds."""
     built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
     _in_seconds(built, *_OF_RUN)
+    if built.get("trainer_waits") is not None:
+        _in_seconds(built["trainer_waits"], "since")
     for explorer in built.get("explorers", {}).values():
         _in_seconds(explorer, *_OF_EXPLORER)
     for attempt in built.get("attempts", {}).values():

@@ -13,8 +13,11 @@ from rich.text import Text
 from trinity_schemas import Kind
 
 from ..core import MonitorState, failures, final_name, unfinished
-from ..core.state import KINDS, ExplorerState
+from ..core.state import KINDS, ExplorerState, TrainerWaits
 from ..log import position
+
+_NAMED = 8
+"""Explorers that are named; of more, the number is told."""
 
 
 def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
@@ -71,6 +74,8 @@ def status_panel(
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
         about.append(Text.assemble(("weights travel by ", "dim"), chosen))
+    if state.trainer_waits is not None and state.closed is None:
+        about.append(Text(_waits(state, state.trainer_waits, now), style="yellow"))
     if state.closed_error is not None:
         about.append(Text(state.closed_error, style="red"))
     if silent:
@@ -140,6 +145,33 @@ def _nobody(state: MonitorState, since: int | None) -> str:
         "Nobody seems to be there any more: the run is open, but no reducer leads it, and none of "
         f"its processes was heard of since {_when(since)}."
     )
+
+
+def _waits(state: MonitorState, waits: TrainerWaits, now: int | None) -> str:
+    """Return for whom the trainer waits and since when, and when each was last heard of."""
+    named = ", ".join(_first_names(waits.missing)) or "somebody"
+    heard = [f"{one} {_heard(state.explorers.get(one), now)}" for one in waits.missing[:_NAMED]]
+    return (
+        f"The trainer waits for the {waits.what} of step {waits.step} from {named} since "
+        f"{_moment(waits.since, now)}: {waits.have} of {waits.expected} were there when it last "
+        f"said so. Last heard of: {', '.join(heard) or 'nobody'}."
+    )
+
+
+def _heard(explorer: ExplorerState | None, now: int | None) -> str:
+    at = None if explorer is None else explorer.heard_at
+    return "never" if at is None else f"at {_moment(at, now)}"
+
+
+def _first_names(names: tuple[str, ...]) -> list[str]:
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return [*names[:_NAMED], *more]
+
+
+def _moment(milliseconds: int, now: int | None) -> str:
+    """Return a moment, and how long ago it was where that is known."""
+    ago = "" if now is None else f" ({_ago(now - milliseconds)})"
+    return f"{_when(milliseconds)}{ago}"
 
 
 def _next_step(state: MonitorState) -> str:

@@ -112,6 +112,15 @@ WeightsTensorDigests = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and of all sampling.")]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
+HealthFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--health-file",
+        help="File that is touched every 5 seconds while the process is at work, for health "
+        "checks.",
+        show_default=False,
+    ),
+]
 WeightsRedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -147,6 +156,7 @@ def _launch(
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
+    health_file: HealthFile = None,
     as_json: Json = False,
 ) -> None:
     """Run the main job to its end, and print its summary, also when it fails."""
@@ -161,6 +171,7 @@ def _launch(
                 root=root,
                 redis_url=redis_url,
                 weights_redis_url=weights_redis_url,
+                health_file=health_file,
                 settings={
                     "steps": steps,
                     "trainers": trainers,
@@ -228,6 +239,7 @@ def _run_job(
     root: Path | None,
     redis_url: str | None,
     weights_redis_url: str | None,
+    health_file: Path | None,
     settings: dict[str, Any],
 ) -> None:
     # What can be wrong is found out before the heavy imports.
@@ -248,6 +260,7 @@ def _run_job(
         weights_redis_url=weights_redis_url,
         transport=weights,
         checkpoint_root=folder,
+        health_file=health_file,
         again=again_command(sys.argv[1:], run_id),
     )
     _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
@@ -309,6 +322,7 @@ def explorer(
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
+    health_file: HealthFile = None,
     as_json: Json = False,
 ) -> None:
     """Explore a run that a trainer opens elsewhere, until it has the last weights.
@@ -328,6 +342,7 @@ def explorer(
         weights_redis_url=weights_redis_url,
         checkpoint_root=checkpoint_root(root),
         wait=wait,
+        health_file=health_file,
     )
     result = _interruptible(run_explorer, options)
     if as_json:

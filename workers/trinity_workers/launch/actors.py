@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -38,6 +39,11 @@ class Actors:
         self._processes = dict(zip(self._actors, found, strict=True))
         for process in found:
             self._deaths.watch(process)
+
+    async def trainer_answers(self) -> None:
+        """Return once the trainer has answered, however it does."""
+        with suppress(Exception):
+            await self._actors["trainer-0"].is_alive.remote()
 
     async def ask(self, references: Sequence[Any]) -> list[Any]:
         """Return what the first of them answer; the first error ends the wait.

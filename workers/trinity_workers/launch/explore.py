@@ -19,6 +19,7 @@ from trinity_schemas import RunClosed, StepReady
 from ..config import RunConfig, RunSettings
 from ..explorer import ExplorationResult, Explorer
 from ..explorer.versions import RunEnded
+from ..health import beating
 from .lifecycle import interruptible
 from .openings import Opening, Openings
 from .ranks import claimed_rank
@@ -35,6 +36,7 @@ class ExplorerOptions(Struct, frozen=True, kw_only=True):
     weights_redis_url: str | None
     checkpoint_root: Path
     wait: float
+    health_file: Path | None = None
 
 
 class RunFailed(TrinityError):
@@ -55,7 +57,11 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
         Interrupted: on SIGINT or SIGTERM.
         TrinityError: when the run is not opened in time, or fails.
     """
-    async with interruptible(options.run_id), AsyncExitStack() as exits:
+    async with (
+        interruptible(options.run_id),
+        beating(options.health_file),
+        AsyncExitStack() as exits,
+    ):
         redis_url = exits.enter_context(serving(options.redis_url))
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
         client = await exits.enter_async_context(connect(redis_url))

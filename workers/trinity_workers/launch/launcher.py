@@ -6,10 +6,11 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 from msgspec import Struct, field, structs
@@ -35,6 +36,7 @@ from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_e
 
 from ..config import RunConfig, RunSettings, TransportChoice
 from ..explorer import ExplorationResult, Explorer
+from ..health import beating
 from ..trainer import Trainer, TrainingResult
 from .actors import Actors, in_words
 from .failed_saves import FailedSaves
@@ -73,6 +75,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     weights_redis_url: str | None
     transport: TransportChoice
     checkpoint_root: Path
+    health_file: Path | None = None
+    """Touched while the trainer answers."""
     again: str | None = None
     """The command that trains again, under a name of its own."""
 
@@ -225,8 +229,14 @@ async def _work(job: _Job, explorers_here: int) -> None:
     actors = Actors(
         {"trainer-0": trainer} | {f"explorer-{rank}": one for rank, one in enumerate(explorers)}
     )
-    job.warm_up_steps = await _make_model(config)
-    await actors.watch()
+    async with beating(job.options.health_file):
+        job.warm_up_steps = await _make_model(config)
+        await actors.watch()
+    async with beating(job.options.health_file, actors.trainer_answers):
+        await _train(job, actors, trainer, explorers)
+
+
+async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
     await actors.ask([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
     job.training, *job.exploration = await actors.ask(
         [trainer.train.remote(), *(one.explore.remote() for one in explorers)]
