@@ -149,12 +149,12 @@ def _nobody(state: MonitorState, since: int | None) -> str:
 
 def _waits(state: MonitorState, waits: TrainerWaits, now: int | None) -> str:
     """Return for whom the trainer waits and since when, and when each was last heard of."""
-    named = ", ".join(_first_names(waits.missing)) or "somebody"
+    named = ", ".join(_first_names(waits.missing)) or "its explorers"
     heard = [f"{one} {_heard(state.explorers.get(one), now)}" for one in waits.missing[:_NAMED]]
     return (
         f"The trainer waits for the {waits.what} of step {waits.step} from {named} since "
         f"{_moment(waits.since, now)}: {waits.have} of {waits.expected} were there when it last "
-        f"said so. Last heard of: {', '.join(heard) or 'nobody'}."
+        f"said so. Last heard of: {', '.join(heard) or 'none'}."
     )
 
 
