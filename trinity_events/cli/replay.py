@@ -15,11 +15,11 @@ from ..history import Folded, Replay
 from ..log import Entry, Stream
 from ..views import event_line, state_as_json, status_panel
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
-from .verify import RunOrFile, recorded_file
+from .verify import OptionalRunOrFile, recorded_file
 
 
 def replay(
-    run: RunOrFile,
+    run: OptionalRunOrFile = None,
     until: Annotated[
         str | None,
         typer.Option(
@@ -43,7 +43,7 @@ def replay(
     Example: trinity-events replay demo-1 --until 40 --no-timeline
     """
     show = timeline and not as_json
-    path = recorded_file(run)
+    path = None if run is None else recorded_file(run)
     if path is not None:
         header, lines = read_lines(path)
         replaying = Replay(header.run_id, until)
@@ -51,8 +51,7 @@ def replay(
             if line.stream == Stream.EVENTS.value and not _feed(replaying, line.entry, show=show):
                 break
     else:
-        replaying = Replay(run, until)
-        anyio.run(_replay_run, redis_url, run, checkpoint_root(root), replaying, show)
+        replaying = anyio.run(_replay_run, redis_url, run, checkpoint_root(root), until, show)
     replaying.check_finished()
     if as_json:
         print_json(state_as_json(replaying.state))
@@ -61,12 +60,15 @@ def replay(
 
 
 async def _replay_run(
-    redis_url: str | None, run: str, root: Path, replaying: Replay, show: bool
-) -> None:
+    redis_url: str | None, run: str | None, root: Path, until: str | None, show: bool
+) -> Replay:
     async with log_of(redis_url, run) as log:
-        async for entry in whole_stream(log, Stream.EVENTS, Archive(root / run, run)):
+        replaying = Replay(log.run_id, until)
+        archive = Archive(root / log.run_id, log.run_id)
+        async for entry in whole_stream(log, Stream.EVENTS, archive):
             if not _feed(replaying, entry, show=show):
-                return
+                break
+    return replaying
 
 
 def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
