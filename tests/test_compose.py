@@ -392,6 +392,7 @@ def test_an_explorer_of_a_run_that_nobody_opens_says_so(processes):
     status, _, error = ended(processes.start("explorer", "--wait", "0.5"), 60)
     assert status == 1
     assert f"run {processes.run_id} was not opened within 0.5 s" in error
+    assert f"there is no run {processes.run_id!r} on this server" in error, "it may be mistyped"
 
 
 def test_settings_travel_as_text_and_bad_ones_are_refused():

@@ -89,7 +89,9 @@ def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback():
 
 
 async def test_a_subscription_that_has_raised_says_so_when_it_is_asked_again(redis_url, run_id):
-    async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=0.05) as events:
+    async with subscribe(
+        run_id, StepReady, redis_url=redis_url, wait_for_run=True, deadline=0.05
+    ) as events:
         with pytest.raises(DeadlineExceeded):
             await anext(events)
         with pytest.raises(RuntimeError, match="subscribe again"):

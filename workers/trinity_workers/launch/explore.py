@@ -7,11 +7,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
+import redis.asyncio
 from msgspec import Struct
 
 from trinity_events.archive import Archive
-from trinity_events.errors import DeadlineExceeded, TrinityError
-from trinity_events.log import RedisEventLog
+from trinity_events.errors import DeadlineExceeded, RunNotFound, TrinityError
+from trinity_events.log import RedisEventLog, require_run
 from trinity_events.server import connect, serving, serving_weights
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import RunClosed, StepReady
@@ -66,6 +67,8 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
         client = await exits.enter_async_context(connect(redis_url))
         log = RedisEventLog(client, options.run_id)
+        if not await log.exists():
+            await _tell_nearest(client, options)
         folder = options.checkpoint_root / options.run_id
         openings = Openings(log, Archive(folder, options.run_id))
         async with anyio.create_task_group() as tasks:
@@ -94,6 +97,14 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
             return None
         return outcome
     raise AssertionError("unreachable")
+
+
+async def _tell_nearest(client: redis.asyncio.Redis, options: ExplorerOptions) -> None:
+    """Tell at once that the server does not know the run, whose name may be mistyped."""
+    try:
+        await require_run(client, options.run_id, f"waiting up to {options.wait:g} s for it")
+    except RunNotFound as error:
+        logger.warning("%s", error)
 
 
 async def _epoch(
