@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import anyio
@@ -67,8 +67,7 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
         client = await exits.enter_async_context(connect(redis_url))
         log = RedisEventLog(client, options.run_id)
-        if not await log.exists():
-            await _tell_nearest(client, options)
+        await _tell_nearest(client, log, options.wait)
         folder = options.checkpoint_root / options.run_id
         openings = Openings(log, Archive(folder, options.run_id))
         async with anyio.create_task_group() as tasks:
@@ -99,12 +98,14 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
     raise AssertionError("unreachable")
 
 
-async def _tell_nearest(client: redis.asyncio.Redis, options: ExplorerOptions) -> None:
+async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: float) -> None:
     """Tell at once that the server does not know the run, whose name may be mistyped."""
-    try:
-        await require_run(client, options.run_id, f"waiting up to {options.wait:g} s for it")
-    except RunNotFound as error:
-        logger.warning("%s", error)
+    with suppress(redis.RedisError, OSError):  # it is waited for like the run
+        if not await log.exists():
+            try:
+                await require_run(client, log.run_id, f"waiting up to {wait:g} s for it")
+            except RunNotFound as error:
+                logger.warning("%s", error)
 
 
 async def _epoch(
