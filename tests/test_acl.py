@@ -343,7 +343,8 @@ async def test_a_script_that_is_refused_is_said_too(server):
 
 async def test_a_viewer_that_joins_a_group_is_told_at_once(server):
     url = url_of(server, "viewer")
-    async with subscribe(RUN, StepReady, redis_url=url, group="eval", deadline=10) as events:
+    options = {"redis_url": url, "group": "eval", "deadline": 10, "wait_for_run": True}
+    async with subscribe(RUN, StepReady, **options) as events:
         with pytest.raises(PermissionDenied, match=r"docs/security\.md"):
             await anext(aiter(events))
 

@@ -218,6 +218,7 @@ async def test_one_client_waits_for_runs_of_all_nodes_at_once(nodes, run_id):
 async def test_a_subscription_outlives_a_restart_of_its_node(nodes, run_id):
     [name, *_] = [f"{name}-{run_id}" for name in runs_on_every_node(nodes)]
     options = {"redis_url": nodes[0].url, "start": "beginning", "deadline": 20}
+    options["wait_for_run"] = True
     async with (
         connect(nodes[1].url) as client,
         subscribe(name, SaveStarted, **options) as follower,

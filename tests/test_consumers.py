@@ -313,7 +313,9 @@ async def test_a_start_beyond_the_end_of_the_log_is_told(run):
 @asynccontextmanager
 async def run_on(url):
     async with connect(url) as client:
-        here = partial(subscribe, "run", SaveStarted, redis_url=url, start="beginning")
+        here = partial(
+            subscribe, "run", SaveStarted, redis_url=url, start="beginning", wait_for_run=True
+        )
         yield using(RedisEventLog(client, "run"), "run", partial(here, deadline=15))
 
 
@@ -354,7 +356,7 @@ async def test_a_server_that_stays_away_is_named_when_the_deadline_passes(tmp_pa
 @pytest.mark.parametrize("group", [None, "eval"])
 async def test_a_server_that_hangs_holds_nobody_beyond_the_deadline(redis_url, run_id, group):
     with Proxy(redis_url) as proxy:
-        options = {"redis_url": proxy.url, "group": group, "deadline": 0.2}
+        options = {"redis_url": proxy.url, "group": group, "deadline": 0.2, "wait_for_run": True}
         async with subscribe(run_id, SaveStarted, **options) as events:
             proxy.swallow()
             with anyio.fail_after(5), pytest.raises(DeadlineExceeded, match="does not answer"):

@@ -48,6 +48,7 @@ from trinity_schemas import (
     TensorEntry,
     ThreadCountRegistered,
     TrainerStatusChanged,
+    TrainerWait,
     VersionRefused,
     VersionRetired,
     WeightManifest,
@@ -103,7 +104,13 @@ SAMPLES = [
         phases=AppliedPhases(fetch=0.5, pause=0.25),
     ),
     VersionRefused(version=AT, rank=0, chunk=3, reason="chunk 3 is not what was published"),
-    TrainerStatusChanged(status="require_sync", step=7),
+    TrainerStatusChanged(
+        status="require_sync",
+        step=7,
+        waits_for=TrainerWait(
+            what="experiences", step=8, have=1, expected=2, missing=("explorer-1",), seconds=5.0
+        ),
+    ),
     ExplorerStatusChanged(status="running"),
     SyncRequested(wanted=AT),
     LeaseExpired(

@@ -62,7 +62,9 @@ def test_authorities_that_are_none_are_named(cli, tmp_path):
 def test_no_sentence_has_two_full_stops(cli):
     step = StepState(kinds={"weights": KindState(failure="Connection refused.")})
     said = explain(MonitorState(run_id="run", steps={1: step}), 1)
-    assert said.endswith("failed so far: Connection refused.")
+    assert said == "Step 1 weights FAILED: Connection refused; it waits for " + (
+        "the trainer's commit, its version to be opened."
+    )
     said = is_a_sentence(cli("runs", "--redis-url", "redis://127.0.0.1:1"))
     assert ".)" not in said
 
@@ -87,7 +89,9 @@ def test_an_interrupt_while_the_command_line_is_loaded_shows_no_traceback():
 
 
 async def test_a_subscription_that_has_raised_says_so_when_it_is_asked_again(redis_url, run_id):
-    async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=0.05) as events:
+    async with subscribe(
+        run_id, StepReady, redis_url=redis_url, wait_for_run=True, deadline=0.05
+    ) as events:
         with pytest.raises(DeadlineExceeded):
             await anext(events)
         with pytest.raises(RuntimeError, match="subscribe again"):

@@ -20,7 +20,7 @@ from tests.pipeline import until
 from tests.servers import servers
 from trinity_events import Synchronizer
 from trinity_events.archive import Archive
-from trinity_events.cli.tail import _tail
+from trinity_events.cli.tail import _Asked, _tail
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import clients, connect
@@ -156,7 +156,8 @@ async def test_an_outage_of_the_server_does_not_end_the_training(server, log, pu
 
 
 async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, capsys):
-    async with beside(partial(_tail, server.url, RUN, 5, True, True)):
+    asked = _Asked(lines=5, follow=True, as_json=True)
+    async with beside(partial(_tail, server.url, RUN, Path(), asked)):
         said = ""
         for step in (1, 2):
             await publisher.publish(StepCommitted(step=step, kind="weights"))

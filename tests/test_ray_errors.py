@@ -11,7 +11,8 @@ import redis
 ray = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
 
 from trinity_events.errors import DeadlineExceeded  # noqa: E402
-from trinity_workers.launch.launcher import ProcessDied, _in_words, _of_the_dead  # noqa: E402
+from trinity_schemas import Process  # noqa: E402
+from trinity_workers.launch.actors import ProcessDied, in_words, of_the_dead  # noqa: E402
 
 
 def told(cause):
@@ -22,20 +23,20 @@ def told(cause):
 
 @pytest.mark.parametrize("cause", [DeadlineExceeded("no weights"), redis.ConnectionError("gone")])
 def test_what_fails_for_a_known_reason_is_that_error_itself(cause):
-    found = _in_words(told(cause))
+    found = in_words(told(cause))
     assert type(found) is type(cause)
     assert str(found) == str(cause)
 
 
 def test_a_disk_that_is_full_is_one_sentence():
-    found = _in_words(told(OSError(errno.ENOSPC, "No space left on device", "/models/a")))
+    found = in_words(told(OSError(errno.ENOSPC, "No space left on device", "/models/a")))
     assert isinstance(found, ProcessDied)
     assert str(found).endswith("failed: [Errno 28] No space left on device: '/models/a'")
 
 
 def test_a_defect_keeps_its_traceback():
     error = told(KeyError("layer"))
-    assert _in_words(error) is error
+    assert in_words(error) is error
 
 
 def test_a_dead_process_is_named_on_one_line():
@@ -43,11 +44,15 @@ def test_a_dead_process_is_named_on_one_line():
         "The actor died unexpectedly before finishing this task.\n\tclass_name: Explorer\n"
         "\tactor_id: 0123\n\tpid: 77\n\tnamespace: x\nSome common causes are many."
     )
-    assert _of_the_dead(said) == (
-        "explorer (process 77) of the run died: "
+    assert of_the_dead(said, "explorer-0") == (
+        "explorer-0 (process 77) of the run died: "
         "The actor died unexpectedly before finishing this task."
     )
-    assert _of_the_dead("").startswith("a process of the run died")
+    known = Process(host="here", pid=77, started=0)
+    assert of_the_dead(said, "explorer-0", known, "killed by SIGKILL") == (
+        "explorer-0 (process 77 on here) of the run died: killed by SIGKILL"
+    )
+    assert of_the_dead("", "trainer-0").startswith("trainer-0 of the run died")
 
 
 def test_ray_starts_although_the_folder_of_temporary_files_has_a_long_name(tmp_path):

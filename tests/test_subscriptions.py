@@ -9,11 +9,29 @@ import pytest
 from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task, until
 from trinity_events import StepReady, VersionRetired, subscribe
-from trinity_events.errors import DeadlineExceeded
-from trinity_events.log import ORIGIN, AsyncPublisher, RedisEventLog, new_producer, open_run
+from trinity_events.errors import DeadlineExceeded, RunNotFound
+from trinity_events.log import (
+    ORIGIN,
+    AsyncPublisher,
+    RedisEventLog,
+    Stream,
+    in_order,
+    new_producer,
+    open_run,
+    page_size,
+    position,
+)
 from trinity_events.server import connect
 from trinity_events.testing import Pipeline
-from trinity_schemas import SaveStarted, StepFailed
+from trinity_schemas import (
+    EVENT_TYPES,
+    Envelope,
+    RunOpened,
+    SaveStarted,
+    StepFailed,
+    decode_envelope,
+    encode,
+)
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -184,10 +202,105 @@ async def test_a_deadline_says_what_did_not_come(run):
             await anext(aiter(events))
 
 
-async def test_a_run_need_not_be_open_yet(redis_url, run_id):
-    async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=0.1) as events:
+async def test_a_run_that_is_yet_to_come_can_be_waited_for(redis_url, run_id):
+    options = {"redis_url": redis_url, "wait_for_run": True}
+    async with subscribe(run_id, StepReady, deadline=0.1, **options) as events:
         with pytest.raises(DeadlineExceeded):
             await anext(aiter(events))
+    async with (
+        subscribe(run_id, RunOpened, deadline=20, **options) as events,
+        connect(redis_url) as client,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(open_run, client, run_id)
+        [event] = await take(events, 1)
+    assert event.envelope.run_id == run_id
+
+
+@pytest.mark.parametrize("group", [None, "eval"])
+async def test_a_mistyped_run_is_told_at_once_with_the_nearest_name(
+    publisher, redis_url, run_id, group
+):
+    mistyped = f"{run_id[:-1]}_"
+    with anyio.fail_after(20), pytest.raises(RunNotFound) as caught:
+        async with subscribe(mistyped, StepReady, redis_url=redis_url, group=group):
+            pass
+    assert str(caught.value) == (
+        f"there is no run {mistyped!r} on this server (is {run_id} meant?): "
+        "give wait_for_run=True to wait until it is opened"
+    )
+
+
+async def printed(log) -> list[tuple[str, bytes]]:
+    """Every entry of both streams, in the order in which `tail` prints them."""
+    found = [(s, one) for s in Stream for one in await log.read(stream=s, limit=100_000)]
+    return [(entry.id, entry.payload) for _, entry in sorted(found, key=in_order)]
+
+
+@pytest.mark.parametrize("start", ["beginning", ORIGIN, "current"])
+async def test_events_and_announcements_together_come_in_the_order_of_tail(run, start):
+    """While they are published and announced, which is where the order could be lost."""
+    before = len(await printed(run.log)) if start == "current" else 0
+    async with run.subscribe(*EVENT_TYPES, start=start, deadline=30) as events:
+        heard = []
+
+        async def listen():
+            async for event in events:
+                heard.append((event.entry_id, encode(event.envelope)))
+                retired = isinstance(event.event, VersionRetired)
+                if retired and event.event.step == 57:
+                    return
+
+        with anyio.fail_after(40):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(listen)
+                await anyio.sleep(0.05)
+                await publish_steps(run.trainer, range(60))
+    expected = (await printed(run.log))[before:]
+    assert len(heard) > 200
+    assert heard == expected[: len(heard)]
+
+
+async def test_a_page_that_is_full_loses_no_order(run, monkeypatch):
+    await publish_steps(run.trainer, range(30))
+    await until(lambda: _announced_of(run.log, 29))
+    monkeypatch.setattr(page_size, "_FIRST", 3)
+    monkeypatch.setattr(page_size, "_GROWTH", 1)
+    expected = await printed(run.log)
+    async with run.subscribe(*EVENT_TYPES, start="beginning") as events:
+        found = await take(events, len(expected))
+    assert [(one.entry_id, encode(one.envelope)) for one in found] == expected
+
+
+async def _announced_of(log, step):
+    found = await log.read(stream=Stream.ANNOUNCEMENTS, limit=1000)
+    events = [decode_envelope(one.payload).event for one in found]
+    return any(isinstance(one, StepReady) and one.step == step for one in events)
+
+
+async def test_both_go_on_from_any_entry_and_lose_none_of_one_id(client, redis_url, run_id):
+    await open_run(client, run_id)
+    log = RedisEventLog(client, run_id)
+    payload = (await log.read())[0].payload
+    later = f"{position(await log.last_id())[0] + 1}-0"
+    announcement = Envelope(
+        run_id=run_id,
+        epoch=1,
+        producer=new_producer("reducer"),
+        sequence=1,
+        occurred_at=1.0,
+        event=VersionRetired(epoch=1, step=1),
+    )
+    await client.xadd(log.keys.events, {"e": payload}, id=later)
+    await client.xadd(log.keys.announcements, {"e": encode(announcement)}, id=later)
+    options = {"redis_url": redis_url, "deadline": 20}
+    for start, expected in (
+        ("beginning", [RunOpened, RunOpened, VersionRetired]),
+        (later, [VersionRetired]),  # it is not known which of the two was given last
+    ):
+        async with subscribe(run_id, *EVENT_TYPES, start=start, **options) as events:
+            found = await take(events, len(expected))
+        assert [type(one.event) for one in found] == expected
 
 
 async def test_other_events_do_not_put_a_deadline_off(publisher, redis_url, run_id):
@@ -220,8 +333,8 @@ async def test_a_subscription_that_nobody_opened_says_how_it_is_read():
 
 def test_nonsense_is_refused_before_anything_is_connected():
     for refusing in (partial(subscribe, "run"), Pipeline("run").subscribe):
-        with pytest.raises(ValueError, match="not to both at once"):
-            refusing(StepReady, SaveStarted)
+        with pytest.raises(ValueError, match="announcements or events, not both"):
+            refusing(StepReady, SaveStarted, group="eval")
         with pytest.raises(ValueError, match=r"start at .*'yesterday' is not an entry id"):
             refusing(StepReady, start="yesterday")
         for one in (dict, "StepReady"):

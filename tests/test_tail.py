@@ -1,11 +1,12 @@
 """``trinity-events tail`` reads what it prints, page by page."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.pipeline import announced, publish_steps, reducer_task
-from trinity_events.cli.tail import _tail
+from trinity_events.cli.tail import _Asked, _tail
 from trinity_events.history import read_all
 from trinity_events.log import RedisEventLog, Stream, page_size, position
 
@@ -41,7 +42,7 @@ def pages(monkeypatch):
 
 
 async def printed(capsys, redis_url, run_id, lines):
-    await _tail(redis_url, run_id, lines, follow=False, as_json=True)
+    await _tail(redis_url, run_id, Path(), _Asked(lines=lines, as_json=True))
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return [(one["id"], one["stream"]) for one in told]
 

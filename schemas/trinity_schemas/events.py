@@ -342,11 +342,28 @@ class SaveGranted(_Event, frozen=True):
 # --- status --------------------------------------------------------------------------------
 
 
+class TrainerWait(Struct, frozen=True, kw_only=True):
+    """What the trainer waits for, and for whom."""
+
+    what: Annotated[Name, Meta(description="What it waits for, such as experiences.")]
+    step: Step
+    have: Annotated[Count, Meta(description="How much of it is there.")]
+    expected: Annotated[Count, Meta(description="How much of it is needed.")]
+    missing: Annotated[
+        tuple[Name, ...],
+        Meta(max_length=16_384, description="Of whom it is not all there, as role-rank."),
+    ]
+    seconds: Annotated[Seconds, Meta(description="Seconds that it has waited so far.")]
+
+
 class TrainerStatusChanged(_Event, frozen=True):
-    """The trainer's status."""
+    """The trainer's status; with ``waits_for``, that it has waited for some seconds already."""
 
     status: Annotated[TrainerStatus, Meta(description="The new status.")]
     step: Step = 0
+    waits_for: Annotated[
+        TrainerWait | None, Meta(description="What it waits for; without it, for nothing long.")
+    ] = None
 
 
 class ExplorerStatusChanged(_Event, frozen=True):

@@ -234,7 +234,7 @@ async def _explorer(url: str, place: Place) -> None:
     lines = heard.read_text().splitlines() if heard.exists() else []
     start = json.loads(lines[-1])[0] if lines else "beginning"
     with _publisher(url, 1, "explorer") as publisher:
-        async with subscribe(RUN, start=start, redis_url=url) as events:
+        async with subscribe(RUN, start=start, redis_url=url, wait_for_run=True) as events:
             async for event in events:
                 if isinstance(event.event, StepReady) and event.kind == "weights":
                     publisher.publish(_applied(event.event))
@@ -243,6 +243,7 @@ async def _explorer(url: str, place: Place) -> None:
 
 async def _member(url: str, place: Place, group: str) -> None:
     options = {"start": "beginning", "redis_url": url, "claim_after": CLAIM_AFTER}
+    options["wait_for_run"] = True
     async with subscribe(RUN, group=group, **options) as events:
         async for event in events:
             _note(place.heard("group"), event)

@@ -78,10 +78,10 @@ def _lines_of(path: Path, stream: LineStream) -> Iterator[Line]:
 
 
 async def whole_stream(
-    log: RedisEventLog, stream: Stream, archive: Archive | None
+    log: RedisEventLog, stream: Stream, archive: Archive | None, after: str = ORIGIN
 ) -> AsyncIterator[Entry]:
-    """Every entry of a stream: the archive first, then what is still on the server."""
-    after, end, page = ORIGIN, None, PageSize(page_of(stream))
+    """Every entry of a stream after a position: the archive first, then what is on the server."""
+    end, page = None, PageSize(page_of(stream))
     while True:
         behind = after
         if archive is not None:

@@ -2,64 +2,133 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
+from msgspec import Struct
 
+from ..archive import Archive, ArchiveMissing
+from ..archive.export import whole_stream
 from ..core import MonitorState
 from ..core import explain as in_words
+from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
 from ..errors import TrinityError
 from ..history import current_state
-from ..log import RedisEventLog, require_run
+from ..log import RedisEventLog, Stream, require_run
 from ..server import server_clock
 from ..views.terminal import say
-from .options import Json, RedisUrl, RunArgument, client_of, print_json
+from .last_entries import decoded
+from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of, print_json
 
 
 class StepNotFound(TrinityError):
     """Nothing is known of the step."""
 
 
+class NoStep(TrinityError):
+    """What was given is no step."""
+
+
+class _Known(Struct, frozen=True, kw_only=True):
+    """What is known of a step."""
+
+    state: MonitorState
+    now: int
+    outcomes: list[Outcome]
+    """What became of it, as it was announced; looked up where the state has it no more."""
+
+
 def explain(
-    run: RunArgument,
-    step: Annotated[int, typer.Argument(min=0, help="The training step.", show_default=False)],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[RUN] STEP",
+            help="The run's id, the newest when left out; the training step.",
+            show_default=False,
+        ),
+    ],
+    root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Say why a step is not ready: who is missing, and since when.
+    """Say what became of a step, or why it is not ready: who is missing, and since when.
+
+    One line a kind, the culprit first. What was settled long ago is looked up in the log.
 
     Example: trinity-events explain demo-1 100
+
+    Example: trinity-events explain 100
     """
-    state, now = anyio.run(_state, redis_url, run)
-    found = state.steps.get(step)
-    if found is None and step > state.forgotten_through:
-        newest = f"its newest step is {max(state.steps)}" if state.steps else "it has no step yet"
-        raise StepNotFound(
-            f"nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}: "
-            f"{newest} (see trinity-events status {state.run_id})"
-        )
-    said = in_words(state, step, now=now, named=None)
+    run, step = _run_and_step(words)
+    known = anyio.run(_look_up, redis_url, run, step, checkpoint_root(root))
+    state, found = known.state, known.state.steps.get(step)
+    lines = [] if found is None else in_words(state, step, now=known.now, named=None).splitlines()
+    lines += outcomes_in_words(step, known.outcomes)
+    lines += ended_in(state, step)
+    if not lines:
+        raise StepNotFound(_not_found(state, step))
     if not as_json:
-        say(said, lines=False)
+        for line in lines:
+            say(line, lines=False)
         return
-    kinds = {} if found is None else found.kinds
-    outcomes = {
-        kind: one.outcome or ("failed" if one.failure else "waiting") for kind, one in kinds.items()
-    }
+    kinds = {one.kind: one.outcome for one in known.outcomes}
+    if found is not None:
+        kinds = {kind: outcome_of(one) for kind, one in found.kinds.items()}
     print_json(
         {
             "run_id": state.run_id,
             "epoch": state.epoch,
             "step": step,
-            "kinds": outcomes,
-            "explanation": said,
+            "kinds": kinds,
+            "explanation": " ".join(lines),
         }
     )
 
 
-async def _state(redis_url: str | None, run: str) -> tuple[MonitorState, int]:
-    """The run's state, and the time by the server's clock."""
+def _run_and_step(words: list[str]) -> tuple[str | None, int]:
+    run, text = (None, words[0]) if len(words) == 1 else (words[0], words[1])
+    if len(words) > 2 or not (text.isascii() and text.isdigit()):
+        raise NoStep(
+            "explain takes a run, which may be left out, and a step, such as demo-1 100: not "
+            f"{' '.join(words)!r}"
+        )
+    return run, int(text)
+
+
+def _not_found(state: MonitorState, step: int) -> str:
+    newest = f"its newest step is {max(state.steps)}" if state.steps else "it has no step yet"
+    if step <= state.trainer_step:
+        newest = (
+            f"it has gone on to step {state.trainer_step}, and neither published the weights of "
+            "that one nor saved it"
+        )
+    return (
+        f"nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}: "
+        f"{newest} (see trinity-events status {state.run_id})"
+    )
+
+
+async def _look_up(redis_url: str | None, run: str | None, step: int, root: Path) -> _Known:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
-        return await current_state(log), await server_clock(client, log.keys.events)
+        state = await current_state(log)
+        now = await server_clock(client, log.keys.events)
+        outcomes: list[Outcome] = []
+        if step not in state.steps:
+            outcomes = await _announced(log, Archive(root / log.run_id, log.run_id), step)
+        return _Known(state=state, now=now, outcomes=outcomes)
+
+
+async def _announced(log: RedisEventLog, archive: Archive, step: int) -> list[Outcome]:
+    """Return what became of a step, of each kind and epoch, as the log has it."""
+    found: dict[tuple[int, str], Outcome] = {}
+    try:
+        async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):
+            outcome = Outcome.of(entry.id, decoded(entry), step)
+            if outcome is not None:
+                found[outcome.epoch, outcome.kind] = outcome
+    except ArchiveMissing as error:
+        raise StepNotFound(f"step {step} was settled long ago, and {error}") from None
+    return list(found.values())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import msgspec
 import redis.asyncio
@@ -82,12 +83,25 @@ async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisE
         yield RedisEventLog(client, await require_run(client, run))
 
 
-def console() -> Terminal:
+def console(out: TextIO | None = None) -> Terminal:
     """Standard output; wide where it is no terminal, so that a pipe or a file loses nothing."""
-    return Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    out = out or sys.stdout
+    return Terminal(file=out, width=None if out.isatty() else PIPE_WIDTH)
 
 
-def print_json(value: Any) -> None:
-    """Print one line of JSON on standard output."""
-    line = json.dumps(msgspec.to_builtins(value, str_keys=True))
-    say(line.replace("\x7f", r"\u007f"))  # the one control character that JSON leaves as it is
+def print_json(value: Any, out: TextIO | None = None) -> None:
+    """Print one line of JSON on standard output; numbers that JSON does not have are null."""
+    line = json.dumps(_finite(msgspec.to_builtins(value, str_keys=True)), allow_nan=False)
+    # The one control character that JSON leaves as it is.
+    say(line.replace("\x7f", r"\u007f"), file=out)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value of which every NaN and infinity is None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

@@ -13,14 +13,14 @@ from ..archive.format import read_lines
 from ..archive.segments import Archive
 from ..history import Folded, Replay
 from ..log import Entry, Stream
-from ..views import event_line, status_panel
+from ..views import event_line, state_as_json, status_panel
 from ..views.terminal import say
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
-from .verify import RunOrFile, recorded_file
+from .verify import OptionalRunOrFile, recorded_file
 
 
 def replay(
-    run: RunOrFile,
+    run: OptionalRunOrFile = None,
     until: Annotated[
         str | None,
         typer.Option(
@@ -44,7 +44,7 @@ def replay(
     Example: trinity-events replay demo-1 --until 40 --no-timeline
     """
     show = timeline and not as_json
-    path = recorded_file(run)
+    path = None if run is None else recorded_file(run)
     if path is not None:
         header, lines = read_lines(path)
         replaying = Replay(header.run_id, until)
@@ -52,22 +52,24 @@ def replay(
             if line.stream == Stream.EVENTS.value and not _feed(replaying, line.entry, show=show):
                 break
     else:
-        replaying = Replay(run, until)
-        anyio.run(_replay_run, redis_url, run, checkpoint_root(root), replaying, show)
+        replaying = anyio.run(_replay_run, redis_url, run, checkpoint_root(root), until, show)
     replaying.check_finished()
     if as_json:
-        print_json(replaying.state)
+        print_json(state_as_json(replaying.state))
     else:
         console().print(status_panel(replaying.state))
 
 
 async def _replay_run(
-    redis_url: str | None, run: str, root: Path, replaying: Replay, show: bool
-) -> None:
+    redis_url: str | None, run: str | None, root: Path, until: str | None, show: bool
+) -> Replay:
     async with log_of(redis_url, run) as log:
-        async for entry in whole_stream(log, Stream.EVENTS, Archive(root / run, run)):
+        replaying = Replay(log.run_id, until)
+        archive = Archive(root / log.run_id, log.run_id)
+        async for entry in whole_stream(log, Stream.EVENTS, archive):
             if not _feed(replaying, entry, show=show):
-                return
+                break
+    return replaying
 
 
 def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:

@@ -9,7 +9,7 @@ from ..errors import KeyTaken
 from ..history import SnapshotUnreadable, current_state
 from ..log import RedisEventLog, list_runs
 from ..silence import silent_since
-from ..views import runs_table
+from ..views import runs_table, seconds
 from ..views.terminal import say, tell
 from .options import Json, RedisUrl, client_of, console, print_json
 
@@ -60,10 +60,10 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
 def _row(state: MonitorState, since: int | None) -> dict[str, object]:
     row: dict[str, object] = {
         "run_id": state.run_id,
-        "opened_at": state.opened_at,
+        "opened_at": seconds(state.opened_at),
         "epoch": state.epoch,
         "trainer": state.closed or state.trainer,
         "step": state.trainer_step,
         "ready": {kind: pointer.at for kind, pointer in state.ready.items()},
     }
-    return row if since is None else row | {"silent_since": since}
+    return row if since is None else row | {"silent_since": seconds(since)}

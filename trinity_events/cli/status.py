@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import anyio
-import msgspec
 
 from ..core import MonitorState
 from ..history import current_state
 from ..log import RedisEventLog, require_run
 from ..server import server_clock
 from ..silence import silent_since
-from ..views import status_panel
+from ..views import seconds, state_as_json, status_panel
 from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
 
@@ -21,8 +20,8 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
     """
     state, now, since = anyio.run(_state, redis_url, run)
     if as_json:
-        silent = {} if since is None else {"silent_since": since}
-        print_json(msgspec.to_builtins(state, str_keys=True) | silent)
+        silent = {} if since is None else {"silent_since": seconds(since)}
+        print_json(state_as_json(state) | silent)
     else:
         console().print(status_panel(state, now=now, silent_since=since))
 

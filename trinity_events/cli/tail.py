@@ -3,115 +3,243 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import Annotated, TypeVar
+from pathlib import Path
+from typing import Annotated
 
 import anyio
+import redis.asyncio
 import typer
+from msgspec import Struct
 
-from trinity_schemas import ContractError, decode_envelope, to_json
+from trinity_schemas import (
+    EVENT_TYPES,
+    ContractError,
+    Envelope,
+    event_tag,
+    to_json,
+)
 
-from ..history import page_of, read_all
-from ..log import Entry, PageSize, RedisEventLog, Stream, before, position
-from ..server import Wait
+from ..archive import Archive
+from ..core.event_filter import EventFilter
+from ..errors import TrinityError
+from ..history import page_of
+from ..log import (
+    Entry,
+    InOrder,
+    PageSize,
+    RedisEventLog,
+    Stream,
+    require_run,
+)
+from ..log.index import nearest_name
+from ..server import Wait, server_clock
 from ..views import event_line
 from ..views.terminal import say
-from .options import Json, RedisUrl, RunArgument, log_of, print_json
+from .last_entries import begin_of_last, decoded, is_wanted, last_entries
+from .options import (
+    CheckpointRoot,
+    Json,
+    OptionalRun,
+    RedisUrl,
+    checkpoint_root,
+    client_of,
+    print_json,
+)
+from .times import moment
 
-T = TypeVar("T")
+Found = tuple[Stream, Entry]
+
+LINES = 20
+"""Entries that are printed where neither a number nor a time is given."""
+
+
+class UnknownType(TrinityError):
+    """There is no event of that type."""
+
+
+class BadFilter(TrinityError):
+    """What is asked for cannot be."""
+
+
+class _Asked(Struct, frozen=True, kw_only=True):
+    """What is to be printed of a run."""
+
+    lines: int | None = LINES
+    types: tuple[str, ...] = ()
+    producers: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    since: str | None = None
+    until: str | None = None
+    follow: bool = False
+    as_json: bool = False
 
 
 def tail(
-    run: RunArgument,
+    run: OptionalRun = None,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=0, help="How many of the last entries to print.")
-    ] = 20,
+        int | None,
+        typer.Option(
+            "--lines",
+            "-n",
+            min=0,
+            help="How many of the last entries to print; 20 when left out, or all since --since.",
+            show_default=False,
+        ),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with what comes, until interrupted.")
     ] = False,
+    types: Annotated[
+        list[str] | None,
+        typer.Option("--type", "-t", help="Only events of this type, such as step-ready."),
+    ] = None,
+    producers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--producer", "-p", help="Only from this role (explorer), process (explorer-0) or host."
+        ),
+    ] = None,
+    steps: Annotated[
+        list[str] | None,
+        typer.Option("--step", "-s", metavar="N|N-M", help="Only about these training steps."),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME|ID",
+            help="Only from here on: 18:29, '2026-11-22 18:29', 10m (ago), or an entry id.",
+            show_default=False,
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="TIME|ID", help="Only up to here.", show_default=False),
+    ] = None,
+    root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
     """Print a run's last events and announcements (marked »), in the order of their ids.
 
+    Options that are given several times ask for any of what they name. What the server has no
+    longer is read from the archive.
+
     Example: trinity-events tail demo-1 -n 50 --follow
+
+    Example: trinity-events tail --type save-failed --type step-failed --since 10m
     """
-    anyio.run(_tail, redis_url, run, lines, follow, as_json)
+    if lines is None and since is None:
+        lines = LINES
+    asked = _Asked(
+        lines=lines,
+        types=tuple(types or ()),
+        producers=tuple(producers or ()),
+        steps=tuple(steps or ()),
+        since=since,
+        until=until,
+        follow=follow,
+        as_json=as_json,
+    )
+    if follow and until is not None:
+        raise BadFilter(
+            "--follow prints what comes, and --until ends before: leave one of them out"
+        )
+    anyio.run(_tail, redis_url, run, checkpoint_root(root), asked)
 
 
-async def _tail(redis_url: str | None, run: str, lines: int, follow: bool, as_json: bool) -> None:
-    async with log_of(redis_url, run) as log:
-        after = await _before_last(log, lines)
-        forwards = {stream: read_all(log, stream, after[stream]) for stream in Stream}
-        # No more than were asked for, although more may come meanwhile.
-        async for stream, entry in _some(lines, _merged(forwards, min)):
+async def _tail(redis_url: str | None, run: str | None, root: Path, asked: _Asked) -> None:
+    async with client_of(redis_url) as client:
+        log = RedisEventLog(client, await require_run(client, run))
+        wanted = await _filter(client, log, asked)
+        printing = _Printing(wanted, as_json=asked.as_json)
+        begin = await begin_of_last(log, asked.lines, wanted)
+        after = dict(begin.after)
+        archive = Archive(root / log.run_id, log.run_id)
+        async for stream, entry in last_entries(log, archive, begin, asked.lines, wanted):
             after[stream] = entry.id
-            _print(stream, entry, as_json=as_json)
-        page = PageSize(page_of(Stream.ANNOUNCEMENTS))
-        wait = Wait(None, f"nothing more of run {log.run_id}")
-        while follow:
-            sys.stdout.flush()
-            found = await wait.ask(partial(log.wait, after, seconds=5, limit=page.limit))
-            page.learn([entry for _, entry in found])
-            for stream, entry in found:
-                after[stream] = entry.id
-                _print(stream, entry, as_json=as_json)
+            printing.one(stream, entry)
+        if asked.follow:
+            await _follow(log, after, printing)
 
 
-async def _before_last(log: RedisEventLog, lines: int) -> dict[Stream, str]:
-    """After which entry of each stream the last of both begin.
+async def _follow(log: RedisEventLog, after: dict[Stream, str], printing: _Printing) -> None:
+    ahead, page = InOrder(log, after), PageSize(page_of(Stream.ANNOUNCEMENTS))
+    wait = Wait(None, f"nothing more of run {log.run_id}")
+    faults = wait.faults
 
-    Nothing but that is kept of them: they may be more than there is memory for.
-    """
-    after = {stream: await log.last_id(stream) for stream in Stream}
-    # At one position the announcement comes last.
-    back = {stream: _read_back(log, stream, lines) for stream in reversed(Stream)}
-    async for stream, entry in _some(lines, _merged(back, max)):
-        after[stream] = before(entry.id)
-    return after
+    async def read() -> list[Found]:
+        nonlocal ahead, faults
+        if wait.faults > faults:  # what was read and not printed is read again
+            ahead, faults = InOrder(log, after), wait.faults
+        return await ahead.read(seconds=5, limit=page.limit)
 
-
-async def _read_back(log: RedisEventLog, stream: Stream, lines: int) -> AsyncIterator[Entry]:
-    """Every entry of a stream, the newest first."""
-    end, page = "+", PageSize(min(page_of(stream), lines))
-    while found := await log.read_back(end, stream=stream, limit=page.limit):
-        page.learn(found)
-        for entry in found:
-            yield entry
-        end = found[-1].id
+    while True:
+        sys.stdout.flush()
+        found = await wait.ask(read)
+        page.learn([entry for _, entry in found])
+        for stream, entry in found:
+            after[stream] = entry.id
+            printing.one(stream, entry)
 
 
-async def _merged(
-    streams: dict[Stream, AsyncIterator[Entry]], first: Callable[..., Stream]
-) -> AsyncIterator[tuple[Stream, Entry]]:
-    """The entries of both streams, in the order of their ids."""
-    heads = {stream: await anext(entries, None) for stream, entries in streams.items()}
-    while there := {stream: entry for stream, entry in heads.items() if entry is not None}:
-        stream = first(there, key=lambda one: position(there[one].id))
-        yield stream, there[stream]
-        heads[stream] = await anext(streams[stream], None)
+async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, asked: _Asked) -> EventFilter:
+    """Return what is asked for, checked. Raises BadFilter, UnknownType and BadTime."""
+    bounds = {}
+    if asked.since is not None or asked.until is not None:
+        now = await server_clock(client, log.keys.events)
+        if asked.since is not None:
+            bounds["since"] = moment(asked.since, now)
+        if asked.until is not None:
+            bounds["until"] = moment(asked.until, now, end=True)
+    return EventFilter(
+        types=frozenset(_known_type(one) for one in asked.types),
+        producers=frozenset(asked.producers),
+        steps=tuple(_steps(one) for one in asked.steps),
+        **bounds,
+    )
 
 
-async def _some(count: int, found: AsyncIterator[T]) -> AsyncIterator[T]:
-    """So many of them at most."""
-    for _ in range(count):
-        try:
-            yield await anext(found)
-        except StopAsyncIteration:
-            return
+def _known_type(name: str) -> str:
+    known = [event_tag(one) for one in EVENT_TYPES]
+    if name in known:
+        return name
+    nearest = nearest_name(name, known)
+    meant = f"is {nearest} meant?" if nearest else f"there are {', '.join(sorted(known))}"
+    raise UnknownType(f"there is no event type {name!r}: {meant}")
 
 
-def _print(stream: Stream, entry: Entry, *, as_json: bool) -> None:
+def _steps(text: str) -> range:
+    first, dash, last = text.partition("-")
     try:
-        envelope = decode_envelope(entry.payload)
-    except ContractError as error:
+        return range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        raise BadFilter(
+            f"--step takes a step, such as 40, or steps, such as 40-60: not {text!r}"
+        ) from None
+
+
+class _Printing:
+    """Prints the entries that are asked for."""
+
+    def __init__(self, wanted: EventFilter, *, as_json: bool) -> None:
+        self._wanted = wanted
+        self._as_json = as_json
+
+    def one(self, stream: Stream, entry: Entry) -> None:
+        """Print an entry, if it is asked for."""
+        if is_wanted(entry, self._wanted):
+            _print(stream, entry, decoded(entry), as_json=self._as_json)
+
+
+def _print(
+    stream: Stream, entry: Entry, envelope: Envelope | ContractError, *, as_json: bool
+) -> None:
+    if isinstance(envelope, ContractError):
         if as_json:
-            print_json({"id": entry.id, "stream": stream.value, "undecodable": str(error)})
+            print_json({"id": entry.id, "stream": stream.value, "undecodable": str(envelope)})
         else:
-            say(f"{entry.id:<18} undecodable: {error}", lines=False)
-        return
-    if as_json:
+            say(f"{entry.id:<18} undecodable: {envelope}", lines=False)
+    elif as_json:
         print_json({"id": entry.id, "stream": stream.value, **to_json(envelope)})
     else:
         say(event_line(entry.id, envelope), lines=False)

@@ -22,6 +22,15 @@ RunOrFile = Annotated[
     str, typer.Argument(metavar="RUN|FILE", help="A run, or a file that export wrote.")
 ]
 
+OptionalRunOrFile = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN|FILE]",
+        help="A run, or a file that export wrote; the newest run when left out.",
+        show_default=False,
+    ),
+]
+
 
 class NoRoom(TrinityError):
     """There is no place for a copy of the log."""

@@ -1,6 +1,7 @@
 """The pure core: what the log means. No I/O, no clock, no randomness."""
 
-from .explain import explain
+from .explain import explain, unfinished
+from .failures import Failure, failures
 from .files import FilePlan, IterationFile, Promotion, final_name, plan_files
 from .fold import MONITOR, Monitor
 from .overdue import Holder, Waiting, expired, holders, overdue, waiting
@@ -10,6 +11,7 @@ from .summary import RunSummary, Summarizer
 
 __all__ = [
     "MONITOR",
+    "Failure",
     "FilePlan",
     "Holder",
     "IterationFile",
@@ -24,10 +26,12 @@ __all__ = [
     "encode_state",
     "expired",
     "explain",
+    "failures",
     "final_name",
     "holders",
     "overdue",
     "plan_files",
     "removable",
+    "unfinished",
     "waiting",
 ]

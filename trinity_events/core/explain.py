@@ -7,7 +7,7 @@ from trinity_schemas import Kind, StepRef
 from .complete import missing
 from .known import words_of
 from .refusals import words_of_refusal
-from .state import KindState, MonitorState
+from .state import KINDS, KindState, MonitorState, StepState
 
 _NAMED = 8
 """Ranks and saves that are named; of more, the number is told."""
@@ -16,13 +16,13 @@ _NAMED = 8
 def explain(
     state: MonitorState, step: int, *, now: int | None = None, named: int | None = _NAMED
 ) -> str:
-    """One sentence for each kind of the step: what it has, and who is missing since when.
+    """One line for each kind of the step, the culprit first: what it has, and who is missing.
 
     Args:
         state: The run's state.
         step: The training step.
         now: Milliseconds of the server's clock to which ages are counted; by default those of
-            the last entry of the log.
+            the last entry of the log. Ages stop when the run is closed.
         named: How many of those that are missing are named; None names all.
     """
     said = _explained(state, step, now, named)
@@ -30,7 +30,7 @@ def explain(
         words_of_refusal(one) for one in state.refusals if one.version == StepRef(state.epoch, step)
     ]
     more = f"{len(refused) - _NAMED} more refusals came before." if len(refused) > _NAMED else ""
-    return " ".join([said, *refused[-_NAMED:], *([more] if more else [])])
+    return "\n".join([said, *refused[-_NAMED:], *([more] if more else [])])
 
 
 def _explained(state: MonitorState, step: int, now: int | None, named: int | None) -> str:
@@ -39,9 +39,45 @@ def _explained(state: MonitorState, step: int, now: int | None, named: int | Non
         if step <= state.forgotten_through:
             return f"Step {step} was settled and its details are no longer kept."
         return f"Nothing is known of step {step} in epoch {state.epoch} of run {state.run_id}."
+    kinds = sorted(found.kinds, key=lambda kind: (_blame(found, kind), KINDS.index(kind)))
+    return "\n".join(_explain_kind(state, step, kind, _until(state, now), named) for kind in kinds)
+
+
+def unfinished(state: MonitorState, *, now: int | None = None) -> list[str]:
+    """Return one line for each kind of a step that is neither ready nor failed, as `explain`."""
+    at = _until(state, now)
+    return [
+        _explain_kind(state, step, kind, at, _NAMED)
+        for step, found in sorted(state.steps.items())
+        for kind in KINDS
+        if kind in found.kinds and not found.kinds[kind].settled
+    ]
+
+
+def _until(state: MonitorState, now: int | None) -> int:
+    """Return the milliseconds to which ages are counted: the run's end, or the present."""
+    if state.closed_at is not None:
+        return state.closed_at
     last = int(state.position.partition("-")[0])
-    at = last if now is None else max(now, last)
-    return " ".join(_explain_kind(state, step, kind, at, named) for kind in found.kinds)
+    return last if now is None else max(now, last)
+
+
+def _blame(step: StepState, kind: Kind) -> int:
+    """Rank a kind of a step by how much it says of the cause: lower is told first."""
+    found = step.kinds[kind]
+    if found.is_failed:
+        return 1 if _follows(step, kind) else 0
+    return 3 if found.outcome is not None else 2
+
+
+def _follows(step: StepState, kind: Kind) -> bool:
+    """Return True if the kind failed because the state dict, on which it rests, did."""
+    state_dict = step.kinds.get("state_dict")
+    return (
+        kind == "checkpoint"
+        and state_dict is not None
+        and state_dict.failure == step.kinds[kind].failure
+    )
 
 
 def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: int | None) -> str:
@@ -50,13 +86,22 @@ def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: i
     subject = f"Step {step} {kind}"
     if kind_state.outcome is not None:
         return f"{subject} is {kind_state.outcome}."
+    if kind_state.failure is not None and _follows(found, kind):
+        return f"{subject} FAILED with its state_dict."
     wanting = ", ".join(missing(found, kind, now, named)) or "nothing"
-    # What failed says so in a sentence of its own, which often ends as this one does.
-    failed = f"; failed so far: {kind_state.failure.rstrip('.')}" if kind_state.failure else ""
     since = kind_state.committed_at
-    age = "" if since is None else f"; committed {(now - since) / 1000:.1f} s ago"
+    closed = state.closed is not None
+    seconds = "" if since is None else f"{(now - since) / 1000:.1f} s"
+    age = "" if since is None else f"; committed {seconds} {'before' if closed else 'ago'}"
     at_it = _at_it(state, step, now) if kind == "weights" else _turn(state, kind_state)
-    return f"{subject} waits for {wanting}{age}{at_it}{failed}."
+    lacks = f"{wanting}{age}{at_it}."
+    if kind_state.failure is not None:
+        # A failure says so in a sentence of its own, which often ends as this one does.
+        verb = "lacked" if closed else "waits for"
+        return f"{subject} FAILED: {kind_state.failure.rstrip('.')}; it {verb} {lacks}"
+    if closed:
+        return f"{subject} was not complete when the run ended: it lacked {lacks}"
+    return f"{subject} waits for {lacks}"
 
 
 def _at_it(state: MonitorState, step: int, now: int) -> str:

@@ -199,12 +199,13 @@ class Monitor(Versions):
         state.trainer_step = step
         state.steps = {}
         state.forgotten_through = -1
-        state.closed = state.closed_error = None
+        state.closed = state.closed_error = state.closed_at = state.trainer_waits = None
         if state.opened_at is None:
             state.opened_at = self._now
 
     def _run_closed(self, event: RunClosed, _: Envelope) -> None:
         self.state.closed, self.state.closed_error = event.reason, event.error
+        self.state.closed_at, self.state.trainer_waits = self._now, None
         self.state.trainer = "stopped"
 
 

@@ -220,6 +220,9 @@ class Saves(Readiness):
         if kind is None:
             return
         self.state.trainer_step = max(self.state.trainer_step, event.step)
+        waits = self.state.trainer_waits
+        if waits is not None and event.step >= waits.step:
+            self.state.trainer_waits = None
         for registration in event.registrations:
             self._register(event.step, registration)
         if kind.committed_at is None:

@@ -137,6 +137,8 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     version: StepRef | None = None
     digest: str | None = None
     applied_at: int | None = None
+    heard_at: int | None = None
+    """Milliseconds of its last event."""
     requested_at: int | None = None
     """Milliseconds at which it asked for weights that it has not applied yet."""
     wanted: StepRef | None = None
@@ -157,6 +159,18 @@ class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunk: int | None = None
     """Which chunk of the part, where one is at fault."""
     reason: str
+
+
+class TrainerWaits(Struct, frozen=True, kw_only=True):
+    """What the trainer waits for, as it was last told."""
+
+    what: str
+    step: int
+    have: int
+    expected: int
+    missing: tuple[str, ...]
+    since: int
+    """Milliseconds at which the wait began."""
 
 
 class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -190,8 +204,12 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Reason with which the present epoch was closed."""
     closed_error: str | None = None
     """What went wrong, where it was not closed by itself."""
+    closed_at: int | None = None
+    """Milliseconds at which the present epoch was closed."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
+    trainer_waits: TrainerWaits | None = None
+    """What the trainer waits for, where that has lasted for some seconds."""
     steps: dict[int, StepState] = field(default_factory=dict)
     forgotten_through: int = -1
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""

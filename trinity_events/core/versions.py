@@ -20,7 +20,7 @@ from .known import keep_last, who_is
 from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_REFUSALS
 from .refusals import refusal_of
 from .saves import Saves
-from .state import DetachedConsumer, ExplorerState
+from .state import DetachedConsumer, ExplorerState, TrainerWaits
 
 
 class Versions(Saves):
@@ -72,6 +72,17 @@ class Versions(Saves):
     def _trainer_status(self, event: TrainerStatusChanged, _: Envelope) -> None:
         self.state.trainer = event.status
         self.state.trainer_step = max(self.state.trainer_step, event.step)
+        wait = event.waits_for
+        self.state.trainer_waits = None
+        if wait is not None:
+            self.state.trainer_waits = TrainerWaits(
+                what=wait.what,
+                step=wait.step,
+                have=wait.have,
+                expected=wait.expected,
+                missing=wait.missing[:KEPT_EXPLORERS],
+                since=self._now - int(min(wait.seconds * 1000, self._now)),
+            )
 
     def _explorer_status(self, event: ExplorerStatusChanged, envelope: Envelope) -> None:
         self._explorer(envelope.producer).status = event.status
@@ -87,6 +98,7 @@ class Versions(Saves):
         # Taken out and put back: whoever was silent longest goes first.
         found = explorers.pop(who, None) or ExplorerState()
         explorers[who] = found
+        found.heard_at = self._now
         keep_last(explorers, KEPT_EXPLORERS)
         return found
 

@@ -15,6 +15,7 @@ from .base import (
     Standing,
     Stream,
 )
+from .in_order import InOrder, in_order
 from .index import list_runs, require_run, watch_runs
 from .memory_log import MemoryEventLog
 from .page_size import PageSize
@@ -37,6 +38,7 @@ __all__ = [
     "EventLog",
     "GroupInfo",
     "GroupedLog",
+    "InOrder",
     "MemoryEventLog",
     "PageSize",
     "Publisher",
@@ -45,6 +47,7 @@ __all__ = [
     "Stream",
     "SyncEventLog",
     "before",
+    "in_order",
     "list_runs",
     "new_producer",
     "open_run",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import difflib
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import redis.asyncio
@@ -38,8 +39,16 @@ async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
     return found
 
 
-async def require_run(client: redis.asyncio.Redis, run_id: str | None) -> str:
-    """The run asked for, or the newest. Raises RunNotFound."""
+async def require_run(
+    client: redis.asyncio.Redis,
+    run_id: str | None,
+    way_out: str = "list them with: trinity-events runs",
+) -> str:
+    """The run asked for, or the newest.
+
+    Raises:
+        RunNotFound: when the server knows of no such run, naming the nearest.
+    """
     runs = await list_runs(client)
     if run_id is None:
         if not runs:
@@ -48,12 +57,24 @@ async def require_run(client: redis.asyncio.Redis, run_id: str | None) -> str:
             )
         return list(runs)[-1]
     if run_id not in runs:
-        known = ", ".join(list(runs)[-5:]) or "none"
         raise RunNotFound(
-            f"there is no run {run_id!r} on this server (newest runs: {known}): "
-            "list them with: trinity-events runs"
+            f"there is no run {run_id!r} on this server{_nearest(run_id, runs)}: {way_out}"
         )
     return run_id
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like one that may be mistyped, if any is."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, 0.6)), None)
+
+
+def _nearest(run_id: str, runs: Iterable[str]) -> str:
+    """Return which run may be meant, or the newest, for a sentence."""
+    known = list(runs)
+    nearest = nearest_name(run_id, known)
+    if nearest is not None:
+        return f" (is {nearest} meant?)"
+    return f" (newest runs: {', '.join(known[-5:]) or 'none'})"
 
 
 async def watch_runs(

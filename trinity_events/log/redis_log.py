@@ -50,10 +50,15 @@ class RedisEventLog(RedisGroups):
         )
 
     async def read_back(
-        self, before: str = "+", *, stream: Stream = Stream.EVENTS, limit: int = 1000
+        self,
+        before: str = "+",
+        *,
+        stream: Stream = Stream.EVENTS,
+        limit: int = 1000,
+        inclusive: bool = False,
     ) -> list[Entry]:
-        """Up to ``limit`` entries before a position, the newest first."""
-        last = before if before == "+" else f"({before}"
+        """Up to ``limit`` entries before a position, the newest first; or from it on back."""
+        last = before if before == "+" or inclusive else f"({before}"
         return entries(await self._redis.xrevrange(self._key(stream), max=last, count=limit))
 
     async def wait(

@@ -71,7 +71,8 @@ class GroupPlace(Generic[E]):
             return _goes_on(detached)
         if self._start == "beginning":
             return ORIGIN
-        last, standing = await self._reading.standing()
+        after, standing = await self._reading.standing()
+        last = after[stream]
         wanted = [entry for entry in standing if self._reading.wanted.deliver(entry) is not None]
         # Just before the oldest of what stands, so that it is delivered too.
         return before(wanted[0].id) if wanted else last

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 
 from ..history import page_of
-from ..log import ORIGIN, Entry, PageSize
+from ..log import ORIGIN, Entry, InOrder, PageSize, Stream, before
 from .delivered import Delivered
 from .place import Place
 from .reading import Reading
@@ -24,44 +24,84 @@ async def follow(reading: Reading[E], start: str) -> AsyncIterator[Delivered[E]]
         DeadlineExceeded: when nothing came in time.
     """
     reading.wait.renew()
-    seen: set[str] = set()
     standing: list[Entry] = []
     if start == "current":
         after, standing = await reading.wait.ask(reading.standing)
-        place = Place(reading.log, reading.stream, after, asked_for=False)
-        seen = {entry.id for entry in standing}
     elif start == "beginning":  # of what is still on the server
-        place = Place(reading.log, reading.stream, ORIGIN, asked_for=False)
+        after = dict.fromkeys(reading.streams, ORIGIN)
     else:
-        place = Place(reading.log, reading.stream, start, asked_for=True)
+        after = await reading.wait.ask(lambda: _positions(reading, start))
+    places = _Places(reading, after, asked_for=start not in ("current", "beginning"))
+    seen = {(Stream.ANNOUNCEMENTS, entry.id) for entry in standing}
     for entry in standing:
         delivered = reading.wanted.deliver(entry)
         if delivered is not None:
             yield delivered
             reading.wait.renew()
-    page = PageSize(page_of(reading.stream))
     while True:
-        found = await _next(reading, place, page.limit)
-        page.learn(found)
-        for entry in found:
-            place.passed(entry.id)
-            delivered = None if entry.id in seen else reading.wanted.deliver(entry)
+        for stream, entry in await places.next():
+            places.passed(stream, entry.id)
+            known = (stream, entry.id) in seen
+            delivered = None if known else reading.wanted.deliver(entry)
             if delivered is not None:
                 yield delivered
                 reading.wait.renew()
 
 
-async def _next(reading: Reading[E], place: Place, limit: int) -> list[Entry]:
-    faults = reading.wait.faults
+async def _positions(reading: Reading[E], start: str) -> dict[Stream, str]:
+    """Return where each stream is to be read from, for all that follows one id.
 
-    async def read() -> list[Entry]:
-        # After a fault it may be another server, such as a replica that was promoted.
-        await place.check(now=reading.wait.faults > faults)
-        found = await reading.log.wait(
-            {reading.stream: place.after}, seconds=reading.block(), limit=limit
-        )
-        return [entry for _, entry in found]
+    An event and an announcement may have the same id. Which of them was given last is not known
+    then: the announcement, which follows the event, is given once more.
+    """
+    positions = dict.fromkeys(reading.streams, start)
+    if len(reading.streams) > 1:
+        there = [
+            await reading.log.read(before(start), stream=stream, through=start, limit=1)
+            for stream in reading.streams
+        ]
+        if all(there):
+            positions[Stream.ANNOUNCEMENTS] = before(start)
+    return positions
 
-    while True:
-        if found := await reading.wait.ask(read):
-            return found
+
+class _Places(Generic[E]):
+    """The place of a follower in each of its streams, and what comes next of them."""
+
+    def __init__(self, reading: Reading[E], after: dict[Stream, str], *, asked_for: bool) -> None:
+        self._reading = reading
+        self._places = {
+            stream: Place(reading.log, stream, position, asked_for=asked_for)
+            for stream, position in after.items()
+        }
+        self._ahead = InOrder(reading.log, after)
+        self._page = PageSize(min(page_of(stream) for stream in reading.streams))
+
+    def passed(self, stream: Stream, entry_id: str) -> None:
+        """Note that an entry was given."""
+        self._places[stream].passed(entry_id)
+
+    async def next(self) -> list[tuple[Stream, Entry]]:
+        """Return what comes next, in the order of its ids.
+
+        Raises:
+            LogLost: when entries that follow what was given are gone.
+            DeadlineExceeded: when nothing came in time.
+        """
+        wait = self._reading.wait
+        faults = wait.faults
+
+        async def read() -> list[tuple[Stream, Entry]]:
+            # After a fault it may be another server, such as a replica that was promoted.
+            again = wait.faults > faults
+            if again:
+                after = {stream: place.after for stream, place in self._places.items()}
+                self._ahead = InOrder(self._reading.log, after)
+            for place in self._places.values():
+                await place.check(now=again)
+            return await self._ahead.read(seconds=self._reading.block(), limit=self._page.limit)
+
+        while True:
+            if found := await wait.ask(read):
+                self._page.learn([entry for _, entry in found])
+                return found

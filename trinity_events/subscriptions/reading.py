@@ -20,22 +20,13 @@ BLOCK = 5.0
 
 
 class Wanted(Generic[E]):
-    """The events that a subscriber asked for.
-
-    Raises:
-        ValueError: for types of both streams.
-    """
+    """The events that a subscriber asked for."""
 
     def __init__(self, run: str, types: tuple[type[E], ...]) -> None:
-        streams = {_stream_of(event_type) for event_type in types}
-        if len(streams) != 1:
-            raise ValueError(
-                "subscribe to announcements or to events, not to both at once: "
-                "they are two streams, and have no common order"
-            )
+        asked = {_stream_of(event_type) for event_type in types}
         self.run = run
         self.types = types
-        self.stream = streams.pop()
+        self.streams = tuple(stream for stream in Stream if stream in asked)
 
     @property
     def tags(self) -> str:
@@ -62,7 +53,7 @@ class Reading(Generic[E]):
     def __init__(self, log: GroupedLog, wanted: Wanted[E], deadline: float | None) -> None:
         self.log = log
         self.wanted = wanted
-        self.stream = wanted.stream
+        self.streams = wanted.streams
         self.deadline = deadline
         self.wait = Wait(
             deadline,
@@ -74,13 +65,19 @@ class Reading(Generic[E]):
         """Seconds that the next read may wait on the server."""
         return min(self.wait.left(), BLOCK)
 
-    async def standing(self) -> tuple[str, list[Entry]]:
-        """The position to go on from, and what stands now, oldest first.
+    @property
+    def stream(self) -> Stream:
+        """The one stream that a member of a group reads."""
+        [stream] = self.streams
+        return stream
 
-        The position is read first: what is announced in between is in both, and told once.
+    async def standing(self) -> tuple[dict[Stream, str], list[Entry]]:
+        """The positions to go on from, and the announcements that stand now, oldest first.
+
+        The positions are read first: what is announced in between is in both, and told once.
         """
-        after = await self.log.last_id(self.stream)
-        if self.stream is Stream.EVENTS:
+        after = {stream: await self.log.last_id(stream) for stream in self.streams}
+        if Stream.ANNOUNCEMENTS not in self.streams:
             return after, []
         found = [one.entry for one in await self.log.standing()]
         return after, sorted(found, key=lambda entry: position(entry.id))

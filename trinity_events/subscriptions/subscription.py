@@ -12,7 +12,7 @@ from msgspec import Struct
 from trinity_schemas import ANNOUNCEMENT_TYPES, EVENT_TYPES
 from trinity_schemas.identity import LONGEST_NAME
 
-from ..log import GroupedLog, RedisEventLog, position
+from ..log import GroupedLog, RedisEventLog, position, require_run
 from ..server import connect, serving
 from .delivered import Delivered
 from .follower import follow
@@ -89,6 +89,7 @@ def subscribe(
     *types: type[E],
     start: str = "current",
     group: str | None = None,
+    wait_for_run: bool = False,
     redis_url: str | None = None,
     deadline: float | None = None,
     claim_after: float = CLAIM_AFTER,
@@ -110,11 +111,13 @@ def subscribe(
     A server that is gone is waited for, like an event.
 
     Args:
-        run: The run's id. It need not be open yet.
-        types: Event types, all announcements (``StepReady``...) or all events
-            (``SaveStarted``...); none means all announcements.
+        run: The run's id.
+        types: Event types: announcements (``StepReady``...), events (``SaveStarted``...), or
+            both, which come in the order of their ids, as ``tail`` prints them. None means all
+            announcements. A group takes those of one of the two streams.
         start: Where to begin.
         group: Name of a consumer group.
+        wait_for_run: Whether to wait for a run of which the server does not know yet.
         redis_url: The server; without it ``TRINITY_REDIS_URL``, else the embedded one.
         deadline: Seconds to wait for the next event; None waits as long as it takes.
         claim_after: Seconds after which another member's pending events are taken over.
@@ -125,6 +128,7 @@ def subscribe(
         LogLost: from the iterator, when entries that follow the last one, or ``start``, are
             gone: trimmed, or lost in a failover.
         GroupDetached: from the iterator, when the group was given up and may have missed events.
+        RunNotFound: on entering, where the server knows of no such run; it names the nearest one.
         ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on entering.
         ValueError: for a start, a mixture of types or a group's name that makes no sense.
     """
@@ -134,7 +138,14 @@ def subscribe(
         with serving(redis_url) as url:
             # No retries out of sight: after a fault it is looked whether the log is the same.
             async with connect(url, retry=False) as client:
-                yield RedisEventLog(client, run)
+                log = RedisEventLog(client, run)
+                if not wait_for_run and not await log.exists():
+                    await require_run(
+                        client,
+                        run,
+                        "give wait_for_run=True to wait until it is opened",
+                    )
+                yield log
 
     return subscription_on(
         open_log,
@@ -169,6 +180,12 @@ def subscription_on(
     for one in types:
         if one not in EVENT_TYPES:
             raise ValueError(f"{one!r} is not an event: see trinity_schemas.EVENT_TYPES")
+    streams = {one in ANNOUNCEMENT_TYPES for one in types}
+    if group is not None and len(streams) > 1:
+        raise ValueError(
+            "a consumer group reads announcements or events, not both: subscribe without a group, "
+            "or once for each of them"
+        )
     if group is not None and not 1 <= len(group) <= LONGEST_NAME:
         raise ValueError(
             f"the name of a consumer group has 1 to {LONGEST_NAME} characters, but this one has "

@@ -135,11 +135,15 @@ class Pipeline:
         *types: type[E],
         start: str = "current",
         group: str | None = None,
+        wait_for_run: bool = False,
         deadline: float | None = DEADLINE,
         claim_after: float = CLAIM_AFTER,
         max_deliveries: int = MAX_DELIVERIES,
     ) -> Subscription[E]:
-        """As :func:`trinity_events.subscribe` for this run, but with a deadline."""
+        """As :func:`trinity_events.subscribe` for this run, but with a deadline.
+
+        The run is always known here, so ``wait_for_run`` changes nothing.
+        """
         return subscription_on(
             lambda: nullcontext(self.log),
             self.run_id,

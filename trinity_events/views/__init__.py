@@ -1,6 +1,7 @@
-"""What people see: text for terminals. Views only read what the core computed."""
+"""What people see: text for terminals, and JSON. Views only read what the core computed."""
 
+from .as_json import seconds, state_as_json
 from .lines import event_line
 from .status import runs_table, status_panel
 
-__all__ = ["event_line", "runs_table", "status_panel"]
+__all__ = ["event_line", "runs_table", "seconds", "state_as_json", "status_panel"]

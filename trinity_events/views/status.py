@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
@@ -10,12 +11,15 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..core import MonitorState, explain
+from ..core import MonitorState, failures, final_name, unfinished
 from ..core.refusals import suspects, words_of_refusal
-from ..core.state import KINDS
+from ..core.state import KINDS, ExplorerState, TrainerWaits
 from ..log import position
 from .terminal import visible
 from .times import date_and_time
+
+_NAMED = 8
+"""Explorers that are named; of more, the number is told."""
 
 
 def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
@@ -72,17 +76,21 @@ def status_panel(
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
         about.append(Text.assemble(("weights travel by ", "dim"), visible(chosen, lines=False)))
+    if state.trainer_waits is not None and state.closed is None:
+        waits = _waits(state, state.trainer_waits, now)
+        about.append(Text(visible(waits, lines=False), style="yellow"))
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
         about.append(Text(_nobody(state, silent_since), style="red"))
+    if silent or state.closed in ("failed", "interrupted"):
+        about.append(Text(_next_step(state), style="red"))
+    failed = [Text(visible(one.sentence, lines=False), style="red") for one in failures(state)]
     waiting = [
-        Text(visible(explain(state, step, now=now), lines=False), style="yellow")
-        for step, found in sorted(state.steps.items())
-        if any(kind.outcome is None for kind in found.kinds.values())
+        Text(visible(line, lines=False), style="yellow") for line in unfinished(state, now=now)
     ]
-    tables = (Text(), _ready(state), Text(), _explorers(state, silent=silent))
-    return Group(head, *about, *tables, *waiting, *_refusals(state), *_anomalies(state))
+    tables = (Text(), _ready(state), Text(), _explorers(state, now, silent=silent))
+    return Group(head, *about, *tables, *failed, *waiting, *_refusals(state), *_anomalies(state))
 
 
 def _ready(state: MonitorState) -> Table:
@@ -97,16 +105,17 @@ def _ready(state: MonitorState) -> Table:
     return table
 
 
-def _explorers(state: MonitorState, *, silent: bool) -> Table:
+def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE"):
+    for column in ("EXPLORER", "STATUS", "SERVES", "SINCE", "HEARD"):
         table.add_column(column)
     for name, explorer in sorted(state.explorers.items()):
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
-        status: str = explorer.status
-        if status != "stopped" and (silent or state.closed == "failed"):
-            status = "silent" if silent else "lost"
-        table.add_row(name, status, serves, date_and_time(explorer.applied_at))
+        heard = date_and_time(explorer.heard_at)
+        if now is not None and explorer.heard_at is not None and state.closed is None:
+            heard = _ago(now - explorer.heard_at)
+        status = _explorer_status(state, name, explorer, silent=silent)
+        table.add_row(name, status, serves, date_and_time(explorer.applied_at), heard)
     return table
 
 
@@ -114,12 +123,26 @@ def _refusals(state: MonitorState) -> list[Text]:
     if not state.refused:
         return []
     return [
-        Text(said, style="red")
+        Text(visible(said, lines=False), style="red")
         for said in (
             f"Refused weights: {state.refused}. Last: {words_of_refusal(state.refusals[-1])}",
             *suspects(state.refusals),
         )
     ]
+
+
+def _explorer_status(
+    state: MonitorState, name: str, explorer: ExplorerState, *, silent: bool
+) -> str:
+    """Return what became of an explorer; one is lost only if the run's end names it."""
+    if explorer.status == "stopped":
+        return "stopped"
+    if silent:
+        return "silent"
+    if state.closed is None:
+        return explorer.status
+    named = re.search(rf"\b{re.escape(name)}\b", state.closed_error or "")
+    return "lost" if named else "ended"
 
 
 def _anomalies(state: MonitorState) -> list[Text]:
@@ -137,8 +160,47 @@ def _nobody(state: MonitorState, since: int | None) -> str:
     # Between steps a trainer shows no sign of life: without a reducer it may be there, and slow.
     return (
         "Nobody seems to be there any more: the run is open, but no reducer leads it, and none of "
-        f"its processes was heard of since {date_and_time(since)}. If it was killed, run it again "
-        f"under this name, or look at what it did with: trinity-events replay {state.run_id}"
+        f"its processes was heard of since {date_and_time(since)}."
+    )
+
+
+def _waits(state: MonitorState, waits: TrainerWaits, now: int | None) -> str:
+    """Return for whom the trainer waits and since when, and when each was last heard of."""
+    named = ", ".join(_first_names(waits.missing)) or "its explorers"
+    heard = [f"{one} {_heard(state.explorers.get(one), now)}" for one in waits.missing[:_NAMED]]
+    return (
+        f"The trainer waits for the {waits.what} of step {waits.step} from {named} since "
+        f"{_moment(waits.since, now)}: {waits.have} of {waits.expected} were there when it last "
+        f"said so. Last heard of: {', '.join(heard) or 'none'}."
+    )
+
+
+def _heard(explorer: ExplorerState | None, now: int | None) -> str:
+    at = None if explorer is None else explorer.heard_at
+    return "never" if at is None else f"at {_moment(at, now)}"
+
+
+def _first_names(names: tuple[str, ...]) -> list[str]:
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return [*names[:_NAMED], *more]
+
+
+def _moment(milliseconds: int, now: int | None) -> str:
+    """Return a moment, and how long ago it was where that is known."""
+    ago = "" if now is None else f" ({_ago(now - milliseconds)})"
+    return f"{date_and_time(milliseconds)}{ago}"
+
+
+def _next_step(state: MonitorState) -> str:
+    """Return what is there to go on with after a run that did not finish."""
+    pointer = state.ready.get("checkpoint")
+    newest = "No checkpoint is ready"
+    if pointer is not None:
+        folder = f", in {final_name(pointer.at.step)} of its directory" if pointer.named else ""
+        newest = f"The newest ready checkpoint is that of step {pointer.at.step}{folder}"
+    return (
+        f"{newest}. A run cannot be resumed yet: train again under another name, from step 1. "
+        f"Look at what this one did with: trinity-events replay {state.run_id}"
     )
 
 

@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -36,9 +37,9 @@ def _written_out(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()
 
 
-def say(text: str, *, lines: bool = True) -> None:
-    """Print text on standard output; ``lines`` as in :func:`visible`."""
-    print(visible(text, lines=lines))
+def say(text: str, *, lines: bool = True, file: TextIO | None = None) -> None:
+    """Print text on standard output, or to a file; ``lines`` as in :func:`visible`."""
+    print(visible(text, lines=lines), file=file)
 
 
 def tell(text: str) -> None:
@@ -52,10 +53,15 @@ class Terminal(Console):
     Args:
         stderr: Whether it writes to standard error.
         width: Columns; those of the terminal when left out.
+        file: Where it writes instead.
     """
 
-    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
-        super().__init__(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    def __init__(
+        self, *, stderr: bool = False, width: int | None = None, file: TextIO | None = None
+    ) -> None:
+        super().__init__(
+            stderr=stderr, width=width, file=file, highlight=False, markup=False, emoji=False
+        )
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

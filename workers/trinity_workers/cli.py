@@ -7,14 +7,17 @@ import os
 import sys
 import warnings
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
 
 import anyio
 import typer
 
+from trinity_events.causes import cause_of
 from trinity_events.cli.options import (
     CheckpointRoot,
     Json,
@@ -33,9 +36,12 @@ from trinity_schemas import SaveStrategy
 
 from .config import EngineName, PublishName, RunSettings, TransportChoice
 from .convertible import becomes_megatron
+from .launch.again import again_command
+from .launch.results import Failure, Outcome, results_alone
 
 if TYPE_CHECKING:
     from .explorer import ExplorationResult
+    from .launch.summary import DemoSummary
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -128,6 +134,15 @@ Fresh = Annotated[
         help="Begin anew at step 1 although the run has checkpoints that are ready; they stay.",
     ),
 ]
+HealthFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--health-file",
+        help="File that is touched every 5 seconds while the process is at work, for health "
+        "checks.",
+        show_default=False,
+    ),
+]
 WeightsRedisUrl = Annotated[
     str | None,
     typer.Option(
@@ -165,53 +180,126 @@ def _launch(
     adopt_folder: AdoptFolder = False,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
+    health_file: HealthFile = None,
     as_json: Json = False,
 ) -> None:
-    """Run the main job to its end, and print its summary."""
+    """Run the main job to its end, and print its summary, also when it fails."""
+    with results_alone() as results:
+        told = _Told(results, run_id, as_json=as_json)
+        try:
+            _run_job(
+                told,
+                run_id,
+                alone,
+                weights=weights,
+                root=root,
+                redis_url=redis_url,
+                weights_redis_url=weights_redis_url,
+                health_file=health_file,
+                adopt_folder=adopt_folder,
+                fresh=fresh,
+                settings={
+                    "steps": steps,
+                    "trainers": trainers,
+                    "explorers": explorers,
+                    "sync_interval": sync_interval,
+                    "sync_offset": sync_offset,
+                    "weights_full_every": weights_full_every,
+                    "weights_tensor_digests": weights_tensor_digests,
+                    "save_interval": save_interval,
+                    "save_strategy": save_strategy,
+                    "learning_rate": learning_rate,
+                    "seed": seed,
+                    "publish": publish,
+                    "engine": engine,
+                    "tensor_parallel": tensor_parallel,
+                    "pipeline_parallel": pipeline_parallel,
+                },
+            )
+        except Exception as error:
+            told.failed(error)
+            raise
+
+
+class _Told:
+    """What was printed as the result of a run: one summary, or one object that says why none."""
+
+    def __init__(self, results: TextIO, run_id: str, *, as_json: bool) -> None:
+        self._results = results
+        self._run_id = run_id
+        self._as_json = as_json
+        self._told = False
+        self.refusals = 0
+        """How often explorers refused weights."""
+
+    def summary(self, summary: DemoSummary) -> None:
+        """Print the summary, for programs or for people."""
+        from .launch.summary import summary_table
+
+        self._told = True
+        self.refusals = summary.log.refusals
+        with suppress(OSError):  # the terminal may be gone
+            if self._as_json:
+                print_json(summary, self._results)
+            else:
+                console(self._results).print(summary_table(summary))
+            self._results.flush()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Print that there is no summary, to programs, unless there is one."""
+        self.failed(error, "interrupted")
+
+    def failed(self, error: BaseException, outcome: Outcome = "failed") -> None:
+        """Print why there is no summary, to programs, unless there is one."""
+        if self._as_json and not self._told:
+            failure = Failure(run_id=self._run_id, outcome=outcome, error=cause_of(error))
+            self._told = True
+            with suppress(OSError):
+                print_json(failure, self._results)
+                self._results.flush()
+
+
+def _run_job(
+    told: _Told,
+    run_id: str,
+    alone: bool,
+    *,
+    weights: TransportChoice,
+    root: Path | None,
+    redis_url: str | None,
+    weights_redis_url: str | None,
+    health_file: Path | None,
+    adopt_folder: bool,
+    fresh: bool,
+    settings: dict[str, Any],
+) -> None:
     # What can be wrong is found out before the heavy imports.
     checked_run(run_id)
     folder = writable_root(checkpoint_root(root))
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *_MODULES[engine])
-    settings = RunSettings(
-        steps=steps,
-        trainers=trainers,
-        explorers=explorers,
-        sync_interval=sync_interval,
-        sync_offset=sync_offset,
-        weights_full_every=weights_full_every,
-        weights_tensor_digests=weights_tensor_digests,
-        save_interval=save_interval,
-        save_strategy=save_strategy,
-        learning_rate=learning_rate,
-        seed=seed,
-        publish=publish,
-        engine=engine,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-    ).checked()
+    chosen = RunSettings(**settings)
+    modules = _MODULES[chosen.engine]
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *modules)
+    chosen.checked()
     _reach(redis_url, weights_redis_url)
     from .launch.launcher import LaunchOptions, run_job
-    from .launch.summary import summary_table
 
     options = LaunchOptions(
         run_id=run_id,
         alone=alone,
-        settings=settings,
+        settings=chosen,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
         transport=weights,
         checkpoint_root=folder,
         adopt_folder=adopt_folder,
         fresh=fresh,
+        health_file=health_file,
+        again=again_command(sys.argv[1:], run_id),
     )
-    summary = _interruptible(run_job, options)
-    if as_json:
-        print_json(summary)
-    else:
-        console().print(summary_table(summary))
-    if summary.log.refusals:
+    _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
+    if told.refusals:
         raise WeightsRefused(
-            f"explorers of run {run_id} refused weights {summary.log.refusals} times, because they "
+            f"explorers of run {run_id} refused weights {told.refusals} times, because they "
             f"were not what was published: see trinity-events status {run_id}"
         )
 
@@ -272,6 +360,7 @@ def explorer(
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
+    health_file: HealthFile = None,
     as_json: Json = False,
 ) -> None:
     """Explore a run that a trainer opens elsewhere, until it has the last weights.
@@ -291,6 +380,7 @@ def explorer(
         weights_redis_url=weights_redis_url,
         checkpoint_root=checkpoint_root(root),
         wait=wait,
+        health_file=health_file,
     )
     result = _interruptible(run_explorer, options)
     if as_json:
@@ -340,12 +430,17 @@ def _held_out(result: ExplorationResult) -> str:
     return f", held-out questions {before}{result.accuracy_after:.2f}"
 
 
-def _interruptible(run: Callable[[T], Awaitable[R]], options: T) -> R:
+def _interruptible(
+    run: Callable[[T], Awaitable[R]],
+    options: T,
+    interrupted: Callable[[BaseException], None] = lambda _: None,
+) -> R:
     from .launch.lifecycle import Interrupted
 
     try:
         return anyio.run(run, options)
     except Interrupted as error:
+        interrupted(error)
         tell(str(error))
         # All is closed. What Ray still has to tear down it may abort in, with a status of its own.
         sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from trinity_events.errors import StaleEpoch
 from trinity_events.server import Wait
 from trinity_schemas import ContractError, ExperienceGroup, RunKeys, decode_experiences, encode
 
+Waiting = Callable[[int, Sequence[ExperienceGroup], float], Awaitable[None]]
 GROUP = "trainer"
 MEMBER = "trainer"
 """One logical consumer: a trainer takes over whatever the one before it left."""
@@ -80,9 +81,16 @@ class ExperienceReader:
         self.dropped = 0
 
     async def take(
-        self, step: int, count: int, *, deadline: float
+        self, step: int, count: int, *, deadline: float, waiting: Waiting | None = None
     ) -> tuple[list[ExperienceGroup], list[bytes]]:
         """The step's groups, and the entry ids to acknowledge them by.
+
+        Args:
+            step: The training step.
+            count: Groups of it.
+            deadline: Seconds to wait for them.
+            waiting: Told after each look for them, with the step, the groups that are there and
+                the seconds since the wait began.
 
         Raises:
             DeadlineExceeded: when they are not there in time, saying how many are.
@@ -92,6 +100,7 @@ class ExperienceReader:
         for late in [held for held in self._held if held < step]:
             self._drop([entry_id for entry_id, _ in self._held.pop(late).values()])
         held = self._held.setdefault(step, {})
+        began = anyio.current_time()
         wait = Wait(deadline, "", "are its explorers alive?")
         while len(held) < count:
             wait.missing = (
@@ -101,6 +110,9 @@ class ExperienceReader:
             await wait.ask(lambda: self._read(min(wait.left(), BLOCK)))
             if self._done:
                 await wait.ask(self._free)
+            if waiting is not None and len(held) < count:
+                groups = [group for _, group in held.values()]
+                await waiting(step, groups, anyio.current_time() - began)
         taken = list(self._held.pop(step).values())
         self._drop([entry_id for entry_id, _ in taken[count:]])
         return [group for _, group in taken[:count]], [entry_id for entry_id, _ in taken[:count]]

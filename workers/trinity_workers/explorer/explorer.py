@@ -15,12 +15,14 @@ from msgspec import Struct
 
 from trinity_events import Synchronizer
 from trinity_events.causes import first_error
+from trinity_events.coordinator import this_process
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_events.server import connect
 from trinity_schemas import (
     ExperienceGroup,
     ExplorerStatus,
     ExplorerStatusChanged,
+    Process,
     StepReady,
     StepRef,
 )
@@ -77,6 +79,10 @@ class Explorer:
 
         name = f"explorer-{rank}-{config.run_id}"
         return ray.remote(cls).options(name=name, num_cpus=0).remote(config, rank)
+
+    def process(self) -> Process:
+        """The process that it runs in."""
+        return this_process()
 
     def join(self) -> None:
         """Be there for weights that are sent, and not kept; before they are waited for."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import anyio
+import redis.asyncio
 from msgspec import Struct
 
 from trinity_events.archive import Archive
-from trinity_events.errors import DeadlineExceeded, TrinityError
-from trinity_events.log import RedisEventLog
+from trinity_events.errors import DeadlineExceeded, RunNotFound, TrinityError
+from trinity_events.log import RedisEventLog, require_run
 from trinity_events.server import connect, serving, serving_weights
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import RunClosed, StepReady
@@ -19,6 +20,7 @@ from trinity_schemas import RunClosed, StepReady
 from ..config import RunConfig, RunSettings
 from ..explorer import ExplorationResult, Explorer
 from ..explorer.versions import RunEnded
+from ..health import beating
 from .lifecycle import interruptible
 from .openings import Opening, Openings
 from .ranks import claimed_rank
@@ -35,6 +37,7 @@ class ExplorerOptions(Struct, frozen=True, kw_only=True):
     weights_redis_url: str | None
     checkpoint_root: Path
     wait: float
+    health_file: Path | None = None
 
 
 class RunFailed(TrinityError):
@@ -55,11 +58,16 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
         Interrupted: on SIGINT or SIGTERM.
         TrinityError: when the run is not opened in time, or fails.
     """
-    async with interruptible(options.run_id), AsyncExitStack() as exits:
+    async with (
+        interruptible(options.run_id),
+        beating(options.health_file),
+        AsyncExitStack() as exits,
+    ):
         redis_url = exits.enter_context(serving(options.redis_url))
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
         client = await exits.enter_async_context(connect(redis_url))
         log = RedisEventLog(client, options.run_id)
+        await _tell_nearest(client, log, options.wait)
         folder = options.checkpoint_root / options.run_id
         openings = Openings(log, Archive(folder, options.run_id))
         async with anyio.create_task_group() as tasks:
@@ -88,6 +96,16 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
             return None
         return outcome
     raise AssertionError("unreachable")
+
+
+async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: float) -> None:
+    """Tell at once that the server does not know the run, whose name may be mistyped."""
+    with suppress(redis.RedisError, OSError):  # it is waited for like the run
+        if not await log.exists():
+            try:
+                await require_run(client, log.run_id, f"waiting up to {wait:g} s for it")
+            except RunNotFound as error:
+                logger.warning("%s", error)
 
 
 async def _epoch(

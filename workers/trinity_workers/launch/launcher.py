@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import redis
-from msgspec import Struct, structs
-from redis.exceptions import RedisClusterException
+from msgspec import Struct, field, structs
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
-from trinity_events.core import MonitorState, RunSummary, Summarizer
-from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.causes import cause_of
+from trinity_events.core import MonitorState, RunSummary, Summarizer, final_name
+from trinity_events.errors import DeadlineExceeded
 from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
 from trinity_events.server import (
@@ -35,24 +34,38 @@ from trinity_events.server import (
 )
 from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
-from trinity_schemas import ContractError, StepRef, decode_envelope
+from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
 
 from ..config import RunConfig, RunSettings, TransportChoice
 from ..explorer import ExplorationResult, Explorer
+from ..health import beating
 from ..trainer import Trainer, TrainingResult
+from .actors import Actors, in_words
 from .earlier import begins_anew, earlier_epoch
+from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .model import make_model
 from .processes import ReducerProcess, local_ray
 from .progress import ProgressView
+from .results import Outcome
 from .roots import hear_of_another_folder
-from .summary import TRANSPORTS, DemoSummary, summarize
+from .summary import (
+    TRANSPORTS,
+    DemoSummary,
+    Ending,
+    FailedStep,
+    LoggedMetrics,
+    NewestCheckpoint,
+    summarize,
+)
 from .transport import chosen_transport
 
 logger = logging.getLogger(__name__)
 
 EXPLORERS_DEADLINE = 60.0
 """Seconds that explorers elsewhere are given to take the last weights."""
+SUMMARY_DEADLINE = 5.0
+"""Seconds that the summary of a run may take that did not finish: what ends us kills after ten."""
 
 
 class LaunchOptions(Struct, frozen=True, kw_only=True):
@@ -70,25 +83,42 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     """Whether to take over the run's folder where it belongs to another log."""
     fresh: bool = False
     """Whether to begin anew although checkpoints of the run are ready."""
+    health_file: Path | None = None
+    """Touched while the trainer answers."""
+    again: str | None = None
+    """The command that trains again, under a name of its own."""
 
 
-class ProcessDied(TrinityError):
-    """A process of the run ended while it was needed."""
+Report = Callable[[DemoSummary], None]
+"""Takes the summary of a run, however the run ended."""
 
 
-async def run_job(options: LaunchOptions) -> DemoSummary:
-    """Run the main job from beginning to end, and summarise it.
+class _Job(Struct, kw_only=True):
+    """What is known of a run when it ends, for its summary."""
+
+    options: LaunchOptions
+    config: RunConfig
+    began: float
+    reducer: ReducerProcess | None
+    warm_up_steps: int = 0
+    training: TrainingResult | None = None
+    exploration: list[ExplorationResult] = field(default_factory=list)
+
+
+async def run_job(options: LaunchOptions, report: Report) -> None:
+    """Run the main job from beginning to end, and report its summary, also when it fails.
+
+    There is no summary of a run that was not opened, or whose log cannot be read.
 
     Raises:
         Interrupted: on SIGINT or SIGTERM, after everything was ended and the log closed.
         TrinityError: when a part fails.
     """
     async with interruptible(options.run_id):
-        return await _run(options)
-    raise AssertionError("unreachable")
+        await _run(options, report)
 
 
-async def _run(options: LaunchOptions) -> DemoSummary:
+async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
     chosen = chosen_transport(
         options.transport,
@@ -98,7 +128,8 @@ async def _run(options: LaunchOptions) -> DemoSummary:
     )
     transport = chosen.name
     settings = structs.replace(options.settings, transport=transport)
-    view = ProgressView(options.run_id, settings.steps)
+    folder = options.checkpoint_root / options.run_id
+    view = ProgressView(options.run_id, settings.steps, folder)
     async with AsyncExitStack() as exits:
         redis_url = exits.enter_context(serving(options.redis_url))
         weights_url = exits.enter_context(serving_weights(options.weights_redis_url, redis_url))
@@ -131,50 +162,105 @@ async def _run(options: LaunchOptions) -> DemoSummary:
             weights_url=weights_url,
             checkpoint_folder=folder,
         )
+        job = _Job(options=options, config=config, began=began, reducer=reducer)
         if earlier is not None:
             view.say(begins_anew(options.run_id, earlier, config.epoch))
         view.say(
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
-        async with closing(client, config):
+        async with _summarized(job, log, report), closing(client, config):
             await own()  # a log that is new has its first entry by now
             view.say(f"run {options.run_id}: starting Ray, and warming the model up")
             here = config.explorers if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             await exits.enter_async_context(local_ray(config.trainers + here + 1))
             async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
-                warm_up_steps, training, exploration = await _work(config, here)
+                await _work(job, here)
                 if not alone:
                     await _last_weights_taken(log, config, view)
-        return summarize(
-            training=training,
-            exploration=exploration,
-            log=await _summarize_log(log, config),
-            seconds=time.monotonic() - began,
-            warm_up_steps=warm_up_steps,
-            reducer_restarts=reducer.restarts if reducer else 0,
-            transport=transport,
-            sharded=settings.publishes_shards,
-            redis_url=redacted(redis_url),
-            checkpoint_folder=str(config.checkpoint_folder),
-            replay_command=_replay_command(options),
-        )
 
 
-async def _work(
-    config: RunConfig, explorers_here: int
-) -> tuple[int, TrainingResult, list[ExplorationResult]]:
-    """Make the model, train and explore; returns the warm-up's steps and the results."""
+@asynccontextmanager
+async def _summarized(job: _Job, log: RedisEventLog, report: Report) -> AsyncIterator[None]:
+    """Report the summary of the run however the block ends."""
+    try:
+        yield
+    except BaseException as error:
+        interrupted = isinstance(error, anyio.get_cancelled_exc_class())
+        outcome: Outcome = "interrupted" if interrupted else "failed"
+        with anyio.CancelScope(shield=True), anyio.move_on_after(SUMMARY_DEADLINE):
+            # What happened is worth more than that it cannot be summarised.
+            try:
+                summary = await _summary(job, log, outcome, None if interrupted else error)
+            except Exception as unread:
+                logger.warning("run %s has no summary: %s", log.run_id, unread)
+            else:
+                report(summary)
+        raise
+    report(await _summary(job, log, "finished", None))
+
+
+async def _summary(
+    job: _Job, log: RedisEventLog, outcome: Outcome, error: BaseException | None
+) -> DemoSummary:
+    """Return what the run came to, of its parts' results and its log."""
+    config, options = job.config, job.options
+    summed, metrics, failed = await _summarize_log(log, config)
+    return summarize(
+        ending=Ending(
+            outcome=outcome,
+            error=None if error is None else cause_of(error),
+            failed_steps=[
+                FailedStep(step=step, kinds=sorted(kinds)) for step, kinds in failed.steps.items()
+            ],
+            newest_checkpoint=newest_checkpoint(await current_state(log), config),
+            next_command=None if outcome == "finished" else options.again,
+        ),
+        metrics=job.training or metrics,
+        exploration=job.exploration,
+        log=summed,
+        seconds=time.monotonic() - job.began,
+        warm_up_steps=job.warm_up_steps,
+        reducer_restarts=job.reducer.restarts if job.reducer else 0,
+        transport=config.transport,
+        sharded=config.publishes_shards,
+        redis_url=redacted(config.redis_url),
+        checkpoint_folder=str(config.checkpoint_folder),
+        replay_command=_replay_command(options),
+    )
+
+
+def newest_checkpoint(state: MonitorState, config: RunConfig) -> NewestCheckpoint | None:
+    """Return the newest checkpoint that is ready, if there is one."""
+    pointer = state.ready.get("checkpoint")
+    if pointer is None:
+        return None
+    folder = str(config.checkpoint_folder / final_name(pointer.at.step)) if pointer.named else None
+    return NewestCheckpoint(step=pointer.at.step, folder=folder)
+
+
+async def _work(job: _Job, explorers_here: int) -> None:
+    """Make the model, train and explore; notes the warm-up's steps and the results."""
+    config = job.config
     # Actors first: they import torch while the model is made.
     trainer = Trainer.get_actor(config)
     explorers = [Explorer.get_actor(config, rank) for rank in range(explorers_here)]
-    warm_up_steps = await _make_model(config)
-    await _all([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
-    training, *exploration = await _all(
+    actors = Actors(
+        {"trainer-0": trainer} | {f"explorer-{rank}": one for rank, one in enumerate(explorers)}
+    )
+    async with beating(job.options.health_file):
+        job.warm_up_steps = await _make_model(config)
+        await actors.watch()
+    async with beating(job.options.health_file, actors.trainer_answers):
+        await _train(job, actors, trainer, explorers)
+
+
+async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
+    await actors.ask([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
+    job.training, *job.exploration = await actors.ask(
         [trainer.train.remote(), *(one.explore.remote() for one in explorers)]
     )
-    await _all([trainer.shutdown.remote()])
-    return warm_up_steps, training, exploration
+    await actors.ask([trainer.shutdown.remote()])
 
 
 async def _make_model(config: RunConfig) -> int:
@@ -184,53 +270,8 @@ async def _make_model(config: RunConfig) -> int:
         # Left to itself when the run is ended meanwhile: nobody loads what it makes.
         steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
     except OSError as error:
-        raise _in_words(error) from None
+        raise in_words(error) from None
     return steps
-
-
-async def _all(references: Sequence[Any]) -> list[Any]:
-    """What the Ray calls return; the first that fails ends the wait, with its own error."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    results: list[Any] = [None] * len(references)
-
-    async def one(index: int) -> None:
-        try:
-            results[index] = await references[index]
-        except RayTaskError as error:
-            raise _in_words(error) from None
-        except RayActorError as error:
-            raise ProcessDied(_of_the_dead(str(error))) from None
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(len(references)):
-            tasks.start_soon(one, index)
-    return results
-
-
-def _in_words(error: Any) -> Exception:
-    """What failed in another process, as if it had failed here; itself, where it is a defect."""
-    from ray.exceptions import RayTaskError
-
-    cause = error
-    while isinstance(cause, RayTaskError) and cause.cause is not None:
-        cause = cause.cause
-    if isinstance(cause, TrinityError | redis.RedisError | RedisClusterException):
-        return cause
-    return ProcessDied(f"a process of the run failed: {cause}") if _is_fault(cause) else error
-
-
-def _is_fault(cause: object) -> bool:
-    return isinstance(cause, OSError) and cause.errno is not None
-
-
-def _of_the_dead(told: str) -> str:
-    """Who died, and why, of the lines that Ray has for it."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
-    said = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
-    who = said.get("class_name", "a process").lower()
-    process = f" (process {said['pid']})" if "pid" in said else ""
-    return f"{who}{process} of the run died: {lines[0] if lines else 'nothing is known of why'}"
 
 
 async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: ProgressView) -> None:
@@ -280,9 +321,11 @@ async def _shown(
         tasks.cancel_scope.cancel()
 
 
-async def _summarize_log(log: RedisEventLog, config: RunConfig) -> RunSummary:
+async def _summarize_log(
+    log: RedisEventLog, config: RunConfig
+) -> tuple[RunSummary, LoggedMetrics, FailedSaves]:
     """What the log says of the epoch, as far as a long one is trimmed from its archive."""
-    summarizer = Summarizer(log.run_id)
+    summarizer, metrics, failed = Summarizer(log.run_id), LoggedMetrics(), FailedSaves()
     archive = Archive(config.checkpoint_folder, config.run_id)
     for stream in Stream:
         begun = False
@@ -292,7 +335,10 @@ async def _summarize_log(log: RedisEventLog, config: RunConfig) -> RunSummary:
                 begun = begun or envelope.epoch >= config.epoch
                 if begun:
                     summarizer.add(envelope, len(entry.payload))
-    return summarizer.summary()
+                    metrics.add(envelope)
+                    if isinstance(envelope.event, ANNOUNCEMENT_TYPES):
+                        failed.heard(envelope.event, [envelope.event])
+    return summarizer.summary(), metrics, failed
 
 
 def _replay_command(options: LaunchOptions) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.history import PAGE
@@ -13,6 +15,8 @@ from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.server import Wait
 from trinity_events.views.terminal import Terminal
 from trinity_schemas import ContractError, StepCommitted, decode_envelope
+
+from .failed_saves import FailedSaves
 
 LINES_EVERY = 10.0
 """Seconds between two lines where there is no terminal to redraw."""
@@ -22,14 +26,21 @@ _SMOOTHING = 20
 class ProgressView:
     """Step, reward, weight version and staleness: a bar in a terminal, lines elsewhere.
 
-    Writes to standard error, so that standard output is the summary alone.
+    A failure is a line of its own, as soon as it is in the log, and is counted in the bar. Writes
+    to standard error, so that standard output is the summary alone.
+
+    Args:
+        run_id: The run.
+        steps: Training steps of the run.
+        folder: The run's checkpoint directory, by which failed saves are named.
     """
 
-    def __init__(self, run_id: str, steps: int) -> None:
+    def __init__(self, run_id: str, steps: int, folder: Path | None = None) -> None:
         self._monitor = Monitor(MonitorState(run_id=run_id))
         self._steps = steps
         self._rewards: list[float] = []
         self._metrics: dict[str, float] = {}
+        self._failed = FailedSaves(folder)
         self._console = Terminal(stderr=True)
         self._printed_at = 0.0
         self._printed_step = 0
@@ -57,9 +68,9 @@ class ProgressView:
                     self._fold(entry)
                 self._show(bar, task)
 
-    def say(self, text: str) -> None:
-        """One line about what is being done."""
-        self._console.print(text, style="dim")
+    def say(self, text: str, style: str = "dim") -> None:
+        """Print one line about what is being done."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _fold(self, entry: Entry) -> None:
         try:
@@ -67,7 +78,9 @@ class ProgressView:
         except ContractError as error:
             self._monitor.set_aside(entry.id, str(error))
             return
-        self._monitor.apply(entry.id, envelope)
+        announced = [one.event for one in self._monitor.apply(entry.id, envelope)]
+        for line in self._failed.heard(envelope.event, announced):
+            self.say(line, style="bold red")
         if isinstance(envelope.event, StepCommitted) and "reward" in envelope.event.metrics:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])
@@ -83,6 +96,7 @@ class ProgressView:
                 f"weights {weights.at.step if weights else '-'}",
                 f"served {min(served) if served else '-'}",
                 f"staleness {self._metrics.get('staleness', 0):.1f}",
+                *([f"FAILED {self._failed.told}"] if self._failed.steps else []),
             )
         )
         bar.update(task, completed=state.trainer_step, shown=shown)

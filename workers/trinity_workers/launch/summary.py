@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 from rich.table import Table
+from rich.text import Text
 
 from trinity_events.core import RunSummary
 from trinity_events.core.summary import Spread
+from trinity_schemas import Envelope, StepCommitted
 
 from ..explorer import ExplorationResult
 from ..trainer import TrainingResult
+from .results import Outcome
 
+_LISTED = 8
+"""Failed steps that are listed; of more, the number is told."""
 TRANSPORTS = {
     "redis": "a Redis server",
     "shm": "shared memory",
@@ -21,10 +26,55 @@ TRANSPORTS = {
 }
 
 
+class NewestCheckpoint(Struct, frozen=True, kw_only=True):
+    """The newest checkpoint of the run that is ready."""
+
+    step: int
+    folder: str | None
+    """None where its saves named no folder."""
+
+
+class FailedStep(Struct, frozen=True, kw_only=True):
+    """A step of which a save failed, and that no retry has made ready."""
+
+    step: int
+    kinds: list[str]
+
+
+class Ending(Struct, frozen=True, kw_only=True):
+    """How a run ended, and what can be done next."""
+
+    outcome: Outcome
+    error: str | None = None
+    failed_steps: list[FailedStep] = field(default_factory=list)
+    newest_checkpoint: NewestCheckpoint | None = None
+    next_command: str | None = None
+    """Of a run that did not finish: the command that trains again."""
+
+
+class LoggedMetrics(Struct):
+    """Metrics of the training steps, as far as the log tells them."""
+
+    rewards: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+
+    def add(self, envelope: Envelope) -> None:
+        """Take what a commit of weights tells of its step."""
+        event = envelope.event
+        if isinstance(event, StepCommitted) and "reward" in event.metrics:
+            self.rewards.append(event.metrics["reward"])
+            self.scores.append(event.metrics.get("score", 0.0))
+            self.staleness.append(event.metrics.get("staleness", 0.0))
+
+
 class DemoSummary(Struct, frozen=True, kw_only=True):
     """The run's figures. Rewards are shares of exactly right answers; times are seconds."""
 
     run_id: str
+    outcome: Outcome
+    error: str | None
+    """Why the run did not finish."""
     seconds: float
     warm_up_steps: int
     reward_first_third: float
@@ -34,7 +84,8 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
     held_out_before: float | None
     held_out_after: float | None
     staleness_mean: float
-    training_seconds: float
+    training_seconds: float | None
+    """None where the run did not come to the end of its training."""
     reducer_restarts: int
     transport: str
     sharded: bool
@@ -42,7 +93,10 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
     log: RunSummary
     redis_url: str
     checkpoint_folder: str
+    failed_steps: list[FailedStep]
+    newest_checkpoint: NewestCheckpoint | None
     replay_command: str
+    next_command: str | None
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float]:
@@ -54,7 +108,8 @@ def thirds(values: Sequence[float]) -> tuple[float, float]:
 
 def summarize(
     *,
-    training: TrainingResult,
+    ending: Ending,
+    metrics: TrainingResult | LoggedMetrics,
     exploration: Sequence[ExplorationResult],
     log: RunSummary,
     seconds: float,
@@ -67,11 +122,13 @@ def summarize(
     replay_command: str,
 ) -> DemoSummary:
     """Put what the parts returned and what the log says together."""
-    reward_first, reward_last = thirds(training.rewards)
-    score_first, score_last = thirds(training.scores)
+    reward_first, reward_last = thirds(metrics.rewards)
+    score_first, score_last = thirds(metrics.scores)
     measured = next((one for one in exploration if one.accuracy_before is not None), None)
     return DemoSummary(
         run_id=log.run_id,
+        outcome=ending.outcome,
+        error=ending.error,
         seconds=seconds,
         warm_up_steps=warm_up_steps,
         reward_first_third=reward_first,
@@ -80,15 +137,18 @@ def summarize(
         score_last_third=score_last,
         held_out_before=measured.accuracy_before if measured else None,
         held_out_after=measured.accuracy_after if measured else None,
-        staleness_mean=sum(training.staleness) / max(1, len(training.staleness)),
-        training_seconds=training.seconds,
+        staleness_mean=sum(metrics.staleness) / max(1, len(metrics.staleness)),
+        training_seconds=metrics.seconds if isinstance(metrics, TrainingResult) else None,
         reducer_restarts=reducer_restarts,
         transport=transport,
         sharded=sharded,
         log=log,
         redis_url=redis_url,
         checkpoint_folder=checkpoint_folder,
+        failed_steps=ending.failed_steps,
+        newest_checkpoint=ending.newest_checkpoint,
         replay_command=replay_command,
+        next_command=ending.next_command,
     )
 
 
@@ -98,13 +158,11 @@ def summary_table(summary: DemoSummary) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    rows = [
-        ("run", summary.run_id),
-        (
-            "steps",
-            f"{log.steps} in {summary.seconds:.0f} s ({summary.training_seconds:.0f} s of it "
-            f"training, after {summary.warm_up_steps} steps of supervised warm-up)",
-        ),
+    rows = [("run", summary.run_id)]
+    if summary.outcome != "finished":
+        rows.append((summary.outcome.upper(), summary.error or "before its last step"))
+    rows += [
+        ("steps", f"{log.steps} in {summary.seconds:.0f} s{_of_it(summary)}"),
         (
             "reward",
             f"{summary.reward_first_third:.2f} -> {summary.reward_last_third:.2f}, mean of "
@@ -148,13 +206,23 @@ def summary_table(summary: DemoSummary) -> Table:
             f"{log.checkpoints_ready} ready, {log.failures} failed saves, in "
             f"{summary.checkpoint_folder}",
         ),
+        *_failed_rows(summary.failed_steps),
+        ("newest ready", _newest(summary.newest_checkpoint)),
         ("log", summary.redis_url),
         ("replay it", summary.replay_command),
     ]
     if log.refusals:
         rows.append(("refused weights", " ".join([_refusals(log), *log.suspects])))
+    if summary.next_command is not None:
+        rows.append(
+            (
+                "go on",
+                "a run cannot be resumed yet: this begins at step 1, under a name of its own: "
+                f"{summary.next_command}",
+            )
+        )
     for name, text in rows:
-        table.add_row(name, text)
+        table.add_row(name, Text(text))
     return table
 
 
@@ -163,6 +231,31 @@ def _refusals(log: RunSummary) -> str:
         f"{log.refusals} times, an explorer found that what it read was not what was published "
         f"(see trinity-events verify {log.run_id})."
     )
+
+
+def _of_it(summary: DemoSummary) -> str:
+    """Return how much of the time was training, where the run came to the end of it."""
+    if summary.training_seconds is None:
+        return ""
+    return (
+        f" ({summary.training_seconds:.0f} s of it training, after {summary.warm_up_steps} "
+        "steps of supervised warm-up)"
+    )
+
+
+def _failed_rows(failed: Sequence[FailedStep]) -> list[tuple[str, str]]:
+    if not failed:
+        return []
+    steps = [f"{one.step} ({' and '.join(one.kinds)})" for one in failed]
+    more = f", and {len(steps) - _LISTED} before them" if len(steps) > _LISTED else ""
+    return [("FAILED saves", f"of step {', '.join(steps[-_LISTED:])}{more}")]
+
+
+def _newest(checkpoint: NewestCheckpoint | None) -> str:
+    if checkpoint is None:
+        return "no checkpoint"
+    where = "" if checkpoint.folder is None else f", in {checkpoint.folder}"
+    return f"checkpoint of step {checkpoint.step}{where}"
 
 
 def _mebibytes(count: int) -> str:

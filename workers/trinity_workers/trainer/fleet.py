@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-import anyio.to_thread
 import ray
+from anyio import to_thread
 
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.coordinator import staged_path
 from trinity_events.errors import GroupBroken, TrinityError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_schemas import ExperienceGroup
+from trinity_schemas import ExperienceGroup, Process
 
+from ..collectives import CollectiveBroken
 from ..config import RunConfig
+from ..deaths import DeathWatch, named
 from .worker import TrainWorker
 from .wrapper import TrainEngineWrapper
 
@@ -25,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 SENDING_ATTEMPTS = 4
 """How often a version is sent through a group that breaks, before the run is given up."""
+
+
+DEATH_KNOWN = 5.0
+"""Seconds within which Ray knows that a worker is dead, after other ranks have noticed."""
 
 
 class WorkerDied(TrinityError):
@@ -37,6 +43,8 @@ class RayTrainerFleet(TrainEngineWrapper):
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._workers: list[Any] = []
+        self._processes: list[Process] = []
+        self._deaths = DeathWatch()
         self._step = 0
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
@@ -60,6 +68,9 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._workers = [
             actor.remote(config, rank, own_gpu=own_gpu) for rank in range(config.trainers)
         ]
+        self._processes = await self._ask_all("process")
+        for process in self._processes:
+            self._deaths.watch(process)
         host, port = await self._ask(0, "address")
         await self._ask_all("setup", host, port)
         self._shares = await self._ask_all("data_share")
@@ -74,14 +85,9 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
         """Take one step on these groups, dealt out over the ranks; returns its metrics."""
         shares = [list(batch_exps[index::count]) for index, count in self._shares]
-        answers: list[Any] = await asyncio.gather(
-            *(self._ask(rank, "train_step", share) for rank, share in enumerate(shares)),
-            return_exceptions=True,
+        answers = await answers_or_cause(
+            [self._ask(rank, "train_step", share) for rank, share in enumerate(shares)]
         )
-        failed = [one for one in answers if isinstance(one, BaseException)]
-        if failed:
-            # A rank that dies fails the others, sooner than it is known to be dead.
-            raise min(failed, key=lambda one: not isinstance(one, WorkerDied))
         self._step += 1
         first: dict[str, float] = answers[0]
         return first
@@ -111,7 +117,7 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the weights, and commit the version."""
         await self._ask_all("upload_state_dict", self._step)
-        await anyio.to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+        await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
 
     async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
         """Send the weights through the collective group, and commit the version.
@@ -128,7 +134,7 @@ class RayTrainerFleet(TrainEngineWrapper):
                     raise
                 logger.warning("step %d: sends the weights again: %s", self._step, error)
                 await self._ask(0, "setup_weight_sync_group", 1)
-        await anyio.to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
+        await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
 
     async def _send(self) -> None:
         """Let every rank send; raises rank 0's error before what the others say of it."""
@@ -153,7 +159,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._workers = []
         self._synchronizer.close()
         try:
-            await anyio.to_thread.run_sync(self._publisher.close)
+            await to_thread.run_sync(self._publisher.close)
         finally:
             self._log.close()
 
@@ -167,19 +173,49 @@ class RayTrainerFleet(TrainEngineWrapper):
         return str(folder / "actor")
 
     async def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(
-            *(self._ask(rank, method, *args) for rank in range(len(self._workers)))
-        )
+        ranks = range(len(self._workers))
+        return await answers_or_cause([self._ask(rank, method, *args) for rank in ranks])
 
     async def _ask(self, rank: int, method: str, *args: Any) -> Any:
         try:
             return await getattr(self._workers[rank], method).remote(*args)
         except ray.exceptions.RayActorError:
             step = self._step + (method == "train_step")  # which is not taken yet
+            process = self._processes[rank] if self._processes else None
+            how = "" if process is None else await to_thread.run_sync(self._deaths.how, process)
+            who = named(f"trainer worker {rank}", process)
             raise WorkerDied(
-                f"trainer worker {rank} of run {self._config.run_id} died in {method} "
-                f"at step {step}"
+                f"{who} of run {self._config.run_id} died in {method} at step {step}"
+                f"{how and f': {how}'}"
             ) from None
+
+
+async def answers_or_cause(asked: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Return what every rank answers, or raise the first error: a death before what follows it.
+
+    A rank that dies fails the others, sooner than it is known to be dead.
+    """
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    _, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    failed = _errors(tasks)
+    if left and failed and all(_may_follow_a_death(one) for one in failed):
+        await asyncio.wait(left, timeout=DEATH_KNOWN, return_when=asyncio.FIRST_EXCEPTION)
+        failed = _errors(tasks)
+    if failed:
+        for one in tasks:
+            one.add_done_callback(lambda task: task.cancelled() or task.exception())
+        raise min(failed, key=lambda one: not isinstance(one, WorkerDied))
+    return [one.result() for one in tasks]
+
+
+def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+    done = [one for one in tasks if one.done() and not one.cancelled()]
+    return [error for one in done if (error := one.exception()) is not None]
+
+
+def _may_follow_a_death(error: BaseException) -> bool:
+    """Return True for what a rank raises when another has died in a collective."""
+    return isinstance(error, CollectiveBroken) or not isinstance(error, TrinityError)
 
 
 def _worker_class(config: RunConfig) -> type[TrainWorker]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 from msgspec import Struct
 
+from trinity_events.coordinator import this_process
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.server import connect
-from trinity_schemas import ExperienceGroup, TrainerStatusChanged
+from trinity_schemas import ExperienceGroup, Process, TrainerStatusChanged
 
 from ..config import RunConfig
 from ..experiences import ExperienceReader
 from .requests import WeightRequests
+from .waits import ToldWaits
 from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Trainer:
         client = await self._exits.enter_async_context(connect(config.redis_url))
         log = RedisEventLog(client, config.run_id)
         self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))
+        self._waits = ToldWaits(config, self._publisher)
         self._began_at = await log.last_id()
         self._experiences = ExperienceReader(client, config.run_id, config.epoch)
         await self.engine.prepare()
@@ -111,10 +114,13 @@ class Trainer:
         Raises DeadlineExceeded.
         """
         count, deadline = self.config.prompts_per_step, self.config.sync_timeout
-        if not self._sends:
-            return await self._experiences.take(step, count, deadline=deadline)
-        async with self._requests.answered():
-            return await self._experiences.take(step, count, deadline=deadline)
+        waits = self._waits
+        async with self._requests.answered() if self._sends else nullcontext():
+            taken = await self._experiences.take(
+                step, count, deadline=deadline, waiting=waits.waiting
+            )
+            await waits.over(step)
+            return taken
         raise AssertionError("unreachable")
 
     async def train_step(self, exps: Sequence[ExperienceGroup]) -> dict[str, float]:
@@ -165,6 +171,10 @@ class Trainer:
     def train_step_num(self) -> int:
         """Steps taken."""
         return self.engine.train_step_num
+
+    def process(self) -> Process:
+        """The process that it runs in."""
+        return this_process()
 
     def is_alive(self) -> bool:
         """Whether it can answer."""

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events.coordinator import this_process
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
-from trinity_schemas import ExperienceGroup
+from trinity_schemas import ExperienceGroup, Process
 
 from ..collectives import together
 from ..config import RunConfig
@@ -36,7 +37,9 @@ ROLE = "actor"
 
 
 class TrainWorker:
-    """Holds one rank's engine. Methods are collective, but for address(): all ranks call them.
+    """Holds one rank's engine. All ranks call its methods together.
+
+    But for process() and address(), which are not collective.
 
     Args:
         config: The run.
@@ -50,6 +53,10 @@ class TrainWorker:
         self._device = compute_device(own_gpu)
         self._timeout = timedelta(seconds=config.sync_timeout)
         self._store: TCPStore | None = None
+
+    def process(self) -> Process:
+        """The process that it runs in."""
+        return this_process()
 
     def address(self) -> tuple[str, int]:
         """Where the ranks meet: rank 0, which is asked for it, listens there from now on."""

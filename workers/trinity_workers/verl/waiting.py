@@ -100,4 +100,5 @@ async def _missing(redis_url: str, opened: Opened, step: int | None) -> str:
                 state = await current_state(RedisEventLog(client, opened.run_id))
     except (TrinityError, redis.RedisError, OSError, TimeoutError) as error:
         return f"the log could not be asked why ({error}): {look}"
-    return f"{explain(state, step).rstrip('.')}: {look}"
+    why = " ".join(explain(state, step).splitlines())
+    return f"{why.rstrip('.')}: {look}"

@@ -1,0 +1,177 @@
+"""The main job when parts of it fail: told at once, to people and to programs, to the end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trinity_events.server import connect_sync
+from trinity_schemas import RunKeys, StepReady, decode_envelope
+from trinity_workers.launch.again import again_command, next_name
+
+pytestmark = pytest.mark.timeout(400)  # its own deadlines are shorter, and say what is missing
+DEADLINE = 240
+
+
+class Demo:
+    """A demo in a session of its own, and what it has said so far."""
+
+    def __init__(self, *args: str):
+        self.said: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trinity_events", "demo", "--steps", "100000", *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._listening = threading.Thread(target=self._listen)
+        self._listening.start()
+
+    def _listen(self):
+        self.said += self.process.stderr
+
+    def until(self, met):
+        give_up = time.monotonic() + DEADLINE
+        while not (found := met()):
+            assert self.process.poll() is None, "".join(self.said)
+            assert time.monotonic() < give_up, "waited in vain"
+            time.sleep(0.02)
+        return found
+
+    def actor(self, name: str) -> int:
+        """The process of one of its Ray actors."""
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+                command = (path / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if session == self.process.pid and command.startswith(f"ray::{name}".encode()):
+                return int(path.name)
+        raise AssertionError(f"{name} is not there")
+
+    def ended(self) -> tuple[int, str, str]:
+        out = self.process.stdout.read()
+        status = self.process.wait(60)
+        self._listening.join()
+        return status, out, "".join(self.said)
+
+    def close(self):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._listening.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def demo(*args: str) -> Demo:
+        started.append(Demo(*args))
+        return started[-1]
+
+    yield demo
+    for one in started:
+        one.close()
+
+
+def test_a_failed_checkpoint_is_a_line_at_once_and_the_table_is_printed(start, tmp_path, run_id):
+    (tmp_path / run_id).mkdir()
+    (tmp_path / run_id / ".staging").touch()  # where folders of saves are to be made
+    demo = start("--run", run_id, "--save-interval", "2", "--checkpoint-root", str(tmp_path))
+    told = f"in {tmp_path / run_id}/.staging/epoch_1_step_2_"
+    lines = demo.until(lambda: [line for line in demo.said if "FAILED" in line])
+    assert lines[0].startswith("step 2: ")
+    assert "NotADirectoryError: [Errno 20] Not a directory" in lines[0]
+    assert told.replace("in ", "(writing ") in lines[0]
+    demo.until(lambda: [line for line in demo.said if re.search(r"staleness .* FAILED \d+", line)])
+    demo.process.send_signal(signal.SIGTERM)
+    status, out, _ = demo.ended()
+    assert status == 143
+    rows = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S.*?) *$", out, re.MULTILINE))
+    assert rows["run"] == run_id
+    assert "INTERRUPTED" in rows
+    assert re.match(r"of step \d+ \(checkpoint", rows["FAILED saves"])
+    assert rows["newest ready"] == "no checkpoint"
+    assert f"trinity-events demo --steps 100000 --run {next_name(run_id)}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("actor", "who"), [("TrainWorker", "trainer worker [01]"), ("Explorer", "explorer-0")]
+)
+def test_a_process_that_is_killed_leaves_one_object_with_the_next_step(
+    start, tmp_path, run_id, redis_url, cli, actor, who
+):
+    demo = start(
+        *("--run", run_id, "--save-interval", "2", "--json", "--checkpoint-root", str(tmp_path))
+    )
+
+    def ready():
+        with connect_sync(redis_url) as client:
+            found = client.xrange(RunKeys.of(run_id).announcements)
+        events = [decode_envelope(fields[b"e"]).event for _, fields in found]
+        return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+
+    demo.until(ready)
+    victim = demo.actor(actor)
+    os.kill(victim, signal.SIGKILL)
+    status, out, said = demo.ended()
+    assert status == 1
+    [line] = out.splitlines()
+    told = json.loads(line)
+    assert told["outcome"] == "failed"
+    assert re.fullmatch(
+        rf"\w+: {who} \(process {victim} on {socket.gethostname()}\) of .* died.*: "
+        r"killed by SIGKILL .*",
+        told["error"],
+    )
+    assert told["error"].partition(": ")[2] in said
+    newest = told["newest_checkpoint"]
+    assert newest["folder"] == str(tmp_path / run_id / f"global_step_{newest['step']}")
+    assert Path(newest["folder"]).is_dir()
+    assert f"demo --steps 100000 --run {next_name(run_id)} " in told["next_command"]
+    assert told["log"]["steps"] >= newest["step"]
+    shown = cli("status", run_id, env={"COLUMNS": "300"}).stdout
+    [explorer] = [line for line in shown.splitlines() if line.startswith("explorer-0")]
+    assert (explorer.split()[1] == "lost") == (actor == "Explorer"), "nobody else is blamed"
+    assert f"newest ready checkpoint is that of step {newest['step']}" in shown
+
+
+def test_what_is_wrong_from_the_start_is_one_object_too(cli):
+    shown = cli("demo", "--json", "--run", "x", "--redis-url", "redis://127.0.0.1:1")
+    assert shown.returncode == 1
+    told = json.loads(shown.stdout)
+    assert (told["run_id"], told["outcome"]) == ("x", "failed")
+    assert told["error"].startswith("ServerUnreachable: ")
+    assert shown.stderr.startswith("error: ")
+
+
+def test_the_command_to_go_on_with_names_another_run_and_no_password(monkeypatch):
+    monkeypatch.setenv("TRINITY_HOME", "/my home")
+    given = [
+        "demo",
+        "--run",
+        "a",
+        "--redis-url=redis://u:secret@h",
+        "--weights-redis-url",
+        "redis://:p@h",
+    ]
+    assert again_command(given, "a") == (
+        "TRINITY_HOME='/my home' trinity-events demo --run a-2 "
+        "'--redis-url=redis://u:***@h' --weights-redis-url 'redis://:***@h'"
+    )
+    assert again_command(["trainer", "--run=a-9"], "a-9").endswith("trainer --run=a-10")
+    assert next_name("x" * 63) == "x" * 61 + "-2"
+    assert next_name("demo-20261122-182914") == "demo-20261122-182914-2"

@@ -1,0 +1,52 @@
+"""Moments as people type them: by the clock, by how long ago, or as an entry id."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, time
+
+from ..errors import TrinityError
+from ..log import position
+
+_AGO = re.compile(r"(\d+(?:\.\d+)?)(s|min|m|h|d)")
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_ENTRY = re.compile(r"\d{1,20}-\d{1,20}")
+
+
+class BadTime(TrinityError):
+    """What was typed is no moment."""
+
+
+def moment(text: str, now: int, *, end: bool = False) -> tuple[int, int]:
+    """Return the position that a moment is.
+
+    Args:
+        text: An entry id; a time ago, such as ``10m``; a time of today, such as ``18:29``; or a
+            day with or without a time, such as ``2026-11-22 18:29``, in local time.
+        now: Milliseconds of the server's clock.
+        end: Whether all of its millisecond is to be below the position.
+
+    Raises:
+        BadTime: when it is none of these.
+    """
+    if _ENTRY.fullmatch(text):
+        return position(text)
+    if found := _AGO.fullmatch(text):
+        milliseconds = now - int(float(found[1]) * _SECONDS[found[2]] * 1000)
+    else:
+        milliseconds = int(_by_the_clock(text, now).timestamp() * 1000)
+    return max(0, milliseconds), 2**64 - 1 if end else 0
+
+
+def _by_the_clock(text: str, now: int) -> datetime:
+    try:
+        return datetime.combine(datetime.fromtimestamp(now / 1000).date(), time.fromisoformat(text))
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise BadTime(
+            f"{text!r} is no moment: give a time such as 18:29, '2026-11-22 18:29', 10m (ago), or "
+            "an entry id as tail prints them"
+        ) from None

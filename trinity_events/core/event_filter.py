@@ -1,0 +1,92 @@
+"""Which entries of a log are asked for: by type, producer, step and time."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from trinity_schemas import (
+    Envelope,
+    Event,
+    LeaseExpired,
+    SaveFailed,
+    SaveFinished,
+    SaveGranted,
+    SaveProgressed,
+    SaveRequested,
+    SaveStarted,
+    SyncRequested,
+    WeightsApplied,
+    event_tag,
+)
+
+from .known import who_is
+
+_OF_A_SLOT = (
+    SaveRequested,
+    SaveGranted,
+    SaveStarted,
+    SaveProgressed,
+    SaveFinished,
+    SaveFailed,
+)
+_FIRST = (0, 0)
+_LAST = (2**64, 0)
+
+Position = tuple[int, int]
+
+
+class EventFilter(Struct, frozen=True, kw_only=True):
+    """Entries of any of the types, from any of the producers, of any of the steps, in a time.
+
+    What is left empty asks for nothing. Producers are named by role (``explorer``), by role and
+    rank (``explorer-0``), or by host.
+    """
+
+    types: frozenset[str] = frozenset()
+    producers: frozenset[str] = frozenset()
+    steps: tuple[range, ...] = ()
+    since: Position = _FIRST
+    """The lowest position that is asked for."""
+    until: Position = _LAST
+    """The highest position that is asked for."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything but the time is asked for, of what an entry says."""
+        return bool(self.types or self.producers or self.steps)
+
+    def in_time(self, position: Position) -> bool:
+        """Return True if a position lies in the time that is asked for."""
+        return self.since <= position <= self.until
+
+    def wants(self, envelope: Envelope) -> bool:
+        """Return True if an envelope says what is asked for, whenever it does."""
+        if self.types and event_tag(envelope.event) not in self.types:
+            return False
+        if self.producers and self.producers.isdisjoint(_names(envelope)):
+            return False
+        if not self.steps:
+            return True
+        found = steps_of(envelope.event)
+        return any(step in asked for step in found for asked in self.steps)
+
+
+def steps_of(event: Event) -> set[int]:
+    """Return the training steps that an event is about."""
+    match event:
+        case WeightsApplied(version=version):
+            return {version.step}
+        case SyncRequested(wanted=wanted):
+            return set() if wanted is None else {wanted.step}
+        case LeaseExpired(attempts=attempts):
+            return {one.slot.step for one in attempts}
+        case _ if isinstance(event, _OF_A_SLOT):
+            return {event.slot.step}
+        case _:
+            step = getattr(event, "step", None)
+            return set() if step is None else {step}
+
+
+def _names(envelope: Envelope) -> set[str]:
+    producer = envelope.producer
+    return {producer.role, who_is(producer), producer.node}

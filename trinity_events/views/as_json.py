@@ -1,0 +1,44 @@
+"""A run's state for programs: every time in seconds, since 1970 where it is a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..core import MonitorState
+
+_OF_RUN = ("opened_at", "closed_at")
+_OF_EXPLORER = ("applied_at", "heard_at", "requested_at")
+
+
+def state_as_json(state: MonitorState) -> dict[str, Any]:
+    """Return the state as plain dictionaries and lists; the fold itself counts milliseconds."""
+    built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
+    _in_seconds(built, *_OF_RUN)
+    if built.get("trainer_waits") is not None:
+        _in_seconds(built["trainer_waits"], "since")
+    for explorer in built.get("explorers", {}).values():
+        _in_seconds(explorer, *_OF_EXPLORER)
+    for attempt in built.get("attempts", {}).values():
+        _in_seconds(attempt, "since")
+    for step in built.get("steps", {}).values():
+        if step.get("version") is not None:
+            _in_seconds(step["version"], "opened_at")
+        for kind in step.get("kinds", {}).values():
+            _in_seconds(kind, "committed_at")
+            for slot in kind.get("slots", {}).values():
+                for attempts in (slot.get("waiting", {}), slot.get("running", {})):
+                    _in_seconds(attempts, *attempts)
+    return built
+
+
+def seconds(milliseconds: int | None) -> float | None:
+    """Return a moment in seconds since 1970, as JSON has them."""
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _in_seconds(fields: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in fields:
+            fields[name] = seconds(fields[name])

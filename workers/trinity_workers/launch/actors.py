@@ -1,0 +1,107 @@
+"""The Ray actors of a run: what they answer, and which of them died, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import redis
+from redis.exceptions import RedisClusterException
+
+from trinity_events.errors import TrinityError
+from trinity_schemas import Process
+
+from ..deaths import DeathWatch, named
+
+
+class ProcessDied(TrinityError):
+    """A process of the run ended while it was needed."""
+
+
+class Actors:
+    """The trainer and the explorers of this machine, by the names that events give them.
+
+    Args:
+        actors: Each name with its Ray actor.
+    """
+
+    def __init__(self, actors: Mapping[str, Any]) -> None:
+        self._actors = dict(actors)
+        self._processes: dict[str, Process] = {}
+        self._deaths = DeathWatch()
+
+    async def watch(self) -> None:
+        """Note from now on how their processes end."""
+        found = await self.ask([actor.process.remote() for actor in self._actors.values()])
+        self._processes = dict(zip(self._actors, found, strict=True))
+        for process in found:
+            self._deaths.watch(process)
+
+    async def trainer_answers(self) -> None:
+        """Return once the trainer has answered, however it does."""
+        with suppress(Exception):
+            await self._actors["trainer-0"].is_alive.remote()
+
+    async def ask(self, references: Sequence[Any]) -> list[Any]:
+        """Return what the first of them answer; the first error ends the wait.
+
+        Args:
+            references: A call of each actor, in their order; those of the last may be left out.
+
+        Raises:
+            ProcessDied: when one of them died, naming its process and its signal.
+        """
+        from ray.exceptions import RayActorError, RayTaskError
+
+        results: list[Any] = [None] * len(references)
+
+        async def one(index: int, name: str) -> None:
+            try:
+                results[index] = await references[index]
+            except RayTaskError as error:
+                raise in_words(error) from None
+            except RayActorError as error:
+                raise await self._died(name, str(error)) from None
+
+        async with anyio.create_task_group() as tasks:
+            for index, name in zip(range(len(references)), self._actors, strict=False):
+                tasks.start_soon(one, index, name)
+        return results
+
+    async def _died(self, name: str, told: str) -> ProcessDied:
+        process = self._processes.get(name)
+        how = ""
+        if process is not None:
+            # Shielded: the error of another may end this wait, and this one says more.
+            with anyio.CancelScope(shield=True):
+                how = await anyio.to_thread.run_sync(self._deaths.how, process)
+        return ProcessDied(of_the_dead(told, name, process, how))
+
+
+def in_words(error: Any) -> Exception:
+    """What failed in another process, as if it had failed here; itself, where it is a defect."""
+    from ray.exceptions import RayTaskError
+
+    cause = error
+    while isinstance(cause, RayTaskError) and cause.cause is not None:
+        cause = cause.cause
+    if isinstance(cause, TrinityError | redis.RedisError | RedisClusterException):
+        return cause
+    return ProcessDied(f"a process of the run failed: {cause}") if _is_fault(cause) else error
+
+
+def _is_fault(cause: object) -> bool:
+    return isinstance(cause, OSError) and cause.errno is not None
+
+
+def of_the_dead(told: str, name: str, process: Process | None = None, how: str = "") -> str:
+    """Return which process died, and how, or what Ray tells of it where that is not known."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    said = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
+    who = named(name, process)
+    if process is None and "pid" in said:
+        who = f"{name} (process {said['pid']})"
+    return f"{who} of the run died: {how or (lines[0] if lines else 'nothing is known of why')}"
