@@ -109,7 +109,7 @@ async def test_every_view_of_the_run_tells_it(
     assert json.loads(cli("status", run, "--json").stdout)["refused"] == 2
 
     said = cli("explain", run, "2").stdout
-    assert said.startswith("Step 2 weights is ready. explorer-1 on ")
+    assert said.startswith("Step 2 weights is ready.\nexplorer-1 on ")
     assert "refused the weights of step 2: chunk 2 of the weights of step 2" in said
     assert "of step 1" not in said
 
@@ -141,7 +141,7 @@ def test_a_refusal_is_heard_in_every_epoch_and_the_last_few_are_kept():
     assert state.anomaly_counts == {}
     assert [type(one).__name__ for one in said] == ["StepReady"], "announced once, and not undone"
     words = explain(state, 1)
-    assert words.startswith("Step 1 weights is ready. explorer-0 on ")
+    assert words.startswith("Step 1 weights is ready.\nexplorer-0 on ")
     assert words.endswith("more refusals came before.")
 
 

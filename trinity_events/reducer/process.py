@@ -59,7 +59,8 @@ async def reduce_run(
     alone: it is logged, and tried again after a while.
     """
     log = RedisEventLog(client, run_id)
-    lead = _Lead(log, root, policy or Policy(), server=address_of(client))
+    server = "" if root is None else address_of(client)  # it marks the folder, where there is one
+    lead = _Lead(log, root, policy or Policy(), server=server)
     backoff = pauses(BREAK)
     while True:
         began = anyio.current_time()
