@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import threading
 
 import anyio.to_thread
 import pytest
+from rich.console import Console
 
 from tests.histories import History, committed, failed, finished, registration, started
 from tests.pipeline import folded, reducer_task, until
@@ -13,6 +15,7 @@ from trinity_events import CheckpointCoordinator
 from trinity_events.coordinator import staged_path
 from trinity_events.core import decode_state, encode_state, explain, plan_files
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer
+from trinity_events.views.status import status_panel
 from trinity_schemas import (
     DeadlineReached,
     ExpiredAttempt,
@@ -162,6 +165,20 @@ def test_saves_that_are_late_and_were_not_registered_are_an_anomaly_and_change_n
     assert monitor.state.anomaly_counts == {"unregistered": 1}
     assert "model of actor-1 for checkpoint step 5" in monitor.state.anomalies[0].detail
     assert plan_files(monitor.state) == plan
+
+
+def test_status_shows_that_more_was_saved_than_was_registered():
+    history = History()
+    history.add(committed(5, "state_dict", registration(expected=1)))
+    for rank in (0, 1):
+        begins(history, rank)
+    for rank in (0, 1):
+        ends(history, rank)
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(status_panel(history.fold()[0].state))
+    text = shown.export_text()
+    assert "Anomalies: unregistered 1." in text
+    assert "2 saves of state_dict step 5 were made, and 1 registered" in text
 
 
 def test_a_registration_that_comes_late_makes_no_anomaly_of_what_it_counts():
