@@ -1,4 +1,4 @@
-"""What ``tail``, ``explain`` and ``replay`` find of a run when they are asked for less, or more."""
+"""``tail``, ``explain`` and ``replay`` find what they are asked for, less or more."""
 
 import json
 import re

@@ -219,7 +219,7 @@ def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(p
 
 
 def healthy(compose, name: str, path: Path, age: int) -> bool:
-    """What the container's health check says, of another file and of a shorter age."""
+    """Run the container's health check, of another file and of a shorter age."""
     command = compose["services"][name]["healthcheck"]["test"][1:]
     command = [
         one.replace("/tmp/alive", str(path)).replace("30 seconds", f"{age} seconds")

@@ -1,4 +1,4 @@
-"""What ``--json`` prints: JSON, whatever is in the log, and times in seconds."""
+"""``--json`` prints JSON, whatever is in the log, and times in seconds."""
 
 import json
 import math
@@ -55,7 +55,7 @@ async def test_moments_are_seconds_since_1970_in_every_command(
 
 
 def test_no_moment_of_the_state_is_forgotten():
-    """Of a log in whose middle every time is above a thousand seconds."""
+    """Every time in the history is above a thousand milliseconds."""
     history = History()
     history.add(opened(1))
     history.add(committed(1, "weights"))

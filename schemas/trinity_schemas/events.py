@@ -343,7 +343,7 @@ class SaveGranted(_Event, frozen=True):
 
 
 class TrainerWait(Struct, frozen=True, kw_only=True):
-    """What the trainer waits for, and for whom."""
+    """Wait of the trainer: for how much of what, and for whom."""
 
     what: Annotated[Name, Meta(description="What it waits for, such as experiences.")]
     step: Step

@@ -28,16 +28,16 @@ class StepNotFound(TrinityError):
 
 
 class NoStep(TrinityError):
-    """What was given is no step."""
+    """The argument is no step."""
 
 
 class _Known(Struct, frozen=True, kw_only=True):
-    """What is known of a step."""
+    """Everything that is known of a step."""
 
     state: MonitorState
     now: int
     outcomes: list[Outcome]
-    """What became of it, as it was announced; looked up where the state has it no more."""
+    """Announced outcomes; looked up where the state has the step no more."""
 
 
 def explain(
@@ -53,7 +53,7 @@ def explain(
     redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Say what became of a step, or why it is not ready: who is missing, and since when.
+    """Say what became of a step, or why it is not ready: what is missing, and since when.
 
     One line a kind, the culprit first. What was settled long ago is looked up in the log.
 

@@ -24,7 +24,7 @@ _COUNTED = 1_000_000
 
 
 class Begin(NamedTuple):
-    """Where the last entries that are asked for begin on the server."""
+    """Positions on the server after which the last entries begin that are asked for."""
 
     after: dict[Stream, str]
     all_there: bool
@@ -156,7 +156,7 @@ async def _merged(
 
 
 async def _some(count: int | None, found: AsyncIterator[T]) -> AsyncIterator[T]:
-    """So many of them at most; all where there is no number."""
+    """Yield at most ``count`` of them; all where there is no number."""
     left = count
     while left is None or left > 0:
         try:

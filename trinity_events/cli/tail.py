@@ -58,11 +58,11 @@ class UnknownType(TrinityError):
 
 
 class BadFilter(TrinityError):
-    """What is asked for cannot be."""
+    """The options contradict each other, or one of them makes no sense."""
 
 
 class _Asked(Struct, frozen=True, kw_only=True):
-    """What is to be printed of a run."""
+    """Options of ``tail``."""
 
     lines: int | None = LINES
     types: tuple[str, ...] = ()

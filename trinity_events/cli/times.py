@@ -14,7 +14,7 @@ _ENTRY = re.compile(r"\d{1,20}-\d{1,20}")
 
 
 class BadTime(TrinityError):
-    """What was typed is no moment."""
+    """The text is no moment."""
 
 
 def moment(text: str, now: int, *, end: bool = False) -> tuple[int, int]:

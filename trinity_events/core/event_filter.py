@@ -1,4 +1,4 @@
-"""Which entries of a log are asked for: by type, producer, step and time."""
+"""Filter of a log's entries by type, producer, step and time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EventFilter(Struct, frozen=True, kw_only=True):
 
     @property
     def asks(self) -> bool:
-        """Whether anything but the time is asked for, of what an entry says."""
+        """Return True if anything but the time is asked for."""
         return bool(self.types or self.producers or self.steps)
 
     def in_time(self, position: Position) -> bool:

@@ -1,4 +1,4 @@
-"""What became of a step, as it was announced."""
+"""Outcomes of a step, as they were announced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OutcomeName = Literal["waiting", "ready", "superseded", "failed"]
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What was last announced of a kind of a step."""
+    """Last announcement of a kind of a step."""
 
     epoch: int
     kind: Kind

@@ -162,7 +162,7 @@ class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TrainerWaits(Struct, frozen=True, kw_only=True):
-    """What the trainer waits for, as it was last told."""
+    """Wait of the trainer, as it was last told."""
 
     what: str
     step: int
@@ -209,7 +209,7 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
     trainer_waits: TrainerWaits | None = None
-    """What the trainer waits for, where that has lasted for some seconds."""
+    """Wait of the trainer that has lasted for some seconds."""
     steps: dict[int, StepState] = field(default_factory=dict)
     forgotten_through: int = -1
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""

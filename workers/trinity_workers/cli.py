@@ -222,7 +222,7 @@ def _launch(
 
 
 class _Told:
-    """What was printed as the result of a run: one summary, or one object that says why none."""
+    """Printer of a run's one result: its summary, or an object that says why there is none."""
 
     def __init__(self, results: TextIO, run_id: str, *, as_json: bool) -> None:
         self._results = results

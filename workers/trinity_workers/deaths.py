@@ -1,4 +1,4 @@
-"""How a process of this host ended, as far as the kernel tells those that are not its parent."""
+"""Exit status of a process of this host, asked of the kernel by another than its parent."""
 
 from __future__ import annotations
 

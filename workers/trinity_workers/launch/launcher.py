@@ -94,7 +94,7 @@ Report = Callable[[DemoSummary], None]
 
 
 class _Job(Struct, kw_only=True):
-    """What is known of a run when it ends, for its summary."""
+    """Everything that the summary of a run is made of."""
 
     options: LaunchOptions
     config: RunConfig

@@ -42,14 +42,14 @@ class FailedStep(Struct, frozen=True, kw_only=True):
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """How a run ended, and what can be done next."""
+    """End of a run, and what can be done next."""
 
     outcome: Outcome
     error: str | None = None
     failed_steps: list[FailedStep] = field(default_factory=list)
     newest_checkpoint: NewestCheckpoint | None = None
     next_command: str | None = None
-    """Of a run that did not finish: the command that trains again."""
+    """Command that trains again, after a run that did not finish."""
 
 
 class LoggedMetrics(Struct):
