@@ -305,15 +305,16 @@ def come_to(run_id, entries):
 
 
 def renew(name, entries, run_id):
-    """Write the log with what it comes to now."""
+    """Write what the log comes to now; the log itself, where it is not there."""
     announcements, dead, state = come_to(run_id, entries)
     lines = [line_of("events", entry) for entry in entries]
     lines += [
         line_of("announcements", Entry(f"{BEGAN + number}-0", payload))
         for number, payload in enumerate(announcements)
     ]
-    header = Header(run_id=run_id, position=entries[-1].id)
-    write_lines(FOLDER / f"{name}.jsonl", header, lines)
+    path = FOLDER / f"{name}.jsonl"
+    if not path.exists():
+        write_lines(path, Header(run_id=run_id, position=entries[-1].id), lines)
     expected = {"state": state, "dead_letters": dead}
     text = json.dumps(expected, indent=2, sort_keys=True) + "\n"
     (FOLDER / f"{name}.expected.json").write_text(text)
