@@ -25,9 +25,9 @@ from . import (
     weights_redis,
     weights_transports,
 )
+from .environment import stage
 from .measure import Noise, say
 from .report import Report, keep, machine, show
-from .stage import stage
 
 BENCHMARKS: dict[str, ModuleType] = {
     "latency": latency,

@@ -9,16 +9,16 @@ import psutil  # type: ignore[import-untyped]
 
 from trinity_schemas import RunKeys, RunOpened, StepReady, decode_envelope
 
-from .measure import Asked, Findings, Noise, Row, median, say, spread
-from .mix import Cast, checkpoint, weights
+from .environment import START_DEADLINE, Stage, reducer, rest
+from .event_mix import Cast, checkpoint, weights
+from .measure import Findings, Noise, Rounds, Row, median, say, spread
 from .report import SPEED
-from .stage import START_DEADLINE, Stage, reducer, rest
 
 TITLE = "a training step's events, bytes and milliseconds, by ranks that save"
 PLACE = SPEED
 RUN = "bench-step-{ranks}-{number}"
 # A cost that grew with the square of the saves would be 8 and 16 times what it should be.
-LINEAR = Asked("at most", 1.5)
+LINEAR = Rounds("at most", 1.5)
 DEADLINE = 60.0
 
 

@@ -16,10 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from trinity_events.archive import Archive
 from trinity_events.log import Stream
 
-from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
-from .mix import MIX, training
-from .report import SPEED
-from .stage import (
+from .environment import (
     START_DEADLINE,
     Filled,
     Stage,
@@ -31,6 +28,9 @@ from .stage import (
     rest,
     wait_for_position,
 )
+from .event_mix import MIX, training
+from .measure import Findings, Noise, Rounds, Row, median, ratio, say, spread, taking_turns
+from .report import SPEED
 
 TITLE = "events a second, folded by the reducer in its own process"
 PLACE = SPEED
@@ -42,8 +42,8 @@ LIVE, BARE = "live reducer", "reducer without an archive"
 LOOP, RAW_LOOP = "client's read and decode loop", "the same loop in the reducer's way"
 FOLLOWER, MEMBER = "FastStream subscriber", "FastStream subscriber in a group"
 
-OF_THE_LOOP = Asked("at least", 0.6)
-OF_FASTSTREAM = Asked("at least", 30)
+OF_THE_LOOP = Rounds("at least", 0.6)
+OF_FASTSTREAM = Rounds("at least", 30)
 
 
 class Size(NamedTuple):
@@ -61,7 +61,7 @@ SIZES = {
 }
 
 
-class Taken(NamedTuple):
+class Timings(NamedTuple):
     """What one contender took for a log."""
 
     entries: float
@@ -85,8 +85,8 @@ class Taken(NamedTuple):
         return self.cpu / self.entries * 1e6
 
 
-Contender = Callable[[], Taken]
-Results = dict[str, list[Taken]]
+Contender = Callable[[], Timings]
+Results = dict[str, list[Timings]]
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
@@ -119,7 +119,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
     return Findings(rows, notes)
 
 
-def archiving(found: list[Taken], entries: int) -> str:
+def archiving(found: list[Timings], entries: int) -> str:
     """What of archiving is in the figures, and what the rest took."""
     archived = min(one.archived for one in found)
     spent = [one.later_cpu / one.later * 1e6 for one in found if one.later]
@@ -132,13 +132,13 @@ def archiving(found: list[Taken], entries: int) -> str:
 
 def speed_rows(results: Results, entries: int) -> list[Row]:
     """Entries a second of each contender, beside those that it is held against."""
-    pairs: list[tuple[str, str, Asked | None]] = [
+    pairs: list[tuple[str, str, Rounds | None]] = [
         (LIVE, LOOP, OF_THE_LOOP),
         (BARE, LOOP, None),
         (LIVE, RAW_LOOP, None),
     ]
     # A group keeps its place on the server, as the reducer does; without one nothing is kept.
-    held_against: list[tuple[str, Asked | None]] = [(MEMBER, OF_FASTSTREAM), (FOLLOWER, None)]
+    held_against: list[tuple[str, Rounds | None]] = [(MEMBER, OF_FASTSTREAM), (FOLLOWER, None)]
     pairs += [(LIVE, peer, asked) for peer, asked in held_against if peer in results]
     rates = {name: [one.a_second for one in found] for name, found in results.items()}
     return [
@@ -176,7 +176,7 @@ def folded(
     on: Stage,
     filled: Filled,
     reducing: Callable[[], AbstractContextManager[subprocess.Popen[bytes]]],
-) -> Taken:
+) -> Timings:
     """Start a reducer on the filled log; its start-up, up to its first commit, does not count."""
     reset_run(on.client, RUN, FILLED)
     # What is archived already would not be archived again.
@@ -195,7 +195,7 @@ def folded(
         raise RuntimeError(f"{filled.entries} entries are folded at once: fill more to time them")
     cpu = after.user + after.system - before.user - before.system
     later_cpu = rested.user + rested.system - after.user - after.system
-    return Taken(count, ended - began, cpu, kept, later, later_cpu)
+    return Timings(count, ended - began, cpu, kept, later, later_cpu)
 
 
 def archived(on: Stage, filled: Filled) -> int:
@@ -209,10 +209,10 @@ def bare_reducer(on: Stage) -> AbstractContextManager[subprocess.Popen[bytes]]:
     return process("benchmarks.bare_reducer", on.url, RUN, home=on.folder)
 
 
-def decoded(on: Stage, how: str) -> Taken:
+def decoded(on: Stage, how: str) -> Timings:
     """The loop that only reads and decodes, in a process of its own too."""
     reset_run(on.client, RUN, FILLED)
-    return Taken(**answer_of("benchmarks.reading", on.url, RUN, how, home=on.folder))
+    return Timings(**answer_of("benchmarks.reading", on.url, RUN, how, home=on.folder))
 
 
 def faststream(on: Stage, entries: int) -> dict[str, Contender]:
@@ -222,9 +222,9 @@ def faststream(on: Stage, entries: int) -> dict[str, Contender]:
     fill(on.client, FOR_FASTSTREAM, enveloped(islice(training(RUN), entries)), FIELD)
     peer = ("benchmarks.faststream_peer", on.url, FOR_FASTSTREAM, str(entries))
 
-    def consume(*group: str) -> Taken:
+    def consume(*group: str) -> Timings:
         if group:
             on.client.xgroup_destroy(FOR_FASTSTREAM, *group)
-        return Taken(**answer_of(*peer, *group, home=on.folder))
+        return Timings(**answer_of(*peer, *group, home=on.folder))
 
     return {FOLLOWER: consume, MEMBER: partial(consume, "members")}

@@ -11,11 +11,11 @@ import redis
 
 from trinity_schemas import RunKeys
 
-from .measure import Asked, Findings, Noise, Row, say
-from .mix import MIX, length, training
+from .environment import START_DEADLINE, Filled, Filler, Stage, reducer, rest, wait_for_position
+from .event_mix import MIX, length, training
+from .measure import Findings, Noise, Rounds, Row, say
 from .replay import megabytes
 from .report import SPEED
-from .stage import START_DEADLINE, Filled, Filler, Stage, reducer, rest, wait_for_position
 
 TITLE = "memory of the reducer and of the server, by steps of the run"
 PLACE = SPEED
@@ -24,7 +24,7 @@ AHEAD = 20_000
 """Entries that may wait to be folded: a backlog is not what is measured."""
 LOOKS, BETWEEN = 4, 90
 """Looks for each figure, and steps between two of them: together from one snapshot to the next."""
-STEADY = Asked("at most", 1.2)
+STEADY = Rounds("at most", 1.2)
 
 
 class Size(NamedTuple):

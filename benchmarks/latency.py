@@ -18,10 +18,10 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open
 from trinity_events.server import connect
 from trinity_schemas import Registration, SaveFinished, SaveStarted, Slot, StepCommitted
 
-from .measure import Asked, Findings, Noise, Row, median, percentile, ratio, say, spread
-from .original import POLL_EVERY, delays
+from .environment import START_DEADLINE, Stage, process, reducer
+from .measure import Findings, Noise, Rounds, Row, median, percentile, ratio, say, spread
+from .original_design import POLL_EVERY, delays
 from .report import SPEED
-from .stage import START_DEADLINE, Stage, process, reducer
 
 TITLE = "from a publish to step-ready at a waiting consumer"
 PLACE = SPEED
@@ -33,8 +33,8 @@ PAUSE = (0.015, 0.035)
 """Seconds before each sample, at random: everyone is waiting when it begins."""
 DEADLINE = 30.0
 
-MEDIAN = Asked("at most", 3)
-P99 = Asked("at most", 10)
+MEDIAN = Rounds("at most", 3)
+P99 = Rounds("at most", 10)
 
 Sample = Callable[[], Awaitable[float]]
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _PULSE_WORK = 300_000
 
 
-class Asked(Struct, frozen=True):
+class Rounds(Struct, frozen=True):
     """What a ratio is asked to be."""
 
     bound: Literal["at least", "at most"]
@@ -39,7 +39,7 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
     peer: str = ""
     peer_figure: str = ""
     ratio: float | None = None
-    asked: Asked | None = None
+    asked: Rounds | None = None
     spread: float | None = None
 
 

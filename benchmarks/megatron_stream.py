@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from .environment import Stage
 from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
 from .replay import megabytes
 from .report import MEGATRON
-from .stage import Stage
 
 if TYPE_CHECKING:
     import torch

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from trinity_schemas import RunKeys
 
-from .measure import Asked, Findings, Noise, Row, median, ratio, say, spread, taking_turns
-from .mix import MIX, training
+from .environment import Spent, Stage, answer_of, fill, list_run, spent_by
+from .event_mix import MIX, training
+from .measure import Findings, Noise, Rounds, Row, median, ratio, say, spread, taking_turns
 from .report import SPEED
-from .stage import Spent, Stage, answer_of, fill, list_run, spent_by
 
 TITLE = "seconds and memory of trinity-events replay"
 PLACE = SPEED
-CONSTANT = Asked("at most", 1.2)
+CONSTANT = Rounds("at most", 1.2)
 RUN, FILE, EXPORT, LOOP = "replay RUN", "replay FILE", "export RUN", "read and decode loop"
 
 

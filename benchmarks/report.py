@@ -15,7 +15,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from .measure import Asked, Row
+from .measure import Rounds, Row
 
 ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- figures: written by python -m benchmarks NAME --keep -->"
@@ -24,20 +24,22 @@ _FIGURES = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 _COLUMNS = ("what", "figure", "beside", "its figure", "ratio", "asked", "spread")
 
 
-class Place(NamedTuple):
+class DocumentPlace(NamedTuple):
     """Where figures are kept: the page that shows them, and a folder with each benchmark's."""
 
     page: Path
     folder: Path
 
 
-SPEED = Place(ROOT / "docs" / "speed.md", ROOT / "docs" / "benchmarks")
+SPEED = DocumentPlace(ROOT / "docs" / "speed.md", ROOT / "docs" / "benchmarks")
 """Of the event plane."""
-PERFORMANCE = Place(ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmarks" / "weights")
+PERFORMANCE = DocumentPlace(
+    ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmarks" / "weights"
+)
 """Of the weight plane."""
-MEGATRON = Place(ROOT / "docs" / "megatron.md", ROOT / "docs" / "benchmarks" / "megatron")
+MEGATRON = DocumentPlace(ROOT / "docs" / "megatron.md", ROOT / "docs" / "benchmarks" / "megatron")
 """Of Megatron trainers."""
-GPU = Place(ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks" / "gpu")
+GPU = DocumentPlace(ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks" / "gpu")
 """Of weights that lie on a GPU."""
 
 
@@ -97,7 +99,7 @@ def show(report: Report) -> None:
     console.print(f"- {_conditions(report)}", markup=False)
 
 
-def keep(report: Report, place: Place) -> None:
+def keep(report: Report, place: DocumentPlace) -> None:
     """Write the figures, beside those of the other benchmarks that were kept, into the page.
 
     Raises PageBroken when the page has no place for them.
@@ -151,7 +153,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _asked(asked: Asked | None, ratio: float | None) -> str:
+def _asked(asked: Rounds | None, ratio: float | None) -> str:
     if asked is None or ratio is None:
         return ""
     missed = "" if asked.met_by(ratio) else " (missed)"

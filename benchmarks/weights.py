@@ -11,11 +11,11 @@ import numpy as np
 
 from trinity_events.server import EmbeddedServer
 
-from .ends import figure, row
-from .measure import Asked, Findings, Noise, Row, median, say, spread, taking_turns
-from .original import WeightsThroughRay
+from .environment import Stage
+from .measure import Findings, Noise, Rounds, Row, median, say, spread, taking_turns
+from .original_design import WeightsThroughRay
 from .report import PERFORMANCE
-from .stage import Stage
+from .transport_peers import figure, row
 from .weights_consumers import consumer_rows
 from .weights_contenders import Contenders, Timed, contenders
 from .weights_peer import BLOCK, Model, peer
@@ -24,12 +24,12 @@ TITLE = "weights, from publish to applied in another process"
 PLACE = PERFORMANCE
 _WARM = 3
 
-LIMIT = Asked("at least", 0.75)
-BEATEN = Asked("at least", 1.0)
-ORIGINAL = Asked("at least", 25)
-CAREFUL = Asked("at least", 1.5)
+LIMIT = Rounds("at least", 0.75)
+BEATEN = Rounds("at least", 1.0)
+ORIGINAL = Rounds("at least", 25)
+CAREFUL = Rounds("at least", 1.5)
 AT_REST = "shared memory, into a model at rest"
-SNAPSHOT = Asked("at least", 0.77)
+SNAPSHOT = Rounds("at least", 0.77)
 """At most 1.3 copies, as a ratio of speeds."""
 
 

@@ -17,10 +17,10 @@ from trinity_events.server import EmbeddedServer, open_client
 from trinity_events.weights import CollectiveStore, PartRef
 from trinity_events.weights.transports.collective.store import CHUNK_BYTES
 
-from .ends import Turn, end, row
+from .environment import Stage
 from .measure import Noise, Row, taking_turns
-from .original import LAST
-from .stage import Stage
+from .original_design import LAST
+from .transport_peers import Turn, end, row
 from .weights_peer import DEADLINE, RUN, Model, Peer, apply, published
 
 WHOLE, APPLIED = (

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity_events.weights import PartRef
-from trinity_events.weights.devices.staging import Staging
+from trinity_events.weights.devices.staging_memory import StagingMemory
 from trinity_schemas import StepReady
 
-from .original import LAST
+from .original_design import LAST
 from .weights_peer import (
     BLOCK,
     KEPT,
@@ -53,7 +53,7 @@ class Contenders:
         self._stores = {name: store_of(name, url) for name in ("shm", "redis")}
         self._published: dict[str, list[int]] = {name: [] for name in self._stores}
         self._steps = count()
-        self._staging = Staging()
+        self._staging = StagingMemory()
         self._kept = kept
 
     def close(self) -> None:

@@ -15,15 +15,15 @@ import torch
 
 from trinity_events.server import EmbeddedServer
 from trinity_events.weights import ChunkStore, PartRef, PartWriter, PublishedPartReport
-from trinity_events.weights.deltas.patch import Installed
-from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.deltas.apply import InstalledBases
+from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.install import check_fit, install
 from trinity_events.weights.pull import pull_version
 
+from .environment import Stage
 from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
 from .policy_steps import Learning, policy_steps
 from .report import PERFORMANCE
-from .stage import Stage
 from .weights_peer import Model, announced, store_of
 
 TITLE = "weights of which only what changed is published"
@@ -88,7 +88,7 @@ class Ends:
         self.module = torch.nn.ParameterDict(
             {name: torch.zeros_like(tensor) for name, tensor in like.items()}
         )
-        self.installed = Installed()
+        self.installed = InstalledBases()
         self._run = f"{RUN}-{next(_ENDS)}"
         self._steps = count()
         self._there: list[PartRef] = []

@@ -20,13 +20,13 @@ from trinity_events.weights import (
     PartRef,
     SharedMemoryStore,
 )
-from trinity_events.weights.devices.staging import Staging
+from trinity_events.weights.devices.staging_memory import StagingMemory
 
-from .ends import Turn, row
+from .environment import Stage
 from .measure import Findings, Noise, Row, say, taking_turns
-from .original import LAST
+from .original_design import LAST
 from .report import GPU
-from .stage import Stage
+from .transport_peers import Turn, row
 from .weights_peer import DEADLINE, KEPT, RUN, Model, Peer, apply, process_of, published
 
 TITLE = "weights from a GPU to a GPU, from publish to applied in another process"
@@ -133,7 +133,7 @@ class _Trainer:
         }
         self._published: dict[str, list[int]] = {name: [] for name in self._stores}
         self._steps = count(1)
-        self._staging = Staging()
+        self._staging = StagingMemory()
         self._flat = torch.ones(model.nbytes, dtype=torch.uint8, device="cuda")
         self._copies = [torch.empty_like(self._flat) for _ in range(3)]
         self._pinned = torch.empty(model.nbytes, dtype=torch.uint8, pin_memory=True)

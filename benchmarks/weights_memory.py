@@ -26,15 +26,15 @@ from trinity_events.weights import (
     SharedMemoryStore,
     load_version,
 )
-from trinity_events.weights.devices.staging import Staging
+from trinity_events.weights.devices.staging_memory import StagingMemory
 from trinity_schemas import StepReady
 
-from .ends import Turn, end
-from .measure import Asked, Row, say
-from .original import start_ray
+from .measure import Rounds, Row, say
+from .original_design import start_ray
+from .transport_peers import Turn, end
 from .weights_peer import DEADLINE, KEPT, RUN, Model, apply, published
 
-STAGED = Asked("at most", 1.1)
+STAGED = Rounds("at most", 1.1)
 """Of the model's size; what is asked is one copy, and something is always on its way."""
 _VERSIONS = 5
 _EVERY = 0.001
@@ -166,7 +166,7 @@ def _store(transport: str, role: str, url: str, where: Cluster) -> ChunkStore:
 
 
 def _publisher(store: ChunkStore, role: str, model: Model) -> dict[str, Callable[..., Any]]:
-    source, staging, kept = model.parameters(1.0), Staging(), deque[PartRef]()
+    source, staging, kept = model.parameters(1.0), StagingMemory(), deque[PartRef]()
 
     def publish(step: int) -> StepReady:
         part, tensors = PartRef(RUN, 1, step, 0), list(source.values())

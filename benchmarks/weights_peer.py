@@ -31,11 +31,11 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.ahead import Ahead
-from trinity_events.weights.transports.base import ReadsAlong, Taker
+from trinity_events.weights.speculative_load import SpeculativeLoad
+from trinity_events.weights.transports.base import SupportsPrefetch, Taker
 from trinity_schemas import PublishedPart, StepReady, version_digest
 
-from .original import LAST
+from .original_design import LAST
 
 RUN = "bench-weights"
 KEPT = 2
@@ -152,7 +152,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
         mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ))
     shared = SharedMemoryStore()
     stores: dict[str, ChunkStore] = {"shm": shared, "redis": store_of("redis", url)}
-    ahead = Ahead()
+    ahead = SpeculativeLoad()
     along: Along | None = None
     serving: torch.nn.ParameterDict | None = None
     served, held = ExitStack(), ExitStack()
@@ -198,10 +198,10 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
 class Along:
     """Reads a part along with its publisher, until it is announced."""
 
-    def __init__(self, store: ReadsAlong, part: PartRef, taker: Taker | None) -> None:
+    def __init__(self, store: SupportsPrefetch, part: PartRef, taker: Taker | None) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=store.read_along, args=([part], self._stop, DEADLINE, taker)
+            target=store.prefetch, args=([part], self._stop, DEADLINE, taker)
         )
         self._thread.start()
 

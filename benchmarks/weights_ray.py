@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trinity_events.weights import PartRef, RayStore, load_version
-from trinity_events.weights.ahead import Ahead
+from trinity_events.weights.speculative_load import SpeculativeLoad
 from trinity_schemas import StepReady
 
-from .ends import Turn, row
-from .measure import Asked, Noise, Row, taking_turns
-from .original import LAST, WeightsThroughRay, placed
+from .measure import Noise, Rounds, Row, taking_turns
+from .original_design import LAST, WeightsThroughRay, placed
+from .transport_peers import Turn, row
 from .weights_peer import KEPT, RUN, Along, Model, apply, published
 
 if TYPE_CHECKING:
     import torch
 
-ORIGINAL = Asked("at least", 10)
-CAREFUL = Asked("at least", 1.0)
+ORIGINAL = Rounds("at least", 10)
+CAREFUL = Rounds("at least", 1.0)
 OURS = "Ray's object store"
 PACE = 1 << 30
 """Bytes a second."""
@@ -39,7 +39,7 @@ class Taker:
 
         self._module = torch.nn.ParameterDict(model.parameters())
         self._store = RayStore()
-        self._ahead = Ahead()
+        self._ahead = SpeculativeLoad()
         self._along: Along | None = None
 
     def along(self, part: PartRef, at_rest: bool) -> None:

@@ -14,14 +14,14 @@ from trinity_events.server import EmbeddedServer, open_client
 from trinity_events.weights import PartRef, RedisChunkStore, pull_version
 from trinity_schemas import StepReady
 
-from .measure import Asked, Findings, Noise, Row, median, ratio, spread, taking_turns
+from .environment import Stage
+from .measure import Findings, Noise, Rounds, Row, median, ratio, spread, taking_turns
 from .report import PERFORMANCE
-from .stage import Stage
 from .weights_peer import KEPT, published
 
 TITLE = "weights over Redis, from publish to pulled and verified"
 PLACE = PERFORMANCE
-LIMIT = Asked("at least", 0.7)
+LIMIT = Rounds("at least", 0.7)
 OURS, BARE = "publish and pull, digests on", "bare socket: SET, then GET"
 _VALUE = 4 << 20
 _RUN = "bench-weights-redis"

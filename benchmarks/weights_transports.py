@@ -8,10 +8,10 @@ from typing import NamedTuple
 from trinity_events.server import EmbeddedServer
 
 from . import weights_collective, weights_memory, weights_ray
-from .ends import Turn
+from .environment import Stage
 from .measure import Findings, Noise, Row, say
 from .report import PERFORMANCE
-from .stage import Stage
+from .transport_peers import Turn
 from .weights_peer import Model
 
 TITLE = "weights through Ray and a collective group, and what all transports take in memory"

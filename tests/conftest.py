@@ -15,7 +15,7 @@ import redis.asyncio
 from tests.pipeline import reducer_task
 from tests.rank_processes import RankProcesses
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run
-from trinity_events.reducer import retention
+from trinity_events.reducer import log_retention
 from trinity_events.server import EmbeddedServer, connect, open_client
 
 
@@ -77,7 +77,7 @@ async def publisher(client, log, run_id):
 @pytest.fixture
 def two_segments_stay(monkeypatch):
     """The log is trimmed to its two newest segments, however short they are."""
-    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 0))
+    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 0))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinity_events.errors import VersionUnavailable
-from trinity_events.weights.devices.lanes import HostLane
+from trinity_events.weights.devices.copy_streams import HostCopyStream
 from trinity_events.weights.tensors import as_buffer
 from trinity_events.weights.transports.cuda.memory import Block
 
@@ -133,7 +133,7 @@ class HostRuntime:
         return code
 
 
-class EagerLane(HostLane):
+class EagerLane(HostCopyStream):
     """Sees who gives it what was computed since it was told to begin, while that is watched."""
 
     def __init__(self, computing):

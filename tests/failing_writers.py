@@ -6,13 +6,13 @@ import torch
 
 from trinity_events import Synchronizer
 from trinity_events.errors import BufferFull
-from trinity_events.weights import PartWriter, Place, PublishedPartReport
+from trinity_events.weights import PartWriter, PublishedPartReport, ShardOffset
 
 
 class FailsAtThirdTensor(PartWriter):
     """A part's writer without room for a third tensor."""
 
-    def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
+    def add(self, name: str, tensor: torch.Tensor, place: ShardOffset | None = None) -> None:
         if len(self._tensors) == 2:
             raise OSError("no room for the third tensor")
         super().add(name, tensor, place)

@@ -16,8 +16,8 @@ import msgspec
 from tests.histories import committed, failed, finished, opened, part, registration, slot, started
 from trinity_events.archive.format import Header, line_of, read_lines, write_lines
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.history import fold
 from trinity_events.log import Entry
+from trinity_events.replay import fold
 from trinity_schemas import (
     AppliedPhases,
     ConsumerDetached,

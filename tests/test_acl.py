@@ -17,7 +17,6 @@ from trinity_events import StepReady, subscribe
 from trinity_events.archive.export import Recording, import_recording
 from trinity_events.archive.format import Header
 from trinity_events.errors import PermissionDenied
-from trinity_events.history import current_state
 from trinity_events.log import (
     ORIGIN,
     AsyncPublisher,
@@ -29,12 +28,13 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.log.index import renumber_index
 from trinity_events.log.position import LAST_ID
+from trinity_events.log.run_index import renumber_index
 from trinity_events.log.scripts import Scripts
+from trinity_events.replay import current_state
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
-from trinity_events.weights.transports.collective.place import MeetingPlace
+from trinity_events.weights.transports.collective.rendezvous import Rendezvous
 from trinity_schemas import (
     RUN_INDEX,
     ExplorerStatusChanged,
@@ -193,8 +193,8 @@ async def test_the_reducer_may_put_a_recorded_run_on_the_server(clean):
 async def test_a_reader_of_a_checkpoint_may_hold_it(clean, user):
     async with connect(url_of(clean, user)) as client:
         log = RedisEventLog(client, RUN)
-        assert await log.hold(1, "me", 60)
-        await log.release(1, "me")
+        assert await log.acquire_lease(1, "me", 60)
+        await log.release_lease(1, "me")
 
 
 async def test_a_group_outlives_its_members_with_these_rules(clean):
@@ -367,13 +367,13 @@ def refused():
 def test_the_trainer_says_where_a_collective_group_meets_and_explorers_find_it(server):
     info = WeightSyncInfo(run_id=RUN, epoch=1, address="10.0.0.1", port=5, token="secret")
     with connect_sync(url_of(server, "trainer")) as client:
-        MeetingPlace(client, RUN).announce(info)
+        Rendezvous(client, RUN).announce(info)
     with connect_sync(url_of(server, "explorer")) as client:
-        place = MeetingPlace(client, RUN)
+        place = Rendezvous(client, RUN)
         assert place.find(ORIGIN, 1)[1] == info
         with refused():
             place.announce(info)
     with connect_sync(url_of(server, "viewer")) as client, refused():
-        MeetingPlace(client, RUN).find(ORIGIN, 1)
+        Rendezvous(client, RUN).find(ORIGIN, 1)
     with connect_sync(url_of(server, "trainer")) as client:
-        MeetingPlace(client, RUN).withdraw(info)
+        Rendezvous(client, RUN).withdraw(info)

@@ -25,10 +25,10 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.ahead import Ahead
-from trinity_events.weights.boxes import Place
+from trinity_events.weights.slices import ShardOffset
+from trinity_events.weights.speculative_load import SpeculativeLoad
 from trinity_events.weights.tensors import copy_bytes
-from trinity_events.weights.transports.shared_memory import available, under_way
+from trinity_events.weights.transports.shared_memory import available, prefetch
 from trinity_schemas import VersionOpened, decode_manifest
 
 __all__ = ["ends", "stores"]  # fixtures
@@ -45,7 +45,7 @@ def copied(monkeypatch):
         sizes.append(nbytes)
         copy_bytes(target, source, nbytes)
 
-    monkeypatch.setattr("trinity_events.weights.ahead.copy_bytes", counting)
+    monkeypatch.setattr("trinity_events.weights.speculative_load.copy_bytes", counting)
     return sizes
 
 
@@ -59,7 +59,7 @@ def model(stores, part):
     """A model that has a version, and what knows where the next one belongs."""
     ours, theirs = stores
     module = empty()
-    ahead = Ahead()
+    ahead = SpeculativeLoad()
     report = write(PartWriter(ours, part, CHUNK)).seal()
     ahead.note(module, load_version(theirs, part.run_id, announcement(part, report), module))
     return module, ahead
@@ -98,7 +98,7 @@ def test_a_model_has_a_version_before_it_is_sealed_but_for_the_last_chunk(
 
 
 def test_the_shards_of_all_ranks_are_taken_as_they_come(stores, part, copied):
-    (ours, theirs), ahead = stores, Ahead()
+    (ours, theirs), ahead = stores, SpeculativeLoad()
     weight, module = torch.rand(64, 33), torch.nn.ParameterDict({"weight": torch.zeros(64, 33)})
     with closing(SharedMemoryStore()) as second:
         for step in (1, 2):
@@ -107,7 +107,7 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(stores, part, copied):
             with reading(theirs, parts, taker=ahead.begin(module)):
                 writers = [PartWriter(*one, 256) for one in zip((ours, second), parts, strict=True)]
                 for writer, (tensor, *place) in zip(writers, rows(weight + step, 20), strict=True):
-                    writer.add("weight", tensor, Place(*place))
+                    writer.add("weight", tensor, ShardOffset(*place))
                 if step == 2:  # of 2,640 and 5,808 bytes, in chunks of 256
                     until(lambda: sum(copied) == (10 + 22) * 256)
                 event = announcement(parts[0], *[writer.seal() for writer in writers])
@@ -121,7 +121,7 @@ def test_a_model_that_has_a_tensor_twice_takes_nothing_since_what_comes_has_to_b
     stores, part
 ):
     ours, theirs = stores
-    module, ahead = empty(), Ahead()
+    module, ahead = empty(), SpeculativeLoad()
     tied, writer = module["layer"], PartWriter(ours, part, CHUNK)
     [first, *_] = tied.keys()
     tied["again"] = tied[first]
@@ -191,7 +191,7 @@ def test_what_was_taken_and_is_not_what_was_published_is_found(stores, model, pa
     assert layer[0] == -1.0 and identical(layer[32:], expected[32:])
     path = next(iter(theirs._newest_first("~".join(map(str, part)))))
     with path.open("r+b") as file:
-        file.seek(under_way.DATA + 2 * CHUNK + 5)
+        file.seek(prefetch.DATA + 2 * CHUNK + 5)
         file.write(b"\x55")
     with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 2"):
         load(theirs, module, ahead, part, report)
@@ -212,7 +212,7 @@ def test_a_module_whose_elements_lie_otherwise_is_not_filled_before(model, part)
     module, ahead = model
     module.get_parameter("layer.0").data = torch.zeros(2000)[::2]
     assert ahead.begin(module) is None
-    assert Ahead().begin(module) is None, "nothing is known of it"
+    assert SpeculativeLoad().begin(module) is None, "nothing is known of it"
 
 
 def test_what_was_taken_counts_only_where_the_module_still_is(stores, model, part):
@@ -239,7 +239,10 @@ def test_chunks_that_are_shorter_than_their_writer_said_are_loaded_anew(stores, 
     ours, theirs = stores
     ours._last_size = 4 << 20
     tensors = [("a", torch.rand(400_000)), ("b", torch.rand(300_000))]
-    module, ahead = torch.nn.ParameterDict({n: torch.zeros_like(t) for n, t in tensors}), Ahead()
+    module, ahead = (
+        torch.nn.ParameterDict({n: torch.zeros_like(t) for n, t in tensors}),
+        SpeculativeLoad(),
+    )
     ahead.note(
         module, load(theirs, module, ahead, part, write(PartWriter(ours, part), tensors).seal())
     )
@@ -292,7 +295,7 @@ def test_what_counts_as_digested_was_taken(stores, model, part):
 
     writer = write(PartWriter(ours, part, CHUNK), changed())
     with pytest.raises(OSError, match="midway"):
-        theirs.read_along([part], Event(), 10.0, failing)
+        theirs.prefetch([part], Event(), 10.0, failing)
     load(theirs, module, ahead, part, writer.seal())
     assert has(module, changed())
 
@@ -316,7 +319,7 @@ def test_an_adapter_makes_no_model_whole_that_was_filled_before(ends, how):
     writer = trainer.part_writer(4, 0, subset=True)
     for name, tensor in changed()[:2]:
         writer.add(name, tensor)  # where a full version would be
-    assert explorer.read_along(trainer.epoch, opened, stop, 0.2, module) == "late"
+    assert explorer.prefetch(trainer.epoch, opened, stop, 0.2, module) == "late"
     writer.discard()
     event = announced(4, changed()[:1], subset=True)
     with pytest.raises(IncompatibleWeights, match=r"'layer\.1' may hold some of a version"):

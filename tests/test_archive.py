@@ -29,9 +29,9 @@ from trinity_events.archive import (
 from trinity_events.archive.export import RunExists
 from trinity_events.archive.format import lines_written
 from trinity_events.core import Monitor, MonitorState, encode_state
-from trinity_events.history import SnapshotUnreadable, current_state, fold, load_monitor
 from trinity_events.log import ORIGIN, Entry, Stream
-from trinity_events.reducer.retention import Retention
+from trinity_events.reducer.log_retention import LogRetention
+from trinity_events.replay import SnapshotUnreadable, current_state, fold, load_monitor
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed
 
@@ -187,7 +187,7 @@ async def test_an_imported_run_is_the_run_on_another_server(exported, log, run_i
             elsewhere = type(log)(client, run_id)
             assert await current_state(elsewhere) == state
             assert await recorded(elsewhere) == await recorded(log)
-            assert [one.subject for one in await elsewhere.standing()] != []
+            assert [one.subject for one in await elsewhere.current_announcements()] != []
             # A reducer that finds it announces nothing again.
             await anyio.sleep(0.3)
             count = len(list(read_recording(exported).announcements))
@@ -347,7 +347,7 @@ async def keep(log, archive, entries):
     for number in range(entries):
         await log.append(b"%d" % number)
     token, _ = await log.lead(60)
-    await Retention(log, archive, token)(await log.last_id())
+    await LogRetention(log, archive, token)(await log.last_id())
     await log.renew(token, 0)
 
 

@@ -11,8 +11,8 @@ from tests.pipeline import publish_steps, reducer_task, until
 from trinity_events.cli.times import BadTime, moment
 from trinity_events.core import explain
 from trinity_events.core.event_filter import steps_of
-from trinity_events.log import AsyncPublisher, Stream, in_order, new_producer, open_run
-from trinity_events.reducer import reduce, retention
+from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, stream_order
+from trinity_events.reducer import log_retention, reducer
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunClosed,
@@ -55,7 +55,7 @@ async def every_entry(log) -> list[tuple[str, str, object]]:
     found = [(s, one) for s in Stream for one in await log.read(stream=s, limit=100_000)]
     return [
         (entry.id, stream.value, decode_envelope(entry.payload))
-        for stream, entry in sorted(found, key=in_order)
+        for stream, entry in sorted(found, key=stream_order)
     ]
 
 
@@ -117,8 +117,8 @@ def _key(entry_id):
 @pytest.fixture
 async def archived_run(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
     """A run most of whose entries are in its archive alone, and whose steps are settled."""
-    monkeypatch.setattr(retention, "SEGMENT_ENTRIES", dict.fromkeys(Stream, 40))
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 30)
+    monkeypatch.setattr(log_retention, "SEGMENT_ENTRIES", dict.fromkeys(Stream, 40))
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 30)
     async with reducer_task(redis_url, run_id, tmp_path):
         await publish_steps(publisher, range(200))
         await announced_all(log, 199)
@@ -135,7 +135,7 @@ async def announced_all(log, step):
 
 
 async def _is_trimmed(log):
-    return all([await log.first_left(stream) for stream in Stream])
+    return all([await log.first_retained_id(stream) for stream in Stream])
 
 
 async def test_tail_goes_back_into_the_archive(cli, archived_run, log, tmp_path):

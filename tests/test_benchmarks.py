@@ -12,11 +12,11 @@ import pytest
 from benchmarks import weights_gpu
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.__main__ import SIZES as SIZE_NAMES
-from benchmarks.measure import Asked, Noise, Row, percentile, ratio, spread, taking_turns
-from benchmarks.mix import length, training
-from benchmarks.original import CountingMonitor, FilePoller
-from benchmarks.report import BEGIN, END, Machine, PageBroken, Place, Report, keep
-from benchmarks.stage import HERE, Filled
+from benchmarks.environment import HERE, Filled
+from benchmarks.event_mix import length, training
+from benchmarks.measure import Noise, Rounds, Row, percentile, ratio, spread, taking_turns
+from benchmarks.original_design import CountingMonitor, FilePoller
+from benchmarks.report import BEGIN, END, DocumentPlace, Machine, PageBroken, Report, keep
 from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import decode_envelope
 
@@ -120,8 +120,8 @@ def test_percentiles_and_spread_are_those_of_the_values():
 
 
 def test_what_is_asked_is_met_or_missed():
-    assert Asked("at least", 0.6).met_by(0.6) and not Asked("at least", 0.6).met_by(0.59)
-    assert Asked("at most", 3).met_by(3) and not Asked("at most", 3).met_by(3.1)
+    assert Rounds("at least", 0.6).met_by(0.6) and not Rounds("at least", 0.6).met_by(0.59)
+    assert Rounds("at most", 3).met_by(3) and not Rounds("at most", 3).met_by(3.1)
 
 
 def test_the_model_of_the_original_shows_a_step_once_its_last_save_is_counted(tmp_path):
@@ -141,7 +141,7 @@ def test_the_model_of_the_original_shows_a_step_once_its_last_save_is_counted(tm
 def report(name: str = "fold", ratio: float = 0.5) -> Report:
     row = Row(
         what="ours", figure="1/s", peer="theirs", peer_figure="2/s", ratio=ratio,
-        asked=Asked("at least", 0.6), spread=0.1,
+        asked=Rounds("at least", 0.6), spread=0.1,
     )  # fmt: skip
     machine = Machine(cores=2, python="3.11.7", server="Valkey 9.1.2", load=0.1)
     return Report(
@@ -153,9 +153,9 @@ def report(name: str = "fold", ratio: float = 0.5) -> Report:
 def test_what_is_kept_is_on_the_page_between_its_markers_and_in_a_file(tmp_path):
     page, folder = tmp_path / "speed.md", tmp_path / "figures"
     page.write_text(f"before\n{BEGIN}\nstale figures\n{END}\nafter\n")
-    keep(report("growth"), Place(page, folder))
-    keep(report("fold"), Place(page, folder))
-    keep(report("fold", ratio=0.7), Place(page, folder))
+    keep(report("growth"), DocumentPlace(page, folder))
+    keep(report("fold"), DocumentPlace(page, folder))
+    keep(report("fold", ratio=0.7), DocumentPlace(page, folder))
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "stale" not in text
     assert text.index("### fold: a title") < text.index("### growth: a title")
@@ -170,5 +170,5 @@ def test_a_page_without_the_markers_is_left_alone(tmp_path):
     page = tmp_path / "speed.md"
     page.write_text("nothing to replace\n")
     with pytest.raises(PageBroken, match="lacks the markers"):
-        keep(report(), Place(page, tmp_path / "figures"))
+        keep(report(), DocumentPlace(page, tmp_path / "figures"))
     assert not (tmp_path / "figures").exists()

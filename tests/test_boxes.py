@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_events.weights.boxes import (
-    Box,
+from trinity_events.weights.slices import (
+    TensorSlice,
     byte_spans,
     chunk_of,
-    common,
     contains,
-    fault_in_cover,
-    whole,
+    coverage_error,
+    full_slice,
+    intersection,
 )
 
 sizes = st.integers(0, 5)
@@ -26,7 +26,7 @@ def boxes_in(draw, shape):
         begin = draw(st.integers(0, size))
         offsets.append(begin)
         sides.append(draw(st.integers(0, size - begin)))
-    return Box(tuple(offsets), tuple(sides))
+    return TensorSlice(tuple(offsets), tuple(sides))
 
 
 @st.composite
@@ -39,7 +39,7 @@ def shapes_and_boxes(draw, count):
 def cuts(draw):
     """A shape, and boxes that tile it: cut again and again at any place."""
     shape = draw(shapes)
-    boxes = [whole(shape)]
+    boxes = [full_slice(shape)]
     for _ in range(draw(st.integers(0, 4)) if shape else 0):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
@@ -48,14 +48,14 @@ def cuts(draw):
             offsets, sides = list(box.offsets), list(box.shape)
             offsets[dim] += begin
             sides[dim] = size
-            boxes.append(Box(tuple(offsets), tuple(sides)))
+            boxes.append(TensorSlice(tuple(offsets), tuple(sides)))
     return shape, draw(st.permutations(boxes))
 
 
 def marked(shape, box):
     """Which elements of a tensor of this shape are in the box."""
     found = np.zeros(shape, bool)
-    found[box.inside(whole(shape))] = True
+    found[box.inside(full_slice(shape))] = True
     return found
 
 
@@ -63,17 +63,19 @@ def marked(shape, box):
 def test_what_two_boxes_have_in_common_is_what_both_mark(given_boxes):
     shape, (one, other) = given_boxes
     both = marked(shape, one) & marked(shape, other)
-    found = common(one, other)
+    found = intersection(one, other)
     assert (found is None) == (not both.any())
     if found is not None:
         assert np.array_equal(marked(shape, found), both)
-        assert contains(one, found) and contains(other, found) and contains(whole(shape), found)
+        assert (
+            contains(one, found) and contains(other, found) and contains(full_slice(shape), found)
+        )
 
 
 @given(cuts())
 def test_what_was_cut_makes_up_the_whole(cut):
     shape, boxes = cut
-    assert fault_in_cover(whole(shape), boxes) is None
+    assert coverage_error(full_slice(shape), boxes) is None
 
 
 @given(cuts(), st.data())
@@ -85,22 +87,22 @@ def test_a_hole_or_an_overlap_is_always_found(cut, data):
     chosen = data.draw(st.sampled_from(solid))
     rest = list(boxes)
     rest.remove(chosen)
-    assert "elements are missing" in str(fault_in_cover(whole(shape), rest))
-    assert "comes twice" in str(fault_in_cover(whole(shape), [*boxes, chosen]))
+    assert "elements are missing" in str(coverage_error(full_slice(shape), rest))
+    assert "comes twice" in str(coverage_error(full_slice(shape), [*boxes, chosen]))
 
 
 @given(shapes_and_boxes(4))
 def test_a_cover_is_faultless_exactly_when_each_element_is_marked_once(given_boxes):
     shape, (wanted, *boxes) = given_boxes
-    times = sum(marked(shape, box).astype(int) for box in boxes)[wanted.inside(whole(shape))]
-    assert (fault_in_cover(wanted, boxes) is None) == bool((times == 1).all())
+    times = sum(marked(shape, box).astype(int) for box in boxes)[wanted.inside(full_slice(shape))]
+    assert (coverage_error(wanted, boxes) is None) == bool((times == 1).all())
 
 
 @given(shapes_and_boxes(1), st.integers(1, 4), st.integers(0, 40))
 def test_spans_hold_every_byte_of_the_box_and_no_more_than_the_gap_allows(given_box, item, gap):
     shape, [inner] = given_box
     needed = np.repeat(marked(shape, inner).reshape(-1), item)
-    spans = list(byte_spans(whole(shape), inner, item, gap))
+    spans = list(byte_spans(full_slice(shape), inner, item, gap))
     read = np.zeros_like(needed)
     for begin, end in spans:
         assert 0 <= begin < end <= len(read)
@@ -125,5 +127,8 @@ def test_even_chunks_tile_a_dimension_as_torch_cuts_it(size, parts):
 
 
 def test_a_box_says_where_it_lies_in_another():
-    assert Box((4, 2), (2, 3)).inside(Box((3, 2), (5, 5))) == (slice(1, 3), slice(0, 3))
-    assert Box((), ()).volume == 1
+    assert TensorSlice((4, 2), (2, 3)).inside(TensorSlice((3, 2), (5, 5))) == (
+        slice(1, 3),
+        slice(0, 3),
+    )
+    assert TensorSlice((), ()).volume == 1

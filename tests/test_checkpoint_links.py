@@ -13,9 +13,9 @@ from trinity_events.archive import Archive, Header, record_run
 from trinity_events.archive.format import lines_written
 from trinity_events.core import plan_files
 from trinity_events.log import Entry, Stream
-from trinity_events.reducer import CheckpointFiles, trash
-from trinity_events.reducer.retention import Retention
-from trinity_events.reducer.trash import TRASH
+from trinity_events.reducer import CheckpointFiles, checkpoint_trash
+from trinity_events.reducer.checkpoint_trash import TRASH
+from trinity_events.reducer.log_retention import LogRetention
 
 MADE_FROM = ".made_from"
 
@@ -56,7 +56,7 @@ def write(path: Path, text: str = "weights") -> None:
 async def test_nothing_is_removed_through_a_link_in_the_place_of_the_trash(
     tmp_path, untouched, monkeypatch, caplog
 ):
-    monkeypatch.setattr(trash, "_OTHERS_STAY", -1.0)
+    monkeypatch.setattr(checkpoint_trash, "_OTHERS_STAY", -1.0)
     run = Run(tmp_path, keep=1)
     for step in (1, 2):
         run.save(step)
@@ -70,7 +70,7 @@ async def test_nothing_is_removed_through_a_link_in_the_place_of_the_trash(
 async def test_a_reducer_says_that_its_trash_is_a_link_and_removes_nothing(
     publisher, redis_url, run_id, tmp_path, untouched, monkeypatch, caplog
 ):
-    monkeypatch.setattr(trash, "_OTHERS_STAY", -1.0)
+    monkeypatch.setattr(checkpoint_trash, "_OTHERS_STAY", -1.0)
     (tmp_path / run_id).mkdir()
     (tmp_path / run_id / TRASH).symlink_to(untouched)
     async with reducer_task(redis_url, run_id, tmp_path):
@@ -78,7 +78,7 @@ async def test_a_reducer_says_that_its_trash_is_a_link_and_removes_nothing(
 
 
 async def test_of_the_trash_only_what_was_moved_there_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(trash, "_OTHERS_STAY", -1.0)
+    monkeypatch.setattr(checkpoint_trash, "_OTHERS_STAY", -1.0)
     run = Run(tmp_path, keep=1)
     for step in (1, 2):
         run.save(step)
@@ -175,7 +175,7 @@ async def test_the_log_is_archived_through_no_link(log, run_id, tmp_path, untouc
     archive.folder.symlink_to(untouched)
     await log.append(b"one")
     token, _ = await log.lead(60)
-    retention = Retention(log, archive, token)
+    retention = LogRetention(log, archive, token)
     await retention.begin()
     assert not await retention(await log.last_id())
     assert f"{archive.folder} is a link" in caplog.text

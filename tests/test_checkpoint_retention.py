@@ -5,14 +5,14 @@ import pytest
 
 from tests.histories import History, committed, finished, registration, started
 from tests.pipeline import reducer_task, until
+from trinity_events.checkpoint_lease import hold_checkpoint
 from trinity_events.core import plan_files
 from trinity_events.errors import CheckpointHeld, InvalidRunId
-from trinity_events.holds import hold_checkpoint
 from trinity_events.log import MemoryEventLog
-from trinity_events.reducer import CheckpointFiles, Policy, removal
-from trinity_events.reducer.live import Live
-from trinity_events.reducer.removal import Removal
-from trinity_events.reducer.trash import TRASH, Trash
+from trinity_events.reducer import CheckpointFiles, Policy, checkpoint_retention
+from trinity_events.reducer.checkpoint_retention import CheckpointRetention
+from trinity_events.reducer.checkpoint_trash import TRASH, CheckpointTrash
+from trinity_events.reducer.live_state import LiveState
 from trinity_schemas import RunOpened, RunResumed
 
 RUN = "history"
@@ -49,7 +49,9 @@ class Run:
 
     async def removal(self):
         token, _ = await self.log.lead(60)
-        return Removal(self.log, Trash(self.files, token), token, self.keep, grace=self.grace)
+        return CheckpointRetention(
+            self.log, CheckpointTrash(self.files, token), token, self.keep, grace=self.grace
+        )
 
     async def look(self):
         removal = await self.removal()
@@ -116,10 +118,10 @@ async def test_a_checkpoint_that_a_reader_holds_stays_until_it_lets_go(tmp_path)
     run = Run(tmp_path, keep=1)
     for step in (1, 2, 3):
         run.save(step)
-    assert await run.log.hold(1, "reader", 60)
+    assert await run.log.acquire_lease(1, "reader", 60)
     await run.look()
     assert run.steps == [1, 3]
-    await run.log.release(1, "reader")
+    await run.log.release_lease(1, "reader")
     await run.look()
     assert run.steps == [3]
 
@@ -128,16 +130,16 @@ async def test_no_reader_can_take_hold_of_what_is_being_removed(tmp_path, monkey
     run = Run(tmp_path, keep=1)
     for step in (1, 2):
         run.save(step)
-    put, tried = Trash.put, []
+    put, tried = CheckpointTrash.move, []
 
     def put_while_a_reader_comes(self, step, identity):
-        tried.append(anyio.from_thread.run(run.log.hold, step, "late", 60))
+        tried.append(anyio.from_thread.run(run.log.acquire_lease, step, "late", 60))
         return put(self, step, identity)
 
-    monkeypatch.setattr(Trash, "put", put_while_a_reader_comes)
+    monkeypatch.setattr(CheckpointTrash, "move", put_while_a_reader_comes)
     await run.look()
     assert (tried, run.steps) == ([False], [2])
-    assert await run.log.hold(1, "later", 60), "the mark is gone with the checkpoint"
+    assert await run.log.acquire_lease(1, "later", 60), "the mark is gone with the checkpoint"
 
 
 async def test_a_leader_that_was_overtaken_puts_back_what_it_moved(tmp_path, monkeypatch):
@@ -145,19 +147,19 @@ async def test_a_leader_that_was_overtaken_puts_back_what_it_moved(tmp_path, mon
     for step in (1, 2):
         run.save(step)
     stale = await run.removal()
-    put = Trash.put
+    put = CheckpointTrash.move
 
     def put_after_a_long_sleep(self, step, identity):
         async def take_over():
             await run.log.renew(stale._token, 0)
             token, _ = await run.log.lead(60)
-            await run.log.undoom(token, [step])
-            assert await run.log.hold(step, "reader", 60)
+            await run.log.clear_deleting(token, [step])
+            assert await run.log.acquire_lease(step, "reader", 60)
 
         anyio.from_thread.run(take_over)
         return put(self, step, identity)
 
-    monkeypatch.setattr(Trash, "put", put_after_a_long_sleep)
+    monkeypatch.setattr(CheckpointTrash, "move", put_after_a_long_sleep)
     await stale.look(run.state)
     assert run.steps == [1, 2]
     assert (run.folder / "global_step_1" / "model.pt").read_text() == "1.1"
@@ -166,11 +168,11 @@ async def test_a_leader_that_was_overtaken_puts_back_what_it_moved(tmp_path, mon
 async def test_a_step_that_was_made_anew_meanwhile_is_not_the_one_that_was_meant(tmp_path):
     run = Run(tmp_path)
     run.save(1)
-    trash = Trash(run.files, 1)
+    trash = CheckpointTrash(run.files, 1)
     [(step, identity)] = trash.made().items()
     (run.folder / "global_step_1").rename(run.folder / "moved")
     (run.folder / "global_step_1").mkdir()
-    assert trash.put(step, identity) is None
+    assert trash.move(step, identity) is None
     assert run.steps == [1]
 
 
@@ -179,16 +181,16 @@ async def test_marks_that_a_dead_leader_left_keep_no_reader_out(tmp_path):
     for step in (1, 2, 3):
         run.save(step)
     dead, _ = await run.log.lead(60)
-    assert await run.log.doom(dead, [1, 3]) == {1, 3}
-    trash = Trash(run.files, dead)
-    assert trash.put(1, trash.made()[1]) is not None
-    assert await run.log.doom(dead, [9]) == {9}, "whose folder is all gone"
+    assert await run.log.mark_deleting(dead, [1, 3]) == {1, 3}
+    trash = CheckpointTrash(run.files, dead)
+    assert trash.move(1, trash.made()[1]) is not None
+    assert await run.log.mark_deleting(dead, [9]) == {9}, "whose folder is all gone"
     await run.log.renew(dead, 0)
     removal = await run.removal()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(removal.run, Live(run.state))
+        tasks.start_soon(removal.run, LiveState(run.state))
         for step in (1, 3, 9):
-            await until(lambda step=step: run.log.hold(step, "reader", 60))
+            await until(lambda step=step: run.log.acquire_lease(step, "reader", 60))
         tasks.cancel_scope.cancel()
 
 
@@ -196,19 +198,19 @@ async def test_a_reducer_that_is_told_to_stop_leaves_no_mark(tmp_path, monkeypat
     run = Run(tmp_path, keep=1)
     for step in (1, 2):
         run.save(step)
-    listed, scope = Trash.listed, anyio.CancelScope()
+    listed, scope = CheckpointTrash.listed, anyio.CancelScope()
 
     def told_to_stop(self):
         anyio.from_thread.run_sync(scope.cancel)
         return listed(self)
 
-    monkeypatch.setattr(Trash, "listed", told_to_stop)
+    monkeypatch.setattr(CheckpointTrash, "listed", told_to_stop)
     remover = await run.removal()
     with scope:
         await remover.look(run.state)
     assert scope.cancelled_caught
     assert run.steps == [2]
-    assert await run.log.hold(1, "reader", 60)
+    assert await run.log.acquire_lease(1, "reader", 60)
 
 
 async def test_what_saves_left_behind_is_removed_and_what_may_be_written_is_not(tmp_path):
@@ -270,18 +272,18 @@ async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog
     for step in (1, 2):
         run.save(step)
     broken = [True]
-    made = Trash.made
+    made = CheckpointTrash.made
 
     def sometimes(self):
         if broken:
             raise PermissionError(13, "Permission denied", "/ckpt")
         return made(self)
 
-    monkeypatch.setattr(Trash, "made", sometimes)
-    monkeypatch.setattr(removal, "_BETWEEN", 0.01)
-    monkeypatch.setattr(removal, "LOOK", 0.01)
+    monkeypatch.setattr(CheckpointTrash, "made", sometimes)
+    monkeypatch.setattr(checkpoint_retention, "_BETWEEN", 0.01)
+    monkeypatch.setattr(checkpoint_retention, "LOOK", 0.01)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon((await run.removal()).run, Live(run.state))
+        tasks.start_soon((await run.removal()).run, LiveState(run.state))
         await until(lambda: "cannot be removed" in caplog.text)
         await anyio.sleep(0.1)
         assert caplog.text.count("cannot be removed") == 1
@@ -292,7 +294,7 @@ async def test_a_disk_that_refuses_is_said_once_and_tried_again(tmp_path, caplog
 
 async def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog, monkeypatch):
     # As a folder that its user made read-only, to keep it; root, who runs tests, may do it all.
-    run, put, remove = Run(tmp_path, keep=1), Trash.put, Trash.remove
+    run, put, remove = Run(tmp_path, keep=1), CheckpointTrash.move, CheckpointTrash.remove
     for step in (1, 2, 3, 4):
         run.save(step)
 
@@ -305,12 +307,12 @@ async def test_what_cannot_be_removed_keeps_nothing_else(tmp_path, caplog, monke
     def remove_others(self, name):
         refuse(name) if "global_step_2" in name else remove(self, name)
 
-    monkeypatch.setattr(Trash, "put", put_others)
-    monkeypatch.setattr(Trash, "remove", remove_others)
-    monkeypatch.setattr(removal, "LOOK", 0.01)
+    monkeypatch.setattr(CheckpointTrash, "move", put_others)
+    monkeypatch.setattr(CheckpointTrash, "remove", remove_others)
+    monkeypatch.setattr(checkpoint_retention, "LOOK", 0.01)
     (run.folder / staged(2, name="bbbb")).mkdir()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon((await run.removal()).run, Live(run.state))
+        tasks.start_soon((await run.removal()).run, LiveState(run.state))
         await until(lambda: run.steps == [1, 4] and not run.left_in_staging)
         await until(
             lambda: [path.name[:13] for path in (run.folder / TRASH).iterdir()] == ["global_step_2"]
@@ -353,7 +355,7 @@ async def test_a_reducer_removes_old_checkpoints_but_not_from_under_a_reader(
         async with hold(1):
             pass
     token, _ = await log.lead(5)
-    await log.doom(token, [4])
+    await log.mark_deleting(token, [4])
     with pytest.raises(CheckpointHeld, match="is being removed: take a newer one"):
         async with hold(4):
             pass
@@ -370,20 +372,20 @@ async def test_what_the_reader_raises_is_raised_and_its_hold_is_gone(
         async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=str(tmp_path)):
             raise KeyError("mine")
     token, _ = await log.lead(5)
-    assert await log.doom(token, [1]) == {1}
+    assert await log.mark_deleting(token, [1]) == {1}
 
 
 async def test_a_reader_that_was_too_slow_to_hold_on_is_told(
     log, redis_url, run_id, tmp_path, monkeypatch
 ):
     (tmp_path / run_id / "global_step_1").mkdir(parents=True)
-    monkeypatch.setattr("trinity_events.holds._AGAIN", 0.1)
+    monkeypatch.setattr("trinity_events.checkpoint_lease._RENEW_EVERY", 0.1)
     token, _ = await log.lead(5)
 
     async def read_for_long():
         async with hold_checkpoint(run_id, 1, redis_url=redis_url, checkpoint_root=tmp_path):
             await log._redis.delete(log.keys.holds)  # as if it had lapsed
-            await log.doom(token, [1])
+            await log.mark_deleting(token, [1])
             await anyio.sleep(20)
 
     with pytest.raises(CheckpointHeld, match="was removed while it was read"):

@@ -18,11 +18,11 @@ from msgspec import structs
 from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task, until
 from tests.servers import free_ports
-from trinity_events import silence
+from trinity_events import liveness
 from trinity_events.cli import runs
 from trinity_events.cli.app import build
-from trinity_events.history import current_state
 from trinity_events.log import AsyncPublisher, Stream, new_producer, open_run, position
+from trinity_events.replay import current_state
 from trinity_events.server import EmbeddedServer, connect_sync
 from trinity_schemas import (
     ExplorerStatusChanged,
@@ -129,11 +129,11 @@ async def test_runs_are_asked_for_beside_each_other_and_listed_in_order(
 async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_lapsed(
     publisher, log, client, redis_url, run_id, cli, monkeypatch
 ):
-    monkeypatch.setattr(silence, "SILENCE", 0.0)
+    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 0.0)
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 3))
 
     async def silent():
-        return await silence.silent_since(client, await current_state(log))
+        return await liveness.abandoned_since(client, await current_state(log))
 
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])
@@ -151,7 +151,7 @@ async def test_status_says_that_nobody_is_there_once_all_signs_of_life_have_laps
         await client.delete(key)
     last = max([position(await log.last_id(stream)) for stream in Stream])
     assert await silent() == last[0]
-    monkeypatch.setattr(silence, "SILENCE", 60.0)
+    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 60.0)
     assert await silent() is None, "an entry is a sign of life, too"
 
 
@@ -161,7 +161,7 @@ async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word
     explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
     await publish_steps(publisher, [1])
     await explorer.publish(ExplorerStatusChanged(status="running"))
-    await anyio.sleep(silence.SILENCE)
+    await anyio.sleep(liveness.ABANDONED_AFTER)
     shown = " ".join(cli("status", run_id, env={"COLUMNS": "300"}).stdout.split())
     assert "Nobody seems to be there any more: the run is open, but no reducer leads it" in shown
     assert "trainer silent at step 1" in shown

@@ -14,11 +14,10 @@ from tests.pipeline import announced, publish_steps, reducer_task
 from tests.servers import cluster
 from tests.test_acl import DOCS, rules
 from tests.test_experiences import group as experiences
-from trinity_events import StepReady, silence, subscribe
+from trinity_events import StepReady, liveness, subscribe
 from trinity_events.archive.export import Recording, import_recording
 from trinity_events.archive.format import Header
-from trinity_events.errors import InvalidUrl, KeyTaken, ServerUnreachable
-from trinity_events.history import current_state
+from trinity_events.errors import InvalidUrl, KeyConflict, ServerUnreachable
 from trinity_events.log import (
     ORIGIN,
     AsyncPublisher,
@@ -32,9 +31,10 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.log.index import renumber_index
 from trinity_events.log.position import LAST_ID, is_from_a_clock
+from trinity_events.log.run_index import renumber_index
 from trinity_events.reducer import reduce_all
+from trinity_events.replay import current_state
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
 from trinity_schemas import RUN_INDEX, RunKeys, SaveStarted, encode
@@ -107,15 +107,15 @@ async def test_ids_that_no_clock_makes_are_mended_on_every_node(nodes, url):
 async def test_what_is_told_of_silence_and_of_taken_keys_is_told_of_runs_on_every_node(
     nodes, url, monkeypatch
 ):
-    monkeypatch.setattr(silence, "SILENCE", 0.0)
+    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 0.0)
     async with connect(url) as client:
         for run_id in runs_on_every_node(nodes):
             await open_run(client, run_id)
             log = RedisEventLog(client, run_id)
-            assert await silence.silent_since(client, await current_state(log)) is not None
+            assert await liveness.abandoned_since(client, await current_state(log)) is not None
             await client.set(log.keys.holds, "of something else")
-            with pytest.raises(KeyTaken, match=re.escape(f"{log.keys.holds} is a string")):
-                await log.hold(1, "me", 60)
+            with pytest.raises(KeyConflict, match=re.escape(f"{log.keys.holds} is a string")):
+                await log.acquire_lease(1, "me", 60)
             await client.delete(log.keys.holds)
 
 
@@ -188,7 +188,7 @@ async def test_workers_publish_to_a_cluster(nodes, url, run_id):
                 publisher.publish(started(step))
             await asyncio.to_thread(publisher.close)
             publisher.log.beat("me", 5)
-            assert set(await log.alive(["me", "you"])) == {"me"}
+            assert set(await log.heartbeat_ttls(["me", "you"])) == {"me"}
             assert not await asyncio.to_thread(publisher.log.granted, "save", 0.01)
         assert len(await log.read()) == 11
 
@@ -198,7 +198,7 @@ async def test_one_client_waits_for_runs_of_all_nodes_at_once(nodes, run_id):
 
     async def wait(log):
         with anyio.fail_after(20):
-            while not (found := await log.wait({Stream.EVENTS: ORIGIN}, seconds=5)):
+            while not (found := await log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=5)):
                 pass
         heard.append(found[0][1].payload.decode())
 

@@ -34,8 +34,8 @@ from trinity_events.errors import (
 )
 from trinity_events.weights.transports.collective.groups import backend_for
 from trinity_events.weights.transports.collective.messages import Channel, Hello
-from trinity_events.weights.transports.collective.place import own_address
-from trinity_events.weights.transports.collective.staging import Buffer
+from trinity_events.weights.transports.collective.rendezvous import own_address
+from trinity_events.weights.transports.collective.staged_versions import Buffer
 from trinity_schemas import (
     PublishedPart,
     SaveFailed,

@@ -9,7 +9,7 @@ from tests.histories import (
     publish_weights,
     registration,
 )
-from trinity_events.core import encode_state, plan_files, removable
+from trinity_events.core import encode_state, plan_files, removable_steps
 from trinity_schemas import RunOpened, RunResumed, StepReady
 
 RANKS = 64
@@ -103,7 +103,7 @@ def folders(*steps, keep=2, kind="checkpoint", resumed=None):
         save_step(history, step, kind, ranks=1)
     if resumed is not None:
         history.add(RunResumed(step=resumed), epoch=2)
-    return lambda *present: removable(
+    return lambda *present: removable_steps(
         history.fold()[0].state, dict.fromkeys(present or steps, 1), keep
     )
 
@@ -142,8 +142,8 @@ def again(*steps, opening):
 @pytest.mark.parametrize("steps", [(100, 200, 300, 400), (150, 250, 350, 450), (1000, 2000)])
 def test_nothing_of_an_earlier_epoch_goes_when_a_run_begins_anew(steps):
     state = again(*steps, opening=RunOpened())
-    assert removable(state, {100: 1, 200: 1, 300: 1}, 1) == []
-    assert removable(state, {100: 1, 200: 1, 300: 1} | dict.fromkeys(steps, 2), 1) == list(
+    assert removable_steps(state, {100: 1, 200: 1, 300: 1}, 1) == []
+    assert removable_steps(state, {100: 1, 200: 1, 300: 1} | dict.fromkeys(steps, 2), 1) == list(
         steps[:-1]
     )
 
@@ -151,19 +151,19 @@ def test_nothing_of_an_earlier_epoch_goes_when_a_run_begins_anew(steps):
 def test_of_the_epoch_that_a_run_goes_on_from_goes_only_what_it_goes_on_from():
     state = again(250, 350, 450, opening=RunResumed(step=200))
     present = {100: 1, 200: 1, 250: 2, 300: 1, 350: 2, 450: 2}
-    assert removable(state, present, 2) == [100, 200, 250]
+    assert removable_steps(state, present, 2) == [100, 200, 250]
 
 
 def test_of_a_folder_that_does_not_tell_its_epoch_only_what_is_known_goes():
     state = again(150, 250, opening=RunOpened())
-    assert removable(state, {100: None, 150: None, 200: None, 250: None}, 1) == [150]
+    assert removable_steps(state, {100: None, 150: None, 200: None, 250: None}, 1) == [150]
     assert folders(10, 20, 30)(10, 20, 30) == [10]
 
 
 def test_a_checkpoint_that_was_whole_too_late_is_one_of_those_that_stay():
     state = again(100, 300, 200, opening=RunOpened())
     assert state.steps[200].kinds["checkpoint"].outcome == "superseded"
-    assert removable(state, {100: 2, 200: 2, 300: 2}, 2) == [100]
+    assert removable_steps(state, {100: 2, 200: 2, 300: 2}, 2) == [100]
 
 
 def test_after_a_resume_what_is_ahead_of_it_stays_until_it_is_passed():

@@ -18,7 +18,6 @@ from trinity_events import StepReady, subscribe
 from trinity_events.archive import read_recording, record_run, verify
 from trinity_events.core import Monitor, MonitorState
 from trinity_events.errors import BufferFull, PublishError
-from trinity_events.history import current_state, fold
 from trinity_events.log import (
     AsyncPublisher,
     Publisher,
@@ -27,6 +26,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
+from trinity_events.replay import current_state, fold
 from trinity_events.server import EmbeddedServer, connect, open_client
 from trinity_schemas import decode_envelope
 

@@ -14,7 +14,7 @@ from trinity_events import subscribe
 from trinity_events.errors import DeadlineExceeded, GroupDetached, LogLost
 from trinity_events.log import AsyncPublisher, MemoryEventLog, RedisEventLog, Stream, new_producer
 from trinity_events.server import connect
-from trinity_events.subscriptions import member, subscription_on
+from trinity_events.subscriptions import group_member, subscription_on
 from trinity_schemas import ConsumerDetached, SaveStarted
 
 SOON = 0.05
@@ -127,7 +127,7 @@ async def test_members_that_are_gone_are_forgotten(run, monkeypatch):
         async with run.subscribe(group="eval") as events:
             await (await one(events)).ack()
     assert (await group_of(run)).members == 3
-    monkeypatch.setattr(member, "FORGET_AFTER", SOON)
+    monkeypatch.setattr(group_member, "FORGET_AFTER", SOON)
     await anyio.sleep(2 * SOON)
     async with run.subscribe(group="eval") as events:
         await (await one(events)).ack()

@@ -29,10 +29,10 @@ from tests.transport_actors import CHUNK, SOME, Where
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, GpuUnusable, VersionUnavailable
 from trinity_events.weights import CudaStore, PartWriter, load_version
-from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.devices.digests import digests_of
 from trinity_events.weights.transports import stores
-from trinity_events.weights.transports.cuda import CudaMemory, memory, room, sink
+from trinity_events.weights.transports.cuda import CudaMemory, block_pool, memory, sink
 from trinity_events.weights.transports.cuda.layout import encoded
 from trinity_events.weights.transports.shared_memory import available
 
@@ -241,7 +241,7 @@ def test_what_fills_gaps_is_computed_before_it_is_copied(part, last):
 
 def test_the_next_part_takes_as_much_memory_as_the_last_one_needed(ours, device, part, monkeypatch):
     monkeypatch.setattr(sink, "BLOCK_BYTES", 1 << 20)
-    monkeypatch.setattr(room, "_LEAST", 1 << 10)
+    monkeypatch.setattr(block_pool, "_LEAST", 1 << 10)
     sent = [(f"layer.{number}", torch.rand(25_000)) for number in range(50)]
     put(ours, part, sent, None)
     before = device._left

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_events.errors import CorruptVersion
-from trinity_events.weights.deltas import changes as coding
-from trinity_events.weights.deltas.changes import (
+from trinity_events.weights.deltas import encoding as coding
+from trinity_events.weights.deltas.encoding import (
     BLOCK,
     Changes,
     blocks,

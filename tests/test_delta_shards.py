@@ -20,9 +20,9 @@ from trinity_events.weights import (
     install,
     pull_version,
 )
-from trinity_events.weights.boxes import Box, Place
-from trinity_events.weights.deltas.patch import Installed, ModelDiffers
-from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.deltas.apply import InstalledBases, ModelDiffers
+from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.slices import ShardOffset, TensorSlice
 from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import VersionPartPublished, decode_envelope
 from trinity_workers.engines.base import LocalShard
@@ -51,7 +51,7 @@ class Rank:
             dim, cut = cuts[name]
             begin, size = (0, cut) if self.part.rank == 0 else (cut, tensor.shape[dim] - cut)
             begins = tuple(begin if one == dim else 0 for one in range(tensor.dim()))
-            yield name, tensor.narrow(dim, begin, size), Place(begins, tuple(tensor.shape))
+            yield name, tensor.narrow(dim, begin, size), ShardOffset(begins, tuple(tensor.shape))
 
     def publish(self, tensors, step):
         part = self.part._replace(step=step)
@@ -144,13 +144,13 @@ def test_two_ranks_shards_as_deltas_are_bit_for_bit_what_whole_versions_would_be
     ranks, stores, run_id
 ):
     tensors = start()
-    steady, have, read = model_of(tensors), Installed(), []
+    steady, have, read = model_of(tensors), InstalledBases(), []
     for step in range(5):
         event = published(ranks, tensors, step)
         read.append(apply(stores, run_id, steady, event, have))
         assert_has(steady, tensors)
         late = model_of(tensors)
-        apply(stores, run_id, late, event, Installed())
+        apply(stores, run_id, late, event, InstalledBases())
         assert_has(late, tensors)
         with pull_version(stores[-1], run_id, event) as version:
             assert_has(dict(version.tensors()), tensors)
@@ -166,14 +166,18 @@ def test_of_deltas_a_part_is_wanted_across_ranks_and_no_more_than_it_needs_is_re
     published(ranks, tensors, 0)
     tensors = changed(tensors, 1)
     event = published(ranks, tensors, 1)
-    wanted = {"rows": Box((20, 30), (10, 40)), "columns": Box((5, 0), (9, 7)), "still": None}
+    wanted = {
+        "rows": TensorSlice((20, 30), (10, 40)),
+        "columns": TensorSlice((5, 0), (9, 7)),
+        "still": None,
+    }
     expected = {
         "rows": tensors["rows"][20:30, 30:70],
         "columns": tensors["columns"][5:14, :7],
         "still": tensors["still"],
     }
     model = model_of({**expected, "alone": torch.zeros(3)})
-    apply(stores, run_id, model, event, Installed(), wanted)
+    apply(stores, run_id, model, event, InstalledBases(), wanted)
     assert_has(model, expected)
     assert (model["alone"] == 0).all(), "what was not asked for is left alone"
     whole = sum(tensor.nbytes for tensor in tensors.values())
@@ -183,13 +187,13 @@ def test_of_deltas_a_part_is_wanted_across_ranks_and_no_more_than_it_needs_is_re
     assert found.keys() == expected.keys()
     assert_has(found, expected)
     checked.clear()
-    apply(stores, run_id, model, event, Installed(), {"still": None})
+    apply(stores, run_id, model, event, InstalledBases(), {"still": None})
     assert sum(checked) < tensors["still"].nbytes + 3 * CHUNK
 
 
 def test_ranks_that_cut_a_tensor_elsewhere_send_it_whole(ranks, stores, run_id):
     tensors = start()
-    model, have = model_of(tensors), Installed()
+    model, have = model_of(tensors), InstalledBases()
     apply(stores, run_id, model, published(ranks, tensors, 0), have)
     for rank in ranks:
         rank.cut = 30
@@ -206,7 +210,7 @@ def test_ranks_that_cut_a_tensor_elsewhere_send_it_whole(ranks, stores, run_id):
 
 def test_a_version_may_be_a_delta_of_one_rank_and_full_of_another(ranks, stores, run_id):
     tensors = start()
-    model, have = model_of(tensors), Installed()
+    model, have = model_of(tensors), InstalledBases()
     apply(stores, run_id, model, published(ranks, tensors, 0), have)
     ranks[1].lasting = False
     for step in (1, 2):
@@ -219,12 +223,12 @@ def test_a_version_may_be_a_delta_of_one_rank_and_full_of_another(ranks, stores,
     assert [rank.report.delta.base.step for rank in ranks] == [0, 1]
     stores[1].delete(ranks[1].part._replace(step=1))
     with pytest.raises(VersionUnavailable, match=r"rank 1\).* rest on the weights of step 1"):
-        apply(stores, run_id, model_of(tensors), event, Installed())
+        apply(stores, run_id, model_of(tensors), event, InstalledBases())
 
 
 def test_a_shard_that_the_model_has_not_is_found_before_anything_changes(ranks, stores, run_id):
     tensors = start()
-    model, have = model_of(tensors), Installed()
+    model, have = model_of(tensors), InstalledBases()
     apply(stores, run_id, model, published(ranks, tensors, 0), have)
     later = changed(tensors, 1)
     same = (later["columns"] == tensors["columns"]).nonzero()[-1]
@@ -235,7 +239,7 @@ def test_a_shard_that_the_model_has_not_is_found_before_anything_changes(ranks, 
     with pytest.raises(ModelDiffers, match="'columns' with what changed of it"):
         apply(stores, run_id, model, event, have)
     assert_has(model, before)
-    apply(stores, run_id, model, event, Installed())
+    apply(stores, run_id, model, event, InstalledBases())
     assert_has(model, tensors)
 
 
@@ -244,11 +248,11 @@ def test_a_delta_that_is_read_along_is_what_was_published(run_id, checked):
     stores = [Where("shm", "").store() for _ in range(3)]
     ranks = [Rank(stores[rank], PartRef(run_id, 1, 0, rank)) for rank in range(2)]
     tensors = start()
-    model, have = model_of(tensors), Installed()
+    model, have = model_of(tensors), InstalledBases()
     apply(stores, run_id, model, published(ranks, tensors, 0), have)
     parts = [rank.part._replace(step=1) for rank in ranks]
     stop, ended = threading.Event(), []
-    thread = threading.Thread(target=lambda: ended.append(stores[-1].read_along(parts, stop, 30)))
+    thread = threading.Thread(target=lambda: ended.append(stores[-1].prefetch(parts, stop, 30)))
     thread.start()
     try:
         tensors = changed(tensors, 1)
@@ -286,7 +290,7 @@ async def test_snapshots_of_shards_travel_as_deltas_and_are_taken_whole_or_in_pa
             explorer.apply(model, event)
             assert_has(model, tensors)
             if step == 2:
-                explorer.apply(some, event, {"rows": Box((3, 0), (10, 96))})
+                explorer.apply(some, event, {"rows": TensorSlice((3, 0), (10, 96))})
                 assert_has(some, {"rows": tensors["rows"][3:13]})
             tensors = changed(tensors, step)
         snapshots.close()

@@ -23,9 +23,9 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.deltas import tracking
-from trinity_events.weights.deltas.patch import Installed, ModelDiffers
-from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.deltas import tracker
+from trinity_events.weights.deltas.apply import InstalledBases, ModelDiffers
+from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_schemas import ALIGNMENT, VersionPartPublished, WeightsApplied, decode_envelope
 
 CHUNK = 4096
@@ -125,7 +125,7 @@ def assert_has(module, tensors):
 def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, theirs, run_id):
     tensors = large()
     steady, jumps = Holder(tensors), Holder(tensors)
-    have, jumped = Installed(), Installed()
+    have, jumped = InstalledBases(), InstalledBases()
     read, whole = [], []
     for step in range(8):
         event = trainer.publish(tensors, step)
@@ -133,7 +133,7 @@ def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, t
         whole.append(sum(one.nbytes for one in tensors.values()))
         assert_has(steady, tensors)
         late = Holder(tensors)
-        late.apply(theirs, run_id, event, Installed())
+        late.apply(theirs, run_id, event, InstalledBases())
         assert_has(late, tensors)
         if step in (1, 4, 7):
             jumps.apply(theirs, run_id, event, jumped)
@@ -155,7 +155,7 @@ def test_a_chain_of_deltas_is_bit_for_bit_what_full_versions_would_be(trainer, t
 
 def test_what_changed_and_changed_back_is_right_for_whoever_saw_it_change(trainer, theirs, run_id):
     first = {"a": torch.arange(1000.0)}
-    model, have = Holder(first), Installed()
+    model, have = Holder(first), InstalledBases()
     model.apply(theirs, run_id, trainer.publish(first, 0), have)
     second = {"a": first["a"].clone()}
     second["a"][7] = -1
@@ -255,7 +255,7 @@ def test_no_version_rests_on_itself_or_on_a_later_one(trainer):
 
 def test_a_model_that_has_not_what_it_should_is_not_touched(trainer, theirs, run_id):
     tensors = large()
-    model, have = Holder(tensors), Installed()
+    model, have = Holder(tensors), InstalledBases()
     model.apply(theirs, run_id, trainer.publish(tensors, 0), have)
     with torch.no_grad():
         model.get_buffer("never changed").add_(1)
@@ -266,21 +266,21 @@ def test_a_model_that_has_not_what_it_should_is_not_touched(trainer, theirs, run
     with pytest.raises(ModelDiffers, match="'never changed' with what changed of it"):
         model.apply(theirs, run_id, event, have)
     assert_has(model, before)
-    model.apply(theirs, run_id, event, Installed())
+    model.apply(theirs, run_id, event, InstalledBases())
     assert_has(model, changed)
 
 
 def test_a_delta_that_makes_something_else_is_refused_and_the_model_stays(trainer, theirs, run_id):
     tensors = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
-    model, have = Holder(tensors), Installed()
+    model, have = Holder(tensors), InstalledBases()
     model.apply(theirs, run_id, trainer.publish(tensors, 0), have)
     new = {name: one.clone() for name, one in tensors.items()}
     new["a"][1] = new["b"][2] = 1
     lie = "xxh3:" + "0" * 32
     digest = mock.Mock(side_effect=["xxh3:" + "1" * 32, lie])
-    with mock.patch.object(tracking, "digest", digest):
+    with mock.patch.object(tracker, "digest", digest):
         event = trainer.publish(new, 1)
-    for installed in (have, Installed()):
+    for installed in (have, InstalledBases()):
         with pytest.raises(CorruptVersion, match="'a' with what changed of it"):
             model.apply(theirs, run_id, event, installed)
     with pull_version(theirs, run_id, event) as version, pytest.raises(CorruptVersion):
@@ -291,7 +291,7 @@ def test_a_delta_that_makes_something_else_is_refused_and_the_model_stays(traine
 def test_a_model_of_other_shapes_is_refused_before_anything(trainer, theirs, run_id):
     event = trainer.publish({"a": torch.zeros(10)}, 0)
     with pytest.raises(IncompatibleWeights, match=r"'a' is torch.float32 \[9\]"):
-        Holder({"a": torch.zeros(9)}).apply(theirs, run_id, event, Installed())
+        Holder({"a": torch.zeros(9)}).apply(theirs, run_id, event, InstalledBases())
 
 
 def test_what_a_delta_rests_on_must_be_there_and_full(trainer, ours, theirs, run_id):
@@ -302,13 +302,13 @@ def test_what_a_delta_rests_on_must_be_there_and_full(trainer, ours, theirs, run
     ours.delete(trainer.part._replace(step=0))
     model = Holder(tensors)
     with pytest.raises(VersionUnavailable, match=r"step 1 .* rest on the weights of step 0 .* not"):
-        model.apply(theirs, run_id, event, Installed())
+        model.apply(theirs, run_id, event, InstalledBases())
     assert_has(model, {"a": torch.zeros(1000)})
 
 
 def test_a_model_whose_memory_is_not_in_order_is_patched_too(trainer, theirs, run_id):
     tensors = {"a": torch.arange(1000.0).reshape(20, 50)}
-    model, have = Holder(tensors), Installed()
+    model, have = Holder(tensors), InstalledBases()
     model.a = torch.zeros(50, 20).t()
     for step in range(2):
         tensors["a"][3, step] = -1
@@ -319,7 +319,7 @@ def test_a_model_whose_memory_is_not_in_order_is_patched_too(trainer, theirs, ru
 
 def test_a_tensor_out_of_order_that_was_made_for_inference_is_patched_too(trainer, theirs, run_id):
     tensors = {"a": torch.rand(200), "b": torch.rand(40, 50), "c": torch.rand(200)}
-    model, have = Holder(tensors), Installed()
+    model, have = Holder(tensors), InstalledBases()
     with torch.inference_mode():
         model.b = torch.zeros(50, 40).t()
     for step in range(2):
@@ -336,7 +336,7 @@ def test_one_element_of_any_stride_travels_as_a_delta_and_is_loaded(trainer, the
     for step in range(2):
         tensors = {"a": torch.full((2,), float(step))[::2], "b": torch.zeros(500)}
         event = trainer.publish(tensors, step)
-        model.apply(theirs, run_id, event, Installed())
+        model.apply(theirs, run_id, event, InstalledBases())
         assert model.a.item() == step
     assert trainer.report.delta is not None
     target = torch.nn.ParameterDict({"a": torch.zeros(2)[::2], "b": torch.zeros(500)})

@@ -7,9 +7,9 @@ from tests.devices import LateLane
 from tests.tensors import bits, identical
 from tests.test_weights import awkward
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, check_fit, install
-from trinity_events.weights.devices.into_device import IntoDevice, copy_pairs
-from trinity_events.weights.devices.lanes import CudaLane, HostLane, on_host
-from trinity_events.weights.devices.staging import Staging
+from trinity_events.weights.devices.copy_streams import CudaCopyStream, HostCopyStream, on_host
+from trinity_events.weights.devices.host_to_device import HostToDevice, copy_pairs
+from trinity_events.weights.devices.staging_memory import StagingMemory
 from trinity_events.weights.pull import pull_version
 from trinity_events.weights.transports.shared_memory import available
 
@@ -24,19 +24,19 @@ GPU = pytest.param(
 @pytest.fixture(params=["host", "late", GPU])
 def lane(request):
     if request.param == "cuda":
-        return CudaLane(torch.device("cuda", 0))
-    return LateLane() if request.param == "late" else HostLane()
+        return CudaCopyStream(torch.device("cuda", 0))
+    return LateLane() if request.param == "late" else HostCopyStream()
 
 
 def device_of(lane):
-    return torch.device("cuda", 0) if isinstance(lane, CudaLane) else torch.device("cpu")
+    return torch.device("cuda", 0) if isinstance(lane, CudaCopyStream) else torch.device("cpu")
 
 
 @pytest.mark.parametrize("slot_bytes", [64, 192, 4096, 1 << 20])
 def test_what_goes_into_a_device_is_bit_for_bit_in_slots_of_any_size(lane, slot_bytes):
     sent = [one.contiguous() for one in awkward().values()] + [torch.rand(5000)]
     targets = [torch.zeros_like(one, device=device_of(lane)) for one in sent]
-    into = IntoDevice(lane, slot_bytes)
+    into = HostToDevice(lane, slot_bytes)
     for target, one in zip(targets, sent, strict=True):
         given = one.clone()
         into.copy(target, given)
@@ -49,7 +49,7 @@ def test_what_goes_into_a_device_is_bit_for_bit_in_slots_of_any_size(lane, slot_
 def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
     tensors = {name: one.to(device_of(lane)) for name, one in awkward().items()}
     expected = {name: bits(one.cpu()).clone() for name, one in tensors.items()}
-    staging = Staging(lane)
+    staging = StagingMemory(lane)
     for _ in range(2):  # in memory that is used again
         copies = staging.copied(list(tensors.values()))
         assert staging.settle() is lane.pinned
@@ -63,7 +63,7 @@ def test_staged_copies_are_there_once_settled_and_hold_later_work_back(lane):
 
 def test_a_staging_that_was_not_settled_is_before_its_memory_is_used_again():
     lane = LateLane()
-    staging = Staging(lane)
+    staging = StagingMemory(lane)
     [copy] = staging.copied([torch.full((100,), 12345.0)])
     assert not (copy == 12345).any(), "nothing is copied yet"
     staging.copied([torch.full((100,), 54321.0)])
@@ -83,10 +83,10 @@ def test_pairs_on_the_cpu_are_copied_as_ever():
 def test_staging_is_on_the_host_whatever_is_the_default():
     lane, sent = LateLane(), [torch.rand(100), torch.empty(0)]
     with torch.device("meta"):
-        staging = Staging(lane)
+        staging = StagingMemory(lane)
         copies = staging.copied(sent)
         staging.settle()
-        into, target = IntoDevice(lane), torch.zeros(100, device="cpu")
+        into, target = HostToDevice(lane), torch.zeros(100, device="cpu")
         into.copy(target, sent[0])
         into.finish()
     assert identical(copies[0], sent[0])

@@ -24,7 +24,7 @@ from trinity_events.log import (
     open_run,
 )
 from trinity_events.reducer import CheckpointFiles
-from trinity_events.reducer.chores import Chore
+from trinity_events.reducer.background_job import BackgroundJob
 from trinity_events.server import EmbeddedServer, connect, open_client
 from trinity_schemas import SaveFailed, SaveGranted, SaveRequested, decode_envelope
 
@@ -197,7 +197,7 @@ async def test_a_disk_that_hangs_holds_up_no_grant(
 
 
 async def test_of_the_chores_that_wait_only_the_newest_is_done():
-    chore, done, goes_on = Chore("testing"), [], anyio.Event()
+    chore, done, goes_on = BackgroundJob("testing"), [], anyio.Event()
 
     def task(number):
         async def act():
@@ -208,20 +208,20 @@ async def test_of_the_chores_that_wait_only_the_newest_is_done():
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(chore.run)
-        chore.wish(task(1))
+        chore.submit_latest(task(1))
         await until(lambda: done == [1])
         for number in (2, 3, 4):
-            chore.wish(task(number))
-        assert not chore.rests
+            chore.submit_latest(task(number))
+        assert not chore.is_idle
         goes_on.set()
         with anyio.fail_after(20):
-            await chore.at_rest()
+            await chore.until_idle()
         assert done == [1, 4]
         tasks.cancel_scope.cancel()
 
 
 async def test_a_chore_that_fails_says_so_once_and_the_next_is_tried(caplog):
-    chore, broken = Chore("testing"), [True]
+    chore, broken = BackgroundJob("testing"), [True]
 
     async def act():
         if broken:
@@ -231,9 +231,9 @@ async def test_a_chore_that_fails_says_so_once_and_the_next_is_tried(caplog):
         tasks.start_soon(chore.run)
 
         async def wish_and_wait():
-            chore.wish(act)
+            chore.submit_latest(act)
             with anyio.fail_after(20):
-                await chore.at_rest()
+                await chore.until_idle()
 
         for _ in range(3):
             await wish_and_wait()

@@ -13,7 +13,7 @@ from tests.test_weights import explorer, ready, trainer
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.weights import (
     PartWriter,
-    Place,
+    ShardOffset,
     Synchronizer,
     check_fit,
     install,
@@ -165,7 +165,7 @@ def test_shards_travel_in_the_dtype_that_is_asked_for(stores, part):
     for rank, (tensor, *place) in enumerate(rows(weight, 11)):
         to = part._replace(rank=rank)
         writer = PartWriter(stores[rank], to, 64, dtype=torch.float16, tensor_digests=True)
-        writer.add("weight", tensor, Place(*place))
+        writer.add("weight", tensor, ShardOffset(*place))
         reports.append(writer.seal())
     assert sum(one.bytes for one in reports) == weight.nbytes / 2
     with pull_version(stores[-1], part.run_id, announcement(part, *reports)) as version:

@@ -11,7 +11,6 @@ from tests.histories import committed, registration, started
 from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events import StepReady, subscribe
 from trinity_events.errors import LogExhausted, PublishError
-from trinity_events.history import current_state
 from trinity_events.log import (
     AsyncPublisher,
     MemoryEventLog,
@@ -24,10 +23,11 @@ from trinity_events.log import (
     open_run,
     position,
 )
-from trinity_events.log.faults import passes
+from trinity_events.log.envelopes import EnvelopeFactory
 from trinity_events.log.position import LAST_ID, LATEST, is_from_a_clock
-from trinity_events.log.stamp import Stamp
+from trinity_events.log.retry import is_transient
 from trinity_events.reducer import reduce_all
+from trinity_events.replay import current_state
 from trinity_events.views.times import date_and_time, time_of_day
 from trinity_schemas import RUN_INDEX, SaveStarted
 
@@ -37,7 +37,7 @@ READING = ("status", "explain", "tail", "replay", "runs", "verify", "export")
 
 async def forge(log, entry_id, event=None):
     """Append an event under an id of one's own, as everyone may who may append."""
-    payload = Stamp(log.run_id, 1, new_producer("actor")).next(event or started(9))
+    payload = EnvelopeFactory(log.run_id, 1, new_producer("actor")).next(event or started(9))
     await log._redis.xadd(log.keys.events, {"e": payload}, id=entry_id)
 
 
@@ -68,7 +68,7 @@ async def test_such_a_run_does_not_hide_others_nor_does_a_run_that_begins_with_o
     await open_run(client, other)
     log = RedisEventLog(client, other)
     await client.delete(log.keys.events)
-    payload = Stamp(other, 2, new_producer("trainer"))
+    payload = EnvelopeFactory(other, 2, new_producer("trainer"))
     from trinity_schemas import RunOpened
 
     await client.xadd(log.keys.events, {"e": payload.next(RunOpened())}, id=FAR)
@@ -111,7 +111,7 @@ async def test_a_run_goes_on_after_such_an_id_with_those_of_the_clock(
     assert state.steps[9].kinds["state_dict"].slots, "what was appended under it counts"
     assert state.anomaly_counts == {}
     assert all(is_from_a_clock(entry.id) for entry in await log.read())
-    assert await log.first_left(Stream.EVENTS) is None, "nothing is taken for trimmed"
+    assert await log.first_retained_id(Stream.EVENTS) is None, "nothing is taken for trimmed"
 
 
 @pytest.mark.parametrize("entry_id", [FAR, LAST_ID])
@@ -160,7 +160,7 @@ async def test_a_log_that_was_trimmed_stays_trimmed(publisher, log):
     token, _ = await log.lead(30)
     assert await log.renumber(token, kept[0].id) == 1
     assert (await log.read())[:3] == kept
-    assert await log.first_left(Stream.EVENTS) == kept[0].id
+    assert await log.first_retained_id(Stream.EVENTS) == kept[0].id
 
 
 async def test_a_log_that_was_trimmed_to_nothing_goes_on_after_its_position(publisher, log):
@@ -201,7 +201,7 @@ async def test_the_twin_has_none_to_renumber(run_id):
 async def test_nothing_follows_the_last_id(log, client):
     await client.xadd(log.keys.events, {"e": "x"}, id=LAST_ID)
     assert await log.read(LAST_ID) == []
-    assert await log.wait({Stream.EVENTS: LAST_ID}, seconds=0.01) == []
+    assert await log.read_blocking({Stream.EVENTS: LAST_ID}, seconds=0.01) == []
     assert await MemoryEventLog("run").read(LAST_ID) == []
 
 
@@ -211,7 +211,7 @@ async def test_publishers_wait_while_a_log_takes_nothing_and_say_so(
     await forge(log, LAST_ID)
     with pytest.raises(LogExhausted, match=r"no more entries.*reducer") as caught:
         await log.append(b"x")
-    assert passes(caught.value)
+    assert is_transient(caught.value)
     impatient = AsyncPublisher(log, 1, new_producer("trainer"), deadline=0.1)
     with pytest.raises(PublishError, match="no more entries"):
         await impatient.publish(started(1))
@@ -256,11 +256,11 @@ async def test_the_index_of_runs_goes_on_too(redis_url, client, run_id, publishe
 async def test_a_run_is_silent_although_its_last_entry_is_of_the_future(
     client, publisher, log, redis_url
 ):
-    from trinity_events.silence import silent_since
+    from trinity_events.liveness import abandoned_since
 
-    assert await silent_since(client, await current_state(log)) is None, "just now"
+    assert await abandoned_since(client, await current_state(log)) is None, "just now"
     await forge(log, FAR)
-    assert await silent_since(client, await current_state(log)) == 999999999999999
+    assert await abandoned_since(client, await current_state(log)) == 999999999999999
 
 
 async def test_subscribers_hear_of_steps_before_and_after(publisher, log, redis_url, run_id):

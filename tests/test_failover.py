@@ -13,7 +13,6 @@ from tests.pipeline import announced, publish_steps, reducer_process, reducer_ta
 from tests.proxy import Proxy
 from tests.servers import servers
 from trinity_events.archive import Archive
-from trinity_events.history import Replay, current_state, read_all
 from trinity_events.log import (
     AsyncPublisher,
     Publisher,
@@ -23,7 +22,8 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.reducer import reduce
+from trinity_events.reducer import reducer
+from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import connect, open_client
 from trinity_schemas import RunKeys, StepReady, TrainerStatusChanged, decode_envelope
 
@@ -121,7 +121,7 @@ async def _all_keys(log):
     return [
         await log.read(),
         await log.read(stream=Stream.ANNOUNCEMENTS),
-        await log.standing(),
+        await log.current_announcements(),
         await log.load(),
         await log._redis.get(keys.fence),
         await log.dead_letters(),
@@ -186,15 +186,15 @@ async def test_a_position_beyond_the_end_of_the_log_is_reported_and_the_run_goes
 @pytest.fixture
 async def trimmed(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
     """A run whose first entries are in the archive alone."""
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 9)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 9)
     async with reducer_task(redis_url, run_id, tmp_path):
         for step in range(1, 20):
             await publish_steps(publisher, [step])
             await announced(log, step)
             await until(lambda: _is_folded(log))
-            if await log.first_left(Stream.EVENTS) is not None:
+            if await log.first_retained_id(Stream.EVENTS) is not None:
                 break
-    assert await log.first_left(Stream.EVENTS) is not None
+    assert await log.first_retained_id(Stream.EVENTS) is not None
     return step
 
 

@@ -25,13 +25,14 @@ from tests.histories import (
 from trinity_events.core import (
     Monitor,
     MonitorState,
-    complete,
+    completeness,
     decode_state,
     encode_state,
     explain,
-    removable,
+    removable_steps,
 )
-from trinity_events.core.complete import slot_key
+from trinity_events.core.completeness import slot_key
+from trinity_events.core.current import OF_AN_EPOCH, is_current, newest_subjects
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,
@@ -40,7 +41,6 @@ from trinity_events.core.limits import (
     KEPT_STEPS,
     KEPT_VERSIONS,
 )
-from trinity_events.core.standing import OF_AN_EPOCH, newest, stands
 from trinity_events.core.state import TrainerWaits
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
@@ -348,8 +348,8 @@ def test_what_a_live_version_rests_on_is_not_retired_before_it():
     [ready] = [one for one in of(said, StepReady) if one.step == 6]
     assert ready.parts[0].base == StepRef(1, 4)
     again = decode_state(encode_state(monitor.state))
-    assert again.resting == monitor.state.resting
-    assert [one.bases for one in again.resting] == [(StepRef(1, 4),)] * 2
+    assert again.delta_bases == monitor.state.delta_bases
+    assert [one.bases for one in again.delta_bases] == [(StepRef(1, 4),)] * 2
 
 
 def test_what_versions_rest_on_is_bounded_and_may_be_anything():
@@ -505,7 +505,7 @@ def test_ranks_that_name_their_own_saves_are_not_all_looked_at_when_one_finishes
     history.add(committed(1, "state_dict"))
     for rank in range(ranks):
         history.add(finished(1, f"save-{rank}", rank=rank), by="actor", rank=rank)
-    monkeypatch.setattr(complete, "slot_key", lambda one: looked.append(one) or slot_key(one))
+    monkeypatch.setattr(completeness, "slot_key", lambda one: looked.append(one) or slot_key(one))
     assert [type(event) for event in history.fold()[1]] == [StepReady]
     assert len(looked) < 4 * ranks
 
@@ -569,7 +569,7 @@ def test_a_grant_answers_one_attempt_and_is_not_what_subscribers_begin_with():
     for event, standing in ((grant, False), (failure, True)):
         history.add(event)
         said = msgspec.structs.replace(history.entries[-1][1], producer=MONITOR)
-        assert stands(said, history.fold()[0].state) is standing
+        assert is_current(said, history.fold()[0].state) is standing
 
 
 @pytest.mark.parametrize("opening", [RunOpened(), RunResumed(step=2)])
@@ -593,7 +593,7 @@ def committed_in_batches(entries, size):
         made = [one for entry in entries[start : start + size] for one in monitor.apply(*entry)]
         for gone in OF_AN_EPOCH if monitor.state.epoch != epoch else ():
             kept.pop(gone, None)
-        named = zip(newest(made, monitor.state), made, strict=True)
+        named = zip(newest_subjects(made, monitor.state), made, strict=True)
         kept.update((name, one) for name, one in named if name)
     return kept
 
@@ -1036,7 +1036,7 @@ def test_opening_a_run_again_makes_no_checkpoint_removable():
         history.add(finished(step, f"s{step}", kind="checkpoint"), by="worker")
         history.add(committed(step, "checkpoint", registration("checkpoint", 1)))
     history.add(RunOpened(), epoch=2)
-    assert removable(history.fold()[0].state, dict.fromkeys([10, 20, 30, 40], 1), 3) == []
+    assert removable_steps(history.fold()[0].state, dict.fromkeys([10, 20, 30, 40], 1), 3) == []
 
 
 def test_the_log_tells_for_whom_the_trainer_waits_until_it_has_it():

@@ -22,7 +22,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.reducer import Policy, process, reduce
+from trinity_events.reducer import Policy, process, reducer
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed
 
@@ -128,7 +128,7 @@ async def test_a_folder_is_taken_over_when_that_is_asked_for(
 async def test_the_log_is_known_again_after_a_restart_although_its_beginning_is_trimmed(
     run_id, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     root = tmp_path / "root"
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
@@ -137,14 +137,14 @@ async def test_the_log_is_known_again_after_a_restart_although_its_beginning_is_
                 for step in range(1, 30):
                     await publish_steps(publisher, [step])
                     await until(lambda: is_folded(log))
-                    if await log.first_left(Stream.EVENTS) is not None:
+                    if await log.first_retained_id(Stream.EVENTS) is not None:
                         break
         mark = (root / run_id / MARK).read_bytes()
         server.kill()
         server.start()
         async with connect(server.url) as client:
             log = RedisEventLog(client, run_id)
-            assert await log.first_left(Stream.EVENTS) is not None
+            assert await log.first_retained_id(Stream.EVENTS) is not None
             async with reducer_task(server.url, run_id, root):
                 await publish_steps(AsyncPublisher(log, 1, new_producer("trainer")), [50])
                 await until(lambda: is_folded(log))

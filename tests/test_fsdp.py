@@ -61,9 +61,9 @@ from trinity_workers.collectives import PeerFailed  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
 from trinity_workers.engines import FSDPEngine  # noqa: E402
 from trinity_workers.engines.base import LocalShard  # noqa: E402
-from trinity_workers.engines.files import read_state, write_state  # noqa: E402
+from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
-from trinity_workers.helpers.gathered import full_tensors  # noqa: E402
+from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
 from trinity_workers.helpers.shards import ShardsRefused, fsdp_shards  # noqa: E402
 from trinity_workers.helpers.snapshot import SnapshotUploads  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
@@ -695,7 +695,7 @@ async def test_a_shard_loads_in_a_process_that_knows_of_no_group(ranks, where, t
     await ranks(save_checkpoint, folder)
     code = (
         "import sys; from pathlib import Path;"
-        "from trinity_workers.engines.files import read_state;"
+        "from trinity_workers.engines.state_files import read_state;"
         "model, optim = (read_state(Path(path)) for path in sys.argv[1:]);"
         "print(type(model['model.norm.weight']).__name__, len(optim['optimizer']['state']))"
     )

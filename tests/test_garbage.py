@@ -14,9 +14,8 @@ import pytest
 
 from tests.histories import finished
 from tests.pipeline import announced, publish_steps, reducer_process, until
-from trinity_events import history
+from trinity_events import replay
 from trinity_events.core import decode_state
-from trinity_events.history import current_state, load_monitor
 from trinity_events.log import (
     AsyncPublisher,
     Entry,
@@ -26,9 +25,10 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.log.stamp import Stamp
-from trinity_events.reducer import every_run, reduce, reduce_all
-from trinity_events.reducer.reduce import Reducer
+from trinity_events.log.envelopes import EnvelopeFactory
+from trinity_events.reducer import reduce_all, reducer, run_supervisor
+from trinity_events.reducer.reducer import Reducer
+from trinity_events.replay import current_state, load_monitor
 from trinity_schemas import (
     MAX_EVENT_BYTES,
     ContractError,
@@ -47,7 +47,9 @@ LITTLE = 1 << 20
 
 def garbage(run_id, nbytes=MAX_EVENT_BYTES, tag="from-the-future"):
     """An event of an unknown type with millions of empty lists, of which it is made in no time."""
-    raw = msgspec.msgpack.decode(Stamp(run_id, 1, new_producer("actor")).next(finished(3)))
+    raw = msgspec.msgpack.decode(
+        EnvelopeFactory(run_id, 1, new_producer("actor")).next(finished(3))
+    )
     small = msgspec.msgpack.encode({**raw, "event": {"type": tag, "junk": 0}})
     count = nbytes - len(small) - 5
     return small[:-1] + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
@@ -152,7 +154,7 @@ async def test_others_have_their_turns_while_a_new_leader_folds_it_again(run_id,
 
 
 async def test_others_have_their_turns_while_it_is_asked_whether_a_run_is_over(run_id, monkeypatch):
-    monkeypatch.setattr(every_run, "_AFTER_THE_END", COUNT + 1)
+    monkeypatch.setattr(run_supervisor, "_AFTER_THE_END", COUNT + 1)
     from trinity_events.core import MonitorState, encode_state
 
     log = await log_of_garbage(run_id)
@@ -160,7 +162,7 @@ async def test_others_have_their_turns_while_it_is_asked_whether_a_run_is_over(r
     log._position, watched = log.last_id_now(), Watched(monkeypatch)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watched.turns)
-        assert await every_run._is_over(log)
+        assert await run_supervisor._is_over(log)
         tasks.cancel_scope.cancel()
     assert 0 < watched.most <= ENOUGH
 
@@ -169,7 +171,7 @@ async def test_others_have_their_turns_while_it_is_asked_whether_a_run_is_over(r
     ("limit", "value"), [("SNAPSHOT_BYTES", 10 * LARGE), ("SNAPSHOT_SECONDS", 0.0)]
 )
 async def test_what_took_long_to_fold_is_in_a_snapshot(run_id, monkeypatch, limit, value):
-    monkeypatch.setattr(reduce, limit, value)
+    monkeypatch.setattr(reducer, limit, value)
     log = await log_of_garbage(run_id)
     token, _ = await log.lead(60)
     async with anyio.create_task_group() as tasks:
@@ -182,7 +184,7 @@ async def test_what_took_long_to_fold_is_in_a_snapshot(run_id, monkeypatch, limi
 
 
 async def test_what_a_new_leader_folded_again_counts_for_the_next_snapshot(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "SNAPSHOT_BYTES", COUNT * (LARGE - 1))
+    monkeypatch.setattr(reducer, "SNAPSHOT_BYTES", COUNT * (LARGE - 1))
     log = await log_of_garbage(run_id)
     log._position = log.last_id_now()
     token, _ = await log.lead(60)
@@ -197,7 +199,7 @@ async def test_folding_an_archive_anew_ends_when_it_is_cancelled(run_id, publish
     for _ in range(3):
         await publisher.publish(finished(1))
     entries = await log.read()
-    await log.trim(history.Stream.EVENTS, entries[-1].id)
+    await log.trim(replay.Stream.EVENTS, entries[-1].id)
     folding = anyio.Event()
 
     def endless(_):

@@ -25,10 +25,10 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.boxes import Box, common, runs, whole
-from trinity_events.weights.deltas.tracking import LastPublished
-from trinity_events.weights.landing import Landing
-from trinity_events.weights.load import Based
+from trinity_events.weights.copy_plan import CopyTarget
+from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.load import BaseRequired
+from trinity_events.weights.slices import TensorSlice, contiguous_runs, full_slice, intersection
 
 __all__ = ["stores"]  # a fixture
 
@@ -53,20 +53,20 @@ def three_boxes(draw):
 @given(three_boxes(), st.sampled_from([1, 2, 4]))
 def test_runs_bring_what_two_boxes_have_in_common_from_one_to_the_other(drawn, itemsize):
     shape, held, outer = drawn
-    inner = common(held, outer)
+    inner = intersection(held, outer)
     if inner is None:
         return
-    whole_one = torch.arange(whole(shape).volume).reshape(shape)
-    source = whole_one[held.inside(whole(shape))].contiguous().flatten()
+    whole_one = torch.arange(full_slice(shape).volume).reshape(shape)
+    source = whole_one[held.inside(full_slice(shape))].contiguous().flatten()
     target = torch.full(outer.shape, -1)
     flat, last = target.view(-1), -1
-    for begin, at, nbytes in runs(held, outer, inner, itemsize):
+    for begin, at, nbytes in contiguous_runs(held, outer, inner, itemsize):
         assert begin > last and not (begin % itemsize or at % itemsize or nbytes % itemsize)
         one, other, count = begin // itemsize, at // itemsize, nbytes // itemsize
         flat[other : other + count] = source[one : one + count]
         last = begin
     expected = torch.full(outer.shape, -1)
-    expected[inner.inside(outer)] = whole_one[inner.inside(whole(shape))]
+    expected[inner.inside(outer)] = whole_one[inner.inside(full_slice(shape))]
     assert identical(target, expected)
 
 
@@ -98,7 +98,7 @@ def test_a_slice_reads_the_chunks_that_it_needs_and_no_others(stores, part, load
     weight = torch.rand(64, 32)
     event = publish(stores, part, *[[("weight", *shard)] for shard in rows(weight, 24)])
     module, sizes = module_of(weight=(10, 8)), verified(monkeypatch)
-    load(event, module, {"weight": Box((20, 16), (10, 8))})
+    load(event, module, {"weight": TensorSlice((20, 16), (10, 8))})
     assert identical(module["weight"], weight[20:30, 16:24])
     assert sum(sizes) == 10 * 64, "a row has two chunks, of which the slice needs one, half of it"
 
@@ -119,7 +119,7 @@ def test_what_does_not_fit_or_is_not_there_is_refused_before_anything_changes(st
         (module_of(a=4), None, "no 'b', which the version brings"),
         (module_of(a=4, b=2, c=1), None, "no 'c', which the model needs"),
         (module_of(a=4), {"c": None}, "no 'c', which is wanted"),
-        (module_of(a=4), {"a": Box((2,), (4,))}, r"of 'a' \[4\] from \[2\] is wanted"),
+        (module_of(a=4), {"a": TensorSlice((2,), (4,))}, r"of 'a' \[4\] from \[2\] is wanted"),
     ):
         with pytest.raises(IncompatibleWeights, match=said):
             load(event, module, wanted)
@@ -142,7 +142,7 @@ def test_a_delta_is_not_loaded_and_nothing_changes(stores, part):
         event = announcement(here, writer.seal())
         tensor[0] += 1
     module = module_of(a=1000)
-    with pytest.raises(Based):
+    with pytest.raises(BaseRequired):
         load_version(stores[-1], part.run_id, event, module)
     assert (module["a"] == 0).all()
 
@@ -271,7 +271,7 @@ def test_threads_fill_what_was_made_for_inference():
         target = torch.zeros(6, 4).t()
         assert target.is_inference()
         assert not target.is_contiguous()
-        brought_by_a_thread(Landing(target), data)
+        brought_by_a_thread(CopyTarget(target), data)
         assert identical(target, data)
 
 
@@ -287,7 +287,7 @@ class Elsewhere(torch.Tensor):
 def test_bytes_of_a_device_reach_a_subclass_by_its_own_copy():
     Elsewhere.came = []
     data, target = torch.rand(6), torch.zeros(6).as_subclass(Elsewhere)
-    landing = Landing(target)
+    landing = CopyTarget(target)
     for at in (0, 12):
         landing.copy(at, data.view(torch.uint8)[at : at + 12])
     [came] = Elsewhere.came
@@ -298,8 +298,8 @@ def test_bytes_of_a_device_reach_a_subclass_by_its_own_copy():
 def test_what_lies_beside_a_tensor_is_on_the_host_whatever_is_the_default():
     data, target = torch.rand(4, 6), torch.zeros(6, 4).t()
     with torch.device("meta"):
-        brought_by_a_thread(Landing(target), data)
-        landing = Landing(target)
-        assert len(landing.room(0, 96)) == 96
+        brought_by_a_thread(CopyTarget(target), data)
+        landing = CopyTarget(target)
+        assert len(landing.memory_at(0, 96)) == 96
         landing.bring(0, data.data_ptr(), 96)
     assert identical(target, data)

@@ -7,7 +7,7 @@ import pytest
 import redis.asyncio
 
 from tests.histories import committed, registration
-from trinity_events.errors import KeyTaken, PublishError, RunNotFound
+from trinity_events.errors import KeyConflict, PublishError, RunNotFound
 from trinity_events.log import (
     ORIGIN,
     AsyncPublisher,
@@ -109,7 +109,7 @@ async def test_a_commit_that_meets_a_key_of_something_else_writes_nothing(client
     )
     before_it = {one: await client.dump(one) for one in await _keys_of(client, run_id)}
     says = f"^{re.escape(key)} is a list, where the log keeps a .* something else wrote"
-    with pytest.raises(KeyTaken, match=says):
+    with pytest.raises(KeyConflict, match=says):
         await log.commit(step)
     assert {one: await client.dump(one) for one in await _keys_of(client, run_id)} == before_it
     await client.delete(key)

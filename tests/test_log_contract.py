@@ -80,7 +80,7 @@ async def test_a_wait_returns_what_is_appended_meanwhile(log):
     found = []
 
     async def wait():
-        found.extend(await log.wait({EVENTS: ORIGIN}, seconds=5))
+        found.extend(await log.read_blocking({EVENTS: ORIGIN}, seconds=5))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait)
@@ -95,7 +95,7 @@ async def test_everyone_who_waits_is_woken_on_either_stream(log):
     found = []
 
     async def wait():
-        found.append(await log.wait({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=5))
+        found.append(await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=5))
 
     with anyio.fail_after(3):
         async with anyio.create_task_group() as tasks:
@@ -114,7 +114,7 @@ async def test_what_a_thread_appends_wakes_who_waits(log, sync_log):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, sync_log.append, b"from a thread")
         with anyio.fail_after(3):
-            [(_, entry)] = await log.wait({EVENTS: ORIGIN}, seconds=5)
+            [(_, entry)] = await log.read_blocking({EVENTS: ORIGIN}, seconds=5)
     assert entry.payload == b"from a thread"
     assert sync_log.read() == [entry]
     assert sync_log.read(entry.id) == sync_log.read(stream=ANNOUNCEMENTS) == []
@@ -123,17 +123,17 @@ async def test_what_a_thread_appends_wakes_who_waits(log, sync_log):
 async def test_a_wait_takes_at_most_so_many_of_each_stream(log):
     for number in range(5):
         await log.append(bytes([number]))
-    found = await log.wait({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=1, limit=3)
+    found = await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=1, limit=3)
     assert payloads(entry for _, entry in found) == [b"\0", b"\1", b"\2"]
 
 
 async def test_a_wait_for_nothing_returns_empty(log):
-    assert await log.wait({EVENTS: ORIGIN}, seconds=0.05) == []
+    assert await log.read_blocking({EVENTS: ORIGIN}, seconds=0.05) == []
 
 
 async def test_a_wait_can_be_cancelled(log):
     with anyio.move_on_after(0.05) as scope:
-        await log.wait({EVENTS: ORIGIN}, seconds=5)
+        await log.read_blocking({EVENTS: ORIGIN}, seconds=5)
     assert scope.cancelled_caught
 
 
@@ -219,7 +219,7 @@ async def test_a_commit_counts_only_for_the_newest_leader_and_from_its_own_posit
     [announced] = await log.read(stream=ANNOUNCEMENTS)
     assert announced.payload == b"announced"
     assert await log.load() == (b"s", "1-0")
-    [standing] = await log.standing()
+    [standing] = await log.current_announcements()
     assert standing == ("step-ready/weights", announced)
 
 
@@ -227,7 +227,7 @@ async def test_what_stands_is_the_newest_of_its_subject_until_it_is_retracted(lo
     token, _ = await log.lead(5)
     first = [("a", b"a1"), ("", b"unnamed"), ("b", b"b1"), ("a", b"a2")]
     await log.commit(Commit(token=token, after=ORIGIN, position="1-0", announcements=first))
-    assert {(one.subject, one.entry.payload) for one in await log.standing()} == {
+    assert {(one.subject, one.entry.payload) for one in await log.current_announcements()} == {
         ("a", b"a2"),
         ("b", b"b1"),
     }
@@ -236,7 +236,9 @@ async def test_what_stands_is_the_newest_of_its_subject_until_it_is_retracted(lo
         token=token, after="1-0", position="2-0", announcements=[("a", b"a3")], retracted=["a", "b"]
     )
     await log.commit(step)
-    assert [(one.subject, one.entry.payload) for one in await log.standing()] == [("a", b"a3")]
+    assert [(one.subject, one.entry.payload) for one in await log.current_announcements()] == [
+        ("a", b"a3")
+    ]
     assert payloads(await log.read(stream=ANNOUNCEMENTS)) == [
         b"a1",
         b"unnamed",
@@ -266,21 +268,21 @@ async def test_what_the_leader_appends_counts_only_while_it_leads(log):
 
 
 async def test_a_heartbeat_lasts_as_long_as_its_lease_and_not_after_a_rest(log, sync_log):
-    assert await log.alive([]) == await log.alive(["a"]) == {}
+    assert await log.heartbeat_ttls([]) == await log.heartbeat_ttls(["a"]) == {}
     sync_log.beat("a", 60)
     sync_log.beat("b", 0.2)
     sync_log.beat("c", 60)
     sync_log.rest("c")
     sync_log.rest("never")
-    [(name, seconds)] = (await log.alive(["a", "c", "d"])).items()
+    [(name, seconds)] = (await log.heartbeat_ttls(["a", "c", "d"])).items()
     assert name == "a" and 40 < seconds <= 60
     with anyio.fail_after(20):
-        while set(await log.alive(["a", "b"])) != {"a"}:
+        while set(await log.heartbeat_ttls(["a", "b"])) != {"a"}:
             await anyio.sleep(0.02)
     sync_log.beat("b", 60)
     sync_log.beat("a", 0.001)
     with anyio.fail_after(20):
-        while set(await log.alive(["a", "b"])) != {"b"}:
+        while set(await log.heartbeat_ttls(["a", "b"])) != {"b"}:
             await anyio.sleep(0.02)
 
 
@@ -329,29 +331,31 @@ async def test_many_are_appended_in_their_order(log, sync_log):
 
 async def test_a_checkpoint_that_is_held_is_not_doomed_and_one_that_is_doomed_not_held(log):
     token, _ = await log.lead(5)
-    assert await log.hold(1, "a reader", 60)
-    assert await log.hold(1, "another", 60)
-    assert await log.hold(2, "a reader", 0.05)
-    await log.release(3, "nobody")
-    assert await log.doom(token + 1, [5]) == await log.doom(token - 1, [5]) == set()
-    assert await log.doom(token, [1, 11, 3]) == {11, 3}
-    assert not await log.hold(3, "a reader", 60)
-    await log.release(1, "another")
-    assert await log.doom(token, [1]) == set(), "one still holds it"
-    await log.release(1, "a reader")
-    assert await log.doom(token, [1]) == {1}
+    assert await log.acquire_lease(1, "a reader", 60)
+    assert await log.acquire_lease(1, "another", 60)
+    assert await log.acquire_lease(2, "a reader", 0.05)
+    await log.release_lease(3, "nobody")
+    assert (
+        await log.mark_deleting(token + 1, [5]) == await log.mark_deleting(token - 1, [5]) == set()
+    )
+    assert await log.mark_deleting(token, [1, 11, 3]) == {11, 3}
+    assert not await log.acquire_lease(3, "a reader", 60)
+    await log.release_lease(1, "another")
+    assert await log.mark_deleting(token, [1]) == set(), "one still holds it"
+    await log.release_lease(1, "a reader")
+    assert await log.mark_deleting(token, [1]) == {1}
     with anyio.fail_after(20):
-        while not await log.doom(token, [2]):  # until the hold lapses
+        while not await log.mark_deleting(token, [2]):  # until the hold lapses
             await anyio.sleep(0.02)
-    assert not await log.undoom(token - 1, [3])
-    assert not await log.hold(3, "a reader", 60)
-    assert await log.undoom(token, [1, 3])
-    assert await log.hold(3, "a reader", 60)
-    assert not await log.hold(2, "a reader", 60)
-    assert not await log.undoom(token - 1)
-    assert not await log.hold(2, "a reader", 60)
-    assert await log.undoom(token)
-    assert await log.hold(2, "a reader", 60)
+    assert not await log.clear_deleting(token - 1, [3])
+    assert not await log.acquire_lease(3, "a reader", 60)
+    assert await log.clear_deleting(token, [1, 3])
+    assert await log.acquire_lease(3, "a reader", 60)
+    assert not await log.acquire_lease(2, "a reader", 60)
+    assert not await log.clear_deleting(token - 1)
+    assert not await log.acquire_lease(2, "a reader", 60)
+    assert await log.clear_deleting(token)
+    assert await log.acquire_lease(2, "a reader", 60)
 
 
 async def test_dead_letters_are_bounded_and_the_newest_stay(log, monkeypatch):
@@ -595,15 +599,15 @@ async def test_a_former_leader_trims_nothing(log):
 
 async def test_nothing_is_trimmed_that_a_group_still_needs(log):
     assert await log.trim(EVENTS, "5-0") == 0
-    assert await log.first_left(EVENTS) is None
+    assert await log.first_retained_id(EVENTS) is None
     ids = [await log.append(bytes([number])) for number in range(5)]
     await log.create_group(EVENTS, "g", ORIGIN)
     assert await log.trim(EVENTS, ids[4]) == 0
-    assert await log.first_left(EVENTS) is None
+    assert await log.first_retained_id(EVENTS) is None
     first, second = await log.read_group(EVENTS, "g", "m", seconds=1, limit=2)
     await log.ack(EVENTS, "g", first.id)
     assert await log.trim(EVENTS, ids[4]) == 1
-    assert await log.first_left(EVENTS) == second.id
+    assert await log.first_retained_id(EVENTS) == second.id
     await log.ack(EVENTS, "g", second.id)
     await log.read_group(EVENTS, "g", "m", seconds=1)
     for entry_id in ids[2:]:
@@ -653,7 +657,7 @@ class Player:
         return self.told(stream, found)
 
     async def wait(self, turn, stream, after, group):
-        found = await self.log.wait({stream: after}, seconds=0.001, limit=3)
+        found = await self.log.read_blocking({stream: after}, seconds=0.001, limit=3)
         return self.told(stream, [entry for _, entry in found])
 
     async def commit(self, turn, *_):
@@ -671,7 +675,9 @@ class Player:
         self.folded = commit.position if taken else self.folded
         added = await self.log.read(self.ids[ANNOUNCEMENTS][-1], stream=ANNOUNCEMENTS)
         self.ids[ANNOUNCEMENTS] += [entry.id for entry in added]
-        standing = [(s, *self.told(ANNOUNCEMENTS, [e])) for s, e in await self.log.standing()]
+        standing = [
+            (s, *self.told(ANNOUNCEMENTS, [e])) for s, e in await self.log.current_announcements()
+        ]
         dead = [(one.entry.payload, one.reason) for one in await self.log.dead_letters()]
         return taken, sorted(standing), await self.log.load(), dead
 
@@ -715,13 +721,13 @@ class Player:
 
     async def hold(self, *_):
         step, who = self.draw.randint(1, 5), self.draw.choice("ab")
-        await self.log.release(self.draw.randint(1, 5), who)
-        return await self.log.hold(step, who, 60)
+        await self.log.release_lease(self.draw.randint(1, 5), who)
+        return await self.log.acquire_lease(step, who, 60)
 
     async def doom(self, *_):
         token, steps = self.token - self.draw.choice([0, 0, 1]), self.draw.sample(range(1, 6), 3)
-        doomed = await self.log.doom(token, steps)
-        return doomed, await self.log.undoom(token, self.draw.sample(range(1, 6), 2))
+        doomed = await self.log.mark_deleting(token, steps)
+        return doomed, await self.log.clear_deleting(token, self.draw.sample(range(1, 6), 2))
 
     async def append_leading(self, turn, *_):
         token = self.token - self.draw.choice([0, 0, 1])
@@ -731,7 +737,7 @@ class Player:
 
     async def trim(self, turn, stream, after, group):
         dropped = await self.log.trim(stream, after) if self.draw.random() < 0.3 else 0
-        first = await self.log.first_left(stream)
+        first = await self.log.first_retained_id(stream)
         return dropped, first and self.ids[stream].index(first)
 
 

@@ -8,22 +8,22 @@ import anyio
 import pytest
 
 from tests.pipeline import announced, events_of, publish_steps, recorded, reducer_task, until
-from trinity_events import history
+from trinity_events import replay
 from trinity_events.archive import Archive, ArchiveMissing, segments, verify
 from trinity_events.archive.continuation import common_part
 from trinity_events.archive.export import whole_stream
 from trinity_events.core import decode_state
-from trinity_events.history import Replay, current_state, load_monitor
 from trinity_events.log import (
     AsyncPublisher,
     MemoryEventLog,
     RedisEventLog,
     Stream,
     new_producer,
-    opening,
+    opening_envelope,
 )
-from trinity_events.reducer import Policy, reduce, retention
-from trinity_events.reducer.retention import Retention
+from trinity_events.reducer import Policy, log_retention, reducer
+from trinity_events.reducer.log_retention import LogRetention
+from trinity_events.replay import Replay, current_state, load_monitor
 from trinity_schemas import ConsumerDetached, RunClosed, RunOpened, StepReady
 
 
@@ -35,7 +35,7 @@ async def is_folded(log):
 async def test_the_server_keeps_the_newest_entries_alone_and_the_archive_all(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 30)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 30)
     archive = Archive(tmp_path / run_id, run_id)
     async with reducer_task(redis_url, run_id, tmp_path):
         for first in range(1, 101, 10):
@@ -57,9 +57,9 @@ async def _left(log, stream, most):
 
 
 async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "BATCH", 10)
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 20)
-    monkeypatch.setattr(reduce, "_UNKEPT", 2)  # that it was there before makes it wait
+    monkeypatch.setattr(reducer, "BATCH", 10)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 20)
+    monkeypatch.setattr(reducer, "_UNKEPT", 2)  # that it was there before makes it wait
     log, kept, folded_at = MemoryEventLog(run_id), [], []
     await _fill(log, 50)
     token, _ = await log.lead(60)
@@ -73,7 +73,7 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkey
 
         async def run():
             with scope:
-                await reduce.Reducer(log, None, token, keep).run()
+                await reducer.Reducer(log, None, token, keep).run()
 
         tasks.start_soon(run)
         await until(lambda: kept)
@@ -83,7 +83,7 @@ async def test_the_archive_waits_while_there_is_a_backlog_to_fold(run_id, monkey
 
 
 async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     log, kept = MemoryEventLog(run_id), []
     await _fill(log, 5)
 
@@ -97,23 +97,23 @@ async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run
     for archiving in (dies, keep):
         token, _ = await log.lead(60)
         with anyio.fail_after(20), anyio.CancelScope() as scope:
-            await reduce.Reducer(log, None, token, archiving).run()
+            await reducer.Reducer(log, None, token, archiving).run()
         await log.renew(token, 0)
     state = decode_state((await log.load())[0])
     assert kept == [state.position], "although nothing came that would make a snapshot due"
 
 
 async def _fill(log, steps):
-    epoch = await log.open_epoch(opening(log.run_id, RunOpened()))
+    epoch = await log.open_epoch(opening_envelope(log.run_id, RunOpened()))
     publisher = AsyncPublisher(log, epoch, new_producer("trainer"))
     await publish_steps(publisher, range(1, steps + 1))
     return publisher
 
 
 async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "BATCH", 10)
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
-    monkeypatch.setattr(reduce, "_UNKEPT", 2)
+    monkeypatch.setattr(reducer, "BATCH", 10)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reducer, "_UNKEPT", 2)
     log, kept = FilledLater(run_id), []
     token, _ = await log.lead(60)
 
@@ -125,7 +125,7 @@ async def test_a_backlog_too_long_to_wait_for_is_archived_while_it_is_folded(run
 
         async def run():
             with scope:
-                await reduce.Reducer(log, None, token, keep).run()
+                await reducer.Reducer(log, None, token, keep).run()
 
         tasks.start_soon(run)
         await log.fill(50)
@@ -152,9 +152,9 @@ class FilledLater(MemoryEventLog):
 
 
 async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "BATCH", 10)
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
-    monkeypatch.setattr(reduce, "_UNKEPT", 2)
+    monkeypatch.setattr(reducer, "BATCH", 10)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reducer, "_UNKEPT", 2)
     log, goes_on, asked = FilledLater(run_id), anyio.Event(), anyio.Event()
     token, _ = await log.lead(60)
 
@@ -167,7 +167,7 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
 
         async def run():
             with scope:
-                await reduce.Reducer(log, None, token, keep).run()
+                await reducer.Reducer(log, None, token, keep).run()
 
         tasks.start_soon(run)
         await log.fill(50)
@@ -184,8 +184,8 @@ async def test_a_backlog_is_folded_no_faster_than_it_can_be_archived(run_id, mon
 async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
     run_id, monkeypatch, fails
 ):
-    monkeypatch.setattr(reduce, "KEEP_AGAIN", 0.05)
-    monkeypatch.setattr(reduce, "RECONCILE_EVERY", 0.05)
+    monkeypatch.setattr(reducer, "KEEP_AGAIN", 0.05)
+    monkeypatch.setattr(reducer, "RECONCILE_EVERY", 0.05)
     log, kept = MemoryEventLog(run_id), []
     publisher = await _fill(log, 5)
     await publisher.publish(RunClosed(reason="finished"))
@@ -198,14 +198,14 @@ async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
         return len(kept) == 3
 
     with anyio.fail_after(20):
-        assert await reduce.Reducer(log, None, token, keep).run(until_closed=True)
+        assert await reducer.Reducer(log, None, token, keep).run(until_closed=True)
     assert kept == [log.last_id_now()] * 3, "a run that is over is left once it is kept"
 
 
 async def test_a_disk_that_works_again_is_archived_to(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(reduce, "KEEP_AGAIN", 0.05)
+    monkeypatch.setattr(reducer, "KEEP_AGAIN", 0.05)
     folder = tmp_path / run_id / "log"
     folder.parent.mkdir()
     folder.write_text("no folder")
@@ -241,7 +241,7 @@ async def test_what_a_leader_that_was_killed_while_it_archived_has_left_is_remov
     others = {archive.folder / other for other in (".events", "events.jsonl.gz", ".mine.jsonl.x")}
     for other in others:
         other.touch()
-    await Retention(log, archive, 1).begin()
+    await LogRetention(log, archive, 1).begin()
     assert set(archive.folder.iterdir()) == others
 
 
@@ -276,7 +276,7 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
         after = segment[-1].id
     folded = entries[5].id
     token, _ = await log.lead(60)
-    await Retention(log, archive, token)(folded)
+    await LogRetention(log, archive, token)(folded)
     assert (await log.read(limit=1))[0].id == folded
 
 
@@ -284,17 +284,17 @@ async def test_an_archive_ahead_of_its_server_trims_nothing_that_is_yet_to_fold(
 async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it_is_read(
     publisher, log, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(history, "PAGE", 5)
-    monkeypatch.setitem(retention.SEGMENT_ENTRIES, Stream.EVENTS, 5)
+    monkeypatch.setattr(replay, "PAGE", 5)
+    monkeypatch.setitem(log_retention.SEGMENT_ENTRIES, Stream.EVENTS, 5)
     elsewhere, archive = Archive(tmp_path / "a", run_id), Archive(tmp_path / "b", run_id)
     token, _ = await log.lead(60)
     for number, into in enumerate((elsewhere, archive, elsewhere)):
         await publish_steps(publisher, range(10 * number + 1, 10 * number + 11))
-        await Retention(log, into, token)(await log.last_id())
+        await LogRetention(log, into, token)(await log.last_id())
     for kept in (elsewhere, archive):
         with pytest.raises(ArchiveMissing, match="a segment was moved or deleted"):
             list(kept.read(Stream.EVENTS))
-    first = await log.first_left(Stream.EVENTS)
+    first = await log.first_retained_id(Stream.EVENTS)
     assert list(elsewhere.read(Stream.EVENTS, first)), "of what follows on it nothing is missing"
     # Once the segments lie together, all is there.
     for segment in archive.folder.iterdir():
@@ -305,12 +305,12 @@ async def test_an_archive_that_lacks_what_the_server_has_dropped_says_so_when_it
 async def test_short_segments_leave_as_much_on_the_server_as_long_ones(
     log, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 10))
+    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 10))
     archive = Archive(tmp_path / run_id, run_id)
     token, _ = await log.lead(60)
     for number in range(30):  # as after as many snapshots, of one entry each
         await log.append(b"%d" % number)
-        await Retention(log, archive, token)(await log.last_id())
+        await LogRetention(log, archive, token)(await log.last_id())
     assert [entry.payload for entry in await log.read()] == [b"%d" % one for one in range(20, 30)]
 
 
@@ -320,7 +320,7 @@ async def test_few_large_entries_are_enough_on_the_server(log, run_id, tmp_path,
     token, _ = await log.lead(60)
     for _ in range(9):
         await log.append(bytes(1000))
-        await Retention(log, archive, token)(await log.last_id())
+        await LogRetention(log, archive, token)(await log.last_id())
     assert len(await log.read()) == 3, "1,500 bytes each, in files"
 
 
@@ -328,7 +328,7 @@ async def test_few_large_entries_are_enough_on_the_server(log, run_id, tmp_path,
 async def test_what_was_archived_of_a_log_that_the_server_lost_is_set_aside(
     log, run_id, tmp_path, monkeypatch, caplog, left
 ):
-    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, left))
+    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, left))
     archive, ours = Archive(tmp_path / run_id, run_id), RedisEventLog(log._redis, f"{run_id}-new")
     await _archived(log, archive, range(50))
     await _archived(ours, archive, range(100, 120))
@@ -348,7 +348,7 @@ async def test_what_was_archived_of_a_log_that_the_server_lost_is_set_aside(
 async def _archived(log, archive, numbers):
     """A leader of its own archives entries, some at a time."""
     token, _ = await log.lead(60)
-    keeper = Retention(log, archive, token)
+    keeper = LogRetention(log, archive, token)
     await keeper.begin()
     for number in numbers:
         await log.append(b"%d" % number)
@@ -360,7 +360,7 @@ async def _archived(log, archive, numbers):
 async def test_after_a_failover_to_an_older_copy_the_archive_has_what_the_server_goes_on_with(
     log, client, run_id, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 15))
+    monkeypatch.setattr(log_retention, "LEFT_ENTRIES", dict.fromkeys(Stream, 15))
     archive = Archive(tmp_path / run_id, run_id)
     await _archived(log, archive, range(45))
     key = log.keys.events
@@ -392,12 +392,12 @@ async def test_a_log_that_goes_on_from_its_archive_is_left_alone(log, run_id, tm
 
 
 async def test_a_segment_of_large_entries_has_few_of_them(log, run_id, tmp_path, monkeypatch):
-    monkeypatch.setattr(history, "PAGE", 2)
-    monkeypatch.setattr(retention, "SEGMENT_BYTES", 3000)
+    monkeypatch.setattr(replay, "PAGE", 2)
+    monkeypatch.setattr(log_retention, "SEGMENT_BYTES", 3000)
     ids = [await log.append(bytes(1000)) for _ in range(9)]
     archive = Archive(tmp_path / run_id, run_id)
     token, _ = await log.lead(60)
-    await Retention(log, archive, token)(ids[-1])
+    await LogRetention(log, archive, token)(ids[-1])
     lengths = [len(path.read_bytes().splitlines()) - 1 for path in archive.folder.iterdir()]
     assert sorted(lengths) == [1, 4, 4], "two pages have 3,000 bytes together"
     assert [entry.id for entry in archive.read(Stream.EVENTS)] == ids
@@ -407,9 +407,9 @@ async def test_a_segment_of_large_entries_has_few_of_them(log, run_id, tmp_path,
 async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
     publisher, log, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(retention, "_TRIM_EVERY", 2)
-    monkeypatch.setattr(history, "PAGE", 3)
-    monkeypatch.setitem(retention.SEGMENT_ENTRIES, Stream.EVENTS, 3)
+    monkeypatch.setattr(log_retention, "_TRIM_EVERY", 2)
+    monkeypatch.setattr(replay, "PAGE", 3)
+    monkeypatch.setitem(log_retention.SEGMENT_ENTRIES, Stream.EVENTS, 3)
     await publish_steps(publisher, range(1, 11))
     end, trimmed, plain = await log.last_id(), [], log.trim
 
@@ -419,7 +419,7 @@ async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
 
     monkeypatch.setattr(log, "trim", noted)
     token, _ = await log.lead(60)
-    await Retention(log, Archive(tmp_path / run_id, run_id), token)(end)
+    await LogRetention(log, Archive(tmp_path / run_id, run_id), token)(end)
     left = len(await log.read())
     assert left == 31 - sum(trimmed)
     assert max(trimmed) <= 6 < sum(trimmed), "two segments of three at once"
@@ -428,7 +428,7 @@ async def test_a_long_backlog_is_trimmed_little_by_little_while_it_is_archived(
 async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 2)
     hangs, asked = threading.Event(), threading.Event()
     add = Archive.add
 
@@ -455,13 +455,13 @@ async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
 async def test_a_group_that_is_gone_holds_up_the_log_until_it_is_detached(
     publisher, log, redis_url, run_id, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     await log.create_group(Stream.EVENTS, "gone", "0-0")
     async with reducer_task(redis_url, run_id, tmp_path, Policy(group_idle=2.0)):
         for step in range(1, 11):
             await publish_steps(publisher, [step])
             await until(lambda: is_folded(log))
-        assert await log.first_left(Stream.EVENTS) is None or await events_of(
+        assert await log.first_retained_id(Stream.EVENTS) is None or await events_of(
             log, ConsumerDetached
         ), "nothing that a group needs is trimmed"
         await until(lambda: events_of(log, ConsumerDetached))
@@ -469,13 +469,13 @@ async def test_a_group_that_is_gone_holds_up_the_log_until_it_is_detached(
 
         async def is_trimmed():
             await publish_steps(publisher, [next(steps)])
-            return await log.first_left(Stream.EVENTS) is not None
+            return await log.first_retained_id(Stream.EVENTS) is not None
 
         await until(is_trimmed)
 
 
 async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "BATCH", 10)
+    monkeypatch.setattr(reducer, "BATCH", 10)
     log, snapshots = MemoryEventLog(run_id), []
     await _fill(log, 50)
     commit = log.commit
@@ -485,7 +485,7 @@ async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id,
         return await commit(one)
 
     monkeypatch.setattr(log, "commit", counted)
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 70)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 70)
     token, _ = await log.lead(60)
     with anyio.move_on_after(20) as scope:
 
@@ -495,7 +495,7 @@ async def test_snapshots_are_taken_now_and_then_and_not_with_every_batch(run_id,
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stop_when_folded)
-            await reduce.Reducer(log, None, token).run()
+            await reducer.Reducer(log, None, token).run()
     assert len(snapshots) == 16
     assert snapshots.count(True) == 2
     monitor = (await load_monitor(log)).monitor

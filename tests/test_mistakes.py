@@ -14,8 +14,8 @@ from trinity_events.archive.export import import_recording, whole_stream
 from trinity_events.core import MonitorState, explain
 from trinity_events.core.state import KindState, StepState
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.history import PAGE
 from trinity_events.log import Stream
+from trinity_events.replay import PAGE
 from trinity_events.server import EmbeddedServer, connect
 
 

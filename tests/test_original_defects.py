@@ -33,7 +33,7 @@ from trinity_events.log import (
     Stream,
     new_producer,
 )
-from trinity_events.log.stamp import opening
+from trinity_events.log.envelopes import opening_envelope
 from trinity_events.reducer import CheckpointFiles, Reducer
 from trinity_events.testing import MemoryEventLog, Pipeline, SyncMemoryEventLog
 from trinity_schemas import (
@@ -62,7 +62,7 @@ def ready(said):
 
 async def under(strategy: str, run: Pipeline) -> int:
     """A new epoch of the pipeline's run under a save strategy."""
-    return await run.log.open_epoch(opening(run.run_id, RunOpened(save_strategy=strategy)))
+    return await run.log.open_epoch(opening_envelope(run.run_id, RunOpened(save_strategy=strategy)))
 
 
 def coordinator(run: Pipeline, epoch: int, rank: int = 0, **more) -> CheckpointCoordinator:
@@ -286,7 +286,7 @@ async def test_what_is_known_of_a_step_outlives_the_reducer():
     never committed.
     """
     log = MemoryEventLog("test")
-    epoch = await log.open_epoch(opening("test", RunOpened()))
+    epoch = await log.open_epoch(opening_envelope("test", RunOpened()))
     trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
     actor = AsyncPublisher(log, epoch, new_producer("actor"))
     async with reducing(log):
@@ -379,7 +379,7 @@ async def test_committing_a_step_holds_up_nothing_else_in_its_process():
             release.wait(PATIENCE)
             return super().append_many(payloads)
 
-    epoch = await log.open_epoch(opening("test", RunOpened()))
+    epoch = await log.open_epoch(opening_envelope("test", RunOpened()))
     publisher = Publisher(Slow(log), epoch, new_producer("trainer"))
     worker = CheckpointCoordinator(publisher)
     commit = asyncio.create_task(worker.register_and_monitor(1, checkpoint_thread_count=1))

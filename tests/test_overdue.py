@@ -6,7 +6,7 @@ from trinity_events.core import (
     Waiting,
     expired,
     explain,
-    holders,
+    lease_holders,
     overdue,
     waiting,
 )
@@ -34,7 +34,7 @@ def test_only_those_who_send_heartbeats_must_be_heard_of():
     history.add(started(1, "quiet"), by="old")
     history.add(leased(1, "one", 5.0, rank=1), by="new")
     history.add(leased(2, "two", 9.0, rank=1), by="new")
-    found = holders(history.fold()[0].state)
+    found = lease_holders(history.fold()[0].state)
     assert {name: holder.lease for name, holder in found.items()} == {"new-0": 9.0}
 
 

@@ -7,7 +7,6 @@ import redis.asyncio
 
 from tests.pipeline import until
 from trinity_events.archive import Archive, Header, Recording, export, import_recording
-from trinity_events.history import current_state
 from trinity_events.log import (
     AsyncPublisher,
     DeadLetter,
@@ -19,8 +18,9 @@ from trinity_events.log import (
     new_producer,
     page_size,
 )
-from trinity_events.reducer.reduce import BATCH, Reducer
-from trinity_events.reducer.retention import Retention
+from trinity_events.reducer.log_retention import LogRetention
+from trinity_events.reducer.reducer import BATCH, Reducer
+from trinity_events.replay import current_state
 from trinity_events.subscriptions import subscription_on
 from trinity_schemas import StepCommitted
 
@@ -58,8 +58,8 @@ class Noting(MemoryEventLog):
     async def read(self, *args, **keywords):
         return self._noted(await super().read(*args, **keywords))
 
-    async def wait(self, *args, **keywords):
-        found = await super().wait(*args, **keywords)
+    async def read_blocking(self, *args, **keywords):
+        found = await super().read_blocking(*args, **keywords)
         self._noted([entry for _, entry in found])
         return found
 
@@ -86,7 +86,7 @@ async def test_a_reducer_a_view_and_the_archive_hold_few_large_entries_at_once(
     assert log.most <= most
     assert (await current_state(log)).dead_letters == 500
     assert log.most <= most
-    await Retention(log, Archive(tmp_path, run_id), token)(log.last_id_now())
+    await LogRetention(log, Archive(tmp_path, run_id), token)(log.last_id_now())
     assert log.most <= most
 
 

@@ -24,8 +24,8 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
-from trinity_events.log.faults import FAULTS, passes, pauses
 from trinity_events.log.outbox import Outbox
+from trinity_events.log.retry import CONNECTION_ERRORS, backoff_delays, is_transient
 from trinity_events.server import EmbeddedServer
 from trinity_schemas import ContractError, decode_envelope
 
@@ -128,17 +128,17 @@ def wait_for_a_fault(publisher):
     ],
 )
 def test_faults_that_pass_are_told_from_refusals(error, does):
-    assert passes(error) is does
-    assert not does or isinstance(error, (*FAULTS, redis.ResponseError))
+    assert is_transient(error) is does
+    assert not does or isinstance(error, (*CONNECTION_ERRORS, redis.ResponseError))
 
 
 def test_pauses_spread_over_a_span_that_grows_to_its_bound():
-    many = [list(islice(pauses(0.4), 8)) for _ in range(200)]
+    many = [list(islice(backoff_delays(0.4), 8)) for _ in range(200)]
     for turn, span in enumerate([0.05, 0.1, 0.2, 0.4, 0.4, 0.4, 0.4, 0.4]):
         drawn = [each[turn] for each in many]
         assert 0 <= min(drawn) < span / 4
         assert span * 3 / 4 < max(drawn) <= span
-    assert max(islice(pauses(0.01), 100)) <= 0.01
+    assert max(islice(backoff_delays(0.01), 100)) <= 0.01
 
 
 # The queue

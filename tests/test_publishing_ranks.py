@@ -11,7 +11,7 @@ from tests.histories import History, committed, failed, opened, part, slot
 from tests.pipeline import announced, events_of, reducer_task
 from tests.transport_actors import actor, kill
 from trinity_events import Synchronizer
-from trinity_events.core import expired, explain, holders
+from trinity_events.core import expired, explain, lease_holders
 from trinity_schemas import (
     SaveFailed,
     SaveStarted,
@@ -52,7 +52,7 @@ def test_a_rank_that_falls_silent_while_it_publishes_fails_its_version():
     by_rank(history, 1, 0, 1)
     history.add(published(1, 0))
     state = history.fold()[0].state
-    assert list(holders(state)) == ["trainer-1"]
+    assert list(lease_holders(state)) == ["trainer-1"]
     for event in expired(state, {"trainer-0", "trainer-1"}):
         history.add(event, by="reducer")
     monitor, said = history.fold()
@@ -97,7 +97,7 @@ def test_a_rank_that_begins_once_its_version_is_ready_is_not_waited_for():
     history.add(part(1))
     history.add(committed(1, "weights"))
     history.add(begun(1, "late", 0))
-    assert not holders(history.fold()[0].state)
+    assert not lease_holders(history.fold()[0].state)
 
 
 def test_explain_tells_which_ranks_are_at_it():

@@ -16,13 +16,13 @@ from tests.transport_actors import CHUNK, SOME, Where, actor, kill, publishes_un
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartWriter, SharedMemoryStore, pull
-from trinity_events.weights.transports.shared_memory import under_way
+from trinity_events.weights.transports.shared_memory import prefetch
+from trinity_events.weights.transports.shared_memory.prefetch import PartPrefetch
 from trinity_events.weights.transports.shared_memory.segments import (
     available,
     read_beside,
     users_folder,
 )
-from trinity_events.weights.transports.shared_memory.under_way import Follower
 from trinity_schemas import decode_manifest
 from trinity_workers.explorer.along import ReadingAlong
 
@@ -60,7 +60,7 @@ def reading(store, parts, deadline=30.0, taker=None):
     told = SimpleNamespace(ended=None, stop=threading.Event())
 
     def run():
-        told.ended = store.read_along(parts, told.stop, deadline, taker)
+        told.ended = store.prefetch(parts, told.stop, deadline, taker)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -139,7 +139,7 @@ def test_a_reader_that_meets_its_writer_in_the_lock_looks_again(stores, part, mo
             raise BlockingIOError
         read_beside(descriptor)
 
-    monkeypatch.setattr(under_way, "read_beside", meeting)
+    monkeypatch.setattr(prefetch, "read_beside", meeting)
     with reading(theirs, [part]) as told:
         writer = write(PartWriter(ours, part, CHUNK))
         until(lambda: follower_of(theirs) == CHUNKS)
@@ -190,7 +190,7 @@ def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(stores, part):
 def test_a_segment_that_is_read_along_is_not_begun_anew(stores, part):
     ours, theirs = stores
     first = write(PartWriter(ours, part, CHUNK))
-    follower = Follower(part, theirs._newest_first, theirs._mapped)
+    follower = PartPrefetch(part, theirs._newest_first, theirs._mapped)
     assert follower.advance()
     first.discard()
     [held] = ours._idle

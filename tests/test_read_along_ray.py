@@ -22,9 +22,9 @@ from tests.test_transports import (
 from tests.transport_actors import Where, actor, kill, publishes_until
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartWriter, RayStore
-from trinity_events.weights.ahead import Ahead
-from trinity_events.weights.transports.ray.directory import NONE, Attempt, Directory, Objects
-from trinity_events.weights.transports.ray.under_way import Follower
+from trinity_events.weights.speculative_load import SpeculativeLoad
+from trinity_events.weights.transports.ray.directory import NONE, Directory, Objects, PutAttempt
+from trinity_events.weights.transports.ray.prefetch import RayPartPrefetch
 from trinity_schemas import decode_manifest
 
 __all__ = ["copied", "digested", "far", "ray_cluster"]  # fixtures
@@ -55,13 +55,13 @@ def changed(by=1.0):
 def followed(monkeypatch):
     """The followers of all parts that are read along."""
     made = []
-    begin = Follower.__init__
+    begin = RayPartPrefetch.__init__
 
     def noted(self, *args):
         begin(self, *args)
         made.append(self)
 
-    monkeypatch.setattr(Follower, "__init__", noted)
+    monkeypatch.setattr(RayPartPrefetch, "__init__", noted)
     return made
 
 
@@ -99,7 +99,10 @@ def test_a_version_is_read_along_on_another_node(ray_cluster, stores, part, far)
 
 def test_a_model_at_rest_has_a_version_before_it_is_sealed(stores, part, copied, followed):
     ours, theirs = stores
-    module, ahead = torch.nn.ParameterDict({n: torch.zeros_like(t) for n, t in TENSORS}), Ahead()
+    module, ahead = (
+        torch.nn.ParameterDict({n: torch.zeros_like(t) for n, t in TENSORS}),
+        SpeculativeLoad(),
+    )
     ahead.note(module, load(theirs, module, ahead, part, written(ours, part).seal()))
     part = part._replace(step=2)
     with reading(theirs, [part], taker=ahead.begin(module)):
@@ -206,7 +209,7 @@ def test_what_was_read_along_and_never_became_whole_is_let_go_of(stores, part, f
 async def test_what_is_said_of_a_part_may_arrive_in_any_order(part):
     """As with actors of which several calls are under way at once."""
     directory, objects = Directory(), Objects(["a", "b"], [1, 2])
-    first, second = Attempt(1, CHUNK), Attempt(2, CHUNK)
+    first, second = PutAttempt(1, CHUNK), PutAttempt(2, CHUNK)
     directory.came(part, second, 1, Objects(["b"], [2]))
     directory.came(part, first, 0, Objects(["x"], [1]))
     directory.give_up(part, first)
@@ -216,7 +219,7 @@ async def test_what_is_said_of_a_part_may_arrive_in_any_order(part):
     directory.give_up(part, second)
     directory.came(part, second, 2, Objects(["c"], [3]))
     assert await directory.follow(part, second, 2, 60.0) == (NONE, ([], []), False)
-    third = Attempt(3, CHUNK)
+    third = PutAttempt(3, CHUNK)
     directory.keep(part, third, b"manifest", objects)
     directory.came(part, third, 0, Objects(["a"], [1]))
     assert await directory.follow(part, third, 1, 60.0) == (third, (["b"], [2]), True)

@@ -7,7 +7,7 @@ import pytest
 from tests.record import FOLDER, TAPES, come_to
 from trinity_events.archive.format import read_lines
 from trinity_events.core import Monitor, MonitorState, decode_state, encode_state
-from trinity_events.history import fold
+from trinity_events.replay import fold
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, decode_envelope, event_tag
 
 RECORDED = sorted(path.stem for path in FOLDER.glob("*.jsonl"))

@@ -11,9 +11,9 @@ from tests.pipeline import until
 from tests.test_transports import put
 from tests.transport_actors import CHUNK, Where
 from trinity_events.server import open_client
-from trinity_events.weights.transports.redis import keeping
+from trinity_events.weights.transports.redis import expiry
 from trinity_events.weights.transports.redis.leases import LONGEST
-from trinity_events.weights.transports.redis.store import _Memory
+from trinity_events.weights.transports.redis.store import _ReceiveMemory
 from trinity_schemas import chunk_key, leases_key, manifest_key
 
 SIZES = [CHUNK] * 5 + [24_160 - 5 * CHUNK]
@@ -43,7 +43,7 @@ def theirs(weights_url):
 @pytest.fixture
 def often(monkeypatch):
     """Publishers renew what they keep fifty times a second."""
-    monkeypatch.setattr(keeping, "SHARE", 50 * keeping.ORPHANED_AFTER)
+    monkeypatch.setattr(expiry, "SHARE", 50 * expiry.ORPHANED_AFTER)
 
 
 def keys_of(part) -> list[str]:
@@ -144,7 +144,7 @@ def test_a_part_that_is_published_anew_is_not_freed_with_what_it_was(ours, their
 
 
 def test_memory_of_several_parts_makes_room_for_larger_ones():
-    memory = _Memory()
+    memory = _ReceiveMemory()
     small, large = memory.take(5), memory.take(10)
     memory.give(small)
     memory.give(large)
@@ -181,7 +181,7 @@ async def test_of_what_nobody_retires_the_newest_are_kept_and_what_they_rest_on(
         sink.seal(b"a manifest", None if one == full else full)
     for step in range(10):
         client.expire(manifest_of(step), 100)
-    newest = [0, *range(10 - keeping.MOST, 10)]
+    newest = [0, *range(10 - expiry.MOST, 10)]
     await until(lambda: all(client.ttl(manifest_of(step)) > 100 for step in newest))
     await anyio.sleep(0.2)
     lasting = [step for step in range(10) if client.ttl(manifest_of(step)) > 100]

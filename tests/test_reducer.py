@@ -21,7 +21,6 @@ from tests.pipeline import (
 )
 from trinity_events.core import decode_state
 from trinity_events.core.limits import KEPT_VERSIONS
-from trinity_events.history import Replay, current_state, read_all
 from trinity_events.log import (
     AsyncPublisher,
     MemoryEventLog,
@@ -29,18 +28,19 @@ from trinity_events.log import (
     Stream,
     new_producer,
     open_run,
-    opening,
+    opening_envelope,
 )
 from trinity_events.reducer import (
     Leader,
     Reducer,
-    every_run,
     process,
-    reduce,
     reduce_all,
     reduce_run,
+    reducer,
+    run_supervisor,
 )
-from trinity_events.reducer.every_run import _has_more
+from trinity_events.reducer.run_supervisor import _has_more
+from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RunClosed, RunOpened, StepReady, VersionRetired, encode
 
@@ -284,7 +284,7 @@ async def test_runs_that_are_over_hold_up_nobody_who_trains(tmp_path):
                             await publish_steps(trainer, [1])
                             assert (await announced(log, 1))[0].step == 1
                         led = [one async for one in client.scan_iter("*:leader")]
-                        assert 2 <= len(led) <= every_run.AFTERWARDS + 2
+                        assert 2 <= len(led) <= run_supervisor.AFTERWARDS + 2
                     tasks.cancel_scope.cancel()
 
 
@@ -309,7 +309,7 @@ async def fold_all(log, steps):
     """Let a reducer fold what is published of so many steps; true when it stopped by itself."""
     publisher = AsyncPublisher(
         log,
-        await log.open_epoch(opening(log.run_id, RunOpened())),
+        await log.open_epoch(opening_envelope(log.run_id, RunOpened())),
         new_producer("trainer"),
     )
     await publish_steps(publisher, range(steps))
@@ -329,7 +329,7 @@ async def fold_all(log, steps):
 
 
 async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "BATCH", 10)
+    monkeypatch.setattr(reducer, "BATCH", 10)
     log = Held(run_id)
     assert not await fold_all(log, 50)
     assert len(log.commits) == 16
@@ -340,7 +340,7 @@ async def test_commits_follow_one_another_although_more_is_read_meanwhile(run_id
 
 
 async def test_after_a_commit_that_was_refused_nothing_more_is_sent(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "BATCH", 10)
+    monkeypatch.setattr(reducer, "BATCH", 10)
     log = Held(run_id, refused=3)
     assert await fold_all(log, 50)
     assert len(log.commits) == 3
@@ -348,15 +348,15 @@ async def test_after_a_commit_that_was_refused_nothing_more_is_sent(run_id, monk
 
 
 async def test_others_have_their_turns_while_a_long_batch_is_folded(run_id, monkeypatch):
-    monkeypatch.setattr(reduce, "SLICE", 10)
+    monkeypatch.setattr(reducer, "SLICE", 10)
     log, turns = Held(run_id), []
-    plain = reduce.fold
+    plain = reducer.fold
 
     def noted(*batch):
         turns.append("fold")
         return plain(*batch)
 
-    monkeypatch.setattr(reduce, "fold", noted)
+    monkeypatch.setattr(reducer, "fold", noted)
 
     async def renew():
         while True:

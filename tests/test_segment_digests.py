@@ -9,9 +9,9 @@ from tests.pipeline import publish_steps, reducer_task, until
 from tests.test_log_retention import is_folded
 from trinity_events.archive import Archive, BadRecording, read_recording, record_run
 from trinity_events.archive.export import whole_stream
-from trinity_events.history import load_monitor
 from trinity_events.log import Entry, Stream
-from trinity_events.reducer import reduce
+from trinity_events.reducer import reducer
+from trinity_events.replay import load_monitor
 
 RUN = "run"
 CHANGED = "was changed since it was written"
@@ -28,14 +28,14 @@ def segment_of(folder, payloads=(b"one", b"two", b"three")):
 @pytest.fixture
 async def trimmed(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
     """A run whose beginning is in segments alone; its folder."""
-    monkeypatch.setattr(reduce, "SNAPSHOT_EVERY", 10)
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
     async with reducer_task(redis_url, run_id, tmp_path / "root"):
         for step in range(1, 30):
             await publish_steps(publisher, [step])
             await until(lambda: is_folded(log))
-            if await log.first_left(Stream.EVENTS) is not None:
+            if await log.first_retained_id(Stream.EVENTS) is not None:
                 break
-    assert await log.first_left(Stream.EVENTS) is not None
+    assert await log.first_retained_id(Stream.EVENTS) is not None
     return tmp_path / "root" / run_id
 
 

@@ -20,8 +20,8 @@ from trinity_events.server import (
     connect,
     connect_sync,
     embedded,
-    keeper,
     open_client,
+    reaper,
     redacted,
     serving,
     serving_weights,
@@ -99,7 +99,7 @@ def keepers(home):
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             command = path.read_bytes()
-            if b"keeper.py" in command and os.fsencode(home) in command:
+            if b"reaper.py" in command and os.fsencode(home) in command:
                 found.append(path.parent.name)
     return found
 
@@ -118,7 +118,7 @@ def test_a_server_ends_with_its_last_user_although_all_were_killed(own_home, nam
         with user_to_kill(own_home, name):
             assert alive(server)
             assert len(keepers(own_home)) == 1, "one, although there are two users"
-        time.sleep(2.5 * keeper.LOOK)
+        time.sleep(2.5 * reaper.LOOK)
         assert alive(server), "one user is left"
     within(10, lambda: not alive(server) and not keepers(own_home))
 
@@ -128,7 +128,7 @@ def test_a_server_that_starts_again_at_once_outlives_the_keeper_of_the_one_befor
     with server.attached():
         pass
     with server.attached():
-        time.sleep(2.5 * keeper.LOOK)
+        time.sleep(2.5 * reaper.LOOK)
         assert alive(server)
         assert len(keepers(own_home)) == 1
     assert not alive(server), "who leaves in order stops it before it goes on"

@@ -11,9 +11,9 @@ from tests.histories import committed
 from tests.servers import servers
 from trinity_events.errors import DeadlineExceeded, PublishError, ServerRefuses
 from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run
-from trinity_events.log.faults import passes
-from trinity_events.log.refusals import told
-from trinity_events.server import Wait, connect, connect_sync, open_client
+from trinity_events.log.error_replies import reply_text
+from trinity_events.log.retry import is_transient
+from trinity_events.server import Deadline, connect, connect_sync, open_client
 
 NOWHERE = 1
 PATIENCE = 8.0
@@ -105,7 +105,7 @@ async def test_a_wait_that_ends_says_that_the_server_refuses_and_not_that_it_is_
         admin.config_set("maxmemory", 1)
         try:
             with pytest.raises(DeadlineExceeded, match=r"the server refuses \(OOM .*it is full"):
-                await Wait(0.2, "nothing was written").ask(write)
+                await Deadline(0.2, "nothing was written").ask(write)
         finally:
             admin.config_set("maxmemory", 0)
 
@@ -119,6 +119,6 @@ async def test_a_place_in_a_script_is_not_told(server):
                 script(keys=["key"])
         finally:
             admin.config_set("maxmemory", 0)
-    assert passes(caught.value)
-    assert told(caught.value).endswith("it is full; raise its maxmemory, or remove data")
-    assert "user_script" not in told(caught.value)
+    assert is_transient(caught.value)
+    assert reply_text(caught.value).endswith("it is full; raise its maxmemory, or remove data")
+    assert "user_script" not in reply_text(caught.value)

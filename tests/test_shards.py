@@ -22,8 +22,8 @@ from trinity_events.weights import (
     pull,
     pull_version,
 )
-from trinity_events.weights.boxes import Box, Place
-from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.slices import ShardOffset, TensorSlice
 from trinity_events.weights.tensors import DTYPES, Digesting
 from trinity_events.weights.transports.cuda import source
 from trinity_events.weights.transports.redis import values
@@ -59,7 +59,7 @@ def checked(monkeypatch):
 def verified(monkeypatch) -> list[int]:
     """Sizes of what pulls verify from now on: what lies there, or as it comes from the server."""
     sizes = []
-    digest, received = pull.digest, values.Received
+    digest, received = pull.digest, values.ReceivedChunk
 
     class Seen(Digesting):
         def digest(self):
@@ -71,7 +71,7 @@ def verified(monkeypatch) -> list[int]:
         return received(number, into, length, digested)
 
     monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
-    monkeypatch.setattr(values, "Received", noted)
+    monkeypatch.setattr(values, "ReceivedChunk", noted)
     monkeypatch.setattr(load, "Digesting", Seen)
     digests = source.digests_of
     monkeypatch.setattr(
@@ -86,7 +86,7 @@ def publish(stores, part, *ranks, chunk_bytes=CHUNK):
     for rank, (store, shards) in enumerate(zip(stores, ranks, strict=False)):
         writer = PartWriter(store, part._replace(rank=rank), chunk_bytes)
         for name, tensor, *place in shards:
-            writer.add(name, tensor, Place(*place) if place else None)
+            writer.add(name, tensor, ShardOffset(*place) if place else None)
         reports.append(writer.seal())
     return announcement(part, *reports)
 
@@ -158,7 +158,7 @@ def test_a_slice_across_columns_and_ranks_is_read_straight_into_the_model(stores
     weight = torch.rand(64, 32)
     event = publish(stores, part, *named("weight", rows(weight, 24)))
     module = module_of(weight=(10, 8))
-    wanted = {"weight": Box((20, 16), (10, 8))}
+    wanted = {"weight": TensorSlice((20, 16), (10, 8))}
     with pulled(stores, part, event, wanted) as version:
         install(check_fit(module, version))
         [(_, assembled)] = version.tensors()
@@ -186,8 +186,8 @@ def test_what_is_wanted_and_not_there_is_refused_by_name(stores, part):
     with pulled(stores, part, event, {"b": None}) as version, refused:
         check_fit(module_of(b=4), version)
     for box, said in (
-        (Box((2,), (4,)), r"of 'a' \[4\] from \[2\] is wanted, but it is \[4\]"),
-        (Box((0, 0), (4, 1)), r"of 'a' \[4, 1\] from \[0, 0\] is wanted, but it is \[4\]"),
+        (TensorSlice((2,), (4,)), r"of 'a' \[4\] from \[2\] is wanted, but it is \[4\]"),
+        (TensorSlice((0, 0), (4, 1)), r"of 'a' \[4, 1\] from \[0, 0\] is wanted, but it is \[4\]"),
     ):
         with pulled(stores, part, event, {"a": box}) as version:
             with pytest.raises(IncompatibleWeights, match=said):
@@ -254,7 +254,12 @@ def test_shards_of_different_dtypes_are_refused_and_not_cast_whatever_is_wanted(
         [("a", torch.ones(3), (0,), (6,))],
         [("a", torch.ones(3).double(), (3,), (6,))],
     )
-    for wanted in (None, {"a": None}, {"a": Box((0,), (6,))}, {"a": Box((1,), (2,))}):
+    for wanted in (
+        None,
+        {"a": None},
+        {"a": TensorSlice((0,), (6,))},
+        {"a": TensorSlice((1,), (2,))},
+    ):
         refused = pytest.raises(IncompatibleWeights, match="'a' is several things")
         with pulled(stores, part, event, wanted) as version, refused:
             dict(version.tensors())

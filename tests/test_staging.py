@@ -5,13 +5,13 @@ import torch
 
 from tests.tensors import bits, identical
 from tests.test_weights import awkward
-from trinity_events.weights.devices.staging import Staging
+from trinity_events.weights.devices.staging_memory import StagingMemory
 
 
 def test_copies_are_bit_for_bit_and_of_their_own():
     tensors = awkward()
     expected = {name: bits(tensor).clone() for name, tensor in tensors.items()}
-    copies = Staging().copied(list(tensors.values()))
+    copies = StagingMemory().copied(list(tensors.values()))
     for tensor in tensors.values():
         tensor.zero_()
     for (name, raw), copy in zip(expected.items(), copies, strict=True):
@@ -24,11 +24,11 @@ def test_memory_that_was_freed_is_not_copied():
     tensor = torch.ones(3)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="a tensor has no memory"):
-        Staging().copied([torch.ones(2), tensor])
+        StagingMemory().copied([torch.ones(2), tensor])
 
 
 def test_memory_is_used_again_and_grows_with_what_is_asked_for():
-    staging = Staging()
+    staging = StagingMemory()
     [first] = staging.copied([torch.ones(1000)])
     [again] = staging.copied([torch.zeros(900)])
     assert again.data_ptr() == first.data_ptr()

@@ -15,11 +15,11 @@ from trinity_events.log import (
     AsyncPublisher,
     RedisEventLog,
     Stream,
-    in_order,
     new_producer,
     open_run,
     page_size,
     position,
+    stream_order,
 )
 from trinity_events.server import connect
 from trinity_events.testing import Pipeline
@@ -234,7 +234,7 @@ async def test_a_mistyped_run_is_told_at_once_with_the_nearest_name(
 async def printed(log) -> list[tuple[str, bytes]]:
     """Every entry of both streams, in the order in which `tail` prints them."""
     found = [(s, one) for s in Stream for one in await log.read(stream=s, limit=100_000)]
-    return [(entry.id, entry.payload) for _, entry in sorted(found, key=in_order)]
+    return [(entry.id, entry.payload) for _, entry in sorted(found, key=stream_order)]
 
 
 @pytest.mark.parametrize("start", ["beginning", ORIGIN, "current"])

@@ -7,8 +7,8 @@ import pytest
 
 from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events.cli.tail import _Asked, _tail
-from trinity_events.history import read_all
 from trinity_events.log import RedisEventLog, Stream, page_size, position
+from trinity_events.replay import read_all
 
 STEPS = 40
 """Of three events and an announcement each."""

@@ -10,10 +10,10 @@ from tests.histories import committed, started
 from tests.pipeline import publish_steps, recorded, reducer_task, until
 from trinity_events import StepReady, subscribe
 from trinity_events.archive import import_recording, record_run
-from trinity_events.errors import KeyTaken, PublishError
-from trinity_events.history import current_state
+from trinity_events.errors import KeyConflict, PublishError
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer, open_run
-from trinity_events.reducer import every_run, process
+from trinity_events.reducer import process, run_supervisor
+from trinity_events.replay import current_state
 from trinity_events.server import EmbeddedServer, connect
 from trinity_schemas import RUN_INDEX, RunKeys
 
@@ -21,24 +21,29 @@ BYTES = b"\xff of something else"
 
 
 def naming(key):
-    return pytest.raises(KeyTaken, match=f"^{re.escape(key)} .*something else wrote to this key; ")
+    return pytest.raises(
+        KeyConflict, match=f"^{re.escape(key)} .*something else wrote to this key; "
+    )
 
 
 WRONG_TYPES = {
     "appending": ("events", lambda log: log.append(b"")),
     "reading": ("events", lambda log: log.read()),
-    "waiting": ("announcements", lambda log: log.wait({Stream.ANNOUNCEMENTS: "0-0"}, seconds=1)),
+    "waiting": (
+        "announcements",
+        lambda log: log.read_blocking({Stream.ANNOUNCEMENTS: "0-0"}, seconds=1),
+    ),
     "looking at the end": ("events", lambda log: log.last_id()),
-    "looking at the beginning": ("events", lambda log: log.first_left(Stream.EVENTS)),
+    "looking at the beginning": ("events", lambda log: log.first_retained_id(Stream.EVENTS)),
     "looking at groups": ("announcements", lambda log: log.groups(Stream.ANNOUNCEMENTS)),
     "making a group": ("events", lambda log: log.create_group(Stream.EVENTS, "eval", "0-0")),
     "opening an epoch": ("epoch", lambda log: log.open_epoch(lambda _: b"")),
     "leading": ("fence", lambda log: log.lead(60)),
     "appending as the leader": ("fence", lambda log: log.append_leading(1, b"")),
     "loading": ("position", lambda log: log.load()),
-    "looking at what stands": ("current", lambda log: log.standing()),
+    "looking at what stands": ("current", lambda log: log.current_announcements()),
     "looking at dead letters": ("dead", lambda log: log.dead_letters()),
-    "holding a checkpoint": ("holds", lambda log: log.hold(1, "me", 60)),
+    "holding a checkpoint": ("holds", lambda log: log.acquire_lease(1, "me", 60)),
 }
 
 
@@ -69,7 +74,7 @@ ASKED = {
     "epoch": lambda log: log.open_epoch(lambda _: b""),
     "fence": lambda log: log.lead(60),
     "position": lambda log: log.load(),
-    "current": lambda log: log.standing(),
+    "current": lambda log: log.current_announcements(),
     "dead": lambda log: log.dead_letters(),
 }
 
@@ -88,7 +93,7 @@ async def test_commands_and_subscriptions_name_the_key(
 ):
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])
-        await until(log.standing)
+        await until(log.current_announcements)
     keys = log.keys
     await client.hset(keys.current, BYTES, BYTES)
     with naming(keys.current):
@@ -110,7 +115,7 @@ async def test_commands_and_subscriptions_name_the_key(
 async def test_an_index_of_runs_that_something_else_wrote_is_named(
     run_id, cli, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(every_run, "LONG_BREAK", 0.1)
+    monkeypatch.setattr(run_supervisor, "LONG_BREAK", 0.1)
     with EmbeddedServer(tmp_path).attached() as url:
         async with connect(url) as client, anyio.create_task_group() as tasks:
             await client.set(RUN_INDEX, BYTES)
@@ -123,7 +128,7 @@ async def test_an_index_of_runs_that_something_else_wrote_is_named(
                 )
             with naming(RUN_INDEX):
                 await open_run(client, run_id)
-            tasks.start_soon(partial(every_run.reduce_all, url, run_id=None, root=None))
+            tasks.start_soon(partial(run_supervisor.reduce_all, url, run_id=None, root=None))
             await until(lambda: f"cannot be read: {RUN_INDEX} is a string" in caplog.text)
             await client.delete(RUN_INDEX)
             await open_run(client, run_id)
@@ -137,7 +142,7 @@ async def test_who_publishes_is_told_which_key_it_is(client, sync_client, publis
     said = f"not published: {re.escape(log.keys.events)} is a string, where the log keeps a stream"
     with pytest.raises(PublishError, match=said):
         await publisher.publish(started(1))
-    with pytest.raises(KeyTaken, match=re.escape(log.keys.events)):
+    with pytest.raises(KeyConflict, match=re.escape(log.keys.events)):
         await open_run(client, run_id)
     rank = Publisher(SyncEventLog(sync_client, run_id), 1, new_producer("actor"))
     rank.publish(started(1))
@@ -158,7 +163,7 @@ async def test_a_reducer_waits_until_the_key_is_mended(
         await publish_steps(publisher, [1])
         await until(lambda: f"cannot be folded: {log.keys.fence} holds b'" in caplog.text)
         await client.set(log.keys.fence, 7)
-        await until(log.standing)
+        await until(log.current_announcements)
 
 
 async def test_an_event_among_the_announcements_ends_no_import(
@@ -166,7 +171,7 @@ async def test_an_event_among_the_announcements_ends_no_import(
 ):
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])
-        standing = await until(log.standing)
+        standing = await until(log.current_announcements)
     [event, *_] = await log.read()
     await client.xadd(log.keys.announcements, {"e": event.payload})
     await client.xadd(log.keys.announcements, {"something": BYTES})
@@ -175,7 +180,7 @@ async def test_an_event_among_the_announcements_ends_no_import(
         async with connect(other) as elsewhere:
             await import_recording(elsewhere, recording)
             imported = type(log)(elsewhere, run_id)
-            assert await imported.standing() == standing
+            assert await imported.current_announcements() == standing
             assert await imported.read(stream=Stream.ANNOUNCEMENTS) == recording.announcements
 
 

@@ -9,14 +9,14 @@ from tests.test_weights import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, IncompatibleWeights
 from trinity_events.weights import (
-    Box,
     PartWriter,
-    Place,
+    ShardOffset,
     SharedMemoryStore,
+    TensorSlice,
     check_installed,
     synchronizer,
 )
-from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.tensors import as_bytes, digest
 from trinity_schemas import (
     VersionRefused,
@@ -93,7 +93,7 @@ def test_what_something_else_wrote_into_a_model_is_found_and_named(store, part):
 
 def test_shards_are_compared_where_the_model_has_all_of_them(store, part):
     whole = torch.randn(6, 4)
-    rows = [("a", whole[:4].contiguous(), Place((0, 0), (6, 4)))]
+    rows = [("a", whole[:4].contiguous(), ShardOffset((0, 0), (6, 4)))]
     told = manifest(store, part, rows)
     with torch.no_grad():
         assert check_installed(torch.nn.ParameterDict({"a": whole.clone()}), [told]) == 1
@@ -101,11 +101,11 @@ def test_shards_are_compared_where_the_model_has_all_of_them(store, part):
         wrong[2, 2] += 1
         with pytest.raises(CorruptVersion, match="'a'"):
             check_installed(torch.nn.ParameterDict({"a": wrong}), [told])
-    some = Box((2, 0), (4, 4))
+    some = TensorSlice((2, 0), (4, 4))
     assert (
         check_installed(torch.nn.ParameterDict({"a": whole[2:].clone()}), [told], {"a": some}) == 0
     )
-    some = Box((0, 0), (5, 4))
+    some = TensorSlice((0, 0), (5, 4))
     assert (
         check_installed(torch.nn.ParameterDict({"a": whole[:5].clone()}), [told], {"a": some}) == 1
     )

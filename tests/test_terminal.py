@@ -20,7 +20,7 @@ import trinity_workers
 from tests.histories import committed, finished, registration, slot, started
 from tests.pipeline import announced, reducer_task
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
-from trinity_events.log.stamp import Stamp
+from trinity_events.log.envelopes import EnvelopeFactory
 from trinity_events.views import terminal
 from trinity_schemas import (
     ChosenTransport,
@@ -61,7 +61,9 @@ async def hostile_run(client, redis_url, run_id, tmp_path):
         ):
             await trainer.publish(event)
         unknown = to_json(
-            msgspec.msgpack.decode(Stamp(run_id, epoch, new_producer("x")).next(started(1)))
+            msgspec.msgpack.decode(
+                EnvelopeFactory(run_id, epoch, new_producer("x")).next(started(1))
+            )
         )
         await log.append(msgspec.msgpack.encode({**unknown, "event": {"type": EVIL}}))
         await log.append(EVIL.encode())

@@ -11,7 +11,6 @@ from tests.servers import servers
 from trinity_events import subscribe
 from trinity_events.core import MonitorState
 from trinity_events.core.limits import EXPIRED_AT_ONCE
-from trinity_events.history import current_state
 from trinity_events.log import (
     AsyncPublisher,
     MemoryEventLog,
@@ -21,12 +20,13 @@ from trinity_events.log import (
     open_run,
 )
 from trinity_events.reducer import InvalidPolicy, Policy, timekeeper
-from trinity_events.reducer.consumers import Consumers
-from trinity_events.reducer.leader import LeadersVoice
-from trinity_events.reducer.live import Live
+from trinity_events.reducer.idle_groups import IdleGroups
+from trinity_events.reducer.leader import LeaderPublisher
+from trinity_events.reducer.live_state import LiveState
 from trinity_events.reducer.timekeeper import Timekeeper
+from trinity_events.replay import current_state
 from trinity_events.server import connect
-from trinity_events.subscriptions import reading
+from trinity_events.subscriptions import context
 from trinity_schemas import (
     ConsumerDetached,
     DeadlineReached,
@@ -123,14 +123,14 @@ class Watched(MemoryEventLog):
         history = History()
         history.add(committed(1, "state_dict", registration()))
         history.add(SaveStarted(save_id="a", slot=slot(1), lease=LEASE), by="actor")
-        self.live = Live(history.fold()[0].state)
+        self.live = LiveState(history.fold()[0].state)
 
     def said(self):
         return [decode_envelope(entry.payload) for entry in self.read_now()]
 
     async def clock(self, step_deadline=600.0):
         token, _ = await self.lead(60)
-        return Timekeeper(self, LeadersVoice(self, token), step_deadline)
+        return Timekeeper(self, LeaderPublisher(self, token), step_deadline)
 
 
 async def test_nobody_is_expired_for_what_was_before_we_led():
@@ -157,7 +157,7 @@ async def test_what_was_said_is_not_said_again_before_it_is_folded():
         assert sorted(one.sequence for one in log.said()) == [1, 2]
         # Folded, but the state is as it was: it is said once more, since it is still so.
         log.live.state.position = await log.last_id()
-        log.live.moved()
+        log.live.notify()
         await until(lambda: len(log.said()) > 2)
         tasks.cancel_scope.cancel()
 
@@ -362,7 +362,7 @@ async def test_a_group_that_waits_is_not_detached(publisher, log, redis_url, run
 async def test_a_group_is_not_detached_while_a_member_waits_beside_one_that_is_slow(
     publisher, log, redis_url, run_id, monkeypatch
 ):
-    monkeypatch.setattr(reading, "BLOCK", 0.2)
+    monkeypatch.setattr(context, "BLOCK", 0.2)
     policy = Policy(group_idle=3.0)
     await log.create_group(Stream.ANNOUNCEMENTS, "eval", "0-0")
 
@@ -404,9 +404,9 @@ async def test_a_leader_that_was_overtaken_detaches_nobody():
     token, _ = await log.lead(60)
     await log.renew(token, 0)
     await log.lead(60)
-    consumers = Consumers(log, LeadersVoice(log, token), token, idle=1e-6)
+    consumers = IdleGroups(log, LeaderPublisher(log, token), token, idle=1e-6)
     with anyio.fail_after(20):
-        await consumers.run(Live(MonitorState(run_id="history")))
+        await consumers.run(LiveState(MonitorState(run_id="history")))
     assert [group.name for group in await log.groups(Stream.EVENTS)] == ["gone"]
     assert [one.id for one in log.read_now()] == [entry]
 

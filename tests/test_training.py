@@ -12,7 +12,7 @@ import pytest
 from tests.pipeline import events_of, reducer_process
 from trinity_events import publishing, training_run
 from trinity_events.errors import InvalidRunId, ServerUnreachable
-from trinity_events.history import current_state
+from trinity_events.replay import current_state
 from trinity_schemas import RunClosed, RunResumed, TrainerStatusChanged
 
 ROOT = Path(__file__).parent.parent

@@ -54,7 +54,7 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
-from trinity_events.weights.deltas.tracking import LastPublished
+from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.publish import manifest_digest
 from trinity_events.weights.transports.cuda.layout import decoded, encoded
 from trinity_events.weights.transports.ray.directory import (
@@ -613,7 +613,7 @@ class Elsewhere:
         return {name: one.numpy() for name, one in read(self._store, part.run_id, event).items()}
 
     def along(self, part):
-        return self._store.read_along([part], threading.Event(), 30.0)
+        return self._store.prefetch([part], threading.Event(), 30.0)
 
     def delete(self, part):
         self._store.delete(part)

@@ -18,9 +18,8 @@ from tests.histories import committed, registration
 from tests.pipeline import reducer_task
 from tests.servers import servers
 from trinity_events import CheckpointCoordinator
-from trinity_events.coordinator import heartbeat, turn
+from trinity_events.coordinator import admission_client, heartbeat
 from trinity_events.errors import SaveError, StaleEpoch, TurnNotGranted
-from trinity_events.history import Replay, current_state, read_all
 from trinity_events.log import (
     AsyncPublisher,
     Publisher,
@@ -30,6 +29,7 @@ from trinity_events.log import (
     new_producer,
     open_run,
 )
+from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import connect, open_client
 from trinity_schemas import (
     ExpiredAttempt,
@@ -495,8 +495,8 @@ async def test_who_waited_in_vain_is_told_who_has_the_turn_and_waits_no_more(
 async def test_who_was_taken_out_of_the_queue_while_it_stood_still_asks_again(
     client, redis_url, log, run_id, coordinate, monkeypatch
 ):
-    monkeypatch.setattr(turn, "_AT_ONCE", 0.05)
-    monkeypatch.setattr(turn, "ASK_AGAIN", 0.1)
+    monkeypatch.setattr(admission_client, "_AT_ONCE", 0.05)
+    monkeypatch.setattr(admission_client, "ASK_AGAIN", 0.1)
     epoch = await open_run(client, run_id, save_strategy="single_thread")
     one, two = coordinate(rank=0), coordinate(rank=1)
     release = threading.Event()

@@ -19,8 +19,8 @@ from tests.pipeline import announced, publish_steps, reducer_task
 from trinity_events import StepReady
 from trinity_events.coordinator import staged_path
 from trinity_events.errors import DeadlineExceeded, SaveError
-from trinity_events.history import Replay, current_state, read_all
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run
+from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import connect
 from trinity_events.testing import MemoryEventLog, Pipeline, SyncMemoryEventLog
 from trinity_schemas import (
@@ -199,7 +199,7 @@ async def test_the_twin_announces_what_the_server_announces(redis_url, run_id):
 
 
 async def test_a_reducer_that_fails_fails_the_test_and_not_its_patience(monkeypatch):
-    monkeypatch.setattr("trinity_events.reducer.reduce.fold", lambda *_: 1 / 0)
+    monkeypatch.setattr("trinity_events.reducer.reducer.fold", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         async with Pipeline("run") as run:
             await run.settled()
@@ -250,7 +250,7 @@ def test_one_log_serves_several_event_loops_and_outlives_them():
     found = []
 
     def wait():
-        found.append(asyncio.run(log.wait({Stream.EVENTS: "0-0"}, seconds=10)))
+        found.append(asyncio.run(log.read_blocking({Stream.EVENTS: "0-0"}, seconds=10)))
 
     threads = [threading.Thread(target=wait) for _ in range(2)]
     for thread in threads:
@@ -264,7 +264,7 @@ def test_one_log_serves_several_event_loops_and_outlives_them():
     assert [[entry.id for _, entry in each] for each in found] == [[entry_id]] * 2
 
     loop = asyncio.new_event_loop()
-    forgotten = loop.create_task(log.wait({Stream.EVENTS: entry_id}, seconds=10))
+    forgotten = loop.create_task(log.read_blocking({Stream.EVENTS: entry_id}, seconds=10))
     loop.run_until_complete(asyncio.sleep(0.01))
     forgotten.cancel()
     loop.close()

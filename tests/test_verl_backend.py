@@ -27,10 +27,16 @@ from trinity_schemas import StepRef, WeightsApplied
 from trinity_workers.collectives import CollectiveBroken
 from trinity_workers.config import BadSettings
 from trinity_workers.verl import waiting
-from trinity_workers.verl.meeting import Opened, Place, here, met, transport_between
-from trinity_workers.verl.receiver import Receiver
-from trinity_workers.verl.sender import Sender
+from trinity_workers.verl.receiver import WeightReceiver
+from trinity_workers.verl.sender import WeightSender
 from trinity_workers.verl.settings import settings_of
+from trinity_workers.verl.topology import (
+    OpenedRun,
+    ProcessLocation,
+    this_location,
+    topology_of,
+    transport_between,
+)
 
 AWKWARD = dict(awkward())
 
@@ -41,16 +47,16 @@ class Ends:
     def __init__(self, exits: ExitStack, **options) -> None:
         self._exits = exits
         self._settings = settings_of(options)
-        self.sender = Sender(self._settings)
+        self.sender = WeightSender(self._settings)
         exits.callback(self.sender.close)
         self.receivers = []
 
     def meet(self, rollouts=1):
-        places = [here(self.sender.open()), *(here() for _ in range(rollouts))]
-        meeting = met(places, rollouts)
+        places = [this_location(self.sender.open()), *(this_location() for _ in range(rollouts))]
+        meeting = topology_of(places, rollouts)
         self.sender.meet(meeting)
         for rank in range(len(self.receivers), rollouts):
-            self.receivers.append(Receiver(self._settings, rank, meeting))
+            self.receivers.append(WeightReceiver(self._settings, rank, meeting))
             self._exits.callback(self.receivers[-1].close)
         for receiver in self.receivers:
             receiver.meet(meeting)
@@ -125,7 +131,7 @@ async def test_versions_that_fill_the_memory_do_not_drive_the_next_one_out_of_it
     make_ends, reducer, monkeypatch
 ):
     free = [1 << 40]
-    monkeypatch.setattr("trinity_workers.verl.meeting.free_bytes", lambda: free[0])
+    monkeypatch.setattr("trinity_workers.verl.topology.free_bytes", lambda: free[0])
     ends = make_ends(transport="auto")
     for step in (1, 2):
         _, seen = await ends.update(AWKWARD, step)
@@ -134,7 +140,9 @@ async def test_versions_that_fill_the_memory_do_not_drive_the_next_one_out_of_it
         free[0] = 0
     with pytest.raises(TypeError, match="complex64"):
         await ends.sender.send(iter([("weight", torch.zeros(2, dtype=torch.complex64))]), 3)
-    assert met([here(ends.sender.open()), here()], 1).transport == "ray", "if it does not arrive"
+    assert (
+        topology_of([this_location(ends.sender.open()), this_location()], 1).transport == "ray"
+    ), "if it does not arrive"
 
 
 async def test_between_full_versions_a_rollout_receives_what_changed_alone(make_ends, reducer):
@@ -385,7 +393,7 @@ async def test_the_event_loop_goes_on_while_tensors_are_published(make_ends, red
 
 
 def place(host, *, room=True):
-    return Place(host=host, room=room)
+    return ProcessLocation(host=host, room=room)
 
 
 def test_weights_travel_through_memory_where_everybody_shares_it_else_through_ray():
@@ -429,6 +437,8 @@ def test_the_environment_names_the_servers_where_the_configuration_does_not(monk
 
 
 def test_what_everybody_is_told_comes_from_the_trainers_rank_0():
-    opened = Opened(run_id="r", epoch=3, transport="redis", said="1-0", announced="0-0")
-    meeting = met([place("a"), Place(host="b", room=True, opened=opened), place("c")], 1)
+    opened = OpenedRun(run_id="r", epoch=3, transport="redis", said="1-0", announced="0-0")
+    meeting = topology_of(
+        [place("a"), ProcessLocation(host="b", room=True, opened=opened), place("c")], 1
+    )
     assert (meeting.opened, meeting.transport, meeting.rollouts) == (opened, "redis", 1)

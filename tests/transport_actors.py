@@ -25,7 +25,7 @@ from trinity_events.weights import (
     SharedMemoryStore,
 )
 from trinity_events.weights.transports.collective.frames import FrameSender
-from trinity_events.weights.transports.shared_memory.under_way import Follower
+from trinity_events.weights.transports.shared_memory.prefetch import PartPrefetch
 
 STAGES = ("begun", "midway", "unsealed", "sealing", "sealed")
 SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]
@@ -181,7 +181,7 @@ def leaves_ray_and_comes_back(told, where: Where, part: PartRef) -> None:
 def reads_along(told, where: Where, part: PartRef) -> None:
     """Read a part along with its writer, for ever."""
     store = where.store()
-    follower = Follower(part, store._newest_first, store._mapped)
+    follower = PartPrefetch(part, store._newest_first, store._mapped)
     told.send(follower.advance())
     time.sleep(600)
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
         WeightsApplied,
     )
 
+    from .checkpoint_lease import hold_checkpoint
     from .coordinator import CheckpointCoordinator
-    from .holds import hold_checkpoint
     from .subscriptions import Delivered, Subscription, subscribe
     from .training import publishing, training_run
     from .weights import Synchronizer
@@ -46,7 +46,7 @@ _HOMES = {
     "Synchronizer": ".weights",
     "VersionRetired": "trinity_schemas",
     "WeightsApplied": "trinity_schemas",
-    "hold_checkpoint": ".holds",
+    "hold_checkpoint": ".checkpoint_lease",
     "publishing": ".training",
     "subscribe": ".subscriptions",
     "training_run": ".training",

@@ -97,7 +97,7 @@ class LogLost(TrinityError):
     """The server has less of the log than it had: it failed over, or lost its data."""
 
 
-class KeyTaken(TrinityError):
+class KeyConflict(TrinityError):
     """A key of a run's log is of another type: something else wrote it."""
 
 

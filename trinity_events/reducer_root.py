@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from .core.files import ITERATION_FILES
+from .core.file_plan import ITERATION_FILES
 from .open_folder import OpenFolder
 
 MARK = ".reducer"

@@ -13,11 +13,11 @@ from anyio.from_thread import start_blocking_portal
 
 from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
 
-from .causes import cause_of, first_error
-from .endings import endings
+from .error_text import cause_of, first_error
 from .errors import InvalidRunId, PublishError
 from .log import Publisher, SyncEventLog, new_producer, open_run
 from .server import connect, open_client, serving, warn_of_eviction
+from .signals import ending_signals
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _ended_by_signals() -> Iterator[None]:
     """End the block in order where a signal would end the process without a word."""
     asked: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
-        asked = [one for one in endings() if signal.getsignal(one) is signal.SIG_DFL]
+        asked = [one for one in ending_signals() if signal.getsignal(one) is signal.SIG_DFL]
 
     def end(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one does not wait

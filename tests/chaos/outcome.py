@@ -8,8 +8,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from trinity_events.core import MonitorState
-from trinity_events.history import Replay
 from trinity_events.log import Entry, Stream, SyncEventLog
+from trinity_events.replay import Replay
 from trinity_schemas import (
     Event,
     StepFailed,

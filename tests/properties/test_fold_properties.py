@@ -22,10 +22,10 @@ from tests.properties.generated import (
 )
 from tests.properties.oracle import Oracle, complete
 from trinity_events.core import Monitor, MonitorState, decode_state, encode_state
+from trinity_events.core.current import is_current, newest_subjects, subject
 from trinity_events.core.limits import KEPT_STEPS_AT_MOST
-from trinity_events.core.standing import newest, stands, subject
-from trinity_events.history import fold
 from trinity_events.log import Entry
+from trinity_events.replay import fold
 from trinity_schemas import (
     EnvelopeReader,
     RunOpened,
@@ -182,9 +182,11 @@ def test_announcements_are_numbered_caused_and_readable(history):
             assert getattr(one.event, "caused_by", entry[0]) == entry[0]
             assert decode_envelope(encode(one)) == one
     # What stands after all of them is named in one go as it would be one by one.
-    stood = {subject(one): one for one in made if stands(one, monitor.state)}
+    stood = {subject(one): one for one in made if is_current(one, monitor.state)}
     named = [
-        (name, one) for name, one in zip(newest(made, monitor.state), made, strict=True) if name
+        (name, one)
+        for name, one in zip(newest_subjects(made, monitor.state), made, strict=True)
+        if name
     ]
     assert len(named) == len(stood)
     assert dict(named) == stood

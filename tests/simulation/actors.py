@@ -13,11 +13,11 @@ import anyio
 from tests.simulation.network import Line
 from tests.simulation.network import Process as Life
 from tests.simulation.plan import Save, Worker
-from trinity_events.coordinator.attempt import SaveAttempt
+from trinity_events.coordinator.save_attempt import SaveAttempt
 from trinity_events.errors import GroupDetached, TurnNotGranted
 from trinity_events.log import AsyncPublisher
-from trinity_events.log.faults import passes, pauses
-from trinity_events.log.stamp import opening
+from trinity_events.log.envelopes import opening_envelope
+from trinity_events.log.retry import backoff_delays, is_transient
 from trinity_events.reducer import process as reducer_process
 from trinity_events.reducer.policy import Policy
 from trinity_events.subscriptions.subscription import subscription_on
@@ -64,7 +64,7 @@ async def trainer(world: World, life: Life) -> None:
     event = RunOpened(save_strategy=plan.strategy)
     if resumed is not None:
         event = RunResumed(step=resumed, save_strategy=plan.strategy)
-    epoch = await patiently(lambda: line.open_epoch(opening(RUN, event)))
+    epoch = await patiently(lambda: line.open_epoch(opening_envelope(RUN, event)))
     fleet = [world.hire(number, worker, epoch) for number, worker in enumerate(plan.workers)]
     told = AsyncPublisher(line, epoch, world.producer("trainer", 0))
     for step in sorted({save.step for save in plan.saves if save.step > (resumed or 0)}):
@@ -98,11 +98,11 @@ async def _commit(
 
 async def patiently(question: Callable[[], Awaitable[T]]) -> T:
     """The answer of a server that may be away for a while."""
-    for pause in pauses(1.0):
+    for pause in backoff_delays(1.0):
         try:
             return await question()
         except Exception as error:
-            if not passes(error):
+            if not is_transient(error):
                 raise
         await anyio.sleep(pause)
     raise AssertionError("pauses end")
@@ -233,15 +233,15 @@ class Heart:
             self._busy = anyio.Event()
 
     async def beat(self) -> None:
-        faults = pauses(LEASE / 3)
+        faults = backoff_delays(LEASE / 3)
         while True:
             await self._busy.wait()
             try:
                 await self._line.beat(self._incarnation, LEASE)
                 self._heard.set()
-                pause, faults = LEASE / 3, pauses(LEASE / 3)
+                pause, faults = LEASE / 3, backoff_delays(LEASE / 3)
             except Exception as error:
-                if not passes(error):
+                if not is_transient(error):
                     raise
                 pause = next(faults)
             with anyio.move_on_after(pause):

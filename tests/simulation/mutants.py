@@ -17,15 +17,15 @@ from unittest.mock import patch
 from tests.simulation.histories import HISTORIES
 from tests.simulation.plan import draw
 from tests.simulation.world import simulate
-from trinity_events import history
+from trinity_events import replay
 from trinity_events.core import admission
 from trinity_events.core.fold import Monitor
 from trinity_events.log import MemoryEventLog, async_publisher
 from trinity_events.log.memory_stream import MemoryGroup
 from trinity_events.reducer.leader import Leader
-from trinity_events.reducer.reduce import Reducer
+from trinity_events.reducer.reducer import Reducer
 from trinity_events.reducer.timekeeper import Timekeeper
-from trinity_events.subscriptions import member as members
+from trinity_events.subscriptions import group_member as members
 
 
 class Change(NamedTuple):
@@ -117,7 +117,7 @@ MUTANTS = (
         "what was folded before is not loaded",
         50,
         (
-            history,
+            replay,
             "load_monitor",
             "fold(monitor, some, decode)",
             "monitor.state.position = reached",
@@ -161,7 +161,7 @@ MUTANTS = (
     _mutant(
         "an event is acknowledged before it is handled",
         1000,
-        (members, "take_part", "yield delivered", "await delivered.ack(); yield delivered"),
+        (members, "consume_group", "yield delivered", "await delivered.ack(); yield delivered"),
     ),
     _mutant(
         "what a member left pending is taken over by nobody",

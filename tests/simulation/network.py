@@ -86,7 +86,9 @@ class Line:
             if self._log.granted_now(save_id, 0):
                 return True
             left = give_up - anyio.current_time()
-            if left <= 0 or not await self._log.wait({Stream.ANNOUNCEMENTS: after}, seconds=left):
+            if left <= 0 or not await self._log.read_blocking(
+                {Stream.ANNOUNCEMENTS: after}, seconds=left
+            ):
                 return False
 
     async def _call(

@@ -19,14 +19,14 @@ from tests.simulation import actors, clock
 from tests.simulation.network import Process as Life
 from tests.simulation.network import chance
 from tests.simulation.plan import Fault, Plan, Save, Worker
-from trinity_events import history
+from trinity_events import replay
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.history import fold
 from trinity_events.log import MemoryEventLog, Stream
 from trinity_events.log.position import position
-from trinity_events.reducer import chores, reduce
+from trinity_events.reducer import background_job, reducer
 from trinity_events.reducer import process as reducer_process
-from trinity_events.subscriptions import member
+from trinity_events.replay import fold
+from trinity_events.subscriptions import group_member
 from trinity_schemas import (
     LeaseExpired,
     Process,
@@ -362,14 +362,14 @@ def _staged(world: World) -> Iterator[None]:
     """The code under simulation as the plan wants it: small batches, names that are told."""
     witness, names = _Witness(world), partial(world.name, "name")
     with ExitStack() as patched:
-        for module in (chores, history, member, reduce, reducer_process):
+        for module in (background_job, replay, group_member, reducer, reducer_process):
             patched.enter_context(patch.object(module, "logger", witness))
         for owner, name, value in (
             (reducer_process, "RedisEventLog", lambda log, _: log),
-            (reduce, "BATCH", world.plan.batch),
-            (reduce, "SLICE", max(1, world.plan.batch // 2)),
-            (reduce, "SNAPSHOT_EVERY", world.plan.snapshots),
-            (history, "PAGE", world.plan.batch),
+            (reducer, "BATCH", world.plan.batch),
+            (reducer, "SLICE", max(1, world.plan.batch // 2)),
+            (reducer, "SNAPSHOT_EVERY", world.plan.snapshots),
+            (replay, "PAGE", world.plan.batch),
             (secrets, "token_hex", lambda *_: names()),
         ):
             patched.enter_context(patch.object(owner, name, value))

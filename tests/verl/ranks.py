@@ -15,7 +15,7 @@ from tests.tensors import identical
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_workers.engines.files import read_state
+from trinity_workers.engines.state_files import read_state
 from trinity_workers.helpers import (
     fsdp_save_state_dict,
     fsdp_sync_weight_nccl,

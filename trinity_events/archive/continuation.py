@@ -29,7 +29,7 @@ async def common_part(archive: Archive, log: EventLog, stream: Stream) -> Common
         if await log.read(before(last), stream=stream, through=last, limit=1):
             return Common(last, last)
         # Asked after the entry was not found: it may have been trimmed just then.
-        left = await log.first_left(stream)
+        left = await log.first_retained_id(stream)
         if left is not None and position(last) <= position(left):
             return Common(last, left)
     return Common(ORIGIN, left or ORIGIN)

@@ -14,13 +14,13 @@ import redis.asyncio
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, Envelope, decode_envelope
 
 from ..core import MonitorState
-from ..core.standing import stands, subject
-from ..errors import KeyTaken, TrinityError
-from ..history import page_of
+from ..core.current import is_current, subject
+from ..errors import KeyConflict, TrinityError
 from ..log import ORIGIN, DeadLetter, Entry, PageSize, RedisEventLog, Stream, list_runs, position
-from ..log.index import add_run
 from ..log.page_size import PAGE_BYTES
-from ..log.raw import FIELD
+from ..log.redis_replies import FIELD
+from ..log.run_index import add_run
+from ..replay import page_of
 from .continuation import common_part
 from .format import (
     ArchiveMissing,
@@ -96,7 +96,7 @@ async def whole_stream(
         while True:
             found = await log.read(after, stream=stream, through=end, limit=page.limit)
             page.learn(found)
-            left = await log.first_left(stream)
+            left = await log.first_retained_id(stream)
             # What is trimmed is in the archive, whose newest segments the server has too. A
             # reader that is slow may be overtaken: it goes on in the archive.
             if left is not None and position(after) < position(left):
@@ -180,7 +180,7 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
 
     Raises:
         RunExists: when the server has a run of that name; nothing is changed.
-        KeyTaken: when it has a key of that run, without the run; nothing is changed.
+        KeyConflict: when it has a key of that run, without the run; nothing is changed.
     """
     run_id = recording.header.run_id
     log = RedisEventLog(client, run_id)
@@ -191,7 +191,7 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
         )
     for key in _written(log):
         if await client.exists(key):
-            raise KeyTaken(
+            raise KeyConflict(
                 f"{key} is on this server already, without run {run_id}: something else wrote to "
                 "this key; rename or delete it, and import again"
             )
@@ -228,7 +228,7 @@ async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Rec
         state.epoch = max(state.epoch, envelope.epoch)
     async for entry, envelope in _added(server, announcements, recording.announcements):
         # What something else put there is kept, as all of it; a reader passes it over.
-        if isinstance(envelope.event, ANNOUNCEMENT_TYPES) and stands(envelope, state):
+        if isinstance(envelope.event, ANNOUNCEMENT_TYPES) and is_current(envelope, state):
             standing[subject(envelope)] = entry.id.encode() + b" " + entry.payload
     for letters in _batches(recording.dead, lambda letter: letter.entry.payload):
         async with server.pipeline(transaction=False) as pipe:

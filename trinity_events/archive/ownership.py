@@ -58,7 +58,9 @@ async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
     if kept is not None:
         return kept
     found = await log.read(limit=1)
-    left = await log.first_left(Stream.EVENTS)  # asked afterwards: nothing was trimmed until then
+    left = await log.first_retained_id(
+        Stream.EVENTS
+    )  # asked afterwards: nothing was trimmed until then
     if left is None:
         return identity_of(found[0]) if found else None
     if (await common_part(archive, log, Stream.EVENTS)).last != ORIGIN:

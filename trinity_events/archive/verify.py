@@ -13,8 +13,9 @@ from trinity_schemas import encode
 
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
 from ..core.refusals import suspects, words_of_refusal
-from ..history import fold
+from ..core.state import SnapshotVersion
 from ..log import ORIGIN, Entry, position
+from ..replay import fold
 from .export import Recording
 
 Severity = Literal["mismatch", "anomaly", "open"]
@@ -117,6 +118,10 @@ def _decoded(snapshot: bytes | None, findings: list[Finding]) -> MonitorState | 
         return None
     try:
         return decode_state(snapshot)
+    except SnapshotVersion as error:
+        what = f"the snapshot is not compared: {error}; the next reducer folds the log anew"
+        findings.append(Finding(severity="open", what=what))
+        return None
     except msgspec.DecodeError as error:
         findings.append(_mismatch(f"the snapshot cannot be read: {error}"))
         return None

@@ -6,14 +6,14 @@ import signal
 import sys
 from types import FrameType
 
-from ..endings import endings
+from ..signals import ending_signals
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line; whoever interrupts it, while it is loaded too, sees no traceback."""
-    for one in endings():
+    for one in ending_signals():
         signal.signal(one, _end)
     try:
         from .app import run

@@ -14,8 +14,8 @@ import typer
 from redis.exceptions import RedisClusterException
 
 from ..errors import TrinityError
-from ..log.refusals import is_reply, told
-from ..server import denied
+from ..log.error_replies import is_reply, reply_text
+from ..server import permission_error
 from ..views.terminal import LogFormatter, say, tell
 from .explain import explain
 from .export import export, import_
@@ -80,11 +80,11 @@ def run() -> None:
 def _in_a_sentence(error: Exception) -> str | None:
     """Return what to tell the user of an error; None for a defect."""
     for one in _causes(error):
-        cause = denied(one) or one
+        cause = permission_error(one) or one
         if isinstance(cause, TrinityError):
             return f"error: {cause}"
         if is_reply(cause):
-            return f"error: the server refuses this: {told(cause)}"
+            return f"error: the server refuses this: {reply_text(cause)}"
         if isinstance(cause, (redis.RedisError, RedisClusterException)):
             return f"error: the server went away: {cause}"
         if isinstance(cause, OSError) and cause.strerror:

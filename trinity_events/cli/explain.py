@@ -15,8 +15,8 @@ from ..core import MonitorState
 from ..core import explain as in_words
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
 from ..errors import TrinityError
-from ..history import current_state
 from ..log import RedisEventLog, Stream, require_run
+from ..replay import current_state
 from ..server import server_clock
 from ..views.terminal import say
 from .last_entries import decoded

@@ -12,8 +12,8 @@ from trinity_schemas import ContractError, Envelope, decode_envelope
 from ..archive import Archive
 from ..archive.export import whole_stream
 from ..core.event_filter import EventFilter
-from ..history import page_of, read_all
-from ..log import Entry, PageSize, RedisEventLog, Stream, before, in_order, position
+from ..log import Entry, PageSize, RedisEventLog, Stream, before, position, stream_order
+from ..replay import page_of, read_all
 from ..views.terminal import tell
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ async def begin_of_last(log: RedisEventLog, lines: int | None, wanted: EventFilt
             found += 1
             if found == lines:
                 return Begin(after, True)
-    left = [await log.first_left(stream) for stream in Stream]
+    left = [await log.first_retained_id(stream) for stream in Stream]
     return Begin(after, all(one is None or position(one) <= wanted.since for one in left))
 
 
@@ -68,7 +68,7 @@ async def last_entries(
             f"older entries of run {log.run_id} are archived in its checkpoint directory: "
             "name that with --checkpoint-root"
         )
-    found = (one async for one in _wanted(sources(), wanted) if in_order(one) >= first)
+    found = (one async for one in _wanted(sources(), wanted) if stream_order(one) >= first)
     # No more than were asked for, although more may come meanwhile.
     async for one in _some(lines, found):
         yield one
@@ -95,7 +95,7 @@ async def _first_of_last(
         return (0, 0), 0
     last: deque[tuple[tuple[int, int], int]] = deque(maxlen=lines)
     async for one in _wanted(sources, wanted):
-        last.append(in_order(one))
+        last.append(stream_order(one))
     return last[0] if last else ((0, 0), 0)
 
 

@@ -12,10 +12,10 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..endings import endings
-from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
+from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import serving
+from ..signals import ending_signals
 from .options import (
     CheckpointRoot,
     RedisUrl,
@@ -96,7 +96,7 @@ def reducer(
         adopt_folders=frozenset(adopt_folders or ()),
     )
     folder = writable_root(checkpoint_root(root))
-    calm_interpreter()
+    tune_process()
     with serving(redis_url) as url:
         reduce = partial(reduce_all, url, run_id=run, root=folder, policy=policy)
         anyio.run(until_stopped, reduce, lifeline)
@@ -107,7 +107,7 @@ async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = F
     async with anyio.create_task_group() as tasks:
 
         async def stop_on_signal() -> None:
-            with anyio.open_signal_receiver(signal.SIGINT, *endings()) as signals:
+            with anyio.open_signal_receiver(signal.SIGINT, *ending_signals()) as signals:
                 async for _ in signals:
                     tasks.cancel_scope.cancel()
 

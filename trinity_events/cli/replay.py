@@ -11,8 +11,8 @@ import typer
 from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
-from ..history import Folded, Replay
 from ..log import Entry, Stream
+from ..replay import Folded, Replay
 from ..views import event_line, state_as_json, status_panel
 from ..views.terminal import say
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json

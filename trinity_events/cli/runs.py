@@ -5,10 +5,10 @@ from __future__ import annotations
 import anyio
 
 from ..core import MonitorState
-from ..errors import KeyTaken
-from ..history import SnapshotUnreadable, current_state
+from ..errors import KeyConflict
+from ..liveness import abandoned_since
 from ..log import RedisEventLog, list_runs
-from ..silence import silent_since
+from ..replay import SnapshotUnreadable, current_state
 from ..views import runs_table, seconds
 from ..views.terminal import say, tell
 from .options import Json, RedisUrl, client_of, console, print_json
@@ -47,8 +47,8 @@ async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]
             async with looks:
                 try:
                     state = await current_state(RedisEventLog(client, run))
-                    found[run] = state, await silent_since(client, state)
-                except (SnapshotUnreadable, KeyTaken) as error:
+                    found[run] = state, await abandoned_since(client, state)
+                except (SnapshotUnreadable, KeyConflict) as error:
                     tell(f"error: {error}")
 
         async with anyio.create_task_group() as tasks:

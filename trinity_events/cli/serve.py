@@ -10,7 +10,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..reducer import Policy, calm_interpreter, reduce_all, writable_root
+from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, trinity_home
 from ..views.terminal import say
@@ -46,7 +46,7 @@ def serve(
         adopt_folders=frozenset(adopt_folders or ()),
     )
     folder = writable_root(checkpoint_root(root))
-    calm_interpreter()
+    tune_process()
     server = EmbeddedServer(trinity_home())
     with ExitStack() as exits:
         url = shown = exits.enter_context(server.attached())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import anyio
 
 from ..core import MonitorState
-from ..history import current_state
+from ..liveness import abandoned_since
 from ..log import RedisEventLog, require_run
+from ..replay import current_state
 from ..server import server_clock
-from ..silence import silent_since
 from ..views import seconds, state_as_json, status_panel
 from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
@@ -34,4 +34,4 @@ async def _state(
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
         now = await server_clock(client, log.keys.events) if state.closed is None else None
-        return state, now, await silent_since(client, state)
+        return state, now, await abandoned_since(client, state)

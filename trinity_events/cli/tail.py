@@ -22,17 +22,17 @@ from trinity_schemas import (
 from ..archive import Archive
 from ..core.event_filter import EventFilter
 from ..errors import TrinityError
-from ..history import page_of
 from ..log import (
     Entry,
-    InOrder,
+    MergedReader,
     PageSize,
     RedisEventLog,
     Stream,
     require_run,
 )
-from ..log.index import nearest_name
-from ..server import Wait, server_clock
+from ..log.run_index import nearest_name
+from ..replay import page_of
+from ..server import Deadline, server_clock
 from ..views import event_line
 from ..views.terminal import say
 from .last_entries import begin_of_last, decoded, is_wanted, last_entries
@@ -163,14 +163,14 @@ async def _tail(redis_url: str | None, run: str | None, root: Path, asked: _Aske
 
 
 async def _follow(log: RedisEventLog, after: dict[Stream, str], printing: _Printing) -> None:
-    ahead, page = InOrder(log, after), PageSize(page_of(Stream.ANNOUNCEMENTS))
-    wait = Wait(None, f"nothing more of run {log.run_id}")
+    ahead, page = MergedReader(log, after), PageSize(page_of(Stream.ANNOUNCEMENTS))
+    wait = Deadline(None, f"nothing more of run {log.run_id}")
     faults = wait.faults
 
     async def read() -> list[Found]:
         nonlocal ahead, faults
         if wait.faults > faults:  # what was read and not printed is read again
-            ahead, faults = InOrder(log, after), wait.faults
+            ahead, faults = MergedReader(log, after), wait.faults
         return await ahead.read(seconds=5, limit=page.limit)
 
     while True:

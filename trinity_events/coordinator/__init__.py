@@ -1,9 +1,9 @@
 """The one face that workers and trainers use for saves."""
 
-from .attempt import SaveAttempt
 from .coordinator import FLUSH_DEADLINE, LEASE, TURN_DEADLINE, CheckpointCoordinator
 from .heartbeat import Heartbeat
-from .process import this_process
+from .process_identity import this_process
+from .save_attempt import SaveAttempt
 from .staging import staged_path
 
 __all__ = [

@@ -26,12 +26,12 @@ from trinity_schemas import (
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..reducer_root import other_folder
-from .attempt import SaveAttempt
+from .admission_client import wait_for_turn
 from .heartbeat import Heartbeat
-from .process import this_process
+from .inflight import InflightSaves
+from .process_identity import this_process
 from .progress import size_of, telling
-from .turn import wait_for_turn
-from .under_way import SavesUnderWay
+from .save_attempt import SaveAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class CheckpointCoordinator:
         self._lease = lease
         self._turn_deadline = turn_deadline
         self._heart = Heartbeat.of(publisher, lease)
-        self._under_way = SavesUnderWay()
+        self._under_way = InflightSaves()
         self._failures: list[tuple[str, BaseException]] = []
         self._untold: list[PublishError] = []
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 from ..log import Publisher
-from ..log.faults import pauses
+from ..log.retry import backoff_delays
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +87,12 @@ class Heartbeat:
             return self._thread is None
 
     def _run(self) -> None:
-        faults = pauses(self._lease / _BEATS_PER_LEASE)
+        faults = backoff_delays(self._lease / _BEATS_PER_LEASE)
         idle = 0
         while True:
             pause = self._lease / _BEATS_PER_LEASE
             if self._beat():
-                faults = pauses(pause)
+                faults = backoff_delays(pause)
                 idle = 0 if self._attempts else idle + 1
             else:
                 pause, idle = next(faults), 0
@@ -118,7 +118,7 @@ class Heartbeat:
         Without patience it does not matter what is left to tell.
         """
         due = time.monotonic() + seconds
-        telling = pauses(seconds)
+        telling = backoff_delays(seconds)
         with self._changed:
             while (left := due - time.monotonic()) > 0:
                 if self._attempts:

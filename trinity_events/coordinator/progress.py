@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..log import Publisher
-from .attempt import SaveAttempt
+from .save_attempt import SaveAttempt
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from ..core.complete import STAGING
+from ..core.completeness import STAGING
 
 
 def staged_path(run_folder: Path | str, epoch: int, step: int) -> Path:

@@ -1,20 +1,20 @@
 """The pure core: what the log means. No I/O, no clock, no randomness."""
 
+from .checkpoint_retention import removable_steps
 from .explain import explain, unfinished
 from .failures import Failure, failures
-from .files import FilePlan, IterationFile, Promotion, final_name, plan_files
+from .file_plan import FilePlan, IterationFile, Promotion, final_name, plan_files
 from .fold import MONITOR, Monitor
-from .overdue import Holder, Waiting, expired, holders, overdue, waiting
-from .removal import removable
 from .state import MonitorState, ReadyPointer, decode_state, encode_state
 from .summary import RunSummary, Summarizer
+from .timeouts import LeaseHolder, Waiting, expired, lease_holders, overdue, waiting
 
 __all__ = [
     "MONITOR",
     "Failure",
     "FilePlan",
-    "Holder",
     "IterationFile",
+    "LeaseHolder",
     "Monitor",
     "MonitorState",
     "Promotion",
@@ -28,10 +28,10 @@ __all__ = [
     "explain",
     "failures",
     "final_name",
-    "holders",
+    "lease_holders",
     "overdue",
     "plan_files",
-    "removable",
+    "removable_steps",
     "unfinished",
     "waiting",
 ]

@@ -19,7 +19,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from .known import who_is
+from .fold_state import describe_producer
 
 _OF_A_SLOT = (
     SaveRequested,
@@ -89,4 +89,4 @@ def steps_of(event: Event) -> set[int]:
 
 def _names(envelope: Envelope) -> set[str]:
     producer = envelope.producer
-    return {producer.role, who_is(producer), producer.node}
+    return {producer.role, describe_producer(producer), producer.node}

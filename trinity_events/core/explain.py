@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trinity_schemas import Kind, StepRef
 
-from .complete import missing
-from .known import words_of
+from .completeness import missing
+from .fold_state import describe_slot
 from .refusals import words_of_refusal
 from .state import KINDS, KindState, MonitorState, StepState
 
@@ -123,7 +123,7 @@ def _turn(state: MonitorState, kind: KindState) -> str:
     if not any(slot.waiting for slot in kind.slots.values()) or not state.turns:
         return ""
     having = [
-        words_of(attempt.slot)
+        describe_slot(attempt.slot)
         for save_id in list(state.turns)[:3]
         if (attempt := state.attempts.get(save_id)) is not None
     ]

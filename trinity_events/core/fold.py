@@ -34,17 +34,17 @@ from trinity_schemas import (
     event_tag,
 )
 
-from .known import keep_last, who_is
+from .announcements import staged_folder
+from .fold_state import describe_producer, keep_last
 from .limits import (
-    KEPT_CARRIED,
     KEPT_LINEAGE,
+    KEPT_PENDING_PROMOTIONS,
     KEPT_PRODUCERS,
     KEPT_STEPS,
     REORDERED_PRODUCERS,
 )
-from .readiness import staged_folder
 from .state import MonitorState, ReadyPointer
-from .versions import Versions
+from .versions import VersionFold
 
 # Announcements are the fold's own, whichever process runs it: their producer, sequence and time
 # follow from the log, so that a replay gives the very bytes that the live reducer wrote.
@@ -58,7 +58,7 @@ _UNFENCED_EVENTS = (
 _EPOCH_EVENTS = (RunOpened, RunResumed)
 
 
-class Monitor(Versions):
+class Monitor(VersionFold):
     """Folds a run's log into its :class:`MonitorState`.
 
     Pure: the same entries give the same state and the same announcements, in the live reducer,
@@ -133,11 +133,15 @@ class Monitor(Versions):
         sequences[producer.incarnation] = max(last, sequence)
         keep_last(sequences, KEPT_PRODUCERS)
         if sequence <= last:
-            self._anomaly("duplicate", f"{who_is(producer)} sent its event {sequence} again")
+            self._anomaly(
+                "duplicate", f"{describe_producer(producer)} sent its event {sequence} again"
+            )
             return False
         if sequence > last + 1:
             missing = f"{last + 1}" if sequence == last + 2 else f"{last + 1} to {sequence - 1}"
-            self._anomaly("gap", f"of {who_is(producer)}, event {missing} is not in the log")
+            self._anomaly(
+                "gap", f"of {describe_producer(producer)}, event {missing} is not in the log"
+            )
         return True
 
     def _admit_epoch(self, envelope: Envelope) -> bool:
@@ -151,7 +155,7 @@ class Monitor(Versions):
         self._anomaly(
             name,
             f"{event_tag(envelope.event)} of epoch {envelope.epoch} from "
-            f"{who_is(envelope.producer)}, while the run is in epoch {self.state.epoch}",
+            f"{describe_producer(envelope.producer)}, while the run is in epoch {self.state.epoch}",
         )
         return False
 
@@ -183,19 +187,19 @@ class Monitor(Versions):
                 found = step_state.kinds.get(kind)
                 folder = staged_folder(step_state, kind) if found and found.outcome else None
                 if folder is not None:
-                    state.carried[folder] = left
+                    state.pending_promotions[folder] = left
                     break
             for kind, kind_state in step_state.kinds.items():
                 if not kind_state.settled:
                     self._supersede(state.epoch, left, kind, StepRef(epoch, step))
-        for folder in list(state.carried)[:-KEPT_CARRIED]:
-            del state.carried[folder]
+        for folder in list(state.pending_promotions)[:-KEPT_PENDING_PROMOTIONS]:
+            del state.pending_promotions[folder]
         state.lineage = _lineage(state, opening)
         state.epoch = epoch
         state.strategy = opening.save_strategy
         state.transport = opening.transport
         state.attempts, state.queue, state.turns = {}, {}, {}
-        state.whole = [one for one in state.whole if one <= step]
+        state.complete_checkpoints = [one for one in state.complete_checkpoints if one <= step]
         state.trainer_step = step
         state.steps = {}
         state.forgotten_through = -1

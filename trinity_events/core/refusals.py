@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from trinity_schemas import Producer, VersionRefused
 
-from .known import who_is
+from .fold_state import describe_producer
 from .limits import LONGEST_REFUSAL
 from .state import Refusal
 
@@ -15,7 +15,7 @@ def refusal_of(event: VersionRefused, producer: Producer, at: int) -> Refusal:
     """Return what is kept of an event that a producer sent at these milliseconds."""
     return Refusal(
         at=at,
-        by=who_is(producer),
+        by=describe_producer(producer),
         node=producer.node,
         version=event.version,
         rank=event.rank,

@@ -23,14 +23,14 @@ from trinity_schemas import (
 )
 
 from . import admission
-from .complete import missing, staged_in
-from .known import keep_last, who_is, words_of
+from .announcements import AnnouncementFold
+from .completeness import missing, staged_in
+from .fold_state import describe_producer, describe_slot, keep_last
 from .limits import KEPT_ATTEMPTS, KEPT_UNDER_WAY, LONGEST_REASON
-from .readiness import Readiness
 from .state import Attempt, KindState, SlotState
 
 
-class Saves(Readiness):
+class SaveFold(AnnouncementFold):
     """What is said of saves, and of their turns."""
 
     def _registered(self, event: ThreadCountRegistered, _: Envelope) -> None:
@@ -77,8 +77,8 @@ class Saves(Readiness):
             if len(slot.running) > KEPT_ATTEMPTS:
                 _end(slot, next(iter(slot.running)))
         if admission.limits(self.state) and event.save_id not in self.state.turns:
-            who = who_is(envelope.producer)
-            self._anomaly("out-of-turn", f"{who} began {words_of(event.slot)} without a turn")
+            who = describe_producer(envelope.producer)
+            self._anomaly("out-of-turn", f"{who} began {describe_slot(event.slot)} without a turn")
         attempt = self._under_way(event.save_id, event.slot, envelope.producer, event.lease)
         attempt.started = True
         attempt.since = self._now
@@ -133,7 +133,7 @@ class Saves(Readiness):
                 slot.others[folder] = proof
         keep_last(slot.others, KEPT_ATTEMPTS)
         if not wanted:
-            self._anomaly("late-attempt", f"{words_of(proof.slot)} was finished before")
+            self._anomaly("late-attempt", f"{describe_slot(proof.slot)} was finished before")
         return wanted
 
     def _awaits_checkpoint(self, slot: Slot) -> bool:
@@ -151,7 +151,7 @@ class Saves(Readiness):
         self._fail_attempt(event.save_id, event.slot, f"{event.error_type}: {event.message}")
 
     def _lease_expired(self, event: LeaseExpired, _: Envelope) -> None:
-        silence = f"nothing was heard of {who_is(event.holder)} on {event.holder.node}"
+        silence = f"nothing was heard of {describe_producer(event.holder)} on {event.holder.node}"
         for attempt in event.attempts:
             slot = self._find_slot(attempt.slot)
             # What the attempt itself said of its failure stands.
@@ -166,7 +166,7 @@ class Saves(Readiness):
             return
         again = save_id in slot.running
         _end(slot, save_id)
-        reason = f"{words_of(at)} failed: {why}"[:LONGEST_REASON]
+        reason = f"{describe_slot(at)} failed: {why}"[:LONGEST_REASON]
         if slot.proof is not None:
             if again and self._awaits_checkpoint(at):
                 self._fail_own_state_dict(at.step, reason)
@@ -279,7 +279,7 @@ class Saves(Readiness):
             same = attempt is not None and attempt.slot.name == slot.name
             if same and attempt is not None and attempt.holder == who:
                 self._anomaly(
-                    "unended-turn", f"the end of {words_of(attempt.slot)} is not in the log"
+                    "unended-turn", f"the end of {describe_slot(attempt.slot)} is not in the log"
                 )
                 self._end_attempt(save_id)
 

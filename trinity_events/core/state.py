@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -100,7 +100,7 @@ class VersionState(Struct, kw_only=True):
     parts: dict[int, PublishedPart] = field(default_factory=dict)
 
 
-class Resting(Struct, frozen=True, kw_only=True):
+class DeltaBases(Struct, frozen=True, kw_only=True):
     """A ready version of which only what changed was published, and what that rests on."""
 
     version: StepRef
@@ -214,15 +214,15 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     forgotten_through: int = -1
     """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
-    whole: list[int] = field(default_factory=list)
+    complete_checkpoints: list[int] = field(default_factory=list, name="whole")
     """Steps of this line of the run whose checkpoint is whole, in order; the last many."""
     lineage: list[StepRef] = field(default_factory=list)
     """Earlier epochs that the present one goes on from, each with its last step that counts."""
-    carried: dict[str, int] = field(default_factory=dict)
+    pending_promotions: dict[str, int] = field(default_factory=dict, name="carried")
     """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)
     """Ready weight versions that are not retired, oldest first."""
-    resting: list[Resting] = field(default_factory=list)
+    delta_bases: list[DeltaBases] = field(default_factory=list, name="resting")
     """Those of them that rest on others."""
     strategy: SaveStrategy = "unrestricted"
     """Which saves of the current epoch may run at once."""
@@ -251,18 +251,56 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """The last few."""
 
 
+SNAPSHOT_VERSION = 2
+"""Version of the layout of snapshots, to be raised with every change of what a field means.
+
+A snapshot of another version is folded anew from the log: its fields may not be what they seem.
+"""
+
+
+class SnapshotVersion(msgspec.DecodeError):
+    """A snapshot has the layout of another version."""
+
+
+class _Snapshot(NamedTuple):
+    version: int
+    state: msgspec.Raw
+
+
 _encoder = msgspec.msgpack.Encoder()
+_snapshots = msgspec.msgpack.Decoder(_Snapshot)
+_unversioned = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.msgpack.Decoder(MonitorState)
 
 
 def encode_state(state: MonitorState) -> bytes:
-    """A snapshot of the state."""
-    return _encoder.encode(state)
+    """Encode a snapshot of the state, with the version of its layout."""
+    return _encoder.encode((SNAPSHOT_VERSION, state))
 
 
 def decode_state(snapshot: bytes) -> MonitorState:
-    """The state of a snapshot. Raises :class:`msgspec.DecodeError` for anything else."""
+    """Decode the state of a snapshot.
+
+    Raises:
+        SnapshotVersion: for a snapshot of another version.
+        msgspec.DecodeError: for anything else.
+    """
     try:
-        return _decoder.decode(snapshot)
+        version = _version_of(snapshot)
+        if version != SNAPSHOT_VERSION:
+            raise SnapshotVersion(
+                f"it is of version {version}, and this program reads version {SNAPSHOT_VERSION}"
+            )
+        return _decoder.decode(_snapshots.decode(snapshot).state)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
+
+
+def _version_of(snapshot: bytes) -> int:
+    """Return the version of a snapshot; the first had the state alone, a map."""
+    try:
+        return _snapshots.decode(snapshot).version
+    except msgspec.DecodeError:
+        if "run_id" in _unversioned.decode(snapshot):
+            return 1
+        raise

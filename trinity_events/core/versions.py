@@ -16,14 +16,14 @@ from trinity_schemas import (
     WeightsApplied,
 )
 
-from .known import keep_last, who_is
+from .fold_state import describe_producer, keep_last
 from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_REFUSALS
 from .refusals import refusal_of
-from .saves import Saves
+from .saves import SaveFold
 from .state import DetachedConsumer, ExplorerState, TrainerWaits
 
 
-class Versions(Saves):
+class VersionFold(SaveFold):
     """What is said of weights, and of everyone's status."""
 
     def _version_opened(self, event: VersionOpened, _: Envelope) -> None:
@@ -94,7 +94,7 @@ class Versions(Saves):
 
     def _explorer(self, producer: Producer) -> ExplorerState:
         explorers = self.state.explorers
-        who = who_is(producer)
+        who = describe_producer(producer)
         # Taken out and put back: whoever was silent longest goes first.
         found = explorers.pop(who, None) or ExplorerState()
         explorers[who] = found

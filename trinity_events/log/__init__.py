@@ -7,22 +7,22 @@ from .base import (
     Claimed,
     Commit,
     ConsumerGroup,
+    CurrentAnnouncement,
     DeadLetter,
     Entry,
     EventLog,
     GroupedLog,
     GroupInfo,
-    Standing,
     Stream,
 )
-from .in_order import InOrder, in_order
-from .index import list_runs, require_run, watch_runs
+from .envelopes import new_producer, opening_envelope
 from .memory_log import MemoryEventLog
+from .merged_reader import MergedReader, stream_order
 from .page_size import PageSize
 from .position import ORIGIN, before, position
 from .publisher import Publisher
 from .redis_log import RedisEventLog
-from .stamp import new_producer, opening
+from .run_index import list_runs, require_run, watch_runs
 from .sync_log import SyncEventLog
 
 __all__ = [
@@ -33,26 +33,26 @@ __all__ = [
     "Claimed",
     "Commit",
     "ConsumerGroup",
+    "CurrentAnnouncement",
     "DeadLetter",
     "Entry",
     "EventLog",
     "GroupInfo",
     "GroupedLog",
-    "InOrder",
     "MemoryEventLog",
+    "MergedReader",
     "PageSize",
     "Publisher",
     "RedisEventLog",
-    "Standing",
     "Stream",
     "SyncEventLog",
     "before",
-    "in_order",
     "list_runs",
     "new_producer",
     "open_run",
-    "opening",
+    "opening_envelope",
     "position",
     "require_run",
+    "stream_order",
     "watch_runs",
 ]

@@ -20,13 +20,13 @@ from trinity_schemas import (
     event_tag,
 )
 
-from ..errors import KeyTaken, PermissionDenied, PublishError
+from ..errors import KeyConflict, PermissionDenied, PublishError
 from .base import EventLog
-from .faults import passes, pauses
-from .index import add_run
+from .envelopes import EnvelopeFactory, opening_envelope
+from .error_replies import reply_text
 from .redis_log import RedisEventLog
-from .refusals import told
-from .stamp import Stamp, opening
+from .retry import backoff_delays, is_transient
+from .run_index import add_run
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class AsyncPublisher:
         self, log: EventLog, epoch: int, producer: Producer, *, deadline: float = 30.0
     ) -> None:
         self.log = log
-        self._stamp = Stamp(log.run_id, epoch, producer)
+        self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
         self._deadline = deadline
         self._lock = anyio.Lock()
 
@@ -75,10 +75,10 @@ class AsyncPublisher:
                 return await _within(
                     self._deadline, lambda: self.log.append(payload), what, give_up=give_up
                 )
-            except (redis.RedisError, OSError, KeyTaken) as error:
+            except (redis.RedisError, OSError, KeyConflict) as error:
                 # Refused, so it is not in the log. After a fault it may be: its number is used.
                 self._stamp.undo()
-                raise PublishError(f"{what}: {told(error)}") from error
+                raise PublishError(f"{what}: {reply_text(error)}") from error
 
 
 async def open_run(
@@ -118,7 +118,7 @@ async def open_run(
 
     try:
         await patiently(lambda: add_run(client, run_id))
-        epoch = await patiently(lambda: log.open_epoch(opening(run_id, event)))
+        epoch = await patiently(lambda: log.open_epoch(opening_envelope(run_id, event)))
         await patiently(lambda: add_run(client, run_id))
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
         raise PermissionDenied(
@@ -136,19 +136,19 @@ async def _within(
     Raises PublishError when the time is over, and at once any error that does not pass.
     """
     fault: Exception | None = None
-    for pause in pauses(_LONGEST_PAUSE):
+    for pause in backoff_delays(_LONGEST_PAUSE):
         with anyio.move_on_after(give_up - time.monotonic()):
             try:
                 return await step()
             except Exception as error:
-                if not passes(error):
+                if not is_transient(error):
                     if fault is not None:  # what was asked before may have been done
-                        raise PublishError(f"{what}: {told(error)}") from error
+                        raise PublishError(f"{what}: {reply_text(error)}") from error
                     raise
                 fault = error
         left = give_up - time.monotonic()
         if left <= 0:
             break
         await anyio.sleep(min(pause, left))
-    why = "it is slow" if fault is None else told(fault)
+    why = "it is slow" if fault is None else reply_text(fault)
     raise PublishError(f"{what}: the server did not take it within {deadline:g} s: {why}")

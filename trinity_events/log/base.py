@@ -84,7 +84,7 @@ class GroupInfo(NamedTuple):
         return text[:LONGEST_NAME] or "(without a name)"
 
 
-class Standing(NamedTuple):
+class CurrentAnnouncement(NamedTuple):
     """The last announcement of one subject, such as ``step-ready/weights``."""
 
     subject: str
@@ -133,7 +133,7 @@ class EventLog(Protocol):
         """Up to ``limit`` entries after a position, up to and with ``through``."""
         ...
 
-    async def wait(
+    async def read_blocking(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
         """As :meth:`read` on one or both streams, waiting on the server for them."""
@@ -143,7 +143,7 @@ class EventLog(Protocol):
         """The position of the newest entry."""
         ...
 
-    async def first_left(self, stream: Stream) -> str | None:
+    async def first_retained_id(self, stream: Stream) -> str | None:
         """The oldest entry of a stream that has lost older ones; None when it is whole."""
         ...
 
@@ -151,7 +151,7 @@ class EventLog(Protocol):
         """Take the next epoch and append its first event, in one script; returns the epoch."""
         ...
 
-    async def standing(self) -> list[Standing]:
+    async def current_announcements(self) -> list[CurrentAnnouncement]:
         """The last announcement of every subject."""
         ...
 
@@ -175,7 +175,7 @@ class EventLog(Protocol):
         """
         ...
 
-    async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
+    async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
         """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
         ...
 
@@ -183,25 +183,25 @@ class EventLog(Protocol):
         """The server's clock in milliseconds, of which entry ids are made."""
         ...
 
-    async def hold(self, step: int, who: str, seconds: float) -> bool:
+    async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
         """Keep a checkpoint from being removed for a while; again, to keep it longer.
 
         False when it is being removed. Whether it is there at all, only its folder tells.
         """
         ...
 
-    async def release(self, step: int, who: str) -> None:
+    async def release_lease(self, step: int, who: str) -> None:
         """Let go of a checkpoint."""
         ...
 
-    async def doom(self, token: int, steps: Collection[int]) -> set[int]:
+    async def mark_deleting(self, token: int, steps: Collection[int]) -> set[int]:
         """Mark those of the checkpoints that nobody holds, for removal; returns which.
 
         None of them when ``token`` is not the newest leader's.
         """
         ...
 
-    async def undoom(self, token: int, steps: Collection[int] | None = None) -> bool:
+    async def clear_deleting(self, token: int, steps: Collection[int] | None = None) -> bool:
         """Forget the marks, or all: they are removed, or will not be. False when another leads."""
         ...
 

@@ -20,10 +20,10 @@ from .base import (
     GRANT_KEPT,
     Claimed,
     Commit,
+    CurrentAnnouncement,
     DeadLetter,
     Entry,
     GroupInfo,
-    Standing,
     Stream,
 )
 from .memory_stream import MemoryGroup, MemoryStream, entry_id
@@ -129,7 +129,7 @@ class MemoryEventLog:
         with self._lock:
             return self._streams[stream].between(position(after), limit, through)
 
-    async def wait(
+    async def read_blocking(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
         """As :meth:`read` on one or both streams, waiting for them."""
@@ -177,11 +177,13 @@ class MemoryEventLog:
                     self._add(Stream.EVENTS, first)
                     return epoch
 
-    async def standing(self) -> list[Standing]:
+    async def current_announcements(self) -> list[CurrentAnnouncement]:
         """The last announcement of every subject."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
-            return [Standing(subject, entry) for subject, entry in self._standing.items()]
+            return [
+                CurrentAnnouncement(subject, entry) for subject, entry in self._standing.items()
+            ]
 
     async def load(self) -> tuple[bytes | None, str]:
         """The reducer's last snapshot and its position."""
@@ -219,7 +221,7 @@ class MemoryEventLog:
                 return 0
             return self._streams[stream].trim(position(limit))
 
-    async def first_left(self, stream: Stream) -> str | None:
+    async def first_retained_id(self, stream: Stream) -> str | None:
         """The oldest entry of a stream that has lost older ones; None when it is whole."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -261,7 +263,7 @@ class MemoryEventLog:
         await anyio.lowlevel.checkpoint()
         return int(self._clock() * 1000)
 
-    async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
+    async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
         """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -288,7 +290,7 @@ class MemoryEventLog:
                 lambda: self._granted.get(save_id, 0.0) > self._timer(), seconds
             )
 
-    async def hold(self, step: int, who: str, seconds: float) -> bool:
+    async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
         """Keep a checkpoint from being removed for a while; again, to keep it longer.
 
         False when it is being removed. Whether it is there at all, only its folder tells.
@@ -300,13 +302,13 @@ class MemoryEventLog:
             self._holds[step, who] = self._timer() + seconds
             return True
 
-    async def release(self, step: int, who: str) -> None:
+    async def release_lease(self, step: int, who: str) -> None:
         """Let go of a checkpoint."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             self._holds.pop((step, who), None)
 
-    async def doom(self, token: int, steps: Collection[int]) -> set[int]:
+    async def mark_deleting(self, token: int, steps: Collection[int]) -> set[int]:
         """Mark those of the checkpoints that nobody holds, for removal; returns which.
 
         None of them when ``token`` is not the newest leader's.
@@ -321,7 +323,7 @@ class MemoryEventLog:
             self._doomed |= doomed
             return doomed
 
-    async def undoom(self, token: int, steps: Collection[int] | None = None) -> bool:
+    async def clear_deleting(self, token: int, steps: Collection[int] | None = None) -> bool:
         """Forget the marks, or all: they are removed, or will not be. False when another leads."""
         await anyio.lowlevel.checkpoint()
         with self._lock:

@@ -12,10 +12,10 @@ from weakref import WeakSet
 from trinity_schemas import Event, Producer, event_tag
 
 from ..errors import BufferFull, PublishError
-from .faults import passes, pauses
+from .envelopes import EnvelopeFactory
+from .error_replies import reply_text
 from .outbox import Outbox
-from .refusals import told
-from .stamp import Stamp
+from .retry import backoff_delays, is_transient
 from .sync_log import SyncEventLog
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Publisher:
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
         self.log = log
-        self._stamp = Stamp(log.run_id, epoch, producer)
+        self._stamp = EnvelopeFactory(log.run_id, epoch, producer)
         self._outbox = Outbox(capacity, capacity_bytes)
         self._changed = threading.Condition()
         self._process = os.getpid()
@@ -176,7 +176,7 @@ class Publisher:
 
     def _send(self) -> None:
         """Send what there is, batch by batch, each until it is taken: in a thread of its own."""
-        faults = pauses(LONGEST_PAUSE)
+        faults = backoff_delays(LONGEST_PAUSE)
         while batch := self._next_batch():
             try:
                 self.log.append_many(batch)
@@ -184,7 +184,7 @@ class Publisher:
                 self._note(error)
                 self._pause(next(faults))
             else:
-                faults = pauses(LONGEST_PAUSE)
+                faults = backoff_delays(LONGEST_PAUSE)
                 with self._changed:
                     self._fault = None
                     self._outbox.drop(len(batch))
@@ -205,7 +205,7 @@ class Publisher:
         with self._changed:
             if self._fault is None:
                 logger.warning(
-                    "what run %s is told waits for the server: %s", self.run_id, told(error)
+                    "what run %s is told waits for the server: %s", self.run_id, reply_text(error)
                 )
             self._fault = error
             if self._is_refused:
@@ -227,11 +227,11 @@ class Publisher:
 
     @property
     def _is_refused(self) -> bool:
-        return self._fault is not None and not passes(self._fault)
+        return self._fault is not None and not is_transient(self._fault)
 
     @property
     def _why(self) -> str:
-        return "it is slow" if self._fault is None else told(self._fault) or repr(self._fault)
+        return "it is slow" if self._fault is None else reply_text(self._fault) or repr(self._fault)
 
     def _not_taken(self, event: Event, why: str) -> PublishError:
         return PublishError(f"{event_tag(event)} of run {self.run_id} was not published: {why}")

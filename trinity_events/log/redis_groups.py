@@ -18,9 +18,9 @@ from .base import (
     GroupInfo,
     Stream,
 )
-from .raw import entries, flat_entries
+from .key_errors import naming_key_conflicts
+from .redis_replies import entries, flat_entries
 from .scripts import Scripts
-from .taken import naming_taken_keys
 
 _KEPT = (DEAD_LETTERS_KEPT, DEAD_LETTER_BYTES)
 _TRACE_EVERY = 1.0
@@ -31,7 +31,7 @@ _FIRST_MEMBER = "-"
 """With which a group is created, so that the server knows since when it has been idle."""
 
 
-@naming_taken_keys
+@naming_key_conflicts
 class RedisGroups:
     """Implements :class:`~trinity_events.log.ConsumerGroup`."""
 

@@ -11,18 +11,33 @@ import redis.asyncio
 from trinity_schemas import grant_key, heartbeat_key
 
 from ..reducer_root import of_leader
-from .base import DEAD_LETTERS_KEPT, GRANT_KEPT, Commit, DeadLetter, Entry, Standing, Stream
+from .base import (
+    DEAD_LETTERS_KEPT,
+    GRANT_KEPT,
+    Commit,
+    CurrentAnnouncement,
+    DeadLetter,
+    Entry,
+    Stream,
+)
+from .key_errors import (
+    naming_key_conflicts,
+    parse_announcement,
+    parse_dead_letter,
+    parse_number,
+    parse_position,
+    wrong_type,
+)
 from .position import LAST_ID, LATEST, ORIGIN
-from .raw import FIELD, entries, flat_entries
 from .redis_groups import RedisGroups
-from .taken import buried, naming_taken_keys, number, placed, reached, wrong_type
+from .redis_replies import FIELD, entries, flat_entries
 
 
-@naming_taken_keys
+@naming_key_conflicts
 class RedisEventLog(RedisGroups):
     """One run's log on a server. Implements :class:`~trinity_events.log.EventLog`.
 
-    Methods raise KeyTaken for a key of the run that something else wrote.
+    Methods raise KeyConflict for a key of the run that something else wrote.
     """
 
     async def append(self, payload: bytes) -> str:
@@ -61,7 +76,7 @@ class RedisEventLog(RedisGroups):
         last = before if before == "+" or inclusive else f"({before}"
         return entries(await self._redis.xrevrange(self._key(stream), max=last, count=limit))
 
-    async def wait(
+    async def read_blocking(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
         """As :meth:`read` on one or both streams, waiting on the server for them."""
@@ -95,7 +110,7 @@ class RedisEventLog(RedisGroups):
 
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
         """Take the next epoch and append its first event, in one script; returns the epoch."""
-        epoch = number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1
+        epoch = parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1
         while True:
             keys = [self.keys.epoch, self.keys.events]
             taken = await self._run("open_epoch", keys=keys, args=[epoch, payload(epoch)])
@@ -103,12 +118,12 @@ class RedisEventLog(RedisGroups):
                 return epoch
             epoch = int(taken) + 1
 
-    async def standing(self) -> list[Standing]:
+    async def current_announcements(self) -> list[CurrentAnnouncement]:
         """The last announcement of every subject."""
-        found: list[Standing] = []
+        found: list[CurrentAnnouncement] = []
         for field, value in (await self._redis.hgetall(self.keys.current)).items():
-            subject, entry_id, payload = placed(self.keys.current, field, value)
-            found.append(Standing(subject, Entry(entry_id, payload)))
+            subject, entry_id, payload = parse_announcement(self.keys.current, field, value)
+            found.append(CurrentAnnouncement(subject, Entry(entry_id, payload)))
         return found
 
     async def load(self) -> tuple[bytes | None, str]:
@@ -120,7 +135,7 @@ class RedisEventLog(RedisGroups):
             if (found := (await self._redis.type(key)).decode()) not in ("none", "string"):
                 raise wrong_type(key, found, "string")
             return snapshot, ORIGIN
-        return snapshot, reached(key, position)
+        return snapshot, parse_position(key, position)
 
     async def commit(self, commit: Commit) -> bool:
         """Write a reducer's step. False when another reducer leads or has gone further.
@@ -158,7 +173,7 @@ class RedisEventLog(RedisGroups):
         found = int(await self._run("renumber", keys=keys, args=[f"{LATEST + 1}-0", after, token]))
         return None if found < 0 else found
 
-    async def alive(self, incarnations: Collection[str]) -> dict[str, float]:
+    async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
         """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
         asked = list(incarnations)
         if not asked:
@@ -175,31 +190,35 @@ class RedisEventLog(RedisGroups):
         """The server's clock in milliseconds, of which entry ids are made."""
         return int(await self._run("now", keys=[self.keys.events]))
 
-    async def hold(self, step: int, who: str, seconds: float) -> bool:
+    async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
         """Keep a checkpoint from being removed for a while; again, to keep it longer.
 
         False when it is being removed. Whether it is there at all, only its folder tells.
         """
         keys = [self.keys.holds, self.keys.doomed]
-        return bool(await self._run("hold", keys=keys, args=[step, who, int(seconds * 1000)]))
+        return bool(
+            await self._run("acquire_lease", keys=keys, args=[step, who, int(seconds * 1000)])
+        )
 
-    async def release(self, step: int, who: str) -> None:
+    async def release_lease(self, step: int, who: str) -> None:
         """Let go of a checkpoint."""
         await self._redis.zrem(self.keys.holds, f"{step} {who}")
 
-    async def doom(self, token: int, steps: Collection[int]) -> set[int]:
+    async def mark_deleting(self, token: int, steps: Collection[int]) -> set[int]:
         """Mark those of the checkpoints that nobody holds, for removal; returns which.
 
         None of them when ``token`` is not the newest leader's.
         """
         keys = [self.keys.holds, self.keys.doomed, self.keys.fence]
-        return {int(step) for step in await self._run("doom", keys=keys, args=[token, *steps])}
+        return {
+            int(step) for step in await self._run("mark_deleting", keys=keys, args=[token, *steps])
+        }
 
-    async def undoom(self, token: int, steps: Collection[int] | None = None) -> bool:
+    async def clear_deleting(self, token: int, steps: Collection[int] | None = None) -> bool:
         """Forget the marks, or all: they are removed, or will not be. False when another leads."""
         keys = [self.keys.doomed, self.keys.fence]
         args = [token, "all"] if steps is None else [token, *steps]
-        return bool(await self._run("undoom", keys=keys, args=args))
+        return bool(await self._run("clear_deleting", keys=keys, args=args))
 
     async def trim(self, stream: Stream, limit: str, *, token: int | None = None) -> int:
         """Drop entries below ``limit`` that no group still needs; returns how many.
@@ -210,7 +229,7 @@ class RedisEventLog(RedisGroups):
         args = [limit, "" if token is None else token]
         return int(await self._run("trim", keys=keys, args=args))
 
-    async def first_left(self, stream: Stream) -> str | None:
+    async def first_retained_id(self, stream: Stream) -> str | None:
         """The oldest entry of a stream that has lost older ones; None when it is whole."""
         if not await self._redis.exists(self._key(stream)):
             return None
@@ -225,7 +244,7 @@ class RedisEventLog(RedisGroups):
         """The entries that could not be decoded, and why."""
         found: list[DeadLetter] = []
         for at, fields in await self._redis.xrange(self.keys.dead):
-            entry_id, reason, payload = buried(self.keys.dead, at, fields)
+            entry_id, reason, payload = parse_dead_letter(self.keys.dead, at, fields)
             found.append(DeadLetter(Entry(entry_id, payload), reason))
         return found
 

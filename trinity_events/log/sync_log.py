@@ -13,10 +13,10 @@ from trinity_schemas import RunKeys, grant_key, heartbeat_key
 
 from ..reducer_root import of_leader
 from .base import Entry, Stream
+from .key_errors import exhausted, is_exhausted, parse_number, wrong_type
 from .position import LAST_ID, ORIGIN
-from .raw import FIELD, entries
+from .redis_replies import FIELD, entries
 from .scripts import Scripts
-from .taken import exhausted, is_exhausted, number, wrong_type
 
 _LONGEST_WAIT = 3.0
 """Seconds for which the server is asked to wait at once: less than a connection may be silent."""
@@ -25,8 +25,8 @@ _LONGEST_WAIT = 3.0
 class SyncEventLog:
     """Appends to and reads one run's log. One client serves any number of threads.
 
-    Methods raise the client's errors: :mod:`trinity_events.log.faults` tells which of them pass;
-    and KeyTaken for a key of the run that something else wrote.
+    Methods raise the client's errors: :mod:`trinity_events.log.retry` tells which of them pass;
+    and KeyConflict for a key of the run that something else wrote.
     """
 
     remote = True
@@ -86,7 +86,7 @@ class SyncEventLog:
 
     def epoch(self) -> int:
         """The run's newest epoch; 0 before any."""
-        return number(self.keys.epoch, self._redis.get(self.keys.epoch))
+        return parse_number(self.keys.epoch, self._redis.get(self.keys.epoch))
 
     def leaders_folder(self) -> bytes | None:
         """Return what the leader said of its folder; None while nobody leads, or has said it."""

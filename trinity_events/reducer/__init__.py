@@ -1,11 +1,11 @@
 """The process that folds the log, announces what became true and keeps the files in step."""
 
-from .checkpoints import CheckpointFiles, UnsafePath, writable_root
-from .every_run import reduce_all
+from .checkpoint_files import CheckpointFiles, UnsafePath, writable_root
 from .leader import LEASE, Leader
 from .policy import InvalidPolicy, Policy
-from .process import calm_interpreter, reduce_run
-from .reduce import SNAPSHOT_EVERY, Reducer
+from .process import reduce_run, tune_process
+from .reducer import SNAPSHOT_EVERY, Reducer
+from .run_supervisor import reduce_all
 
 __all__ = [
     "LEASE",
@@ -16,8 +16,8 @@ __all__ = [
     "Policy",
     "Reducer",
     "UnsafePath",
-    "calm_interpreter",
     "reduce_all",
     "reduce_run",
+    "tune_process",
     "writable_root",
 ]

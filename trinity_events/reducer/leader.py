@@ -43,7 +43,7 @@ class Leader:
         await self._log.renew(self.token, 0)
 
 
-class LeadersVoice:
+class LeaderPublisher:
     """Publishes the leader's own events: time that passed. Refused once another leads.
 
     Each lead speaks as a producer of its own, whose sequences begin at 1; after a reply that was
@@ -57,7 +57,7 @@ class LeadersVoice:
         self._sequence = 0
         self._order = anyio.Lock()
 
-    async def say(self, event: Event, state: MonitorState, epoch: int) -> str | None:
+    async def publish(self, event: Event, state: MonitorState, epoch: int) -> str | None:
         """Append the event in the epoch that it is of: its entry id, or None if another leads."""
         async with self._order:
             self._sequence += 1

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core import final_name
-from ..core.complete import STAGING
-from .checkpoints import MARKER
+from ..core.completeness import STAGING
+from .checkpoint_files import MARKER
 
 _LONGEST = 4096
 """Bytes of a mark that are read; it names one path."""

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-from ..core.limits import KEPT_WHOLE
+from ..core.limits import KEPT_COMPLETE_CHECKPOINTS
 from ..errors import TrinityError
 
 STEP_DEADLINE = 600.0
@@ -48,8 +48,8 @@ class Policy(Struct, frozen=True, kw_only=True):
                 f"--keep-checkpoints is {self.keep_checkpoints}, but takes how many of the newest "
                 "checkpoints to keep: 2 or more keep that many, 0 keeps all"
             )
-        if self.keep_checkpoints > KEPT_WHOLE:
+        if self.keep_checkpoints > KEPT_COMPLETE_CHECKPOINTS:
             raise InvalidPolicy(
                 f"--keep-checkpoints is {self.keep_checkpoints}, but the state knows of the newest "
-                f"{KEPT_WHOLE} alone: take as many or fewer, or 0 to keep all"
+                f"{KEPT_COMPLETE_CHECKPOINTS} alone: take as many or fewer, or 0 to keep all"
             )

@@ -19,23 +19,23 @@ from ..archive.ownership import FolderOwner, log_identity
 from ..archive.segments import Archive
 from ..errors import FolderTaken, LogExhausted, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
-from ..log.faults import FAULTS, pauses
-from ..log.refusals import told
+from ..log.error_replies import reply_text
+from ..log.retry import CONNECTION_ERRORS, backoff_delays
 from ..reducer_root import mark_folder
 from ..server import address_of
-from .checkpoints import CheckpointFiles
-from .consumers import Consumers
-from .leader import LEASE, Leader, LeadersVoice
+from .checkpoint_files import CheckpointFiles
+from .checkpoint_retention import CheckpointRetention
+from .checkpoint_trash import CheckpointTrash
+from .idle_groups import IdleGroups
+from .leader import LEASE, Leader, LeaderPublisher
+from .log_retention import LogRetention
 from .policy import Policy
-from .reduce import Reducer
-from .removal import Removal
-from .retention import Retention
+from .reducer import Reducer
 from .timekeeper import Timekeeper
-from .trash import Trash
 
 logger = logging.getLogger(__name__)
 
-ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *FAULTS)
+ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *CONNECTION_ERRORS)
 IN_THE_WAY: tuple[type[Exception], ...] = (*ABSENCE, TrinityError)
 BREAK = 1.0
 """Seconds, at most, before a server that is away is asked again."""
@@ -61,7 +61,7 @@ async def reduce_run(
     log = RedisEventLog(client, run_id)
     server = "" if root is None else address_of(client)  # it marks the folder, where there is one
     lead = _Lead(log, root, policy or Policy(), server=server)
-    backoff = pauses(BREAK)
+    backoff = backoff_delays(BREAK)
     while True:
         began = anyio.current_time()
         try:
@@ -69,7 +69,7 @@ async def reduce_run(
                 return
             logger.warning("lost the lead of run %s", run_id)
         except* ABSENCE as errors:
-            logger.warning("run %s waits for the server: %s", run_id, told(_leaf(errors)))
+            logger.warning("run %s waits for the server: %s", run_id, reply_text(_leaf(errors)))
         except* LogExhausted as errors:
             logger.warning("run %s is about to be mended: %s", run_id, _leaf(errors))
         except* TrinityError as errors:
@@ -78,7 +78,7 @@ async def reduce_run(
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
         if anyio.current_time() - began > LEASE:
-            backoff = pauses(BREAK)
+            backoff = backoff_delays(BREAK)
         await anyio.sleep(next(backoff))
 
 
@@ -107,7 +107,7 @@ class _Lead:
         closed = False
         token = await leader.take()
         logger.info("leads run %s with token %d", self._log.run_id, token)
-        retention = Retention(self._log, self._archive, token) if self._archive else None
+        retention = LogRetention(self._log, self._archive, token) if self._archive else None
         reducer = self._reducer(token, retention)
         try:
             async with anyio.create_task_group() as tasks:
@@ -133,7 +133,7 @@ class _Lead:
     async def _own(self, owner: FolderOwner, files: CheckpointFiles) -> None:
         """Mark the run's folder as this log's. Raises FolderTaken where it is another log's."""
         while (identity := await log_identity(self._log, owner.archive)) is None:
-            await self._log.wait({Stream.EVENTS: ORIGIN}, seconds=_FIRST_ENTRY, limit=1)
+            await self._log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=_FIRST_ENTRY, limit=1)
         await self._log.keep_identity(identity)
         owner.belongs(identity, self._server)
         try:
@@ -158,18 +158,18 @@ class _Lead:
         else:
             await self._log.tell_folder(marked)
 
-    def _reducer(self, token: int, retention: Retention | None) -> Reducer:
+    def _reducer(self, token: int, retention: LogRetention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive
-        voice = LeadersVoice(log, token)
+        voice = LeaderPublisher(log, token)
         clock = Timekeeper(log, voice, policy.step_deadline)
         beside = [
             clock.leases,
             clock.deadlines,
-            Consumers(log, voice, token, policy.group_idle).run,
+            IdleGroups(log, voice, token, policy.group_idle).run,
         ]
         if self._files is not None:
-            trash = Trash(self._files, token)
-            beside.append(Removal(log, trash, token, policy.keep_checkpoints).run)
+            trash = CheckpointTrash(self._files, token)
+            beside.append(CheckpointRetention(log, trash, token, policy.keep_checkpoints).run)
         return Reducer(
             log,
             self._files,
@@ -181,7 +181,7 @@ class _Lead:
         )
 
 
-def calm_interpreter() -> None:
+def tune_process() -> None:
     """Set this process up to fold: few collections of what does not die, short turns of threads.
 
     For a process that does nothing else. Threads that archive would hold up the folding for

@@ -10,10 +10,10 @@ import anyio
 
 from trinity_schemas import Event
 
-from ..core.overdue import Waiting, expired, holders, overdue, waiting
+from ..core.timeouts import Waiting, expired, lease_holders, overdue, waiting
 from ..log import ORIGIN, EventLog, position
-from .leader import LeadersVoice
-from .live import Live
+from .leader import LeaderPublisher
+from .live_state import LiveState
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +35,21 @@ class Timekeeper:
         step_deadline: Seconds from a step's commit until it fails with what it lacks.
     """
 
-    def __init__(self, log: EventLog, voice: LeadersVoice, step_deadline: float) -> None:
+    def __init__(self, log: EventLog, voice: LeaderPublisher, step_deadline: float) -> None:
         self._log = log
         self._voice = voice
         self._step_deadline = step_deadline
 
-    async def leases(self, live: Live) -> None:
+    async def leases(self, live: LiveState) -> None:
         """Expire whoever was silent for its whole lease, since its last beat or since we lead.
 
         What the heartbeats were before we led is not known: nobody is expired for it.
         """
         beats: dict[str, float] = {}
         while True:
-            watched = holders(live.state)
+            watched = lease_holders(live.state)
             now = anyio.current_time()
-            left = await self._log.alive(watched)
+            left = await self._log.heartbeat_ttls(watched)
             for name, holder in watched.items():
                 since = max(0.0, holder.lease - left.get(name, 0.0))
                 beats[name] = now - since if name in left else beats.get(name, now)
@@ -60,7 +60,7 @@ class Timekeeper:
             period = min((holder.lease / 3 for holder in watched.values()), default=LOOK)
             await anyio.sleep(max(_SHORTEST, min(period, _LONGEST)))
 
-    async def deadlines(self, live: Live) -> None:
+    async def deadlines(self, live: LiveState) -> None:
         """Fail what is incomplete for too long after its commit.
 
         How old a commit is when we first see it, the server's clock says; from then on ours
@@ -90,14 +90,14 @@ class Timekeeper:
                 ends.setdefault(one, ours + self._step_deadline - age)
         return ends
 
-    async def _tell(self, events: Sequence[Event], live: Live) -> bool:
+    async def _tell(self, events: Sequence[Event], live: LiveState) -> bool:
         """Say it, and wait until it is folded. False when another leads."""
         last, epoch = ORIGIN, live.state.epoch
         for event in events:
-            said = await self._voice.say(event, live.state, epoch)
+            said = await self._voice.publish(event, live.state, epoch)
             if said is None:
                 return False
             last = said
             logger.info("%s", event)
-        await live.until(lambda state: position(state.position) >= position(last))
+        await live.wait_until(lambda state: position(state.position) >= position(last))
         return True

@@ -13,8 +13,9 @@ import redis.asyncio
 from redis.exceptions import RedisClusterException
 
 from ..errors import ServerRefuses, ServerTooOld, ServerUnreachable, TrinityError
-from ..log.faults import passes, pauses
-from ..log.refusals import is_reply, told
+from ..log.error_replies import is_reply, reply_text
+from ..log.retry import backoff_delays, is_transient
+from .acl_errors import permission_error
 from .clients import (
     SOCKET_DEADLINE,
     async_cluster_client,
@@ -23,7 +24,6 @@ from .clients import (
     cluster_client,
     plain_client,
 )
-from .denied import denied
 from .url import LOG_SERVER, Setting, parse, redacted
 
 __all__ = ["OLDEST_SERVER", "SOCKET_DEADLINE", "redacted"]
@@ -51,7 +51,7 @@ async def connect(
     try:
         yield client
     except redis.RedisError as error:
-        raise (denied(error, url) or error) from None
+        raise (permission_error(error, url) or error) from None
     finally:
         await close_async(client)
 
@@ -81,11 +81,11 @@ async def _opened(url: str, retry: bool, setting: Setting) -> redis.asyncio.Redi
 async def _patiently(url: str, setting: Setting, ask: Callable[[], Awaitable[T]]) -> T:
     """What a server answers, which may just be starting."""
     give_up = anyio.current_time() + _PATIENCE
-    for pause in pauses(_LONGEST_PAUSE):
+    for pause in backoff_delays(_LONGEST_PAUSE):
         try:
             return await ask()
         except _ERRORS as error:
-            if not passes(error) or anyio.current_time() > give_up:
+            if not is_transient(error) or anyio.current_time() > give_up:
                 raise _refused(url, setting, error) from None
         await anyio.sleep(pause)
     raise AssertionError("pauses end")
@@ -106,11 +106,11 @@ def open_client(url: str, *, setting: Setting = LOG_SERVER) -> redis.Redis:
 
 def _patiently_sync(url: str, setting: Setting, ask: Callable[[], T]) -> T:
     give_up = time.monotonic() + _PATIENCE
-    for pause in pauses(_LONGEST_PAUSE):
+    for pause in backoff_delays(_LONGEST_PAUSE):
         try:
             return ask()
         except _ERRORS as error:
-            if not passes(error) or time.monotonic() > give_up:
+            if not is_transient(error) or time.monotonic() > give_up:
                 raise _refused(url, setting, error) from None
         time.sleep(pause)
     raise AssertionError("pauses end")
@@ -124,7 +124,7 @@ def connect_sync(url: str, *, setting: Setting = LOG_SERVER) -> Iterator[redis.R
         try:
             yield client
         except redis.RedisError as error:
-            raise (denied(error, url) or error) from None
+            raise (permission_error(error, url) or error) from None
 
 
 def check_server(url: str, setting: Setting, info: dict[str, Any]) -> None:
@@ -142,10 +142,10 @@ def _is_cluster(info: Any) -> bool:
 
 
 def _refused(url: str, setting: Setting, error: BaseException) -> TrinityError:
-    if (refused := denied(error, url)) is not None:
+    if (refused := permission_error(error, url)) is not None:
         return refused
     if is_reply(error):
-        return ServerRefuses(f"the server at {redacted(url)} refuses to work ({told(error)})")
+        return ServerRefuses(f"the server at {redacted(url)} refuses to work ({reply_text(error)})")
     return ServerUnreachable(
         f"no Redis server answers at {redacted(url)} ({str(error).rstrip('.')}): "
         f"start one there, or {setting.way_out}"

@@ -22,12 +22,12 @@ import redis
 
 from ..errors import ServerUnreachable
 from ..file_locks import LockHeld, lock
-from ..log.refusals import is_reply
+from ..log.error_replies import is_reply
 from .binary import choose_binary
 from .clients import probe
 from .data_format import read_format
-from .keeper import leave_no_folder, unused
-from .private import UMASK, make_private, open_private
+from .private_files import UMASK, make_private, open_private
+from .reaper import leave_no_folder, unused
 from .start_failure import explain_failure
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ PID_FILE = "redis.pid"
 _LOG_READ = 1 << 20
 """Bytes of a server's log that are read for why it did not start."""
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
-_KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")))
+_KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
 
 
 def trinity_home() -> Path:
@@ -65,7 +65,7 @@ class EmbeddedServer:
 
     It runs detached. Every user holds a shared lock on ``users.lock`` while it uses the server,
     and the last one to leave stops it; what is killed lets go by dying, and if it was the last, a
-    small process beside the server (``keeper.py``) stops it. Starting and stopping is decided
+    small process beside the server (``reaper.py``) stops it. Starting and stopping is decided
     under ``start.lock``, so that no one attaches to a server that is going away.
 
     The server itself holds ``server.lock`` for as long as it lives, so that no second one is ever

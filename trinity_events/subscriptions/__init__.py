@@ -1,8 +1,8 @@
 """Subscriptions: what became true in a run, as an asynchronous iterator."""
 
+from .context import BLOCK
 from .delivered import Delivered
-from .member import CLAIM_AFTER, MAX_DELIVERIES
-from .reading import BLOCK
+from .group_member import CLAIM_AFTER, MAX_DELIVERIES
 from .subscription import OpenLog, Subscription, subscribe, subscription_on
 
 __all__ = [

@@ -7,16 +7,16 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from ..history import page_of
-from ..log import ORIGIN, Entry, InOrder, PageSize, Stream, before
+from ..log import ORIGIN, Entry, MergedReader, PageSize, Stream, before
+from ..replay import page_of
+from .context import SubscriptionContext
+from .cursor import StreamCursor
 from .delivered import Delivered
-from .place import Place
-from .reading import Reading
 
 E = TypeVar("E", bound=Struct)
 
 
-async def follow(reading: Reading[E], start: str) -> AsyncIterator[Delivered[E]]:
+async def follow(reading: SubscriptionContext[E], start: str) -> AsyncIterator[Delivered[E]]:
     """What there is from ``start`` on, and what comes.
 
     Raises:
@@ -26,15 +26,15 @@ async def follow(reading: Reading[E], start: str) -> AsyncIterator[Delivered[E]]
     reading.wait.renew()
     standing: list[Entry] = []
     if start == "current":
-        after, standing = await reading.wait.ask(reading.standing)
+        after, standing = await reading.wait.ask(reading.current_announcements)
     elif start == "beginning":  # of what is still on the server
         after = dict.fromkeys(reading.streams, ORIGIN)
     else:
         after = await reading.wait.ask(lambda: _positions(reading, start))
-    places = _Places(reading, after, asked_for=start not in ("current", "beginning"))
+    places = _Cursors(reading, after, asked_for=start not in ("current", "beginning"))
     seen = {(Stream.ANNOUNCEMENTS, entry.id) for entry in standing}
     for entry in standing:
-        delivered = reading.wanted.deliver(entry)
+        delivered = reading.filter.deliver(entry)
         if delivered is not None:
             yield delivered
             reading.wait.renew()
@@ -42,13 +42,13 @@ async def follow(reading: Reading[E], start: str) -> AsyncIterator[Delivered[E]]
         for stream, entry in await places.next():
             places.passed(stream, entry.id)
             known = (stream, entry.id) in seen
-            delivered = None if known else reading.wanted.deliver(entry)
+            delivered = None if known else reading.filter.deliver(entry)
             if delivered is not None:
                 yield delivered
                 reading.wait.renew()
 
 
-async def _positions(reading: Reading[E], start: str) -> dict[Stream, str]:
+async def _positions(reading: SubscriptionContext[E], start: str) -> dict[Stream, str]:
     """Return where each stream is to be read from, for all that follows one id.
 
     An event and an announcement may have the same id. Which of them was given last is not known
@@ -65,16 +65,18 @@ async def _positions(reading: Reading[E], start: str) -> dict[Stream, str]:
     return positions
 
 
-class _Places(Generic[E]):
+class _Cursors(Generic[E]):
     """The place of a follower in each of its streams, and what comes next of them."""
 
-    def __init__(self, reading: Reading[E], after: dict[Stream, str], *, asked_for: bool) -> None:
+    def __init__(
+        self, reading: SubscriptionContext[E], after: dict[Stream, str], *, asked_for: bool
+    ) -> None:
         self._reading = reading
         self._places = {
-            stream: Place(reading.log, stream, position, asked_for=asked_for)
+            stream: StreamCursor(reading.log, stream, position, asked_for=asked_for)
             for stream, position in after.items()
         }
-        self._ahead = InOrder(reading.log, after)
+        self._ahead = MergedReader(reading.log, after)
         self._page = PageSize(min(page_of(stream) for stream in reading.streams))
 
     def passed(self, stream: Stream, entry_id: str) -> None:
@@ -96,7 +98,7 @@ class _Places(Generic[E]):
             again = wait.faults > faults
             if again:
                 after = {stream: place.after for stream, place in self._places.items()}
-                self._ahead = InOrder(self._reading.log, after)
+                self._ahead = MergedReader(self._reading.log, after)
             for place in self._places.values():
                 await place.check(now=again)
             return await self._ahead.read(seconds=self._reading.block(), limit=self._page.limit)

@@ -14,10 +14,10 @@ from trinity_schemas.identity import LONGEST_NAME
 
 from ..log import GroupedLog, RedisEventLog, position, require_run
 from ..server import connect, serving
+from .context import EventFilter, SubscriptionContext
 from .delivered import Delivered
 from .follower import follow
-from .member import CLAIM_AFTER, MAX_DELIVERIES, Group, take_part
-from .reading import Reading, Wanted
+from .group_member import CLAIM_AFTER, MAX_DELIVERIES, GroupSettings, consume_group
 
 E = TypeVar("E", bound=Struct)
 
@@ -30,9 +30,9 @@ class Subscription(Generic[E]):
 
     def __init__(
         self,
-        wanted: Wanted[E],
+        wanted: EventFilter[E],
         start: str,
-        group: Group | None,
+        group: GroupSettings | None,
         *,
         open_log: OpenLog,
         deadline: float | None,
@@ -49,9 +49,11 @@ class Subscription(Generic[E]):
         async with AsyncExitStack() as exits:
             log = await exits.enter_async_context(self._open_log())
             self._exits = exits.pop_all()
-        reading = Reading(log, self._wanted, self._deadline)
+        reading = SubscriptionContext(log, self._wanted, self._deadline)
         self._iterator = (
-            follow(reading, self._start) if self._group is None else take_part(reading, self._group)
+            follow(reading, self._start)
+            if self._group is None
+            else consume_group(reading, self._group)
         )
         return self
 
@@ -198,9 +200,9 @@ def subscription_on(
         )
     chosen: Any = types or ANNOUNCEMENT_TYPES
     return Subscription(
-        Wanted(run, chosen),
+        EventFilter(run, chosen),
         start,
-        None if group is None else Group(group, start, claim_after, max_deliveries),
+        None if group is None else GroupSettings(group, start, claim_after, max_deliveries),
         open_log=open_log,
         deadline=deadline,
     )

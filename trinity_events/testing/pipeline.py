@@ -27,10 +27,10 @@ from trinity_schemas import (
 from ..coordinator import CheckpointCoordinator
 from ..core import FilePlan, Monitor, MonitorState, decode_state, encode_state, plan_files
 from ..errors import DeadlineExceeded
-from ..history import fold
-from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer, opening
+from ..log import AsyncPublisher, Entry, EventLog, Publisher, Stream, new_producer, opening_envelope
 from ..log.memory_log import MemoryEventLog, SyncMemoryEventLog
 from ..reducer import CheckpointFiles, Reducer
+from ..replay import fold
 from ..subscriptions import CLAIM_AFTER, MAX_DELIVERIES, Subscription, subscription_on
 
 E = TypeVar("E", bound=Struct)
@@ -211,7 +211,7 @@ class Pipeline:
         await self.settled()
 
     async def _open(self, event: Event) -> None:
-        self._epoch = await self.log.open_epoch(opening(self.run_id, event))
+        self._epoch = await self.log.open_epoch(opening_envelope(self.run_id, event))
 
     async def _reduce(self, scope: anyio.CancelScope) -> None:
         with scope:
@@ -256,11 +256,11 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
 
-    async def wait(
+    async def read_blocking(
         self, after: dict[Stream, str], *, seconds: float, limit: int
     ) -> list[tuple[Stream, Entry]]:
         self._idle(after[Stream.EVENTS])
-        return await self._log.wait(after, seconds=seconds, limit=limit)
+        return await self._log.read_blocking(after, seconds=seconds, limit=limit)
 
 
 class _Files(CheckpointFiles):

@@ -8,7 +8,7 @@ from msgspec.structs import asdict
 
 from trinity_schemas import ANNOUNCEMENT_TYPES, Envelope, Registration, Slot, event_tag
 
-from ..core.known import who_is
+from ..core.fold_state import describe_producer
 from ..log import position
 from .times import time_of_day
 
@@ -19,7 +19,7 @@ def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = N
     when = time_of_day(at) if run_start is None else f"{at / 1000 - run_start:+9.3f}s"
     event = envelope.event
     mark = "»" if isinstance(event, ANNOUNCEMENT_TYPES) else " "
-    who = who_is(envelope.producer)
+    who = describe_producer(envelope.producer)
     details = " ".join(_details(asdict(event)))
     return f"{entry_id:<18} {when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
 

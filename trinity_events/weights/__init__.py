@@ -1,11 +1,11 @@
 """Weight versions: published as verified chunks, pulled whole or not at all. Imports torch."""
 
-from .boxes import Box, Place
 from .install import Fit, adopt, check_fit, install
 from .load import load_version
-from .proof import check_installed
 from .publish import PartWriter, PublishedPartReport
 from .pull import pull_version
+from .pulled_version import PulledVersion, Selection
+from .slices import ShardOffset, TensorSlice
 from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource
 from .transports.collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
@@ -14,10 +14,9 @@ from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory import SharedMemoryStore
 from .transports.stores import TransportName
-from .version import PulledVersion, Wanted
+from .verify_model import check_installed
 
 __all__ = [
-    "Box",
     "ChunkStore",
     "CollectiveStore",
     "CudaStore",
@@ -27,15 +26,16 @@ __all__ = [
     "PartSink",
     "PartSource",
     "PartWriter",
-    "Place",
     "PublishedPartReport",
     "PulledVersion",
     "RayStore",
     "RedisChunkStore",
+    "Selection",
+    "ShardOffset",
     "SharedMemoryStore",
     "Synchronizer",
+    "TensorSlice",
     "TransportName",
-    "Wanted",
     "WeightSyncInfo",
     "adopt",
     "check_fit",

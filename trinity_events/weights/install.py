@@ -11,14 +11,14 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
-from .boxes import Box, Shape
-from .deltas.patch import ModelDiffers, checked, overlay
-from .devices.into_device import copy_pairs
-from .fitting import brought_twice, check_covered, fitting, targets_of, tied
+from .compatibility import brought_twice, check_covered, compatible_target, targets_of, tied
+from .deltas.apply import ModelDiffers, checked, overlay
+from .devices.host_to_device import copy_pairs
 from .part_bytes import PartBytes, as_tensor
+from .pulled_version import Piece, PulledVersion, selected_slice, shares
+from .slices import Shape, TensorSlice
 from .tensors import DTYPES, as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
-from .version import Piece, PulledVersion, shares, wanted_box
 
 _LARGE = 64 << 10
 """Bytes from which on a copy may be another thread's."""
@@ -181,7 +181,7 @@ def _rebind(target: torch.Tensor, tensor: torch.Tensor) -> None:
 def _content(version: PulledVersion, name: str) -> dict[Shape, str]:
     """Digests of what goes into one of the model's tensors, by where each begins in it."""
     pieces = version.by_name()[name]
-    box = wanted_box(name, pieces, None if version.wanted is None else version.wanted[name])
+    box = selected_slice(name, pieces, None if version.wanted is None else version.wanted[name])
     found: dict[Shape, str] = {}
     for part, piece in shares(name, pieces, box):
         at = tuple(mine - its for mine, its in zip(part.offsets, box.offsets, strict=True))
@@ -208,7 +208,7 @@ def _copy_some(pieces: Sequence[tuple[int, int, int]]) -> None:
 def _fit_whole(
     fit: Fit, targets: dict[str, torch.Tensor], entry: TensorEntry, buffer: PartBytes, *, cast: bool
 ) -> None:
-    target = fitting(targets, entry.name, entry.dtype, entry.shape, cast=cast)
+    target = compatible_target(targets, entry.name, entry.dtype, entry.shape, cast=cast)
     alike = target.dtype == DTYPES[entry.dtype]
     if alike and buffer.on_host and is_plain(target) and not target.is_inference():
         nbytes = target.nbytes
@@ -224,12 +224,12 @@ def _fit_pieces(
     targets: dict[str, torch.Tensor],
     name: str,
     pieces: list[Piece],
-    wanted: Box | None,
+    wanted: TensorSlice | None,
     *,
     cast: bool,
 ) -> None:
-    box = wanted_box(name, pieces, wanted)
-    target = fitting(targets, name, pieces[0].entry.dtype, box.shape, cast=cast)
+    box = selected_slice(name, pieces, wanted)
+    target = compatible_target(targets, name, pieces[0].entry.dtype, box.shape, cast=cast)
     alike = target.dtype == DTYPES[pieces[0].entry.dtype]
     for part, piece in shares(name, pieces, box):
         view = target.detach()[part.inside(box)]

@@ -18,19 +18,26 @@ from typing_extensions import Buffer
 from trinity_schemas import StepReady, WeightManifest
 
 from ..errors import CorruptVersion, VersionUnavailable
-from .ahead import Ahead
-from .devices.into_device import settle
-from .fitting import brought_twice, is_cast, targets_of
-from .landing import Run, Some, about_to_change, by_chunk, planned
-from .proof import check_installed
+from .compatibility import brought_twice, is_cast, targets_of
+from .copy_plan import ByteRange, PlannedSlice, about_to_change, by_chunk, plan_copies
+from .devices.host_to_device import settle
+from .partial_loads import PartialLoads
 from .pull import read_manifest
+from .pulled_version import Selection, names_in
+from .speculative_load import SpeculativeLoad
 from .tensors import Digesting, address
-from .torn import Torn
-from .transports.base import ChunkStore, PartRef, PartSource, ReceivesInto, Room, TensorSource
-from .version import Wanted, names_in
+from .transports.base import (
+    ChunkBuffers,
+    ChunkStore,
+    PartRef,
+    PartSource,
+    TensorSource,
+    ZeroCopySource,
+)
+from .verify_model import check_installed
 
 
-class Based(Exception):
+class BaseRequired(Exception):
     """The version rests on another one, or has one tensor of the model twice: it must be pulled."""
 
 
@@ -45,9 +52,9 @@ def load_version(
     run_id: str,
     ready: StepReady,
     module: torch.nn.Module,
-    wanted: Wanted | None = None,
-    ahead: Ahead | None = None,
-    torn: Torn | None = None,
+    wanted: Selection | None = None,
+    ahead: SpeculativeLoad | None = None,
+    torn: PartialLoads | None = None,
     *,
     cast: bool = False,
 ) -> list[WeightManifest]:
@@ -77,13 +84,13 @@ def load_version(
     with ExitStack() as held:
         parts = [_opened(store, held, run_id, ready, index) for index in range(len(ready.parts))]
         if any(part.manifest.base is not None for part in parts):
-            raise Based
+            raise BaseRequired
         manifests = [part.manifest for part in parts]
-        elsewhere = (ReceivesInto, TensorSource)
+        elsewhere = (ZeroCopySource, TensorSource)
         in_memory = not any(isinstance(part.source, elsewhere) for part in parts)
         refs = [part.ref for part in parts]
         names = names_in(manifests) if wanted is None else wanted.keys()
-        torn = torn or Torn()
+        torn = torn or PartialLoads()
         if cast and ahead and is_cast(targets_of(module), manifests):
             ahead.forget()
         if wanted is None and in_memory and ahead and ahead.leads(refs, module, manifests):
@@ -94,9 +101,9 @@ def load_version(
                 check_installed(module, manifests)
             return manifests
         targets = targets_of(module)
-        plan = planned(targets, manifests, wanted, cast=cast)
+        plan = plan_copies(targets, manifests, wanted, cast=cast)
         if brought_twice(targets, names):
-            raise Based
+            raise BaseRequired
         with torn.until_whole(module, names):
             about_to_change(module)
             for part, found in zip(parts, plan, strict=True):
@@ -115,10 +122,10 @@ def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, i
     return _Part(ref, source, read_manifest(source.manifest, ref, announced))
 
 
-def _fill(part: _Part, plan: list[Some]) -> None:
+def _fill(part: _Part, plan: list[PlannedSlice]) -> None:
     """Bring one part's bytes to where they belong."""
     sizes = [chunk.nbytes for chunk in part.manifest.chunks]
-    if isinstance(part.source, ReceivesInto):
+    if isinstance(part.source, ZeroCopySource):
         _receive(part, part.source, sizes, plan)
         return
     if isinstance(part.source, TensorSource):
@@ -130,27 +137,27 @@ def _fill(part: _Part, plan: list[Some]) -> None:
     def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
         begin = address(_verified(part, index, data, digested))
         for run in wanted[index]:
-            run.landing.bring(run.at, begin + run.begin, run.nbytes)
+            run.target.bring(run.at, begin + run.begin, run.nbytes)
 
     part.source.read(sizes, take, wanted)
 
 
-def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[Some]) -> None:
+def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[PlannedSlice]) -> None:
     """Bring to where they belong the bytes of a part that lies on a device."""
     wanted = dict(by_chunk(sizes, plan))
     came = 0
     for index, data, digested in source.each(sizes, wanted):
         _check(part, index, len(data), digested, ())
         for run in wanted[index]:
-            run.landing.copy(run.at, data[run.begin : run.begin + run.nbytes])
+            run.target.copy(run.at, data[run.begin : run.begin + run.nbytes])
         came += 1
     if came < len(wanted):
         what = f"the {part.ref} are shorter than what was published"
         raise CorruptVersion(what, part.ref.rank)
-    settle({run.landing.device for runs in wanted.values() for run in runs})
+    settle({run.target.device for runs in wanted.values() for run in runs})
 
 
-def _finish(part: _Part, ahead: Ahead) -> None:
+def _finish(part: _Part, ahead: SpeculativeLoad) -> None:
     """Bring to where they belong what was not there before the part was whole."""
     sizes = [chunk.nbytes for chunk in part.manifest.chunks]
     taken = ahead.taken(part.ref)
@@ -164,17 +171,19 @@ def _finish(part: _Part, ahead: Ahead) -> None:
     part.source.read(sizes, take, ahead.chunks(part.ref))
 
 
-def _receive(part: _Part, source: ReceivesInto, sizes: list[int], plan: list[Some]) -> None:
+def _receive(
+    part: _Part, source: ZeroCopySource, sizes: list[int], plan: list[PlannedSlice]
+) -> None:
     beside = memoryview(bytearray(max(sizes, default=0)))
     """For bytes that nobody wants, but that are of a chunk which is digested as a whole."""
-    coming: deque[list[Run]] = deque()
+    coming: deque[list[ByteRange]] = deque()
 
-    def rooms() -> Iterator[Room]:
+    def rooms() -> Iterator[ChunkBuffers]:
         for index, found in by_chunk(sizes, plan):
             coming.append(found)
             pieces, end = [], 0
             for run in found:
-                pieces += [beside[end : run.begin], run.room]
+                pieces += [beside[end : run.begin], run.memory]
                 end = run.begin + run.nbytes
             yield index, [*pieces, beside[end : sizes[index]]]
 
@@ -182,7 +191,7 @@ def _receive(part: _Part, source: ReceivesInto, sizes: list[int], plan: list[Som
         for one in received:
             _check(part, one.number, one.length, one.digested, one.into)
             for run in coming.popleft():
-                run.landing.landed(run.nbytes)
+                run.target.note_copied(run.nbytes)
 
 
 def _verified(part: _Part, index: int, data: memoryview | None, digested: str | None) -> memoryview:

@@ -18,8 +18,8 @@ from trinity_schemas import (
     encode,
 )
 
-from .boxes import Place
-from .deltas.tracking import LastPublished
+from .deltas.tracker import LastPublished
+from .slices import ShardOffset
 from .tensors import (
     address,
     as_bytes,
@@ -30,7 +30,7 @@ from .tensors import (
     dtype_name,
     is_freed,
 )
-from .transports.base import ChunkStore, InPieces, PartRef, SendsFrom, TensorSink
+from .transports.base import ChunkStore, PartRef, SegmentedSink, TensorSink, ZeroCopySink
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)
@@ -105,8 +105,8 @@ class PartWriter:
         if self._on_device is not None and last is not None:
             raise ValueError(f"what changed is found on the host: {store.name} sends full versions")
         self._into = None if isinstance(self._sink, TensorSink) else self._sink
-        self._direct = self._sink if isinstance(self._sink, SendsFrom) else None
-        self._pieces = self._sink if isinstance(self._sink, InPieces) else None
+        self._direct = self._sink if isinstance(self._sink, ZeroCopySink) else None
+        self._pieces = self._sink if isinstance(self._sink, SegmentedSink) else None
         self._room: memoryview | None = None
         self._address = self._size = 0
         """Of the room."""
@@ -115,7 +115,7 @@ class PartWriter:
         self._tensors: list[TensorEntry] = []
         self._chunks: list[Chunk] = []
 
-    def add(self, name: str, tensor: torch.Tensor, place: Place | None = None) -> None:
+    def add(self, name: str, tensor: torch.Tensor, place: ShardOffset | None = None) -> None:
         """Append a tensor, or a shard of one.
 
         Raises TypeError for a dtype that cannot travel, and ValueError for a name that cannot, and
@@ -190,7 +190,7 @@ class PartWriter:
             if self._filled == self._size:
                 self._put()
 
-    def _send(self, entry: TensorEntry, sink: SendsFrom, data: memoryview) -> None:
+    def _send(self, entry: TensorEntry, sink: ZeroCopySink, data: memoryview) -> None:
         """Append a large tensor from where it lies, in chunks of its own."""
         self._append(entry, 0, 0)
         if self._filled:
@@ -242,7 +242,7 @@ class PartWriter:
 
     def _take_room(self) -> None:
         assert self._into is not None
-        self._room = self._into.room()
+        self._room = self._into.reserve()
         self._address, self._size = address(self._room), len(self._room)
 
     def _put(self) -> None:
@@ -253,7 +253,7 @@ class PartWriter:
         else:
             self._chunks.append(Chunk(nbytes=len(data), digest=digest(data)))
             assert self._into is not None
-            self._into.put(len(data))
+            self._into.commit(len(data))
         self._room, self._filled = None, 0
 
 

@@ -20,13 +20,13 @@ from trinity_schemas import (
 )
 
 from ..errors import CorruptVersion, VersionUnavailable
-from .boxes import Box, byte_spans, common
-from .deltas.rebuild import FullPart, Key
+from .deltas.reconstruct import FullPart, Key
 from .part_bytes import PartBytes
 from .publish import manifest_digest
+from .pulled_version import PulledVersion, Selection, slice_of
+from .slices import TensorSlice, byte_spans, intersection
 from .tensors import DTYPES, digest
 from .transports.base import ChunkStore, PartRef, PartSource, TensorSource
-from .version import PulledVersion, Wanted, box_of
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def pull_version(
     store: ChunkStore,
     run_id: str,
     ready: StepReady,
-    wanted: Wanted | None = None,
+    wanted: Selection | None = None,
     have: Collection[str] = (),
 ) -> Iterator[PulledVersion]:
     """Hold the version that an announcement names, and what it rests on where it is a delta.
@@ -144,7 +144,7 @@ def _corrupt(part: PartRef, index: int) -> CorruptVersion:
     )
 
 
-def wanted_chunks(manifest: WeightManifest, wanted: Wanted) -> set[int]:
+def wanted_chunks(manifest: WeightManifest, wanted: Selection) -> set[int]:
     """Which chunks of a part hold bytes of what is wanted."""
     gap = min((chunk.nbytes for chunk in manifest.chunks), default=0)
 
@@ -160,19 +160,21 @@ def wanted_chunks(manifest: WeightManifest, wanted: Wanted) -> set[int]:
 
 
 def _wanted_entries(
-    manifest: WeightManifest, wanted: Wanted
-) -> Iterator[tuple[TensorEntry, Box, Box]]:
+    manifest: WeightManifest, wanted: Selection
+) -> Iterator[tuple[TensorEntry, TensorSlice, TensorSlice]]:
     """Tensors of which something is wanted: what is there of each, and what of that is wanted."""
     for entry in manifest.tensors:
         if entry.name not in wanted:
             continue
-        held, box = box_of(entry), wanted[entry.name]
-        inner = held if box is None or len(box.shape) != len(held.shape) else common(box, held)
+        held, box = slice_of(entry), wanted[entry.name]
+        inner = (
+            held if box is None or len(box.shape) != len(held.shape) else intersection(box, held)
+        )
         if inner is not None:
             yield entry, held, inner
 
 
-def _changed(manifest: WeightManifest, wanted: Wanted | None) -> set[Key]:
+def _changed(manifest: WeightManifest, wanted: Selection | None) -> set[Key]:
     """Tensors that are wanted and are there as a delta."""
     entries: Iterable[TensorEntry] = manifest.tensors
     if wanted is not None:

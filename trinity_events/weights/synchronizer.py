@@ -25,30 +25,30 @@ from trinity_schemas import (
     WeightsApplied,
 )
 
-from ..causes import message_of
 from ..coordinator import LEASE
 from ..core.limits import LONGEST_REASON
+from ..error_text import message_of
 from ..errors import CorruptVersion
 from ..log import Publisher, SyncEventLog, new_producer
-from ..log.faults import passes
+from ..log.retry import is_transient
 from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client, serving, serving_weights
-from .ahead import Ahead
-from .attempts import PartAttempt
-from .deltas.patch import Installed, ModelDiffers
-from .deltas.tracking import LastPublished
-from .fitting import is_cast, targets_of
+from .compatibility import is_cast, targets_of
+from .deltas.apply import InstalledBases, ModelDiffers
+from .deltas.tracker import LastPublished
 from .install import check_fit, install
-from .load import Based, load_version
-from .proof import check_installed
+from .load import BaseRequired, load_version
+from .part_attempt import PartAttempt
+from .partial_loads import PartialLoads
 from .publish import PartWriter, PublishedPartReport
 from .pull import pull_version
-from .standing import Standing
-from .torn import Torn
-from .transports.base import ChunkStore, Ended, PartRef, ReadsAlong
+from .pulled_version import PulledVersion, Selection
+from .ready_versions import ReadyVersions
+from .speculative_load import SpeculativeLoad
+from .transports.base import ChunkStore, Ended, PartRef, SupportsPrefetch
 from .transports.collective import TIMEOUT, CollectiveGroups
 from .transports.redis.store import RedisChunkStore
 from .transports.stores import Stores, TransportName
-from .version import PulledVersion, Wanted
+from .verify_model import check_installed
 
 logger = logging.getLogger(__name__)
 
@@ -134,11 +134,11 @@ class Synchronizer(CollectiveGroups):
         """By rank."""
         self._ranks: set[int] = set()
         """That published from here."""
-        self._standing = Standing()
+        self._standing = ReadyVersions()
         self._last: dict[int, LastPublished] = {}
-        self._installed = Installed()
-        self._ahead = Ahead()
-        self._torn = Torn()
+        self._installed = InstalledBases()
+        self._ahead = SpeculativeLoad()
+        self._torn = PartialLoads()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -342,7 +342,7 @@ class Synchronizer(CollectiveGroups):
 
     # --- pulling ---------------------------------------------------------------------------
 
-    def read_along(
+    def prefetch(
         self,
         epoch: int,
         opened: VersionOpened,
@@ -371,7 +371,7 @@ class Synchronizer(CollectiveGroups):
             How it ended; None when the transport has nothing that could be read along.
         """
         store = self._store_of(opened.transport)
-        if not isinstance(store, ReadsAlong):
+        if not isinstance(store, SupportsPrefetch):
             return None
         parts = [self._part(opened.step, rank, epoch) for rank in opened.ranks]
         self._ahead.abandon()
@@ -379,14 +379,14 @@ class Synchronizer(CollectiveGroups):
         if taker is not None:
             self._installed.forget()
         try:
-            return store.read_along(parts, stop, deadline, taker)
+            return store.prefetch(parts, stop, deadline, taker)
         finally:
             if into is not None:
                 self._torn.add(into, self._ahead.took)
 
     @contextmanager
     def pull(
-        self, ready: StepReady, wanted: Wanted | None = None, have: Collection[str] = ()
+        self, ready: StepReady, wanted: Selection | None = None, have: Collection[str] = ()
     ) -> Iterator[PulledVersion]:
         """Hold the version that an announcement names: that one, whole, verified, or an error.
 
@@ -411,7 +411,7 @@ class Synchronizer(CollectiveGroups):
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Wanted | None = None,
+        wanted: Selection | None = None,
         *,
         cast: bool = False,
     ) -> AppliedPhases:
@@ -442,7 +442,7 @@ class Synchronizer(CollectiveGroups):
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Wanted | None,
+        wanted: Selection | None,
         have: Collection[str],
         began: float,
         cast: bool,
@@ -487,7 +487,7 @@ class Synchronizer(CollectiveGroups):
         self,
         module: torch.nn.Module,
         ready: StepReady,
-        wanted: Wanted | None = None,
+        wanted: Selection | None = None,
         *,
         cast: bool = False,
     ) -> AppliedPhases:
@@ -510,7 +510,7 @@ class Synchronizer(CollectiveGroups):
                 parts = load_version(
                     store, self.run_id, ready, module, wanted, self._ahead, self._torn, cast=cast
                 )
-        except Based:
+        except BaseRequired:
             return self.apply(module, ready, wanted, cast=cast)
         finally:
             self._ahead.abandon()
@@ -604,7 +604,7 @@ class Synchronizer(CollectiveGroups):
                 for rank in self._ranks:
                     self._store.delete(self._part(version.step, rank, version.epoch))
         except (redis.ConnectionError, redis.TimeoutError) as error:
-            if not passes(error):
+            if not is_transient(error):
                 raise
             logger.warning("which versions may go is not known: the server is away (%s)", error)
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
 import anyio
 import typer
 
-from trinity_events.causes import cause_of
 from trinity_events.cli.options import (
     CheckpointRoot,
     Json,
@@ -28,6 +27,7 @@ from trinity_events.cli.options import (
     log_to_stderr,
     print_json,
 )
+from trinity_events.error_text import cause_of
 from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync

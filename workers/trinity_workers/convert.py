@@ -24,11 +24,11 @@ from trinity_events.open_folder import partial_folder
 
 from .convertible import ConversionRefused, becomes_megatron
 from .engines.base import NamedTensors
-from .engines.files import make_folder, sync, sync_tree
 from .engines.megatron import leave
-from .engines.megatron.description import Description, read_description, write_description
-from .engines.megatron.outline import Outline
+from .engines.megatron.meta_model import MetaModel
+from .engines.megatron.model_description import Description, read_description, write_description
 from .engines.megatron.stream import FolderReader
+from .engines.state_files import make_folder, sync, sync_tree
 
 SHARD_BYTES = 512 << 20
 _READ_BYTES = 16 << 20  # after so many, files that are mapped into memory are closed
@@ -106,7 +106,7 @@ def _map_large_blocks() -> None:
 def _to_megatron(source: Path, target: Path) -> list[int]:
     description = _description(source)
     reader = _reader(source)
-    outline = Outline(description.config)
+    outline = MetaModel(description.config)
     for key, names in outline.stored_together().items():
         found = [reader.dtype(one) for name in names for one in outline.sources(name)]
         outline.set_dtype(names, _checked(found, key, source))
@@ -136,7 +136,7 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
 
 def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[int]:
     # The checkpoint's dtypes, not the configuration's: a model may be trained in another one.
-    outline = Outline(_description(source / "huggingface").config)
+    outline = MetaModel(_description(source / "huggingface").config)
     for name, dtype in outline.saved_dtypes(source / "model"):
         outline.set_dtype([name], _checked([dtype], name, source))
     tensors = (
@@ -217,7 +217,7 @@ def _header(held: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _planned(outline: Outline) -> Iterator[tuple[str, torch.Tensor]]:
+def _planned(outline: MetaModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Every Hugging Face tensor of the model, in order, without values."""
     for name in outline.parameters:
         yield from outline.tensors(name)

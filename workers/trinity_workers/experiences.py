@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 
 from trinity_events.errors import StaleEpoch
-from trinity_events.server import Wait
+from trinity_events.server import Deadline
 from trinity_schemas import ContractError, ExperienceGroup, RunKeys, decode_experiences, encode
 
 Waiting = Callable[[int, Sequence[ExperienceGroup], float], Awaitable[None]]
@@ -46,7 +46,7 @@ class ExperienceWriter:
             DeadlineExceeded: when the trainer makes no room, or the server is not back, in time.
         """
         add = partial(self._add, keys=[self._key], args=[self._bound, encode(group)])
-        wait = Wait(deadline, f"a group of run {self._run_id} was not added", "is it running?")
+        wait = Deadline(deadline, f"a group of run {self._run_id} was not added", "is it running?")
         pause = 0.01
         # Only when the bound is met: explorers are held back by their wait for weights before.
         while not await wait.ask(add):
@@ -101,7 +101,7 @@ class ExperienceReader:
             self._drop([entry_id for entry_id, _ in self._held.pop(late).values()])
         held = self._held.setdefault(step, {})
         began = anyio.current_time()
-        wait = Wait(deadline, "", "are its explorers alive?")
+        wait = Deadline(deadline, "", "are its explorers alive?")
         while len(held) < count:
             wait.missing = (
                 f"{len(held)} of {count} experience groups for step {step} of run {self._run_id} "
@@ -122,7 +122,7 @@ class ExperienceReader:
         self._done += entry_ids
         if self._done:
             missing = f"experience groups of run {self._run_id} were not freed"
-            await Wait(deadline, missing).ask(self._free)
+            await Deadline(deadline, missing).ask(self._free)
 
     def _drop(self, entry_ids: Sequence[bytes]) -> None:
         self.dropped += len(entry_ids)

@@ -51,11 +51,11 @@ Taker: TypeAlias = Callable[[PartRef], Take]
 class PartSink(Protocol):
     """Takes one part, chunk by chunk. Nobody can read it before it is sealed."""
 
-    def room(self) -> memoryview:
+    def reserve(self) -> memoryview:
         """Where the next chunk is to be written; its length is the largest that a chunk may be."""
         ...
 
-    def put(self, nbytes: int) -> None:
+    def commit(self, nbytes: int) -> None:
         """Keep the first ``nbytes`` of the room as the next chunk."""
         ...
 
@@ -100,7 +100,7 @@ class TensorSink(Protocol):
 
 
 @runtime_checkable
-class SendsFrom(Protocol):
+class ZeroCopySink(Protocol):
     """A sink that can take a chunk from where it lies: it needs no room, and no copy."""
 
     chunk_bytes: int
@@ -120,7 +120,7 @@ class SendsFrom(Protocol):
 
 
 @runtime_checkable
-class InPieces(Protocol):
+class SegmentedSink(Protocol):
     """A sink that keeps a part in several pieces, and bytes together that are told of before."""
 
     def fits(self, filled: int, nbytes: int) -> bool:
@@ -182,10 +182,10 @@ class ChunkStore(Protocol):
 
 
 @runtime_checkable
-class ReadsAlong(Protocol):
+class SupportsPrefetch(Protocol):
     """A store whose parts can be verified while they are still being written."""
 
-    def read_along(
+    def prefetch(
         self,
         parts: Sequence[PartRef],
         stop: threading.Event,
@@ -233,11 +233,11 @@ class TensorSource(Protocol):
         ...
 
 
-Room: TypeAlias = tuple[int, Sequence[memoryview]]
+ChunkBuffers: TypeAlias = tuple[int, Sequence[memoryview]]
 """A chunk's index, and the memory that it is to fill, in pieces."""
 
 
-class Received(NamedTuple):
+class ReceivedChunk(NamedTuple):
     """A chunk that was received into memory of the reader's, in pieces."""
 
     number: int
@@ -250,9 +250,9 @@ class Received(NamedTuple):
 
 
 @runtime_checkable
-class ReceivesInto(Protocol):
+class ZeroCopySource(Protocol):
     """A part whose bytes lie elsewhere, and can be received straight to where they belong."""
 
-    def receive(self, rooms: Iterable[Room]) -> Generator[Received]:
+    def receive(self, rooms: Iterable[ChunkBuffers]) -> Generator[ReceivedChunk]:
         """Receive chunks, as they are asked for, into these rooms."""
         ...

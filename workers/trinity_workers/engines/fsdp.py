@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..collectives import together
 from .buffers import saved_buffers
-from .files import copied, make_folder, read_state, sync_tree, write_json, write_state
+from .state_files import copied, make_folder, read_state, sync_tree, write_json, write_state
 
 # Below this size, one all-gather of everything is faster than one for each layer.
 _SHARD_LAYERS_FROM = 10_000_000

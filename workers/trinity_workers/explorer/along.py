@@ -96,7 +96,7 @@ class ReadingAlong:
         async with self._lock:
             try:
                 await anyio.to_thread.run_sync(
-                    self._synchronizer.read_along,
+                    self._synchronizer.prefetch,
                     config.epoch,
                     opened,
                     stop,

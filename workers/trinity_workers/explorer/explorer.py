@@ -14,8 +14,8 @@ import torch
 from msgspec import Struct
 
 from trinity_events import Synchronizer
-from trinity_events.causes import first_error
 from trinity_events.coordinator import this_process
+from trinity_events.error_text import first_error
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_events.server import connect
 from trinity_schemas import (

@@ -11,7 +11,7 @@ from trinity_events.weights import ModelUpdateGroup
 
 from ..collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.base import NamedTensors
-from .parts import TakesTensors, drain
+from .publishing import TakesTensors, drain
 
 UpdateGroup: TypeAlias = ModelUpdateGroup | dist.ProcessGroup
 """A version on its way to explorers, or a bare group whose others know what comes."""

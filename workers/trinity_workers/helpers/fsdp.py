@@ -15,10 +15,10 @@ import torch.distributed as dist
 from trinity_events.weights import Synchronizer
 
 from ..engines.base import TrainEngine, per_tensor_params
-from ..engines.files import copied, write_state
 from ..engines.fsdp import shard_name, write_description
+from ..engines.state_files import copied, write_state
 from .broadcast import UpdateGroup, broadcast_stream
-from .gathered import full_tensors
+from .full_tensors import full_tensors
 from .shards import fsdp_shards, publish_shards
 from .snapshot import SnapshotUploads
 from .upload import publish_stream

@@ -20,7 +20,7 @@ from trinity_events.weights import Synchronizer
 
 from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
 from ..engines.base import TrainEngine, per_tensor_params
-from ..engines.files import sync_tree
+from ..engines.state_files import sync_tree
 from .broadcast import UpdateGroup, broadcast_stream
 from .shards import publish_shards, without_replicas
 from .snapshot import SnapshotUploads

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_events.errors import TrinityError
 from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
-from trinity_events.weights.boxes import Place, chunk_of
-from trinity_events.weights.fitting import plain_name
+from trinity_events.weights.compatibility import plain_name
+from trinity_events.weights.slices import ShardOffset, chunk_of
 
 from ..collectives import PeerFailed, gather_bytes, raise_together, rank_and_world, together
 from ..engines.base import LocalShard
 from ..engines.buffers import saved_buffers
-from .parts import follow, give_up, write_shards
+from .publishing import follow, give_up, write_shards
 
 _KEY_BYTES = 8
 
@@ -118,13 +118,17 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
             place = _place(name, value)
             local = value.to_local()
         else:
-            place = Place((0,) * value.dim(), tuple(value.shape)) if index % ranks == rank else None
+            place = (
+                ShardOffset((0,) * value.dim(), tuple(value.shape))
+                if index % ranks == rank
+                else None
+            )
             local = value
         if place is not None:
             yield LocalShard(plain_name(name), local, place.global_shape, place.begins)
 
 
-def _place(name: str, value: DTensor) -> Place | None:
+def _place(name: str, value: DTensor) -> ShardOffset | None:
     """Where the rank's shard of a tensor lies; None when it is another's to publish, or empty."""
     mesh, shape, begins = value.device_mesh, list(value.shape), [0] * value.dim()
     coordinate: Sequence[int] | None = mesh.get_coordinate()
@@ -149,7 +153,7 @@ def _place(name: str, value: DTensor) -> Place | None:
         )
     # Of a tensor without elements somebody has to say that it is there.
     empty = 0 in shape and (0 not in value.shape or not first)
-    return None if empty else Place(tuple(begins), tuple(value.shape))
+    return None if empty else ShardOffset(tuple(begins), tuple(value.shape))
 
 
 def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:

@@ -9,11 +9,11 @@ from logging import Logger
 
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.weights import PartWriter, Synchronizer
-from trinity_events.weights.devices.staging import Staging
+from trinity_events.weights.devices.staging_memory import StagingMemory
 
 from ..collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard
-from .parts import give_up, write_shards
+from .publishing import give_up, write_shards
 
 
 class SnapshotUploads:
@@ -34,7 +34,7 @@ class SnapshotUploads:
     def __init__(self, synchronizer: Synchronizer, deadline: float) -> None:
         self._synchronizer = synchronizer
         self._deadline = deadline
-        self._staging = Staging()
+        self._staging = StagingMemory()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._sending: Future[None] | None = None
         self._step = 0

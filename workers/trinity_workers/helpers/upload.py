@@ -9,7 +9,7 @@ from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
 
 from ..collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.base import NamedTensors
-from .parts import drain, give_up
+from .publishing import drain, give_up
 
 
 def publish_stream(

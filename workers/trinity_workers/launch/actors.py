@@ -14,7 +14,7 @@ from redis.exceptions import RedisClusterException
 from trinity_events.errors import TrinityError
 from trinity_schemas import Process
 
-from ..deaths import DeathWatch, named
+from ..process_exit import ExitWatch, named
 
 
 class ProcessDied(TrinityError):
@@ -31,7 +31,7 @@ class Actors:
     def __init__(self, actors: Mapping[str, Any]) -> None:
         self._actors = dict(actors)
         self._processes: dict[str, Process] = {}
-        self._deaths = DeathWatch()
+        self._deaths = ExitWatch()
 
     async def watch(self) -> None:
         """Note from now on how their processes end."""

@@ -11,8 +11,8 @@ import anyio.to_thread
 from trinity_events.archive import Archive
 from trinity_events.core import MonitorState
 from trinity_events.errors import TrinityError
-from trinity_events.history import current_state
 from trinity_events.log import EventLog, Stream
+from trinity_events.replay import current_state
 from trinity_schemas import StepRef
 
 _FINAL = re.compile(r"global_step_(\d{1,18})")

@@ -18,14 +18,14 @@ from msgspec import Struct, field, structs
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
-from trinity_events.causes import cause_of
 from trinity_events.core import MonitorState, RunSummary, Summarizer, final_name
+from trinity_events.error_text import cause_of
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, Stream, open_run
+from trinity_events.replay import current_state
 from trinity_events.server import (
     WEIGHTS_SERVER,
-    Wait,
+    Deadline,
     connect,
     serving,
     serving_weights,
@@ -276,7 +276,7 @@ async def _make_model(config: RunConfig) -> int:
 
 async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: ProgressView) -> None:
     """Wait until every explorer has the last version, or has stopped, or the deadline passes."""
-    wait = Wait(EXPLORERS_DEADLINE, "the explorers were not seen to take the last weights")
+    wait = Deadline(EXPLORERS_DEADLINE, "the explorers were not seen to take the last weights")
     try:
         while True:
             state = await wait.ask(partial(current_state, log))
@@ -285,7 +285,7 @@ async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: Progr
                 return
             wait.missing = f"{', '.join(late)} did not take the last weights"
             after = {Stream.EVENTS: state.position}
-            await wait.ask(partial(log.wait, after, seconds=min(5, wait.left()), limit=1))
+            await wait.ask(partial(log.read_blocking, after, seconds=min(5, wait.left()), limit=1))
     except DeadlineExceeded as error:
         view.say(str(error))
 

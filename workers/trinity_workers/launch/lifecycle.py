@@ -11,11 +11,11 @@ import anyio
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
-from trinity_events.causes import cause_of, first_error
-from trinity_events.endings import endings
+from trinity_events.error_text import cause_of, first_error
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
-from trinity_events.server import Wait
+from trinity_events.server import Deadline
+from trinity_events.signals import ending_signals
 from trinity_schemas import RunClosed
 
 from ..config import RunConfig
@@ -41,7 +41,7 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
         Interrupted: after the block has ended, when that is why.
     """
     received: int | None = None
-    asked = [signal.SIGINT, *endings()]
+    asked = [signal.SIGINT, *ending_signals()]
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
     # Open until the block has ended: a second signal does not end it in its middle.
     with anyio.open_signal_receiver(*asked) as signals:
@@ -103,7 +103,7 @@ async def _close(
     log = RedisEventLog(client, config.run_id)
     missing = f"the end of run {config.run_id} was not folded"
     with anyio.CancelScope(shield=True):
-        wait = Wait(deadline, missing, "is its reducer running?")
+        wait = Deadline(deadline, missing, "is its reducer running?")
         publisher = AsyncPublisher(log, config.epoch, new_producer("launcher"), deadline=deadline)
         last = position(await publisher.publish(closed))
         while position((await wait.ask(log.load))[1]) < last:  # noqa: ASYNC110

@@ -10,9 +10,9 @@ from msgspec import Struct
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.errors import RunNotFound
-from trinity_events.history import PAGE
 from trinity_events.log import ORIGIN, Entry, PageSize, RedisEventLog, Stream
-from trinity_events.server import Wait
+from trinity_events.replay import PAGE
+from trinity_events.server import Deadline
 from trinity_schemas import ContractError, RunClosed, RunOpened, RunResumed, decode_envelope
 
 
@@ -38,7 +38,7 @@ class Openings:
         self._changed = anyio.Condition()
         self._newest: Opening | None = None
         self._closed: RunClosed | None = None
-        self._wait = Wait(None, f"the openings of run {log.run_id} are not known")
+        self._wait = Deadline(None, f"the openings of run {log.run_id} are not known")
 
     async def follow(self) -> None:
         """Follow until cancelled; a server that is away is waited for."""
@@ -48,7 +48,9 @@ class Openings:
             # Told here, so that what was read at first is taken as a whole.
             async with self._changed:
                 self._changed.notify_all()
-            ask = partial(self._log.wait, {Stream.EVENTS: after}, seconds=5, limit=page.limit)
+            ask = partial(
+                self._log.read_blocking, {Stream.EVENTS: after}, seconds=5, limit=page.limit
+            )
             found = [entry for _, entry in await self._wait.ask(ask)]
             page.learn(found)
             for entry in found:

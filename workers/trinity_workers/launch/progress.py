@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from trinity_events.core import Monitor, MonitorState
-from trinity_events.history import PAGE
 from trinity_events.log import Entry, EventLog, PageSize, Stream
-from trinity_events.server import Wait
+from trinity_events.replay import PAGE
+from trinity_events.server import Deadline
 from trinity_events.views.terminal import Terminal
 from trinity_schemas import ContractError, StepCommitted, decode_envelope
 
@@ -47,7 +47,7 @@ class ProgressView:
 
     async def follow(self, log: EventLog) -> None:
         """Show the run until cancelled; a server that is away is waited for."""
-        wait = Wait(None, f"run {log.run_id} is not shown")
+        wait = Deadline(None, f"run {log.run_id} is not shown")
         with Progress(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -61,7 +61,7 @@ class ProgressView:
             page = PageSize(PAGE)
             while True:
                 after = {Stream.EVENTS: self._monitor.state.position}
-                ask = partial(log.wait, after, seconds=5, limit=page.limit)
+                ask = partial(log.read_blocking, after, seconds=5, limit=page.limit)
                 found = [entry for _, entry in await wait.ask(ask)]
                 page.learn(found)
                 for entry in found:

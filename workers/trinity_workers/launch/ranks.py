@@ -13,9 +13,9 @@ import redis
 import redis.asyncio
 
 from trinity_events.errors import TrinityError
-from trinity_events.log.faults import FAULTS
+from trinity_events.log.retry import CONNECTION_ERRORS
 from trinity_events.log.scripts import lua_script
-from trinity_events.server import Wait
+from trinity_events.server import Deadline
 from trinity_schemas import explorer_key
 
 from ..config import RunConfig
@@ -63,7 +63,7 @@ async def claimed_rank(
             yield rank
             tasks.cancel_scope.cancel()
     finally:
-        with anyio.CancelScope(shield=True), suppress(redis.RedisError, *FAULTS):
+        with anyio.CancelScope(shield=True), suppress(redis.RedisError, *CONNECTION_ERRORS):
             with anyio.move_on_after(2):
                 await claims.give_up(rank)
 
@@ -95,7 +95,7 @@ class _Claims:
 
 async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
     what = f"explorer rank {rank} of run {config.run_id}"
-    wait = Wait(config.sync_timeout, f"{what} was not held")
+    wait = Deadline(config.sync_timeout, f"{what} was not held")
     while True:
         await anyio.sleep(LEASE / 4)
         wait.renew()
@@ -104,7 +104,7 @@ async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
 
 
 async def _claim(claims: _Claims, config: RunConfig) -> int:
-    wait = Wait(config.sync_timeout, f"no explorer rank of run {config.run_id} was claimed")
+    wait = Deadline(config.sync_timeout, f"no explorer rank of run {config.run_id} was claimed")
     waiting = False
     while True:
         wait.renew()

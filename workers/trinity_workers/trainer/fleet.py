@@ -19,7 +19,7 @@ from trinity_schemas import ExperienceGroup, Process
 
 from ..collectives import CollectiveBroken
 from ..config import RunConfig
-from ..deaths import DeathWatch, named
+from ..process_exit import ExitWatch, named
 from .worker import TrainWorker
 from .wrapper import TrainEngineWrapper
 
@@ -44,7 +44,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._config = config
         self._workers: list[Any] = []
         self._processes: list[Process] = []
-        self._deaths = DeathWatch()
+        self._deaths = ExitWatch()
         self._step = 0
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))

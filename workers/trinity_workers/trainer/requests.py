@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from trinity_events.causes import first_error
+from trinity_events.error_text import first_error
 from trinity_events.errors import LogLost
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import SyncRequested

@@ -25,8 +25,8 @@ from trinity_schemas import ExperienceGroup, Process
 from ..collectives import together
 from ..config import RunConfig
 from ..engines import FSDPEngine
-from ..engines.files import write_state
 from ..engines.fsdp import shard_name
+from ..engines.state_files import write_state
 from ..helpers import fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
 from ..helpers.snapshot import SnapshotUploads
 from ..learning.grpo import Batch, collate, grpo_loss, response_logprobs

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from .meeting import Meeting, Place, here, met
-from .receiver import Receiver
-from .sender import Sender
+from .receiver import WeightReceiver
+from .sender import WeightSender
 from .settings import NAME, settings_of
 from .streaming import Weights, drain
+from .topology import ProcessLocation, Topology, this_location, topology_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:
         del bucket_size
         self._settings = settings_of(options)
-        self._sender = Sender(self._settings) if is_master else None
-        self._receiver: Receiver | None = None
+        self._sender = WeightSender(self._settings) if is_master else None
+        self._receiver: WeightReceiver | None = None
         self._sending = asyncio.Lock()
 
     def prepare(self) -> dict[str, Any]:
@@ -41,15 +41,15 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises PublishError, ServerUnreachable or PermissionDenied when there is no log.
         """
-        return {"place": here(self._sender.open() if self._sender else None)}
+        return {"place": this_location(self._sender.open() if self._sender else None)}
 
     @classmethod
     def build_topology(
         cls, trainer_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """What :meth:`init_process_group` is given in each process, of what all have prepared."""
-        places: list[Place] = [one["place"] for one in metadata]
-        meeting = met(places, rollout_world_size)
+        places: list[ProcessLocation] = [one["place"] for one in metadata]
+        meeting = topology_of(places, rollout_world_size)
         return (
             {"rank": [None] * trainer_world_size, "meeting": [meeting] * trainer_world_size},
             {
@@ -58,7 +58,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             },
         )
 
-    def init_process_group(self, rank: int | None, meeting: Meeting) -> None:
+    def init_process_group(self, rank: int | None, meeting: Topology) -> None:
         """Take note of the others. ``rank`` is the rollout's; None in a trainer."""
         if self._sender is not None:
             self._sender.meet(meeting)
@@ -71,7 +71,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         ):
             receiver.close()
             receiver = None
-        self._receiver = receiver or Receiver(self._settings, rank, meeting)
+        self._receiver = receiver or WeightReceiver(self._settings, rank, meeting)
         self._receiver.meet(meeting)
 
     async def send_weights(
@@ -90,7 +90,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The tensors of the version of that step, or an error; see :class:`Receiver`."""
+        """The tensors of the version of that step, or an error; see :class:`WeightReceiver`."""
         assert self._receiver is not None, "veRL calls init_process_group before"
         async for named in self._receiver.receive(global_steps):
             yield named

@@ -19,16 +19,16 @@ from trinity_events.weights import PulledVersion
 from trinity_events.weights.transports.collective import CollectiveStore
 from trinity_schemas import AppliedPhases, StepReady, VersionOpened
 
-from .bases import Bases
-from .meeting import Meeting
+from .base_cache import BaseCache
 from .settings import Settings
 from .thread import OneThread
+from .topology import Topology
 from .waiting import announced
 
 logger = logging.getLogger(__name__)
 
 
-class Taken(Struct, kw_only=True):
+class VersionInUse(Struct, kw_only=True):
     """The version that is being handed on."""
 
     version: PulledVersion
@@ -42,22 +42,22 @@ class Taken(Struct, kw_only=True):
     """Whether every tensor was asked for."""
 
 
-class Receiver:
+class WeightReceiver:
     """Takes the versions of one run, one after the other.
 
     A version is held until the update is finished, for its tensors may be looked at until then.
     Everything that waits for a server is done in one thread of its own.
     """
 
-    def __init__(self, settings: Settings, rank: int, meeting: Meeting) -> None:
+    def __init__(self, settings: Settings, rank: int, meeting: Topology) -> None:
         self.rank = rank
         self.run_id = meeting.opened.run_id
         self._settings = settings
-        self._meeting: Meeting | None = meeting
+        self._meeting: Topology | None = meeting
         self._device = _device(settings.device)
-        self._bases = Bases()
+        self._bases = BaseCache()
         self._held = ExitStack()
-        self._taken: Taken | None = None
+        self._taken: VersionInUse | None = None
         self._stop = threading.Event()
         self._waiting: tuple[asyncio.AbstractEventLoop, anyio.CancelScope] | None = None
         self._thread = OneThread()
@@ -70,7 +70,7 @@ class Receiver:
             rank=rank,
         )
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, meeting: Topology) -> None:
         """Take note of what the next version will be; what was held of the last is let go.
 
         An update that failed elsewhere may still wait here: it is over now.
@@ -96,7 +96,7 @@ class Receiver:
         version = await self._thread.begin(self._pull, ready)
         self._check(meeting, step)
         now = time.monotonic()
-        self._taken = taken = Taken(
+        self._taken = taken = VersionInUse(
             version=version, fetch=now - began, verified_at=time.time(), since=now
         )
         tensors = version.tensors()
@@ -127,14 +127,14 @@ class Receiver:
             self._waiting = None
         self._meeting = None
 
-    def _check(self, meeting: Meeting | None, step: int | None) -> None:
+    def _check(self, meeting: Topology | None, step: int | None) -> None:
         if self._meeting is not meeting:
             raise VersionUnavailable(
                 f"the weights of {'the next step' if step is None else f'step {step}'} of run "
                 f"{self.run_id} are not wanted any more: another update began"
             )
 
-    async def _announced(self, step: int | None, meeting: Meeting | None) -> StepReady:
+    async def _announced(self, step: int | None, meeting: Topology | None) -> StepReady:
         """Wait for the version; where its bytes can be seen before, verify them meanwhile."""
         assert meeting is not None, "meet comes before"
         settings, opened = self._settings, meeting.opened
@@ -143,7 +143,7 @@ class Receiver:
         if step is not None:
             coming = VersionOpened(step=step, ranks=(0,), transport=meeting.transport)
             along = self._thread.begin(
-                self._synchronizer.read_along, opened.epoch, coming, stop, settings.deadline
+                self._synchronizer.prefetch, opened.epoch, coming, stop, settings.deadline
             )
         try:
             # A scope, for a client may pass over a task's cancellation; a scope's comes again.

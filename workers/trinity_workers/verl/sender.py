@@ -16,16 +16,16 @@ from trinity_events.weights import PartWriter, PublishedPartReport
 
 from ..collectives import CollectiveBroken
 from ..config import TransportName
-from ..helpers.parts import give_up
-from .meeting import Meeting, Opened
+from ..helpers.publishing import give_up
 from .settings import Settings
 from .streaming import Take, Weights, drain
 from .thread import OneThread
+from .topology import OpenedRun, Topology
 
 logger = logging.getLogger(__name__)
 
 
-class Sender:
+class WeightSender:
     """Opens the run, and publishes its versions.
 
     Everything that waits for a server is done in one thread of its own.
@@ -44,11 +44,11 @@ class Sender:
         self._synchronizer: Synchronizer | None = None
         self._thread = OneThread()
 
-    def open(self) -> Opened:
+    def open(self) -> OpenedRun:
         """The run, opened when it is asked for first, and where its log is now."""
         return self._thread.wait(self._open_run)
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, meeting: Topology) -> None:
         """Take note of how weights are to travel, and to how many."""
         self._rollouts = meeting.rollouts
         if meeting.transport != self._transport:
@@ -112,10 +112,10 @@ class Sender:
 
     # --- in the thread ---------------------------------------------------------------------
 
-    def _open_run(self, resume_from: int | None = None) -> Opened:
+    def _open_run(self, resume_from: int | None = None) -> OpenedRun:
         return asyncio.run(self._opened(resume_from))
 
-    async def _opened(self, resume_from: int | None) -> Opened:
+    async def _opened(self, resume_from: int | None) -> OpenedRun:
         async with connect(self._settings.redis_url) as client:
             if not self._epoch or resume_from is not None:
                 self._epoch = await open_run(
@@ -126,7 +126,7 @@ class Sender:
                 )
                 logger.info("veRL's weights are versions of run %s", self._run_id)
             log = RedisEventLog(client, self._run_id)
-            return Opened(
+            return OpenedRun(
                 run_id=self._run_id,
                 epoch=self._epoch,
                 transport=self._settings.transport,

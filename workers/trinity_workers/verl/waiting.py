@@ -10,13 +10,13 @@ import redis
 
 from trinity_events.core.explain import explain
 from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
-from trinity_events.history import current_state
 from trinity_events.log import RedisEventLog, position
+from trinity_events.replay import current_state
 from trinity_events.server import connect
 from trinity_events.subscriptions import Subscription, subscribe
 from trinity_schemas import StepFailed, StepReady, StepSuperseded
 
-from .meeting import Opened
+from .topology import OpenedRun
 
 Answer: TypeAlias = StepReady | StepFailed | StepSuperseded
 
@@ -24,7 +24,9 @@ _ASKING = 10.0
 """Seconds in which the log has to say what was missing."""
 
 
-async def announced(redis_url: str, opened: Opened, step: int | None, deadline: float) -> StepReady:
+async def announced(
+    redis_url: str, opened: OpenedRun, step: int | None, deadline: float
+) -> StepReady:
     """The announcement of the version, once it is ready.
 
     Args:
@@ -46,7 +48,7 @@ async def announced(redis_url: str, opened: Opened, step: int | None, deadline: 
     )
 
 
-async def _announced(redis_url: str, opened: Opened, step: int | None, what: str) -> StepReady:
+async def _announced(redis_url: str, opened: OpenedRun, step: int | None, what: str) -> StepReady:
     is_later = _later_than(opened)
     events: Subscription[Any] = subscribe(
         opened.run_id,
@@ -75,7 +77,7 @@ async def _announced(redis_url: str, opened: Opened, step: int | None, what: str
     raise AssertionError("unreachable")
 
 
-def _later_than(opened: Opened) -> Callable[[Answer], bool]:
+def _later_than(opened: OpenedRun) -> Callable[[Answer], bool]:
     """Whether an announcement follows from what was said since; not from an earlier attempt."""
     since = position(opened.said)
     return lambda event: event.epoch >= opened.epoch and position(event.caused_by) > since
@@ -87,7 +89,7 @@ def _why_not(event: StepFailed | StepSuperseded) -> str:
     return f"were superseded by those of step {event.by.step}"
 
 
-async def _missing(redis_url: str, opened: Opened, step: int | None) -> str:
+async def _missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:
     look = (
         "look whether a reducer and the trainer's rank 0 are running, with "
         f"trinity-events status {opened.run_id}"

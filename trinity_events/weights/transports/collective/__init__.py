@@ -1,8 +1,8 @@
 """Weights through a collective group of the trainer's rank 0 and the explorers."""
 
-from .place import WeightSyncInfo
+from .model_update import CollectiveGroups, ModelUpdateGroup
+from .rendezvous import WeightSyncInfo
 from .store import TIMEOUT, CollectiveStore
-from .update import CollectiveGroups, ModelUpdateGroup
 
 __all__ = [
     "TIMEOUT",

@@ -14,7 +14,7 @@ import torch
 from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
 from ....errors import GroupBroken
-from .groups import Group
+from .groups import ProcessGroup
 
 MOST_BYTES = 256 << 20
 """The largest bucket that a receiver makes room for."""
@@ -38,7 +38,7 @@ class _Slot(NamedTuple):
 class FrameSender:
     """Rank 0's end: two buckets, so that one is filled while the other is on its way."""
 
-    def __init__(self, group: Group, chunk_bytes: int) -> None:
+    def __init__(self, group: ProcessGroup, chunk_bytes: int) -> None:
         self._group = group
         pinned = group.device.type == "cuda"
         size = min(chunk_bytes, MOST_BYTES)
@@ -48,13 +48,13 @@ class FrameSender:
         ]
         self._next = 0
 
-    def room(self) -> memoryview:
+    def reserve(self) -> memoryview:
         """The bucket to fill next, once what it held before is sent."""
         slot = self._slots[self._next]
         self._settle(slot)
         return slot.host.numpy().data
 
-    def put(self, nbytes: int) -> None:
+    def commit(self, nbytes: int) -> None:
         """Begin to send the first bytes of the bucket."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _SLOTS
@@ -90,7 +90,7 @@ class FrameSender:
 class FrameReceiver:
     """The other ranks' end."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def next(self) -> tuple[Frame, int]:

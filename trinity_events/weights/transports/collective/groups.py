@@ -57,7 +57,7 @@ def open_store(host: str, port: int, timeout: float, *, master: bool) -> Any:
     )
 
 
-class Group:
+class ProcessGroup:
     """The process group. Rank 0 sends, the others receive; every wait ends within the timeout.
 
     ``address`` is the one that others reach this process at; NCCL finds out by itself.

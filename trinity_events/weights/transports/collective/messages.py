@@ -40,19 +40,19 @@ class Hello(_Message, frozen=True):
     """Which one it has, where it has one and NCCL."""
 
 
-class Call(_Message, frozen=True):
+class FormGroup(_Message, frozen=True, tag="call"):
     """The trainer makes a new group: leave the old one, and say that you are there."""
 
     generation: int
 
 
-class Present(_Message, frozen=True):
+class Ack(_Message, frozen=True, tag="present"):
     """The explorer's answer to a call, and once more when it has taken its seat."""
 
     generation: int
 
 
-class Seat(_Message, frozen=True):
+class RankAssignment(_Message, frozen=True, tag="seat"):
     """The explorer's place in the new group, whose ranks meet at the store."""
 
     generation: int
@@ -72,7 +72,7 @@ class Sending(_Message, frozen=True):
     step: Step
 
 
-class Received(_Message, frozen=True):
+class DeliveryReport(_Message, frozen=True, tag="received"):
     """What came of it at the explorer: whole, or why not."""
 
     generation: int
@@ -80,7 +80,7 @@ class Received(_Message, frozen=True):
     error: str | None = None
 
 
-Message: TypeAlias = Hello | Call | Present | Seat | Sending | Received
+Message: TypeAlias = Hello | FormGroup | Ack | RankAssignment | Sending | DeliveryReport
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 

@@ -11,12 +11,12 @@ from trinity_schemas import StepRef
 
 from ....errors import GroupBroken
 from ..base import Check, PartRef
-from ..in_memory import cut, look
-from .explorer_end import ExplorerEnd
+from ..chunk_slices import check_chunks, cut_chunks
 from .frames import Frame, FrameSender
-from .place import MeetingPlace, WeightSyncInfo, own_address
-from .staging import Buffer, Staging
-from .trainer_end import TrainerEnd
+from .receiver import GroupReceiver
+from .rendezvous import Rendezvous, WeightSyncInfo, own_address
+from .sender import GroupSender
+from .staged_versions import Buffer, StagedVersions
 
 CHUNK_BYTES = 4 << 20
 """Of a bucket; the sender has two of them, whatever the size of the model."""
@@ -53,17 +53,17 @@ class CollectiveStore:
         self._run_id = run_id
         self._who = name
         self._timeout = timeout
-        self._place = MeetingPlace(client, run_id)
-        self._staging = Staging()
-        self._trainer: TrainerEnd | None = None
-        self._explorer: ExplorerEnd | None = None
+        self._place = Rendezvous(client, run_id)
+        self._staging = StagedVersions()
+        self._trainer: GroupSender | None = None
+        self._explorer: GroupReceiver | None = None
 
     # --- the group -------------------------------------------------------------------------
 
     def listen(self, epoch: int) -> WeightSyncInfo:
         """Let explorers find us; from then on we are the trainer's rank 0."""
         if self._trainer is None:
-            self._trainer = TrainerEnd(
+            self._trainer = GroupSender(
                 self._run_id,
                 epoch,
                 self._place,
@@ -81,7 +81,7 @@ class CollectiveStore:
     def join(self) -> None:
         """Take part in the trainer's groups from now on, in a thread of its own."""
         if self._explorer is None:
-            self._explorer = ExplorerEnd(self._run_id, self._who, self._place, self._staging)
+            self._explorer = GroupReceiver(self._run_id, self._who, self._place, self._staging)
 
     def would_get(self, version: StepRef) -> bool:
         """Whether an explorer would get what is sent from now on, and has nothing newer."""
@@ -147,29 +147,29 @@ class CollectiveStore:
                 self._trainer.close()
         finally:
             self._trainer = None
-            self._staging = Staging()
+            self._staging = StagedVersions()
             self._redis.close()
 
 
 class CollectiveSink:
     """Implements :class:`~trinity_events.weights.PartSink`: chunks are buckets."""
 
-    def __init__(self, trainer: TrainerEnd, part: PartRef, chunk_bytes: int) -> None:
+    def __init__(self, trainer: GroupSender, part: PartRef, chunk_bytes: int) -> None:
         self._trainer = trainer
         self._part = part
         # Who is there is told before the first bucket is filled.
         self._sender: FrameSender | None = FrameSender(trainer.begin(part), chunk_bytes)
 
-    def room(self) -> memoryview:
+    def reserve(self) -> memoryview:
         """One bucket, while the other is on its way."""
         with self._sending() as sender:
-            return sender.room()
+            return sender.reserve()
         raise AssertionError("unreachable")
 
-    def put(self, nbytes: int) -> None:
+    def commit(self, nbytes: int) -> None:
         """Send the bucket."""
         with self._sending() as sender:
-            sender.put(nbytes)
+            sender.commit(nbytes)
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
         """Send the manifest, and wait until every explorer has all of it."""
@@ -201,7 +201,7 @@ class CollectiveSink:
 class CollectiveSource:
     """Implements :class:`~trinity_events.weights.PartSource`: what is staged here."""
 
-    def __init__(self, staging: Staging, buffer: Buffer) -> None:
+    def __init__(self, staging: StagedVersions, buffer: Buffer) -> None:
         self.manifest = buffer.manifest
         self._staging = staging
         self._buffer: Buffer | None = buffer
@@ -211,7 +211,7 @@ class CollectiveSource:
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> Sequence[memoryview]:
         """The bytes where they were received; nothing is copied."""
-        look(cut(self._data, sizes, wanted), check)
+        check_chunks(cut_chunks(self._data, sizes, wanted), check)
         return [self._data]
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from ..base import PartRef
 _MOST_BLOCKS = 1 << 12
 
 
-class Lent(Struct, frozen=True, array_like=True, gc=False):
+class LentBlock(Struct, frozen=True, array_like=True, gc=False):
     """A block, and how much of it the part takes, from its beginning."""
 
     handle: Annotated[bytes, Meta(min_length=1, max_length=256)]
@@ -26,7 +26,7 @@ class Layout(Struct, frozen=True):
     """Blocks that follow each other in the part; no tensor and no chunk is in two."""
 
     device: Annotated[str, Meta(max_length=256)]
-    blocks: Annotated[tuple[Lent, ...], Meta(max_length=_MOST_BLOCKS)]
+    blocks: Annotated[tuple[LentBlock, ...], Meta(max_length=_MOST_BLOCKS)]
 
 
 _layouts = msgspec.msgpack.Decoder(Layout)

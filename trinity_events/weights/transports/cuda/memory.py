@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ....errors import GpuUnusable, VersionUnavailable
-from ...devices.lanes import Lane, lane_of
+from ...devices.copy_streams import CopyStream, copy_stream_of
 
 _LENT_AT_ONCE = 2 << 20
 
@@ -38,7 +38,7 @@ class DeviceMemory(Protocol):
         ...
 
     @property
-    def lane(self) -> Lane:
+    def lane(self) -> CopyStream:
         """Takes copies into it."""
         ...
 
@@ -85,9 +85,9 @@ class CudaMemory:
         return _uuid(self._used())
 
     @property
-    def lane(self) -> Lane:
+    def lane(self) -> CopyStream:
         """A stream of its own."""
-        return lane_of(torch.device("cuda", self._used()))
+        return copy_stream_of(torch.device("cuda", self._used()))
 
     def near(self, tensor: torch.Tensor) -> None:
         """Be on the tensor's GPU, unless it is settled which one it is."""

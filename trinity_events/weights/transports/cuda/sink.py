@@ -12,9 +12,9 @@ from ...devices.digests import digests_of
 from ...tensors import flat_bytes
 from ..base import PartRef
 from ..shared_memory.store import SharedMemorySink
-from .layout import Layout, Lent, encoded
+from .block_pool import BlockPool
+from .layout import Layout, LentBlock, encoded
 from .memory import Block, DeviceMemory
-from .room import Room
 
 if TYPE_CHECKING:
     from .store import CudaStore
@@ -91,10 +91,10 @@ class CudaSink:
             self._room().trim(len(self._blocks))
             device = self._memory.device
         lent = zip(self._blocks, self._regions, strict=True)
-        blocks = tuple(Lent(block.handle, region) for block, region in lent)
+        blocks = tuple(LentBlock(block.handle, region) for block, region in lent)
         said = encoded(Layout(device, blocks))
-        self._file.room()[: len(said)] = said
-        self._file.put(len(said))
+        self._file.reserve()[: len(said)] = said
+        self._file.commit(len(said))
         self._file.seal(manifest, base)
         self._store.took(self._regions)
 
@@ -122,7 +122,7 @@ class CudaSink:
         self._blocks[-1] = room.block(len(self._blocks) - 1, at + nbytes)
         return at
 
-    def _room(self) -> Room:
+    def _room(self) -> BlockPool:
         """Raises ValueError when the part is given up."""
         return self._store.room_of(self._file)
 

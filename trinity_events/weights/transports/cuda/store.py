@@ -18,8 +18,8 @@ from ....errors import VersionUnavailable
 from ..base import PartRef
 from ..shared_memory.segments import SHARED_MEMORY, Segment
 from ..shared_memory.store import SharedMemorySink, SharedMemoryStore
+from .block_pool import BlockPool
 from .memory import CudaMemory, DeviceMemory
-from .room import Room
 from .sink import CudaSink
 from .source import CudaSource
 
@@ -50,7 +50,7 @@ class CudaStore:
     ) -> None:
         self._memory = memory or CudaMemory()
         self._files = SharedMemoryStore(root, most=most)
-        self._rooms: MutableMapping[Segment, Room] = WeakKeyDictionary()
+        self._rooms: MutableMapping[Segment, BlockPool] = WeakKeyDictionary()
         self._last: Sequence[int] = ()
         self._why: VersionUnavailable | None = None
 
@@ -60,13 +60,13 @@ class CudaStore:
         """Begin a part; one that was begun before and is not sealed is given up."""
         return CudaSink(self, self._memory, self._files.begin(part), chunk_bytes or CHUNK_BYTES)
 
-    def room_of(self, file: SharedMemorySink) -> Room:
+    def room_of(self, file: SharedMemorySink) -> BlockPool:
         """The memory that goes with a file, which nobody reads.
 
         Raises ValueError when the file is sealed or given up: then another part may have it.
         """
         if file.segment not in self._rooms:
-            self._rooms[file.segment] = Room(self._memory, self._last)
+            self._rooms[file.segment] = BlockPool(self._memory, self._last)
         return self._rooms[file.segment]
 
     def took(self, regions: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ class Objects(NamedTuple):
     """Their bytes."""
 
 
-class Attempt(NamedTuple):
+class PutAttempt(NamedTuple):
     """To put a part; one that is given up may be followed by another."""
 
     number: int
@@ -42,13 +42,13 @@ class Attempt(NamedTuple):
     """Of each chunk in an object, but for its last."""
 
 
-NONE = Attempt(0, 0)
+NONE = PutAttempt(0, 0)
 
 
-class UnderWay(NamedTuple):
+class PartInProgress(NamedTuple):
     """What there is of a part that is being put, or was."""
 
-    attempt: Attempt
+    attempt: PutAttempt
     """Whose objects these are."""
     objects: Objects
     sealed: bool
@@ -67,26 +67,28 @@ class Directory:
         """Those that are being put, and those that were: who follows one is to hear of its end."""
         self._changed = asyncio.Event()
 
-    def came(self, part: PartRef, attempt: Attempt, number: int, objects: Objects) -> None:
+    def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
         """Another object of a part is put, by its number."""
         coming = self._of(part, attempt)
         if coming is not None:
             coming.objects[number] = objects
             self._tell()
 
-    def give_up(self, part: PartRef, attempt: Attempt) -> None:
+    def give_up(self, part: PartRef, attempt: PutAttempt) -> None:
         """A part will not be whole by this attempt."""
         if self._of(part, attempt) is not None:
             self._coming[part] = _Coming(attempt, {}, "given up")
             self._tell()
 
-    def keep(self, part: PartRef, attempt: Attempt, manifest: bytes, objects: Objects) -> None:
+    def keep(self, part: PartRef, attempt: PutAttempt, manifest: bytes, objects: Objects) -> None:
         """Let a part be found that an attempt has made whole."""
         self._parts[part] = (manifest, objects)
         self._coming[part] = _Coming(attempt, {}, "sealed")
         self._tell()
 
-    async def follow(self, part: PartRef, attempt: Attempt, have: int, seconds: float) -> UnderWay:
+    async def follow(
+        self, part: PartRef, attempt: PutAttempt, have: int, seconds: float
+    ) -> PartInProgress:
         """What there is of a part behind what the caller has of an attempt.
 
         As soon as there is some, or the part is sealed, or the attempt is given up; or after so
@@ -116,21 +118,21 @@ class Directory:
         """All of them."""
         return list(self._parts)
 
-    def _of(self, part: PartRef, attempt: Attempt) -> _Coming | None:
+    def _of(self, part: PartRef, attempt: PutAttempt) -> _Coming | None:
         """What came of an attempt; None when it is over, or another one has followed it."""
         coming = self._coming.get(part)
         if coming is None or coming.attempt.number < attempt.number:
             coming = self._coming[part] = _Coming(attempt, {})
         return None if coming.ended or coming.attempt != attempt else coming
 
-    def _behind(self, part: PartRef, attempt: Attempt, have: int) -> UnderWay:
+    def _behind(self, part: PartRef, attempt: PutAttempt, have: int) -> PartInProgress:
         coming = self._coming.get(part)
         if coming is None or coming.ended == "given up":
-            return UnderWay(NONE, Objects([], []), sealed=False)
+            return PartInProgress(NONE, Objects([], []), sealed=False)
         sealed = coming.ended == "sealed"
         references, sizes = self._parts[part][1] if sealed else coming.in_order()
         first = have if coming.attempt == attempt else 0
-        return UnderWay(coming.attempt, Objects(references[first:], sizes[first:]), sealed)
+        return PartInProgress(coming.attempt, Objects(references[first:], sizes[first:]), sealed)
 
     def _tell(self) -> None:
         self._changed.set()
@@ -138,7 +140,7 @@ class Directory:
 
 
 class _Coming(NamedTuple):
-    attempt: Attempt
+    attempt: PutAttempt
     objects: dict[int, Objects]
     """By the number of each."""
     ended: Literal["", "sealed", "given up"] = ""

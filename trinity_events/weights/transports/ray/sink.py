@@ -13,7 +13,7 @@ import numpy as np
 from trinity_schemas import ALIGNMENT
 
 from ..base import PartRef
-from .directory import Attempt, Objects
+from .directory import Objects, PutAttempt
 
 if TYPE_CHECKING:
     from .store import RayStore
@@ -84,12 +84,12 @@ class RaySink:
         self._size = self._filled = 0
         """Of the room: the bytes that its object may have, and those that it has."""
         self._next_size = object_bytes
-        self._attempt = Attempt(next(_ATTEMPTS), chunk_bytes)
+        self._attempt = PutAttempt(next(_ATTEMPTS), chunk_bytes)
         self._sizes: list[int] = []
         self._putting: list[Future[Any]] = []
         self._state = "open"
 
-    def room(self) -> memoryview:
+    def reserve(self) -> memoryview:
         """The place of the chunk in its object."""
         self._check()
         if self._room is not None and self._filled == self._size:
@@ -113,7 +113,7 @@ class RaySink:
         # With what is between it and the next one, which so begins the next object, aligned.
         self._next_size = max(self._object_bytes, nbytes + -nbytes % ALIGNMENT)
 
-    def put(self, nbytes: int) -> None:
+    def commit(self, nbytes: int) -> None:
         """The chunk is where it is to be."""
         self._check()
         self._filled += nbytes

@@ -12,9 +12,9 @@ import numpy as np
 
 from ....errors import CorruptVersion, VersionUnavailable
 from ..base import Check, PartRef
-from ..in_memory import Chunks, cut, look
+from ..chunk_slices import Chunks, check_chunks, cut_chunks
 from .directory import DEADLINE, Objects
-from .under_way import Fetched, as_bytes
+from .prefetch import Fetched, as_bytes
 
 
 class RaySource:
@@ -69,14 +69,16 @@ class RaySource:
                 raise self._corrupt()
             found[number] = data
             first, end = firsts[number : number + 2]
-            return cut(data, sizes[first:end], wanted, first)
+            return cut_chunks(data, sizes[first:end], wanted, first)
 
         for reference, seen in self._seen.items():
             if reference in numbers:
                 for index, chunk in cut_up(reference, seen.data):
                     check(index, chunk, seen.digest_of(chunk))
         for some in self._as_they_come(list(numbers)):
-            look([one for reference, data in some for one in cut_up(reference, data)], check)
+            check_chunks(
+                [one for reference, data in some for one in cut_up(reference, data)], check
+            )
         return found
 
     def _first_chunks(self, sizes: Sequence[int]) -> list[int]:

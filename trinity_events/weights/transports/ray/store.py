@@ -18,8 +18,8 @@ from ..base import Ended, PartRef, Taker
 from .directory import (
     DEADLINE,
     SHARED,
-    Attempt,
     Objects,
+    PutAttempt,
     directory_of,
     joined,
     key_of,
@@ -27,9 +27,9 @@ from .directory import (
     point,
     unpoint,
 )
+from .prefetch import Fetched, RayPartPrefetch, prefetch
 from .sink import Putter, RaySink
 from .source import RaySource
-from .under_way import Fetched, Follower, read_along
 
 CHUNK_BYTES = 1 << 20
 """Of what is digested at once."""
@@ -89,13 +89,13 @@ class RayStore:
             point(part, name)
             self._pointers.add(key_of(part))
 
-    def came(self, part: PartRef, attempt: Attempt, number: int, objects: Objects) -> None:
+    def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
         """Tell them of an object. Nobody waits for it: the part will be whole without."""
         if self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._directory[1].came.remote(part, attempt, number, objects)
 
-    def not_coming(self, part: PartRef, attempt: Attempt) -> None:
+    def not_coming(self, part: PartRef, attempt: PutAttempt) -> None:
         """Tell them that they wait in vain."""
         if self._is_in() and self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
@@ -104,7 +104,7 @@ class RayStore:
     def keep(
         self,
         part: PartRef,
-        attempt: Attempt,
+        attempt: PutAttempt,
         objects: Objects,
         manifest: bytes,
         base: PartRef | None = None,
@@ -161,7 +161,7 @@ class RayStore:
         manifest, objects = found
         return RaySource(self._ray, part, bytes(manifest), objects, self._seen.pop(part, {}))
 
-    def read_along(
+    def prefetch(
         self,
         parts: Sequence[PartRef],
         stop: threading.Event,
@@ -171,9 +171,9 @@ class RayStore:
         """Have the parts' objects come as they are put, and digest them."""
         self._join()
         self._seen = {}
-        followers = [Follower(self._ray, part, taker) for part in parts]
+        followers = [RayPartPrefetch(self._ray, part, taker) for part in parts]
         try:
-            return read_along(self._ray, followers, stop, deadline)
+            return prefetch(self._ray, followers, stop, deadline)
         finally:
             self._seen = {follower.part: follower.fetched for follower in followers}
 

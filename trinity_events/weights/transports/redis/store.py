@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from trinity_schemas import ContractError, chunk_key, decode_manifest, manifest_key
 
 from ....log.scripts import Scripts
-from ..base import Check, PartRef, Received, Room
-from .keeping import ORPHANED_AFTER, Keeping
+from ..base import Check, ChunkBuffers, PartRef, ReceivedChunk
+from .expiry import ORPHANED_AFTER, ExpiryRenewal
 from .leases import LEASE, Lease, Retired, unlink
 from .values import Asked, LargeValues
 
@@ -43,12 +43,12 @@ class RedisChunkStore:
         self, client: redis.Redis, *, expire: int = ORPHANED_AFTER, lease: float = LEASE
     ) -> None:
         self._redis: Any = client
-        self._keeping = Keeping(client, expire)
+        self._keeping = ExpiryRenewal(client, expire)
         self._lease = lease
         self._values = LargeValues(client)
         self._scripts = Scripts(client, __package__)
         self._retired = Retired(self._scripts, client)
-        self._memory, self._rooms = _Memory(), _Memory()
+        self._memory, self._rooms = _ReceiveMemory(), _ReceiveMemory()
         self._leases: set[Lease] = set()
         """Of all parts that are open."""
 
@@ -102,10 +102,10 @@ class RedisSink:
         self,
         client: Any,
         values: LargeValues,
-        rooms: _Memory,
+        rooms: _ReceiveMemory,
         part: PartRef,
         chunk_bytes: int,
-        keeping: Keeping,
+        keeping: ExpiryRenewal,
     ) -> None:
         self._redis = client
         self._values = values
@@ -116,16 +116,16 @@ class RedisSink:
         self._memory: Bytes | None = None
         self._chunks = 0
 
-    def room(self) -> memoryview:
+    def reserve(self) -> memoryview:
         """One of two pieces of memory, by turns."""
         if self._memory is None:
             self._memory = self._rooms.take(2 * self.chunk_bytes)
         begin = self._chunks % 2 * self.chunk_bytes
         return self._memory.data[begin : begin + self.chunk_bytes]
 
-    def put(self, nbytes: int) -> None:
+    def commit(self, nbytes: int) -> None:
         """Send the chunk."""
-        key, data = chunk_key(*self._part, self._chunks), self.room()[:nbytes]
+        key, data = chunk_key(*self._part, self._chunks), self.reserve()[:nbytes]
         # Counted before: what is sent in vain is taken back like what arrived.
         self._chunks += 1
         self._values.set(key, data, self._keeping.expire)
@@ -169,7 +169,7 @@ class RedisSource:
     def __init__(
         self,
         values: LargeValues,
-        memory: _Memory,
+        memory: _ReceiveMemory,
         part: PartRef,
         manifest: bytes,
         lease: Lease,
@@ -206,7 +206,7 @@ class RedisSource:
                 check(index, found, digested)
         return [memory]
 
-    def receive(self, rooms: Iterable[Room]) -> Generator[Received]:
+    def receive(self, rooms: Iterable[ChunkBuffers]) -> Generator[ReceivedChunk]:
         """Chunks by their index, each into pieces of the caller's memory."""
         asked = (Asked(index, chunk_key(*self._part, index), into) for index, into in rooms)
         with closing(self._values.get(asked)) as found:
@@ -224,7 +224,7 @@ class RedisSource:
         self._taken = []
 
 
-class _Memory:
+class _ReceiveMemory:
     """Where versions are received: the first touch of a page costs as much as receiving it.
 
     It is used again, and never more than was in use at once: what does not fit makes room.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import redis
 
 from ...tensors import Digesting, digest
-from ..base import Received
+from ..base import ReceivedChunk
 from .bulk import BulkConnection, BulkError
 
 _ASKED = 4
@@ -91,7 +91,7 @@ class LargeValues:
                 self.close()
         self._redo()
 
-    def get(self, asked: Iterable[Asked]) -> Generator[Received]:
+    def get(self, asked: Iterable[Asked]) -> Generator[ReceivedChunk]:
         """GET values straight into their memory.
 
         Yields of each its length: None when it is not there. One of another length than its memory
@@ -113,7 +113,7 @@ class LargeValues:
                 if length not in (None, sum(map(len, into))):
                     self.close()
                     connection = None
-                yield Received(number, into, length, seen.digest())
+                yield ReceivedChunk(number, into, length, seen.digest())
         except (BulkError, redis.RedisError, OSError):
             self.close()
         except BaseException:  # it is in the middle of an answer
@@ -149,7 +149,7 @@ class LargeValues:
                 )
             self._redis.set(key, value, ex=expire)
 
-    def _copied(self, asked: Sequence[Asked]) -> Generator[Received]:
+    def _copied(self, asked: Sequence[Asked]) -> Generator[ReceivedChunk]:
         # All keys of a part have one hash tag, so this works on a cluster too.
         found = self._redis.mget([one.key for one in asked])
         for one, data in zip(asked, found, strict=True):
@@ -159,4 +159,4 @@ class LargeValues:
                     piece[:] = data[begin : begin + len(piece)]
                     begin += len(piece)
             length = None if data is None else len(data)
-            yield Received(one.number, one.into, length, None)
+            yield ReceivedChunk(one.number, one.into, length, None)

@@ -30,7 +30,7 @@ FILLED_AT = WRITING_AT + WRITING.size
 _POPULATED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
-class Seen(NamedTuple):
+class WriteDigests(NamedTuple):
     """What was digested of a part while it was written."""
 
     generation: bytes
@@ -52,7 +52,7 @@ class SharedMemorySource:
     """
 
     def __init__(
-        self, part: PartRef, descriptor: int, memory: memoryview, seen: Seen | None = None
+        self, part: PartRef, descriptor: int, memory: memoryview, seen: WriteDigests | None = None
     ) -> None:
         self._descriptor = descriptor
         if len(memory) < DATA:

@@ -6,7 +6,7 @@ shared lock for as long as it reads. A segment is written again only under the e
 never while anybody reads it; and locks end with their processes.
 
 While a part is written it can be found by another name, and its bytes be digested as they come:
-see :mod:`~trinity_events.weights.transports.shared_memory.under_way`.
+see :mod:`~trinity_events.weights.transports.shared_memory.prefetch`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .part import (
     WRITING,
     WRITING_AT,
     Mapping,
-    Seen,
     SharedMemorySource,
+    WriteDigests,
     file_name,
     leased,
     let_go,
     name_while_written,
 )
+from .prefetch import PartPrefetch, prefetch
 from .segments import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
-from .under_way import Follower, read_along
 
 CHUNK_BYTES = 512 << 10
 """Small enough to be digested while it is still in the processor's cache."""
@@ -69,8 +69,8 @@ class SharedMemoryStore:
         self._made = 0
         self._last_size = 0
         self._mappings: dict[tuple[int, int], Mapping] = {}
-        self._seen: dict[PartRef, Seen] = {}
-        self.followers: list[Follower] = []
+        self._seen: dict[PartRef, WriteDigests] = {}
+        self.followers: list[PartPrefetch] = []
         self._swept = False
 
     # --- publishing ------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class SharedMemoryStore:
                 os.close(descriptor)
         return None
 
-    def read_along(
+    def prefetch(
         self,
         parts: Sequence[PartRef],
         stop: threading.Event,
@@ -185,9 +185,11 @@ class SharedMemoryStore:
         self._sweep()
         self._unmap_gone()
         self._seen = {}
-        self.followers = [Follower(part, self._newest_first, self._mapped, taker) for part in parts]
+        self.followers = [
+            PartPrefetch(part, self._newest_first, self._mapped, taker) for part in parts
+        ]
         try:
-            return read_along(self.followers, stop, deadline)
+            return prefetch(self.followers, stop, deadline)
         finally:
             for follower in self.followers:
                 follower.close()
@@ -276,11 +278,11 @@ class SharedMemorySink:
         """Where the part is written."""
         return self._writing()
 
-    def room(self) -> memoryview:
+    def reserve(self) -> memoryview:
         """The place in the segment where the chunk stays."""
         return self._writing().room(DATA + self._filled, self._chunk_bytes)
 
-    def put(self, nbytes: int) -> None:
+    def commit(self, nbytes: int) -> None:
         """The chunk is where it is to be: those who read along may see it."""
         self._filled += nbytes
         FILLED.pack_into(self._writing().memory(DATA), FILLED_AT, self._filled)

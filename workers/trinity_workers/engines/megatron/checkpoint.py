@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from trinity_events.errors import TrinityError
 
 from ...collectives import together
-from ..files import copied, make_folder, sync_tree
+from ..state_files import copied, make_folder, sync_tree
 from .cpu import adapted
 
 _torch_dcp: Any = dcp  # its names are not exported to type checkers

@@ -18,10 +18,10 @@ from ...learning.grpo import Batch
 from ..base import LocalShard
 from . import checkpoint
 from .cpu import adapted
-from .description import read_description, write_description
 from .layout import ParallelLayout, join
+from .local_shards import local_shards
 from .model import ModelOptions, build_chunks, transformer_config
-from .shards import local_shards
+from .model_description import read_description, write_description
 from .stream import WeightStream, load_folder
 from .training import (
     LossFunction,

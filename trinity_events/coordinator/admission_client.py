@@ -1,0 +1,110 @@
+"""Asking for a turn to save, and waiting until it comes."""
+
+from __future__ import annotations
+
+import time
+
+from trinity_schemas import (
+    ContractError,
+    SaveGranted,
+    SaveRequested,
+    Slot,
+    decode_envelope,
+)
+
+from ..errors import BufferFull, StaleEpoch, TrinityError, TurnNotGranted
+from ..log import Publisher, SyncEventLog
+from ..log.error_replies import reply_text
+from ..log.retry import backoff_delays, is_transient
+from ..replay import announced
+
+_AT_ONCE = 10.0
+"""Seconds that the server is asked to wait for a grant at once."""
+_LONGEST_PAUSE = 2.0
+ASK_AGAIN = 60.0
+"""Seconds after which a save asks once more. One that stood still for its whole lease was taken out
+of the queue; of one that is in it a second request changes nothing."""
+
+
+def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float) -> None:
+    """Publish the request and wait for its grant, also while the server is away or restarts.
+
+    Raises:
+        TurnNotGranted: after ``deadline`` seconds, or when the server refuses to be asked.
+        StaleEpoch: when the run has gone on to a newer epoch meanwhile.
+        PublishError: when the server refuses the request for good.
+    """
+    began = asked_at = time.monotonic()
+    fault = _ask(publisher, request, began + deadline)
+    faults = backoff_delays(_LONGEST_PAUSE)
+    while (left := began + deadline - time.monotonic()) > 0:
+        try:
+            if publisher.log.granted(request.save_id, min(left, _AT_ONCE)):
+                return
+            fault, faults = None, backoff_delays(_LONGEST_PAUSE)
+            if publisher.log.epoch() > publisher.epoch:
+                break
+            if time.monotonic() - asked_at >= ASK_AGAIN:
+                asked_at = time.monotonic()
+                fault = _ask(publisher, request, began + deadline)
+        except Exception as error:
+            fault = error
+            if not is_transient(error):
+                break
+            time.sleep(min(left, next(faults)))
+    raise _not_granted(publisher, request.slot, time.monotonic() - began, fault) from fault
+
+
+def _ask(publisher: Publisher, request: SaveRequested, give_up: float) -> Exception | None:
+    """Publish the request as soon as the buffer has room; returns what it had none for."""
+    faults = backoff_delays(_LONGEST_PAUSE)
+    while True:
+        try:
+            publisher.publish(request)
+            return None
+        except BufferFull as error:
+            left = give_up - time.monotonic()
+            if left <= 0:
+                return error
+            time.sleep(min(left, next(faults)))
+
+
+def _not_granted(
+    publisher: Publisher, slot: Slot, waited: float, fault: Exception | None
+) -> TrinityError:
+    run_id = publisher.run_id
+    what = f"{slot.name} of step {slot.step}"
+    epoch, turn = publisher.epoch, None
+    if fault is None:
+        try:
+            epoch, turn = _last_turn(publisher.log, max(epoch, publisher.log.epoch()))
+        except Exception as error:  # a guess at the cause is not worth another error
+            fault = error
+    if epoch > publisher.epoch:
+        return StaleEpoch(
+            f"{what} waits for a turn in epoch {publisher.epoch} of run {run_id}, which has gone "
+            f"on to epoch {epoch}: end this process"
+        )
+    if fault is not None:
+        why = f"the server of the log could not be asked ({reply_text(fault)})"
+    elif turn is None:
+        why = f"nobody was given one: is a reducer running for run {run_id}?"
+    else:
+        who = f"{turn.name} of step {turn.step} of {turn.role}-{turn.rank}"
+        why = f"the last went to {who}: see trinity-events explain {run_id} {turn.step}"
+    return TurnNotGranted(f"{what} was given no turn to save in {waited:.1f} s: {why}")
+
+
+def _last_turn(log: SyncEventLog, epoch: int) -> tuple[int, Slot | None]:
+    """The newest epoch that announcements are of, and what was given a turn in it last."""
+    turn = None
+    for entry in announced(log):
+        try:
+            envelope = decode_envelope(entry.payload)
+        except ContractError:
+            continue
+        if envelope.epoch > epoch:
+            epoch, turn = envelope.epoch, None
+        if isinstance(envelope.event, SaveGranted) and envelope.epoch == epoch:
+            turn = envelope.event.slot
+    return epoch, turn

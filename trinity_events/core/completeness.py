@@ -1,0 +1,257 @@
+"""What a kind of a step needs to be ready, and what it still lacks (invariant 2)."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from trinity_schemas import Kind, SaveProof, Slot
+
+from .state import KindState, SlotState, StepState
+
+STAGING = ".staging"
+"""Folder of a run's checkpoint directory in which saves are written until they are ready."""
+
+
+def is_complete(step: StepState, kind: Kind) -> bool:
+    """Whether a kind of a step is proven complete (invariant 2)."""
+    state = step.kinds.get(kind)
+    if state is None:
+        return False
+    if kind == "weights":
+        version = step.version
+        return (
+            state.committed_at is not None
+            and version is not None
+            and 0 < len(version.ranks) <= len(version.parts)
+            and version.parts.keys() >= set(version.ranks)
+        )
+    return bool(complete_places(step, kind))
+
+
+StagedPlace = str | None
+"""A staged folder, or None where saves named no path below :data:`STAGING`."""
+
+
+def complete_places(step: StepState, kind: Kind) -> list[StagedPlace]:
+    """Return the places that hold all that a kind of files rests on; none while it is incomplete.
+
+    A step that is saved again is saved to another folder: one of them must hold all. A checkpoint
+    whose commit registers a state dict needs that in its own folder, also where the step's state
+    dict was saved elsewhere before.
+    """
+    state = step.kinds[kind]
+    if kind != "state_dict":
+        return _checkpoint_in(step, state)
+    if state.committed_at is not None:
+        return _saved_in(state)
+    # A checkpoint makes it ready too, but not before itself: they may share a folder.
+    checkpoint = step.kinds.get("checkpoint")
+    if checkpoint is None or not checkpoint.with_state_dict:
+        return []
+    places = _checkpoint_in(step, checkpoint)
+    return places if checkpoint.own_state_dict else places and _places(state)
+
+
+def _checkpoint_in(step: StepState, state: KindState) -> list[StagedPlace]:
+    places = _saved_in(state) if state.committed_at is not None else []
+    if places and state.with_state_dict:
+        state_dict = step.kinds["state_dict"]
+        if not _saved_in(state_dict):
+            return []
+        if state.own_state_dict:
+            return [place for place in places if not _lacking_in(state_dict, place)]
+    return places
+
+
+def _saved_in(kind: KindState) -> list[StagedPlace]:
+    return _places(kind) if _all_saved(kind) else []
+
+
+def _places(kind: KindState) -> list[StagedPlace]:
+    """Return the places that hold all finished saves of a kind, the one of the newest first."""
+    slots = [slot for slot in kind.slots.values() if slot.proof is not None]
+    newest = {staged_in(slot.path) for slot in slots} - {None}
+    found: list[StagedPlace] = [] if len(newest) > 1 else [next(iter(newest), None)]
+    if any(slot.others for slot in slots):
+        every = set().union(*(_folders(slot) for slot in slots)) - {"", *found}
+        found += [folder for folder in sorted(every) if not _lacking_in(kind, folder)]
+    return found
+
+
+def _folders(slot: SlotState) -> set[str]:
+    """Return the folders that a slot's finished attempts are in; empty for outside of staging."""
+    return {staged_in(slot.path) or "", *slot.others}
+
+
+def _lacking_in(kind: KindState, place: StagedPlace) -> int:
+    """Count the slots that have no finished attempt in a place; one outside of staging suffices."""
+    if place is None:
+        return 0
+    slots = kind.slots.values()
+    return sum(slot.proof is None or not _folders(slot) & {place, ""} for slot in slots)
+
+
+def proof_in(slot: SlotState, place: StagedPlace) -> SaveProof | None:
+    """Return a slot's finished attempt in a place, or else its newest."""
+    if staged_in(slot.path) == place:
+        return slot.proof
+    return slot.others.get(place or "", slot.proof)
+
+
+def _all_saved(kind: KindState) -> bool:
+    """Return True if every expected slot, and every one that was begun, has a finished attempt."""
+    if kind.compacted:
+        return True
+    if not kind.registrations or kind.finished < len(kind.slots):
+        return False
+    unnamed = most_named = 0
+    # Asked at every save that finishes: to look no further than to the first that lacks, from the
+    # last that were registered on, is what keeps a step's cost linear in its saves.
+    for registration in reversed(kind.registrations.values()):
+        slots = registration.slots
+        if slots:
+            most_named = max(most_named, len(slots))
+        else:
+            unnamed += registration.expected
+        if kind.finished < unnamed + most_named or (slots and not _are_saved(kind, slots)):
+            return False
+    if kind.ranks and kind.finished < sum(kind.ranks.values()):
+        return False
+    return not ((most_named or kind.ranks) and _lacking(kind)[0])
+
+
+def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
+    return all(
+        (found := kind.slots.get(slot_key(slot))) is not None and found.proof is not None
+        for slot in reversed(slots)
+    )
+
+
+def staged_in(path: str | None) -> str | None:
+    """The folder below :data:`STAGING` that a path lies in, if any."""
+    parts = path.split("/") if path else []
+    staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
+    return "/".join(parts[:2]) if staged else None
+
+
+def slot_key(slot: Slot) -> str:
+    """A slot's name within its kind of its step."""
+    return f"{slot.role}.{slot.rank}.{slot.name}"
+
+
+def rank_group(slot: Slot) -> str:
+    """Return what the saves of all ranks have in common, within their kind of their step."""
+    return f"{slot.role}/{slot.name}"
+
+
+def registered(kind: KindState) -> int:
+    """Count the saves that a kind's registrations expect."""
+    named, unnamed = _registered(kind)
+    return len(named) + unnamed
+
+
+def _registered(kind: KindState) -> tuple[dict[str, Slot], int]:
+    """Return the slots that registrations name, and how many more they count."""
+    named: dict[str, Slot] = {}
+    unnamed = 0
+    for registration in kind.registrations.values():
+        if registration.slots:
+            named.update((slot_key(slot), slot) for slot in registration.slots)
+        else:
+            unnamed += registration.expected
+    return named, unnamed
+
+
+def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
+    """Return how many slots lack a finished attempt, how many are expected, and which are silent.
+
+    Expected are those that registrations count, those of all ranks of a save that says of how
+    many it is one, and every one that was begun. Silent are those of them that are known by name
+    and have no event yet.
+    """
+    if kind.compacted:
+        return 0, kind.finished, []
+    named, unnamed = _registered(kind)
+    silent = [slot for key, slot in named.items() if key not in kind.slots]
+    more = 0
+    for group, ranks in kind.ranks.items():
+        known = [slot.slot for slot in kind.slots.values() if rank_group(slot.slot) == group]
+        known += [slot for slot in silent if rank_group(slot) == group]
+        numbers = {slot.rank for slot in known}
+        if max(numbers) < ranks:
+            silent += [replace(known[0], rank=n) for n in range(ranks) if n not in numbers]
+        else:  # not numbered from zero: how many are silent is known, and not which
+            more += max(0, ranks - len(numbers))
+    expected = max(len(kind.slots) + len(silent) + more, len(named) + unnamed)
+    return expected - kind.finished, expected, silent
+
+
+def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> list[str]:
+    """What the kind waits for, in words; ages are counted to ``now``, in milliseconds.
+
+    Of the saves or parts that it lacks so many are ``named``, or all.
+    """
+    state = step.kinds[kind]
+    found = [] if state.committed_at is not None else ["the trainer's commit"]
+    if kind == "weights":
+        return found + _missing_parts(step, named)
+    found += _missing_saves(state, now, named)
+    if kind == "checkpoint" and state.with_state_dict:
+        found += _missing_state_dict(state, step.kinds["state_dict"])
+    return found
+
+
+def _missing_state_dict(checkpoint: KindState, state_dict: KindState) -> list[str]:
+    lacking, expected, _ = _lacking(state_dict)
+    place = None
+    if checkpoint.own_state_dict:
+        # Where it will be is known as soon as any save of the checkpoint itself is there.
+        place = next(iter(_places(checkpoint)), None)
+    if place is not None:
+        lacking = expected - len(state_dict.slots) + _lacking_in(state_dict, place)
+    where = "" if place is None else f" in {place}"
+    return [f"{lacking} of {expected} saves of its state dict{where}"] if lacking else []
+
+
+def _missing_parts(step: StepState, named: int | None) -> list[str]:
+    version = step.version
+    if version is None or not version.ranks:
+        return ["its version to be opened"]
+    lacking = [str(rank) for rank in version.ranks if rank not in version.parts]
+    return [f"the part of rank {', '.join(_first(lacking, named))}"] if lacking else []
+
+
+def _first(names: list[str], most: int | None) -> list[str]:
+    more = [] if most is None or len(names) <= most else [f"and {len(names) - most} more"]
+    return names[:most] + more
+
+
+def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
+    seen = [
+        f"{slot.slot.name} of {slot.slot.role}-{slot.slot.rank} ({_standing(slot, now)})"
+        for slot in state.slots.values()
+        if slot.proof is None
+    ]
+    if not state.registrations:
+        return ["a registration of how many saves to expect", *_first(seen, named)]
+    lacking, expected, silent = _lacking(state)
+    if not lacking:
+        if _places(state):
+            return []
+        folders = sorted(set.union(*(_folders(slot) for slot in state.slots.values())) - {""})
+        return [f"one folder with all of its saves, not {', '.join(folders)}"]
+    unseen = [f"{slot.name} of {slot.role}-{slot.rank} (not started)" for slot in silent]
+    names = "; ".join(_first(seen + unseen, named)) or "no save is under way"
+    return [f"{lacking} of {expected} saves: {names}"]
+
+
+def _standing(slot: SlotState, now: int) -> str:
+    """How far the slot's attempts have come, in words."""
+    if slot.running:
+        save_id, since = min(slot.running.items(), key=lambda one: one[1])
+        written = slot.progress.get(save_id)
+        so_far = "" if written is None else f", {written:,} bytes so far"
+        return f"started {(now - since) / 1000:.1f} s ago{so_far}"
+    if slot.waiting:
+        return f"waiting for its turn for {(now - min(slot.waiting.values())) / 1000:.1f} s"
+    return "failed" if slot.failed else "not started"

@@ -1,0 +1,81 @@
+"""What the run's checkpoint directory should look like, given the state (invariant 6)."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from trinity_schemas import Kind
+
+from .announcements import staged_folder
+from .state import MonitorState
+
+# Trinity-RFT and veRL read these names, with a decimal step and no newline.
+ITERATION_FILES: dict[Kind, str] = {
+    "state_dict": "latest_state_dict_iteration.txt",
+    "checkpoint": "latest_checkpointed_iteration.txt",
+}
+
+
+def final_name(step: int) -> str:
+    """The folder of a step that is ready, as Trinity-RFT and veRL name it."""
+    return f"global_step_{step}"
+
+
+class Promotion(Struct, frozen=True, order=True):
+    """A folder of saves that is complete and gets its final name.
+
+    A folder that has the name already is kept aside, but for two cases: with ``adds_to`` it is
+    the state dict of the same step, whose files are taken over; with ``only_if_absent`` it is
+    newer, and stays.
+    """
+
+    step: int
+    staged: str
+    adds_to: bool = False
+    only_if_absent: bool = False
+
+
+class IterationFile(Struct, frozen=True):
+    """An iteration file and the step it is to name, once ``needs`` (if any) is there."""
+
+    name: str
+    step: int
+    needs: str | None = None
+
+
+class FilePlan(Struct, frozen=True, kw_only=True):
+    """Folders to promote, then iteration files to write."""
+
+    promotions: tuple[Promotion, ...]
+    iterations: tuple[IterationFile, ...]
+
+
+def plan_files(state: MonitorState) -> FilePlan:
+    """Derive the plan from the state alone, so that a restart repeats what a crash left undone."""
+    promotions = {
+        folder: Promotion(step, folder, only_if_absent=True)
+        for folder, step in state.pending_promotions.items()
+    }
+    for kind in ITERATION_FILES:
+        pointer = state.ready.get(kind)
+        if pointer is not None and pointer.path is not None:
+            old = pointer.at.epoch != state.epoch
+            promotions[pointer.path] = Promotion(pointer.at.step, pointer.path, only_if_absent=old)
+    for step, step_state in state.steps.items():
+        kinds = step_state.kinds
+        complete = [k for k in ITERATION_FILES if k in kinds and kinds[k].outcome is not None]
+        folders = {kind: staged_folder(step_state, kind) for kind in complete}
+        # The checkpoint's folder takes the place of its state dict's, and its files with it.
+        chosen = folders.get("checkpoint") or folders.get("state_dict")
+        for folder in folders.values():
+            if folder is not None:
+                promotions.pop(folder, None)
+        if chosen is not None:
+            two = len(set(folders.values()) - {None}) > 1
+            promotions[chosen] = Promotion(step, chosen, adds_to=two)
+    iterations = tuple(
+        IterationFile(name, pointer.at.step, final_name(pointer.at.step) if pointer.named else None)
+        for kind, name in ITERATION_FILES.items()
+        if (pointer := state.ready.get(kind)) is not None
+    )
+    return FilePlan(promotions=tuple(sorted(promotions.values())), iterations=iterations)

@@ -1,0 +1,80 @@
+"""Entries of several streams of a log, in the order of their ids, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import anyio
+
+from .base import Entry, EventLog, Stream
+from .position import position
+
+_SETTLED = 0.002
+"""Seconds after which the server's clock has left the millisecond in which an entry was read."""
+_LAST = 2**64 - 1
+
+Found = tuple[Stream, Entry]
+
+
+def stream_order(found: Found) -> tuple[tuple[int, int], int]:
+    """Return by what entries are sorted: at one id, the announcement follows the event."""
+    stream, entry = found
+    return position(entry.id), _RANK[stream]
+
+
+_RANK = {stream: rank for rank, stream in enumerate(Stream)}
+
+
+class MergedReader:
+    """Reads streams of one log together, and gives their entries in the order of their ids.
+
+    The streams are stamped by one clock, but read apart. An entry is held back until the clock has
+    left its millisecond and every stream was read to the end of that, so that none with a lower id
+    can follow it. Where the server's clock goes back, each stream is in order and they may not be.
+
+    Args:
+        log: The log.
+        after: The streams to read, with the position of each that reading begins after.
+    """
+
+    def __init__(self, log: EventLog, after: Mapping[Stream, str]) -> None:
+        self._log = log
+        self._after = dict(after)
+        self._held: list[Found] = []
+
+    async def read(self, *, seconds: float, limit: int) -> list[Found]:
+        """Return what comes next; nothing where that does not come within so many seconds."""
+        if len(self._after) == 1:
+            return self._read(
+                await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
+            )
+        if not self._held:
+            self._held = self._read(
+                await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
+            )
+            if not self._held:
+                return []
+        through = max(position(entry.id)[0] for _, entry in self._held)
+        await anyio.sleep(_SETTLED)
+        known = await self._read_through(through, limit)
+        self._held.sort(key=stream_order)
+        given = [one for one in self._held if position(one[1].id) <= known]
+        self._held = self._held[len(given) :]
+        return given
+
+    async def _read_through(self, through: int, limit: int) -> tuple[int, int]:
+        """Read a page of each stream up to a millisecond; return up to where all are known."""
+        known = (through, _LAST)
+        for stream, after in list(self._after.items()):
+            page = await self._log.read(
+                after, stream=stream, through=f"{through}-{_LAST}", limit=limit
+            )
+            self._held += self._read([(stream, entry) for entry in page])
+            if len(page) >= limit:  # it may have more
+                known = min(known, position(page[-1].id))
+        return known
+
+    def _read(self, found: list[Found]) -> list[Found]:
+        for stream, entry in found:
+            self._after[stream] = entry.id
+        return found

@@ -1,0 +1,163 @@
+"""Removes old checkpoints and what failed saves left behind (invariant 6)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from ..core import MonitorState, plan_files
+from ..core.checkpoint_retention import is_of_this_line, removable_steps
+from ..core.completeness import STAGING
+from ..log import EventLog
+from .checkpoint_trash import CheckpointTrash, Staged
+from .live_state import LiveState
+from .origin import made_in, origin_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE = 600.0
+"""Seconds for which a staged folder must lie still before it counts as left behind."""
+LOOK = 60.0
+"""Seconds between two looks although no newer checkpoint is ready: readers let go meanwhile."""
+_BETWEEN = 1.0
+"""Seconds between two looks at least: while a backlog is folded every moment makes one newer."""
+
+
+class CheckpointRetention:
+    """Takes away, while its reducer leads, what nobody needs any more.
+
+    In two phases, so that no reader finds half a checkpoint: a step that nobody holds is marked,
+    after which nobody can hold it, and only then moved away and removed.
+
+    Args:
+        log: The run's log.
+        trash: The run's folders.
+        token: The fencing token of our lead.
+        keep: How many of the newest ready checkpoints stay; 0 keeps all.
+    """
+
+    def __init__(
+        self, log: EventLog, trash: CheckpointTrash, token: int, keep: int, *, grace: float = GRACE
+    ) -> None:
+        self._log = log
+        self._trash = trash
+        self._token = token
+        self._keep = keep
+        self._grace = grace
+        self._faults: list[OSError] = []
+        self._failing = False
+
+    async def run(self, live: LiveState) -> None:
+        """Look when a newer step is ready, and now and then."""
+        state = live.state
+        # What a leader before us died with: what may go is decided anew.
+        await self._log.clear_deleting(self._token)
+        while True:
+            newest, looked = _newest(state), True
+            try:
+                looked = await self.look(state)
+            except OSError as error:
+                self._faults.append(error)
+            if self._faults and not self._failing:
+                [first, *_] = self._faults
+                logger.error("old checkpoints of %s cannot be removed: %s", state.run_id, first)
+            self._failing = bool(self._faults)
+            await anyio.sleep(_BETWEEN)
+            with anyio.move_on_after(LOOK if looked else 0):
+                await live.wait_until(lambda state, newest=newest: _newest(state) != newest)  # type: ignore[misc]
+
+    async def look(self, state: MonitorState) -> bool:
+        """Remove what may go now. False when what is newest has not got its name yet.
+
+        What cannot be removed is kept in mind, and keeps nothing else.
+        """
+        self._faults.clear()
+        needed = {one.needs for one in plan_files(state).iterations if one.needs is not None}
+        if not await anyio.to_thread.run_sync(self._trash.has, needed):
+            return False
+        made = await anyio.to_thread.run_sync(self._trash.made)
+        epochs = await anyio.to_thread.run_sync(made_in, self._trash.folder, made)
+        steps = removable_steps(state, epochs, self._keep)
+        if steps:
+            doomed = await self._log.mark_deleting(self._token, steps)
+            try:
+                await self._remove({step: made[step] for step in sorted(doomed)})
+            finally:
+                # Also when we are told to stop: a mark that stays would keep readers out.
+                with anyio.move_on_after(1, shield=True):
+                    await self._log.clear_deleting(self._token, doomed)
+        staged = await anyio.to_thread.run_sync(self._trash.staged)
+        for name in left_behind(state, staged, made.keys(), self._keep):
+            if await anyio.to_thread.run_sync(self._may_go, name, state):
+                await self._try(self._trash.move_staged, name, self._grace)
+        await self._empty()
+        return True
+
+    def _may_go(self, name: str, state: MonitorState) -> bool:
+        """Return True unless a staged folder is a checkpoint that another line of the run made."""
+        origin = origin_of(self._trash.folder / STAGING / name)
+        return origin is None or is_of_this_line(state, origin.epoch, origin.step)
+
+    async def _remove(self, folders: dict[int, int]) -> None:
+        for step, identity in folders.items():
+            moved = await self._try(self._trash.move, step, identity)
+            # Asked again: had we been stopped before the rename, another leader would have
+            # dropped our mark, and a reader might hold the step by now.
+            if moved is not None and step not in await self._log.mark_deleting(self._token, [step]):
+                await anyio.to_thread.run_sync(self._trash.restore, step, moved)
+            elif moved is not None:
+                logger.info("the checkpoint of step %d of %s is removed", step, self._log.run_id)
+        await self._empty()
+
+    async def _empty(self) -> None:
+        for name in await self._try(self._trash.listed) or ():
+            await self._try(self._trash.remove, name)
+
+    async def _try(self, act: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return await anyio.to_thread.run_sync(act, *args)
+        except OSError as error:
+            self._faults.append(error)
+            return None
+
+
+def left_behind(
+    state: MonitorState, staged: Iterable[Staged], made: Collection[int], keep: int
+) -> list[str]:
+    """The staged folders that nothing is to become of.
+
+    Those of an older epoch, or of a step that has all it will have; and what a checkpoint took
+    the place of, once that is gone too. Nothing that a running attempt may write to.
+    """
+    planned = {promotion.staged for promotion in plan_files(state).promotions}
+    found: list[str] = []
+    for one in staged:
+        if f"{STAGING}/{one.name}" in planned:
+            continue
+        over = _is_over(state, one)
+        if one.replaced is not None:
+            over = keep > 0 and one.replaced not in made
+        if over:
+            found.append(one.name)
+    return found
+
+
+def _is_over(state: MonitorState, one: Staged) -> bool:
+    if one.epoch != state.epoch:
+        return one.epoch < state.epoch
+    found = state.steps.get(one.step)
+    if found is None:
+        return one.step <= state.forgotten_through
+    if any(attempt.slot.step == one.step for attempt in state.attempts.values()):
+        return False
+    return bool(found.kinds) and all(kind.outcome is not None for kind in found.kinds.values())
+
+
+def _newest(state: MonitorState) -> list[object]:
+    return [state.epoch, *(p.at for kind, p in state.ready.items() if kind != "weights")]

@@ -1,0 +1,81 @@
+"""Consumer groups that are gone for ever: after a while the log waits for them no more."""
+
+from __future__ import annotations
+
+import logging
+
+import anyio
+
+from trinity_schemas import ConsumerDetached
+
+from ..log import GroupedLog, GroupInfo, Stream
+from .leader import LeaderPublisher
+from .live_state import LiveState
+
+logger = logging.getLogger(__name__)
+
+LOOK = 60.0
+"""Seconds between two looks at the groups, at most."""
+
+
+class IdleGroups:
+    """Detaches groups that leave entries lying and asked for nothing for ``idle`` seconds.
+
+    A group that has dealt with every entry holds up nothing, and is left alone: its members may
+    be waiting, of which Redis 7.0 tells nothing. The silence of any other counts from when this
+    leader first saw entries that it has not dealt with. Before that the server may have been
+    down, so that no member could ask it.
+    """
+
+    def __init__(self, log: GroupedLog, voice: LeaderPublisher, token: int, idle: float) -> None:
+        self._log = log
+        self._voice = voice
+        self._token = token
+        self._idle = idle
+
+    async def run(self, live: LiveState) -> None:
+        """Look now and then, until another leads."""
+        behind_since: dict[tuple[Stream, str], float] = {}
+        while True:
+            found = [(one, group) for one in Stream for group in await self._log.groups(one)]
+            now = anyio.current_time()
+            behind_since = {
+                (stream, group.name): behind_since.get((stream, group.name), now)
+                for stream, group in found
+                if not group.caught_up
+            }
+            for stream, group in found:
+                silent = min(group.idle, now - behind_since.get((stream, group.name), now))
+                if silent < self._idle:
+                    if group.members > 1:
+                        await self._log.forget_members(stream, group.name, self._idle)
+                elif not await self._detach(stream, group._replace(idle=silent), live):
+                    return
+            await anyio.sleep(min(self._idle / 4, LOOK))
+
+    async def _detach(self, stream: Stream, group: GroupInfo, live: LiveState) -> bool:
+        """Say it, then do it: a group is never gone in silence."""
+        said = await self._voice.publish(
+            ConsumerDetached(
+                group=group.shown,
+                stream=stream.value,
+                position=group.last_delivered,
+                pending=group.pending,
+                idle=group.idle,
+                oldest_pending=group.oldest_pending,
+            ),
+            live.state,
+            live.state.epoch,
+        )
+        if said is None:
+            return False
+        logger.warning(
+            "consumer group %s of the %s of run %s asked for nothing for %d s and is detached, "
+            "with %d entries that it never acknowledged: subscribe again to go on from there",
+            group.shown,
+            stream.value,
+            live.state.run_id,
+            group.idle,
+            group.pending,
+        )
+        return await self._log.destroy_group(stream, group.name, token=self._token)

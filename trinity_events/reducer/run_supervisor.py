@@ -1,0 +1,162 @@
+"""The reducer of every run of a server: who is at work goes before what is over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import redis.asyncio
+
+from trinity_schemas import EnvelopeReader
+
+from ..core import Monitor, decode_state
+from ..errors import KeyConflict
+from ..log import RedisEventLog, position, watch_runs
+from ..log.error_replies import reply_text
+from ..log.retry import backoff_delays
+from ..replay import fold
+from ..server import connect, warn_of_eviction
+from .policy import Policy
+from .process import ABSENCE, BREAK, IN_THE_WAY, LONG_BREAK, reduce_run
+
+logger = logging.getLogger(__name__)
+
+LOOKS = 16
+"""Runs of which it is asked at once whether they are over."""
+AFTERWARDS = 8
+"""Runs that are over which are served at once. It takes each a second, and connections."""
+_AFTER_THE_END = 100
+"""Entries that may follow the end of a run for it to be over still."""
+_NOT_KNOWN: tuple[type[Exception], ...] = (*IN_THE_WAY, msgspec.DecodeError, UnicodeDecodeError)
+
+
+async def reduce_all(
+    url: str,
+    *,
+    run_id: str | None,
+    root: Path | None,
+    started: Callable[[], None] = lambda: None,
+    policy: Policy | None = None,
+) -> None:
+    """Serve one run, or every run of the index as it appears, until cancelled.
+
+    A server that goes away later is waited for. Raises ServerUnreachable, ServerTooOld and
+    InvalidUrl when there is none to begin with.
+    """
+    # A step that was sent is never sent again: after a lost reply we reload.
+    async with connect(url, retry=False) as client:
+        started()
+        await warn_of_eviction(client, url)
+        if run_id is not None:
+            await reduce_run(client, run_id, root, policy=policy)
+        else:
+            await _RunSupervisor(client, root, policy).serve()
+
+
+class _RunSupervisor:
+    """The runs that are served, and those that are over and wait for a look.
+
+    The index keeps every run there ever was. What a leader before us left undone of one that is
+    over, such as its archiving, has time: taken up all at once, they would hold up those who
+    train for longer than a lease.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, root: Path | None, policy: Policy | None
+    ) -> None:
+        self._client = client
+        self._root = root
+        self._policy = policy
+        self._served: set[str] = set()
+        self._over: set[str] = set()
+        self._left: set[str] = set()
+        """Runs that were served to their end; after a fault all are listed again."""
+        self._looks = anyio.CapacityLimiter(LOOKS)
+        self._afterwards = anyio.CapacityLimiter(AFTERWARDS)
+
+    async def serve(self) -> None:
+        """Serve each run that is listed, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            async for found in _patiently_watch(self._client):
+                tasks.start_soon(self._listed, found)
+
+    async def _listed(self, run_id: str) -> None:
+        """A run that is opened is listed before and after: what is over now may not stay so."""
+        async with self._looks:
+            over = run_id not in self._served and await _is_over(self._log(run_id))
+        if not over:
+            self._over.discard(run_id)
+            await self._serve(run_id)
+        elif run_id not in self._over | self._left:
+            self._over.add(run_id)
+            async with self._afterwards:
+                if run_id in self._over:
+                    self._over.discard(run_id)
+                    await self._serve(run_id)
+
+    async def _serve(self, run_id: str) -> None:
+        log = self._log(run_id)
+        while run_id not in self._served:
+            self._served.add(run_id)
+            self._left.discard(run_id)
+            await reduce_run(
+                self._client, run_id, self._root, until_closed=True, policy=self._policy
+            )
+            # Opened again it is listed again, and served again; what was listed while we were
+            # about to leave is in the log by now.
+            self._served.discard(run_id)
+            self._left.add(run_id)
+            if not await _has_more(log):
+                return
+
+    def _log(self, run_id: str) -> RedisEventLog:
+        return RedisEventLog(self._client, run_id)
+
+
+async def _is_over(log: RedisEventLog) -> bool:
+    """Whether a run was closed, and all that was said of it is folded."""
+    try:
+        snapshot, folded = await log.load()
+        if snapshot is None:
+            return False
+        monitor = Monitor(decode_state(snapshot))
+        if monitor.state.closed is None:  # its end makes a snapshot
+            return False
+        late = await log.read(monitor.state.position, limit=_AFTER_THE_END)
+        decode = EnvelopeReader().decode
+        for entry in late:
+            fold(monitor, [entry], decode)
+            await anyio.lowlevel.checkpoint()
+        if len(late) == _AFTER_THE_END or monitor.state.closed is None:
+            return False
+        return position(monitor.state.position) <= position(folded)
+    except _NOT_KNOWN:
+        return False  # not known: who serves it says why
+
+
+async def _has_more(log: RedisEventLog) -> bool:
+    try:
+        folded = (await log.load())[1]
+        # A log that lost its end is behind what was folded of it: there is nothing to serve.
+        return position(folded) < position(await log.last_id())
+    except IN_THE_WAY:
+        return True  # not known: look again
+
+
+async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:
+    backoff = backoff_delays(BREAK)
+    while True:
+        try:
+            async for run_id in watch_runs(client, renumbering=True):
+                backoff = backoff_delays(BREAK)
+                yield run_id
+        except ABSENCE as error:
+            logger.warning("the index of runs waits for the server: %s", reply_text(error))
+            await anyio.sleep(next(backoff))
+        except KeyConflict as error:
+            logger.error("the index of runs cannot be read: %s", error)
+            await anyio.sleep(LONG_BREAK)

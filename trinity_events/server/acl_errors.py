@@ -1,0 +1,31 @@
+"""What a server's access rules refuse, in plain words."""
+
+from __future__ import annotations
+
+import redis
+from redis.exceptions import AuthorizationError
+
+from ..errors import PermissionDenied
+from .url import redacted
+
+_REFUSED = (redis.AuthenticationError, AuthorizationError, redis.exceptions.NoPermissionError)
+_IN_SCRIPTS = ("NOPERM", "ACL failure in script", "The user executing the script can't")
+"""Answers to scripts, which clients have no type for; the last is that of Redis 7.0."""
+
+
+def permission_error(error: BaseException, url: str | None = None) -> PermissionDenied | None:
+    """What to raise for an error that says that this user may not; None for any other."""
+    if not isinstance(error, _REFUSED) and not (
+        isinstance(error, redis.ResponseError) and any(one in str(error) for one in _IN_SCRIPTS)
+    ):
+        return None
+    where = "the server" if url is None else f"the server at {redacted(url)}"
+    if isinstance(error, _REFUSED[:2]):
+        return PermissionDenied(
+            f"{where} does not know this user ({error}): give user and password in the URL, as "
+            "in redis://USER:PASSWORD@HOST:PORT, and see docs/security.md for the users there are"
+        )
+    return PermissionDenied(
+        f"{where} does not allow this: {error}; use the user of this role, whose rules "
+        "are in docs/security.md, or give this one what it lacks"
+    )

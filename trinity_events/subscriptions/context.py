@@ -1,0 +1,87 @@
+"""What one subscription reads: a stream of a run's log, and which of its events it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, decode_envelope, event_tag
+
+from ..log import Entry, GroupedLog, Stream, position
+from ..server import Deadline
+from .delivered import Delivered
+
+E = TypeVar("E", bound=Struct)
+
+BLOCK = 5.0
+"""Seconds that one read waits on the server; below the socket's own deadline."""
+
+
+class EventFilter(Generic[E]):
+    """The events that a subscriber asked for."""
+
+    def __init__(self, run: str, types: tuple[type[E], ...]) -> None:
+        asked = {_stream_of(event_type) for event_type in types}
+        self.run = run
+        self.types = types
+        self.streams = tuple(stream for stream in Stream if stream in asked)
+
+    @property
+    def tags(self) -> str:
+        """Their names, for a sentence."""
+        return " or ".join(event_tag(one) for one in self.types)
+
+    def deliver(
+        self, entry: Entry, ack: Callable[[], Awaitable[None]] | None = None
+    ) -> Delivered[E] | None:
+        """The entry as the subscriber gets it; None when it is not one of them."""
+        try:
+            envelope = decode_envelope(entry.payload)
+        except ContractError:
+            return None  # the reducer puts it to the dead letters
+        event = envelope.event
+        if envelope.run_id != self.run or not isinstance(event, self.types):
+            return None
+        return Delivered(entry.id, envelope, event, ack)
+
+
+class SubscriptionContext(Generic[E]):
+    """One subscription at work: its log, what it wants of it, and how long it waits."""
+
+    def __init__(self, log: GroupedLog, wanted: EventFilter[E], deadline: float | None) -> None:
+        self.log = log
+        self.filter = wanted
+        self.streams = wanted.streams
+        self.deadline = deadline
+        self.wait = Deadline(
+            deadline,
+            f"no {wanted.tags} of run {wanted.run} came",
+            f"see trinity-events status {wanted.run}",
+        )
+
+    def block(self) -> float:
+        """Seconds that the next read may wait on the server."""
+        return min(self.wait.left(), BLOCK)
+
+    @property
+    def stream(self) -> Stream:
+        """The one stream that a member of a group reads."""
+        [stream] = self.streams
+        return stream
+
+    async def current_announcements(self) -> tuple[dict[Stream, str], list[Entry]]:
+        """The positions to go on from, and the announcements that stand now, oldest first.
+
+        The positions are read first: what is announced in between is in both, and told once.
+        """
+        after = {stream: await self.log.last_id(stream) for stream in self.streams}
+        if Stream.ANNOUNCEMENTS not in self.streams:
+            return after, []
+        found = [one.entry for one in await self.log.current_announcements()]
+        return after, sorted(found, key=lambda entry: position(entry.id))
+
+
+def _stream_of(event_type: type[Struct]) -> Stream:
+    return Stream.ANNOUNCEMENTS if event_type in ANNOUNCEMENT_TYPES else Stream.EVENTS

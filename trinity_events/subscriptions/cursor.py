@@ -1,0 +1,102 @@
+"""Where a reader is in a stream, and whether the server still has what follows."""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+
+from ..errors import LogLost
+from ..log import ORIGIN, EventLog, Stream, before, position
+
+CHECK_EVERY = 0.1
+"""Seconds after which a reader looks for its place again: no server is replaced in less."""
+
+
+class StreamCursor:
+    """A position that must not be lost without a word.
+
+    What was read last must still be there. Where it is not, the log was trimmed past it, or the
+    server lost its end: it failed over to a replica that had less, or lost its data.
+
+    Args:
+        log: The log that is read.
+        stream: Which of its streams.
+        after: The position.
+        asked_for: Whether the subscriber named it, and so wants all that follows; else it is
+            where the log began, or ended, when it was asked.
+    """
+
+    def __init__(self, log: EventLog, stream: Stream, after: str, *, asked_for: bool) -> None:
+        self.after = after
+        self._log = log
+        self._stream = stream
+        self._read = not asked_for and after != ORIGIN
+        self._anywhere = not asked_for and after == ORIGIN
+        self._check_at = -math.inf if asked_for else anyio.current_time() + CHECK_EVERY
+
+    def passed(self, entry_id: str) -> None:
+        """This entry was read."""
+        self.after = entry_id
+        self._read = True
+        self._anywhere = False
+
+    async def check(self, *, now: bool = False) -> None:
+        """Raise LogLost if what follows the place may be gone; asks seldom unless it must."""
+        if self._anywhere or not (now or anyio.current_time() >= self._check_at):
+            return
+        await self._look()
+        self._check_at = anyio.current_time() + CHECK_EVERY
+
+    async def _look(self) -> None:
+        if self._read and await self._there():
+            return
+        left = await self._log.first_retained_id(self._stream)
+        if left is not None and position(self.after) < position(before(left)):
+            raise LogLost(self._trimmed(left))
+        end = max(await self._log.last_id(self._stream), left or ORIGIN, key=position)
+        if position(end) < position(self.after) and not await self._of_another_stream():
+            raise LogLost(self._shortened(end))
+        # Read again: a stream that was trimmed to nothing has its last entry nowhere but in `left`.
+        if self._read and self.after != left and not await self._there():
+            raise LogLost(self._rewritten(end))
+
+    async def _of_another_stream(self) -> bool:
+        """Whether the run reached the place that was asked for, which need not be of this stream.
+
+        `tail` prints the entries of both, and their ids are by the same clock.
+        """
+        ends = [] if self._read else [await self._log.last_id(stream) for stream in Stream]
+        return any(position(self.after) <= position(end) for end in ends)
+
+    async def _there(self) -> bool:
+        return bool(
+            await self._log.read(
+                before(self.after), stream=self._stream, limit=1, through=self.after
+            )
+        )
+
+    def _trimmed(self, left: str) -> str:
+        return (
+            f"the {self._of_run} after {self.after} are no longer on the server, which has them "
+            f"from {left} on: read them from the archive with: trinity-events replay "
+            f'{self._log.run_id}, or export; and subscribe from "{before(left)}" for the rest'
+        )
+
+    def _shortened(self, end: str) -> str:
+        return (
+            f"the {self._of_run} end at {end}, before {self.after}, where this reader is: "
+            "the server lost its data, or failed over to a replica that had less; "
+            f'subscribe again from "current", or from "{end}" for all that is new'
+        )
+
+    def _rewritten(self, end: str) -> str:
+        return (
+            f"the {self._of_run} go on to {end} without {self.after}, which was read: the server "
+            "failed over to a replica that had less, and others have written since; "
+            'subscribe again from "current", or from an earlier position for all that is new'
+        )
+
+    @property
+    def _of_run(self) -> str:
+        return f"{self._stream.value} of run {self._log.run_id}"

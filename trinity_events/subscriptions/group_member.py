@@ -1,0 +1,144 @@
+"""A member of a consumer group: its share of the events, each until it is acknowledged."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import anyio
+import redis
+from msgspec import Struct
+
+from ..log import Entry
+from ..server import Deadline
+from .context import SubscriptionContext
+from .delivered import Delivered
+from .group_cursor import GroupCursor
+
+E = TypeVar("E", bound=Struct)
+
+CLAIM_AFTER = 60.0
+"""Seconds after which what a member of a group left pending is taken over by another."""
+MAX_DELIVERIES = 5
+"""How often an event is given to members that do not acknowledge it."""
+FORGET_AFTER = 3600.0
+"""Seconds after which a member that is gone, and left nothing pending, is forgotten."""
+
+logger = logging.getLogger(__name__)
+
+
+class GroupSettings(NamedTuple):
+    """Which group, and how it shares its events."""
+
+    name: str
+    start: str
+    claim_after: float = CLAIM_AFTER
+    max_deliveries: int = MAX_DELIVERIES
+
+
+async def consume_group(
+    reading: SubscriptionContext[E], group: GroupSettings
+) -> AsyncIterator[Delivered[E]]:
+    """This member's share.
+
+    Raises:
+        GroupDetached: when the group is gone, and may have missed events.
+        LogLost: when it is to begin at a position that is gone.
+        DeadlineExceeded: when nothing came in time.
+    """
+    reading.wait.renew()
+    member = _Member(reading, group)
+    await member.join()
+    while True:
+        entry = await member.next()
+        delivered = reading.filter.deliver(entry, member.acknowledge(entry.id))
+        if delivered is None:
+            await member.acknowledge(entry.id)()
+            continue
+        yield delivered
+        reading.wait.renew()
+
+
+class _Member(Generic[E]):
+    """Takes entries one at a time: what waited in our hands would be taken for left pending."""
+
+    def __init__(self, reading: SubscriptionContext[E], group: GroupSettings) -> None:
+        self._reading = reading
+        self._group = group
+        self._name = f"member-{secrets.token_hex(4)}"
+        self._place = GroupCursor(reading, group.name, group.start)
+        self._claim_at = self._forget_at = anyio.current_time()
+
+    async def join(self) -> None:
+        await self._reading.wait.ask(self._place.create)
+
+    async def next(self) -> Entry:
+        """The next entry that is ours."""
+        while True:
+            try:
+                found = await self._reading.wait.ask(self._some)
+            except redis.ResponseError as error:
+                if not str(error).startswith("NOGROUP"):
+                    raise
+                raise await self._reading.wait.ask(self._place.gone) from None
+            if found:
+                self._place.last = found[0].id
+                return found[0]
+
+    async def _some(self) -> list[Entry]:
+        now = anyio.current_time()
+        if now >= self._forget_at:
+            await self._forget()
+            self._forget_at = now + FORGET_AFTER
+        if now >= self._claim_at:
+            if found := await self._claim():
+                return found
+            # Not with every read: what was left is taken over half as much later at most.
+            self._claim_at = now + self._group.claim_after / 2
+        return await self._reading.log.read_group(
+            self._reading.stream,
+            self._group.name,
+            self._name,
+            seconds=min(self._reading.block(), max(0.0, self._claim_at - now)),
+            limit=1,
+        )
+
+    async def _claim(self) -> list[Entry]:
+        """What another has left, if any; what was given out too often is given up."""
+        while True:
+            claimed = await self._reading.log.claim(
+                self._reading.stream,
+                self._group.name,
+                self._name,
+                idle=self._group.claim_after,
+                most=self._group.max_deliveries,
+                limit=1,
+            )
+            for entry in claimed.dead:
+                logger.error(
+                    "%s of run %s was given to group %s %d times and never acknowledged: "
+                    "it is with the dead letters",
+                    entry.id,
+                    self._reading.filter.run,
+                    self._group.name,
+                    self._group.max_deliveries,
+                )
+            if claimed.entries or not claimed.dead:
+                return claimed.entries
+
+    async def _forget(self) -> None:
+        await self._reading.log.forget_members(self._reading.stream, self._group.name, FORGET_AFTER)
+
+    def acknowledge(self, entry_id: str) -> Callable[[], Awaitable[None]]:
+        """What tells the group that the entry is dealt with, as soon as the server answers."""
+        reading, group = self._reading, self._group.name
+
+        async def ack() -> None:
+            missing = f"{entry_id} of run {reading.filter.run} was not acknowledged to {group}"
+            await Deadline(reading.deadline, missing).ask(
+                lambda: reading.log.ack(reading.stream, group, entry_id)
+            )
+
+        return ack

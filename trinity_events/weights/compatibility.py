@@ -1,0 +1,216 @@
+"""Whether a version's tensors fit those of a model."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+from trinity_schemas import WeightManifest
+
+from ..errors import IncompatibleWeights
+from .tensors import DTYPES, is_freed
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What torch puts into the names of a module that it wraps."""
+_MARK = "_mod"
+"""What they have in common: models of many tensors are looked through at every version."""
+
+_Place: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a version fills, by all of their names: parameters, and saved buffers.
+
+    Those of a module that is compiled, or wrapped otherwise, have their plain names too.
+
+    Raises IncompatibleWeights when one is on the meta device: it has nothing to be filled.
+    """
+    targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    # Some wrappers say plain names in a state dict alone.
+    saved = {plain_name(name) for name in (module.state_dict(keep_vars=True) if buffers else ())}
+    targets |= {name: buffer for name, buffer in buffers.items() if plain_name(name) in saved}
+    wrapped = {plain_name(name): target for name, target in targets.items() if _MARK in name}
+    targets = wrapped | targets
+    for name, target in targets.items():
+        if target.is_meta:  # copies into it do nothing, and say nothing
+            raise IncompatibleWeights(
+                f"{name!r} has no memory in the model (meta device): materialize it first"
+            )
+    return targets
+
+
+def plain_name(name: str) -> str:
+    """The name in the model as it was before it was wrapped."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def compatible_target(
+    targets: Mapping[str, torch.Tensor],
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    cast: bool = False,
+) -> torch.Tensor:
+    """Return the model's tensor that one of the version fills.
+
+    Args:
+        targets: The model's tensors.
+        name: Of the version's tensor.
+        dtype: Of the version's tensor.
+        shape: Of what the version has for the model's tensor.
+        cast: Whether the model's tensor may be of another floating-point dtype.
+
+    Raises IncompatibleWeights, in words.
+    """
+    target = targets.get(name)
+    if target is None:
+        raise IncompatibleWeights(f"the model has no {name!r}, which the version brings")
+    castable = target.dtype.is_floating_point and DTYPES[dtype].is_floating_point
+    if target.shape != shape or not (target.dtype == DTYPES[dtype] or (cast and castable)):
+        way_out = castable and target.shape == shape
+        raise IncompatibleWeights(
+            f"{name!r} is {target.dtype} {list(target.shape)} in the model, "
+            f"{DTYPES[dtype]} {list(shape)} in the version"
+            + (f": publish it with dtype={target.dtype}, or take it with cast=True" * way_out)
+        )
+    if is_freed(target):
+        raise IncompatibleWeights(
+            f"{name!r} has no memory in the model (it was freed): bring the model back first"
+        )
+    if type(target) is not torch.nn.Parameter and hasattr(target, "full_tensor"):
+        raise IncompatibleWeights(
+            f"{name!r} is spread over ranks in the model (DTensor): fill a model of what this rank "
+            "has of each, with these boxes wanted"
+        )
+    return target
+
+
+def is_cast(targets: Mapping[str, torch.Tensor], manifests: Iterable[WeightManifest]) -> bool:
+    """Return True if the model has some of a version's tensors in another dtype."""
+    return any(
+        targets[entry.name].dtype != DTYPES[entry.dtype]
+        for manifest in manifests
+        for entry in manifest.tensors
+        if entry.name in targets
+    )
+
+
+def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+    """Raise IncompatibleWeights when the model needs what is not among these names, tied or not."""
+    name = first_uncovered(targets, names, targets)
+    if name is not None:
+        raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
+
+
+def first_uncovered(
+    targets: Mapping[str, torch.Tensor], names: Collection[str], of: Collection[str]
+) -> str | None:
+    """The first ``of`` these that is not among the names, and is not tied to one of them."""
+    left = {name: one for name, one in _left(targets, names).items() if name in of}
+    if not left:
+        return None
+    brought = _Memory([targets[name] for name in names])
+    return next((name for name, one in left.items() if not brought.has(one)), None)
+
+
+def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
+    """Which others have the memory of one of these without being the same tensor, and of which.
+
+    Raises IncompatibleWeights for one that has some of that memory, but lies otherwise in it.
+    """
+    left = {} if len(names) == len(targets) else _left(targets, names)
+    if not left:
+        return {}
+    brought = _Memory([targets[name] for name in names])
+    places = {_place(targets[name]): name for name in names}
+    found: dict[str, str] = {}
+    for name, target in left.items():
+        if not brought.has(target):
+            continue
+        other = places.get(_place(target))
+        if other is None:
+            raise IncompatibleWeights(
+                f"{name!r} is in the memory of what the version brings, but lies otherwise in it: "
+                "only a copy fills both"
+            )
+        found[name] = other
+    return found
+
+
+def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
+    """Those of these names that are one tensor in the model, such as tied embeddings."""
+    if len({targets[name].data_ptr() for name in names}) == len(names):
+        return []
+    found: dict[object, list[str]] = {}
+    for name in names:
+        target = targets[name]
+        if target.numel():
+            place = _place(target) if target.data_ptr() else id(target)
+            found.setdefault(place, []).append(name)
+    return [sorted(some) for some in found.values() if len(some) > 1]
+
+
+def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Those with elements that are not among the names, nor the same tensor as one of them."""
+    brought = {id(targets[name]) for name in names}
+    return {
+        name: target
+        for name, target in targets.items()
+        if name not in names and id(target) not in brought and target.numel()
+    }
+
+
+class _Memory:
+    """The memory of some tensors, to find what is tied to them without being the same."""
+
+    def __init__(self, tensors: Collection[torch.Tensor]) -> None:
+        spans: list[tuple[int, int]] = []
+        self._places: set[_Place] = set()
+        """Of those between whose elements there may be what they have not."""
+        for tensor in tensors:
+            if _is_dense(tensor):
+                begin = tensor.data_ptr()
+                spans.append((begin, begin + tensor.nbytes))
+            else:
+                self._places.add(_place(tensor))
+        spans.sort()
+        self._begins = [begin for begin, _ in spans]
+        self._ends = list(accumulate((end for _, end in spans), max))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether all of a tensor lies in that of one of them."""
+        begin = tensor.data_ptr()
+        if not begin:  # a subclass that does not say where its elements lie
+            return False
+        before = bisect_right(self._begins, begin)
+        most = self._ends[before - 1] if before else 0
+        if begin < most and begin + _reach(tensor) <= most:
+            return True
+        return bool(self._places) and _place(tensor) in self._places
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    """What two tensors have in common that have the same elements."""
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """How many bytes there are from its first element to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie together, in whatever order of its dimensions."""
+    if tensor.is_contiguous():
+        return True
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()

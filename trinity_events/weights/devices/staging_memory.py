@@ -1,0 +1,90 @@
+"""Memory that tensors are copied into, so that what they are of may change meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..tensors import copy_bytes, is_freed, is_plain
+from .copy_streams import CopyStream, copy_stream_of
+
+_ALIGNED = 64
+
+
+class StagingMemory:
+    """One piece of memory, used again and again; it grows to the largest that was asked for.
+
+    The first touch of a page costs several times the copy into it. Where there is a GPU the memory
+    is pinned, and the GPU copies into it by itself.
+
+    Args:
+        lane: Takes the copies that come from a device, by default that of the device.
+    """
+
+    def __init__(self, lane: CopyStream | None = None) -> None:
+        self._lane = lane
+        self._under_way: list[tuple[CopyStream, Any]] = []
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._layout: list[tuple[torch.dtype, torch.Size]] = []
+        self._rooms: list[torch.Tensor] = []
+
+    def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies on the CPU, row-major, until the next call: one copy of each, and no more.
+
+        Those of tensors on a GPU are begun, and are there after :meth:`settle`. What the GPU is
+        told to do from now on comes behind them: the tensors may be changed at once.
+        """
+        self.settle()  # what is under way goes into the memory that is used again
+        layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if layout != self._layout:  # versions of one model are alike: views cost more than copies
+            self._rooms = self._laid_out(tensors)
+            self._layout = layout
+        lanes: dict[torch.device, CopyStream] = {}
+        for room, tensor in zip(self._rooms, tensors, strict=True):
+            if is_freed(tensor):
+                raise ValueError(
+                    "a tensor has no memory (it was freed): bring the model back first"
+                )
+            if self._lane is None and is_plain(tensor):
+                copy_bytes(room.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            elif tensor.nbytes:
+                if tensor.device not in lanes:
+                    lanes[tensor.device] = self._lane or copy_stream_of(tensor.device)
+                    lanes[tensor.device].begin()
+                lanes[tensor.device].copy(room, tensor.detach())
+        for lane in lanes.values():
+            mark = lane.mark()
+            lane.hold_back(mark)
+            self._under_way.append((lane, mark))
+        return self._rooms
+
+    def settle(self) -> bool:
+        """Wait until all that was copied is there; returns whether it came from a GPU."""
+        under_way, self._under_way = self._under_way, []
+        for lane, mark in under_way:
+            lane.wait(mark)
+        return any(lane.pinned for lane, _ in under_way)
+
+    def _laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+        if sum(sizes) > len(self._memory):
+            # Let go of the old one first: there are never two.
+            self._rooms, self._layout = [], []
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            pinned = any(tensor.is_cuda for tensor in tensors)
+            self._memory = torch.empty(
+                sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned
+            )
+        rooms, begin = [], 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            rooms.append(self._room(tensor, begin))
+            begin += size
+        return rooms
+
+    def _room(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        raw = self._memory[begin : begin + tensor.nbytes]
+        return raw.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,155 @@
+"""Boxes of tensors: who holds which part of one, what two have in common, which bytes that is.
+
+Pure arithmetic on whole numbers; dimensions are counted in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class TensorSlice(NamedTuple):
+    """A part of a tensor: where it begins in each dimension, and how far it goes."""
+
+    offsets: Shape
+    shape: Shape
+
+    @property
+    def volume(self) -> int:
+        """Elements in it."""
+        return math.prod(self.shape)
+
+    def inside(self, outer: TensorSlice) -> tuple[slice, ...]:
+        """Where it is in a tensor that holds ``outer``."""
+        begins = [mine - its for mine, its in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(
+            slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True)
+        )
+
+
+class ShardOffset(NamedTuple):
+    """Where a shard lies: where it begins in each dimension of a tensor of this shape."""
+
+    begins: Shape
+    global_shape: Shape
+
+
+def full_slice(shape: Sequence[int]) -> TensorSlice:
+    """All of a tensor of this shape."""
+    return TensorSlice((0,) * len(shape), tuple(shape))
+
+
+def contains(outer: TensorSlice, box: TensorSlice) -> bool:
+    """Whether all of the box lies in another."""
+    return len(outer.shape) == len(box.shape) and all(
+        begin <= mine and mine + size <= begin + most
+        for begin, most, mine, size in zip(*outer, *box, strict=True)
+    )
+
+
+def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
+    """What two boxes of one tensor have in common; None when that is nothing."""
+    offsets, shape = [], []
+    for begin, size, its_begin, its_size in zip(*one, *other, strict=True):
+        low, high = max(begin, its_begin), min(begin + size, its_begin + its_size)
+        if low >= high:
+            return None
+        offsets.append(low)
+        shape.append(high - low)
+    return TensorSlice(tuple(offsets), tuple(shape))
+
+
+def coverage_error(wanted: TensorSlice, boxes: Sequence[TensorSlice]) -> str | None:
+    """Why these boxes do not make up the wanted one, each element once; None when they do."""
+    parts = sorted(
+        part for part in (intersection(wanted, box) for box in boxes) if part is not None
+    )
+    # Sorted by their first dimension: only those that begin before one ends there can meet it.
+    for index, one in enumerate(parts):
+        end = one.offsets[0] + one.shape[0] if one.shape else 1
+        for other in parts[index + 1 :]:
+            if other.offsets and other.offsets[0] >= end:
+                break
+            if intersection(one, other) is not None:
+                return f"it comes twice at {list(max(one.offsets, other.offsets))}"
+    missing = wanted.volume - sum(part.volume for part in parts)
+    return f"{missing} of {wanted.volume} elements are missing" if missing else None
+
+
+def contiguous_runs(
+    held: TensorSlice, outer: TensorSlice, inner: TensorSlice, itemsize: int
+) -> Iterator[tuple[int, int, int]]:
+    """Which bytes of a row-major tensor that holds ``held`` go where in one that holds ``outer``.
+
+    Of ``inner``, which both have: where each run begins in the one and in the other, and how many
+    bytes it is, in ascending order.
+    """
+    if not inner.volume:
+        return
+    if held == outer == inner:
+        yield 0, 0, itemsize * inner.volume
+        return
+    # Behind this dimension both have what inner has, so that its elements lie together.
+    last = len(inner.shape)
+    while last and inner.shape[last - 1] == held.shape[last - 1] == outer.shape[last - 1]:
+        last -= 1
+    split = max(0, last - 1)
+    places = [
+        [
+            (offset - begin, itemsize * math.prod(box.shape[index + 1 :]))
+            for index, (offset, begin) in enumerate(zip(inner.offsets, box.offsets, strict=True))
+        ]
+        for box in (held, outer)
+    ]
+    firsts = [sum(begin * stride for begin, stride in place) for place in places]
+    nbytes = itemsize * math.prod(inner.shape[split:])
+    for steps in product(*(range(size) for size in inner.shape[:split])):
+        source, target = (
+            first + sum(step * stride for step, (_, stride) in zip(steps, place, strict=False))
+            for first, place in zip(firsts, places, strict=True)
+        )
+        yield source, target, nbytes
+
+
+def chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where one of ``parts`` even chunks of a dimension begins, and its size, as torch cuts them.
+
+    The last ones may be shorter, or empty.
+    """
+    most = -(-size // parts)
+    begin = min(size, most * index)
+    return begin, min(size, begin + most) - begin
+
+
+def byte_spans(
+    held: TensorSlice, inner: TensorSlice, itemsize: int, gap: int
+) -> Iterator[tuple[int, int]]:
+    """Where the bytes of ``inner`` are in those of a row-major tensor that holds ``held``.
+
+    Spans ``(begin, end)`` in ascending order. What lies less than ``gap`` bytes apart is one span:
+    nobody reads less than that.
+    """
+    strides = [itemsize * math.prod(held.shape[index + 1 :]) for index in range(len(held.shape))]
+    starts = [mine - its for mine, its in zip(inner.offsets, held.offsets, strict=True)]
+
+    def span(dimension: int, base: int) -> Iterator[tuple[int, int]]:
+        rest = range(dimension, len(strides))
+        first = base + sum(starts[index] * strides[index] for index in rest)
+        reach = sum((inner.shape[index] - 1) * strides[index] for index in rest)
+        # Within one step of this dimension nothing is further apart than the step is long.
+        if dimension == len(strides) or strides[dimension] <= gap or _dense(dimension):
+            yield first, first + reach + itemsize
+            return
+        for step in range(inner.shape[dimension]):
+            yield from span(dimension + 1, base + (starts[dimension] + step) * strides[dimension])
+
+    def _dense(dimension: int) -> bool:
+        return inner.shape[dimension + 1 :] == held.shape[dimension + 1 :]
+
+    if inner.volume:
+        yield from span(0, 0)

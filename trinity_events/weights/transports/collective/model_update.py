@@ -1,0 +1,132 @@
+"""What the Synchronizer does for a collective group, on either end of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trinity_schemas import StepReady, StepRef, SyncRequested
+
+from .rendezvous import WeightSyncInfo
+from .store import CollectiveStore
+
+if TYPE_CHECKING:
+    from ...publish import PublishedPartReport
+
+logger = logging.getLogger(__name__)
+
+
+class CollectiveGroups:
+    """The Synchronizer's methods for groups; it brings the rest."""
+
+    epoch: int
+
+    if TYPE_CHECKING:
+
+        def _store_of(self, transport: str) -> Any: ...
+
+        @property
+        def _publisher(self) -> Any: ...
+
+    def get_weight_sync_info(self) -> WeightSyncInfo | None:
+        """Where the group meets.
+
+        The trainer's rank 0 is there from the first call on, and says so on the weights' server.
+        An explorer knows it once it has joined and found the trainer; until then it is None.
+        """
+        store = self._groups
+        return store.listen(self.epoch) if self.epoch else store.found()
+
+    def setup_weight_sync_group(
+        self, explorers: int = 1, timeout: float = 300.0
+    ) -> tuple[str, ...]:
+        """On the trainer's rank 0: wait for so many explorers, and make the group with them.
+
+        Later versions go to whoever is there when they are sent: a group from which somebody is
+        gone, or for which somebody has come, is made anew then.
+
+        Returns:
+            The explorers' names, in the order of their ranks, which begin at 1.
+
+        Raises:
+            DeadlineExceeded: when fewer were there within ``timeout`` seconds.
+            GroupBroken: when the group could not be made with those who were.
+        """
+        return self._groups.set_up(self.epoch, explorers, timeout)
+
+    def join_weight_sync_group(self) -> None:
+        """On an explorer: take part in the trainer's groups from now on, in the background."""
+        self._groups.join()
+
+    def request_weights(self, ready: StepReady) -> bool:
+        """On an explorer: ask the trainer for a version that was sent before we were there.
+
+        It sends what it has then, as soon as it waits for explorers, and says so in the log.
+        Returns False, and asks for nothing, of a version that is not sent, and when a newer one
+        has come already or the trainer is not found.
+        """
+        if ready.transport != CollectiveStore.name:
+            return False
+        wanted = StepRef(ready.epoch, ready.step)
+        if not self._groups.would_get(wanted):
+            return False
+        self._publisher.publish(SyncRequested(wanted=wanted))
+        return True
+
+    def teardown_weight_sync_group(self) -> None:
+        """End the group; it can be set up, or joined, again."""
+        self._groups.tear_down()
+
+    def model_update_group(self, global_step: int) -> ModelUpdateGroup:
+        """On the trainer's rank 0: the group as the helpers take it, for this step's version."""
+        return ModelUpdateGroup(self, global_step)
+
+    @property
+    def _groups(self) -> CollectiveStore:
+        store: CollectiveStore = self._store_of(CollectiveStore.name)
+        return store
+
+
+class ModelUpdateGroup:
+    """Sends one version, tensor by tensor, and tells the log of it.
+
+    What ``fsdp_sync_weight_nccl`` and ``megatron_sync_weight_nccl`` take on rank 0.
+    """
+
+    def __init__(self, synchronizer: Any, global_step: int) -> None:
+        self._synchronizer = synchronizer
+        self.global_step = global_step
+        self._began = time.monotonic()
+        self._writer: Any = None
+        self.report: PublishedPartReport | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Send a tensor, in buckets. Raises GroupBroken."""
+        if self._writer is None:
+            self._begin()
+        self._writer.add(name, tensor)
+
+    def seal(self) -> None:
+        """Send the rest and the manifest; every explorer has all of it when this returns."""
+        if self._writer is None:
+            self._begin()
+        self.report = report = self._writer.seal()
+        seconds = time.monotonic() - self._began
+        self._synchronizer.part_published(self.global_step, 0, report, seconds)
+
+    def fail(self, error: BaseException) -> None:
+        """Say that the version will not come, to the explorers and to the log."""
+        writer, self._writer = self._writer, None
+        try:
+            self._synchronizer.part_failed(self.global_step, 0, error)
+        except Exception:
+            logger.exception("step %d: the failure could not be published", self.global_step)
+        if writer is not None:
+            writer.discard()
+
+    def _begin(self) -> None:
+        self._synchronizer.open_version(self.global_step, ranks=(0,))
+        self._writer = self._synchronizer.part_writer(self.global_step, 0)

@@ -1,0 +1,206 @@
+"""An explorer's end of a collective group: a thread that takes part in it, beside the explorer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from typing import Any
+
+import torch
+
+from ....errors import GroupBroken
+from ....log.position import ORIGIN
+from ....log.retry import CONNECTION_ERRORS, backoff_delays, is_transient
+from ..base import PartRef
+from .frames import Frame, FrameReceiver
+from .groups import ProcessGroup, current_gpu, gpu_identity, open_store
+from .messages import (
+    Ack,
+    Channel,
+    ChannelClosed,
+    DeliveryReport,
+    FormGroup,
+    Hello,
+    RankAssignment,
+    Sending,
+)
+from .rendezvous import Rendezvous, WeightSyncInfo
+from .staged_versions import Buffer, StagedVersions
+
+logger = logging.getLogger(__name__)
+
+_CONNECTING = 10.0
+_LONGEST_PAUSE = 3.0
+_LOOK_AROUND = 5.0
+"""Seconds of a trainer's silence after which it is asked whether there is another."""
+_ENDING = 10.0
+
+
+class GroupReceiver:
+    """Joins the trainer's group, again whenever it must, and stages the versions that come.
+
+    Args:
+        run_id: The run.
+        name: Who we are, in the trainer's words.
+        place: Where the trainer says where it is.
+        staging: Where versions go.
+    """
+
+    def __init__(self, run_id: str, name: str, place: Rendezvous, staging: StagedVersions) -> None:
+        self._run_id = run_id
+        self._name = name
+        self._place = place
+        self._staging = staging
+        self._ended = threading.Event()
+        self._met = threading.Event()
+        self._channel: Channel | None = None
+        self._group: ProcessGroup | None = None
+        self._position = ORIGIN
+        self.info: WeightSyncInfo | None = None
+        self.failure: str | None = None
+        """Why it joins no more, if it does not."""
+        self._gpu = current_gpu()  # of the thread that joins: a new thread's is always the first
+        self._thread = threading.Thread(target=self._run, name="weight-sync-group", daemon=True)
+        self._thread.start()
+
+    def is_met(self, seconds: float) -> bool:
+        """Whether the trainer knows of us, or does within so long: it sends to whom it knows."""
+        return self._met.wait(seconds)
+
+    def close(self) -> None:
+        """Leave the group, for good."""
+        self._ended.set()
+        if (channel := self._channel) is not None:
+            channel.close()
+        self._thread.join(_ENDING)  # a collective that it is in ends within its own timeout
+
+    def _run(self) -> None:
+        try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
+            self._follow()
+        except Exception as error:
+            self.failure = f"this explorer takes part in no collective group any more: {error}"
+            logger.exception("this explorer takes part in no collective group any more")
+        finally:
+            self._leave()
+
+    def _follow(self) -> None:
+        """From trainer to trainer; one that cannot be reached is tried again."""
+        waits = backoff_delays(_LONGEST_PAUSE)
+        while not self._ended.is_set():
+            seconds = _LONGEST_PAUSE if self.info is None else next(waits)
+            try:
+                found = self._place.find(self._position, seconds)
+            except CONNECTION_ERRORS as error:
+                if not is_transient(error):
+                    raise
+                self._ended.wait(next(waits))
+                continue
+            if found is not None:
+                self._position, self.info = found
+                waits = backoff_delays(_LONGEST_PAUSE)
+            if self.info is not None and self._meet(self.info):
+                waits = backoff_delays(_LONGEST_PAUSE)
+
+    def _meet(self, info: WeightSyncInfo) -> bool:
+        """Take part until the trainer is gone; False when it could not be reached."""
+        try:
+            connected = socket.create_connection((info.address, info.port), _CONNECTING)
+        except OSError as error:
+            logger.debug("the trainer at %s:%d: %s", info.address, info.port, error)
+            return False
+        self._channel = Channel(connected)
+        try:
+            gpu = gpu_identity(self._gpu)
+            hello = Hello(run_id=self._run_id, token=info.token, name=self._name, gpu=gpu)
+            self._channel.send(hello, _CONNECTING)
+            self._met.set()
+            while not self._ended.is_set():
+                try:
+                    self._heed(self._channel, info)
+                except TimeoutError:
+                    if self._superseded():
+                        break
+        except ChannelClosed as error:
+            logger.debug("the trainer's end of the collective group closed: %s", error)
+        finally:
+            self._met.clear()
+            self._leave()
+            self._channel.close()
+        return True
+
+    def _superseded(self) -> bool:
+        """Whether another trainer waits for us: this one may hang for ever."""
+        try:
+            found = self._place.find(self._position, 0.001)
+        except CONNECTION_ERRORS:
+            return False
+        if found is None:
+            return False
+        before = self.info
+        self._position, self.info = found
+        return self.info != before  # else it is the same one, that said again where it is
+
+    def _heed(self, channel: Channel, info: WeightSyncInfo) -> None:
+        message = channel.receive(_LOOK_AROUND)
+        if isinstance(message, FormGroup):
+            self._leave()
+            channel.send(Ack(generation=message.generation), _CONNECTING)
+        elif isinstance(message, RankAssignment):
+            self._sit_down(message, info, channel.own_address)
+            if self._group is not None:
+                channel.send(Ack(generation=message.generation), _CONNECTING)
+        elif isinstance(message, Sending):
+            error = self._take_part(PartRef(self._run_id, message.epoch, message.step, 0))
+            told = DeliveryReport(generation=message.generation, number=message.number, error=error)
+            channel.send(told, _CONNECTING)
+
+    def _sit_down(self, seat: RankAssignment, info: WeightSyncInfo, address: str) -> None:
+        try:
+            store: Any = open_store(info.address, seat.store_port, seat.timeout, master=False)
+            self._group = ProcessGroup(
+                store, seat.generation, seat.rank, seat.world, seat.backend, seat.timeout, address
+            )
+        except (GroupBroken, RuntimeError) as error:
+            logger.warning("%s could not join the collective group: %s", self._name, error)
+
+    def _take_part(self, part: PartRef) -> str | None:
+        """Receive one part; returns why it is not whole, if it is not."""
+        if self._group is None:
+            return "is in no group"
+        buffer: Buffer | None = None
+        try:
+            buffer = self._staging.begin()
+            receiver = FrameReceiver(self._group)
+            while True:
+                frame, nbytes = receiver.next()
+                if frame is Frame.CHUNK:
+                    receiver.take(buffer.extend(nbytes))
+                elif frame is Frame.SEAL:
+                    manifest = bytearray(nbytes)
+                    if nbytes:
+                        receiver.take(_tensor(manifest))
+                    buffer.manifest = bytes(manifest)
+                    self._staging.keep(part, buffer)
+                    return None
+                else:
+                    self._staging.give_up(buffer)
+                    return "was told that it will not come"
+        # Mapped memory is refused by OSError; RuntimeError is CUDA's, once NCCL was aborted.
+        except (GroupBroken, MemoryError, OSError, RuntimeError) as error:
+            if buffer is not None:
+                self._staging.give_up(buffer)
+            self._leave()
+            logger.warning("%s did not get the %s: %s", self._name, part, error)
+            return f"stopped: {error}"
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _tensor(memory: bytearray) -> Any:
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,260 @@
+"""The trainer's end of a collective group: who is in it, and what becomes of what is sent."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import time
+from typing import Any, TypeVar
+
+from ....errors import DeadlineExceeded, GroupBroken
+from ..base import PartRef
+from .groups import ProcessGroup, backend_for, current_gpu, gpu_identity, open_store
+from .messages import (
+    Ack,
+    Channel,
+    ChannelClosed,
+    DeliveryReport,
+    FormGroup,
+    Hello,
+    Message,
+    RankAssignment,
+    Sending,
+    readable,
+)
+from .rendezvous import Rendezvous, WeightSyncInfo
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+GREETING = 5.0
+"""Seconds that a newcomer is given for its first word."""
+_ATTEMPTS = 3
+
+
+class GroupSender:
+    """Rank 0. Every explorer keeps one connection to it, so that a dead one is known at once.
+
+    For one thread. A group is made when a version is about to be sent and those who are there are
+    not those who were; between two versions nobody is inside a collective.
+
+    Args:
+        run_id: The run.
+        epoch: Its epoch.
+        place: Where explorers learn of us.
+        timeout: Seconds within which a peer that died, or hangs, is an error to all others.
+        host: The address that explorers reach us at.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        epoch: int,
+        place: Rendezvous,
+        *,
+        timeout: float,
+        host: str,
+    ) -> None:
+        self._run_id = run_id
+        self._place = place
+        self._timeout = timeout
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self._store: Any = open_store(host, 0, timeout, master=True)
+        self.info = WeightSyncInfo(
+            run_id=run_id,
+            epoch=epoch,
+            address=host,
+            port=self._listener.getsockname()[1],
+            token=secrets.token_hex(16),
+        )
+        self._members: dict[str, Channel] = {}
+        self._gpus: dict[str, str | None] = {}
+        self._generation = 0
+        self._number = 0
+        self._seated: tuple[str, ...] = ()
+        self._group: ProcessGroup | None = None
+        place.announce(self.info)
+
+    def set_up(self, explorers: int, patience: float) -> tuple[str, ...]:
+        """Wait for so many explorers, and make the group; returns their names.
+
+        Raises:
+            DeadlineExceeded: when fewer came within ``patience`` seconds, with their names.
+            GroupBroken: when they came, and it could not be made.
+        """
+        give_up = time.monotonic() + patience
+        self._place.keep(self.info)
+        while True:
+            self._reconcile()
+            if len(self._members) >= explorers:
+                self._form()
+                return self._seated
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"{len(self._members)} of {explorers} explorers of run {self._run_id} joined "
+                    f"the collective group within {patience:g} s (there: "
+                    f"{', '.join(self._members) or 'none'}): start the others, each with a rank of "
+                    "its own, or look at why they ended"
+                )
+            readable(self._listener, min(left, 1.0))
+
+    def begin(self, part: PartRef) -> ProcessGroup:
+        """The group of those who are there now, who have been told what comes."""
+        self._reconcile()
+        if self._group is None or set(self._seated) != set(self._members):
+            if not self._members:
+                self.tear_down()
+                raise GroupBroken(
+                    f"no explorer of run {self._run_id} is in the collective group: "
+                    "start one, with trinity-events explorer where it is not the demo"
+                )
+            self._form()
+        assert self._group is not None
+        self._place.keep(self.info)
+        self._number += 1
+        told = Sending(
+            generation=self._generation, number=self._number, epoch=part.epoch, step=part.step
+        )
+        for name, channel in list(self._members.items()):
+            try:
+                channel.send(told, self._timeout)
+            except ChannelClosed as error:
+                self.tear_down()
+                raise GroupBroken(f"{name} left the collective group: {error}") from None
+        return self._group
+
+    def confirm(self) -> None:
+        """Wait until every explorer of the group has the version whole. Raises GroupBroken."""
+        until = time.monotonic() + self._timeout
+        for name in self._seated:
+            answer = self._answer(name, DeliveryReport, until)
+            if answer is None or answer.error is not None:
+                self.tear_down()
+                why = "said nothing" if answer is None else answer.error
+                raise GroupBroken(f"{name} did not get the weights whole: it {why}")
+
+    def tear_down(self) -> None:
+        """End the group; explorers keep their connections, and wait for the next."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._seated = None, ()
+
+    def close(self) -> None:
+        """End it, and send the explorers away."""
+        self.tear_down()
+        try:
+            self._place.withdraw(self.info)
+        finally:
+            for channel in self._members.values():
+                channel.close()
+            self._members = {}
+            self._listener.close()
+            self._store = None
+
+    def _reconcile(self) -> None:
+        """Who is there now: without those who are gone, with those who have come."""
+        for name, channel in list(self._members.items()):
+            if not channel.is_open():
+                self._drop(name, "it is gone")
+        while readable(self._listener, 0):
+            channel = Channel(self._listener.accept()[0])
+            try:
+                self._greet(channel)
+            except (ChannelClosed, TimeoutError) as error:
+                logger.warning("%s did not join the collective group: %s", channel.peer, error)
+                channel.close()
+
+    def _greet(self, channel: Channel) -> None:
+        hello = channel.receive(GREETING)
+        if not isinstance(hello, Hello):
+            raise ChannelClosed("its first word was no greeting")
+        if hello.run_id != self._run_id or not hmac.compare_digest(hello.token, self.info.token):
+            raise ChannelClosed("it is of another run, or was not told of this one")
+        if hello.name in self._members:
+            self._drop(hello.name, "it came again")
+        self._members[hello.name] = channel
+        self._gpus[hello.name] = hello.gpu
+        self._seated = tuple(name for name in self._seated if name != hello.name)
+
+    def _form(self) -> None:
+        """A new group of all who are there and answer."""
+        reason = "nobody was left of it"
+        for _ in range(_ATTEMPTS):
+            self.tear_down()
+            self._call()
+            if not self._members:
+                break
+            names = tuple(self._members)
+            try:
+                self._group = self._make(names)
+            except (GroupBroken, ChannelClosed) as error:
+                reason = str(error)
+                self._reconcile()
+            else:
+                self._seated = names
+                logger.info("collective group %d: %s", self._generation, ", ".join(names))
+                return
+        raise GroupBroken(f"the collective group of run {self._run_id} was not made: {reason}")
+
+    def _call(self) -> None:
+        """Ask who is there. Who hangs is sent away: it may come back when it does not."""
+        self._generation += 1
+        patience = 2 * self._timeout  # who waits for one that hangs answers when that is over
+        until = time.monotonic() + patience
+        for name, channel in list(self._members.items()):
+            try:
+                channel.send(FormGroup(generation=self._generation), self._timeout)
+            except ChannelClosed as error:
+                self._drop(name, str(error))
+        for name in list(self._members):
+            if self._answer(name, Ack, until) is None:
+                self._drop(name, f"it did not answer within {patience:g} s")
+
+    def _make(self, names: tuple[str, ...]) -> ProcessGroup:
+        backend = backend_for([gpu_identity(current_gpu()), *(self._gpus[name] for name in names)])
+        world = len(names) + 1
+        for rank, name in enumerate(names, start=1):
+            seat = RankAssignment(
+                generation=self._generation,
+                rank=rank,
+                world=world,
+                backend=backend,
+                store_port=self._store.port,
+                timeout=self._timeout,
+            )
+            self._members[name].send(seat, self._timeout)
+        group = ProcessGroup(
+            self._store, self._generation, 0, world, backend, self._timeout, self.info.address
+        )
+        until = time.monotonic() + self._timeout
+        for name in names:
+            if self._answer(name, Ack, until) is None:
+                group.close()
+                raise GroupBroken(f"{name} did not take its seat within {self._timeout:g} s")
+        return group
+
+    def _answer(self, name: str, kind: type[M], until: float) -> M | None:
+        """A member's answer of this kind to what was said last; older ones are passed over."""
+        while True:
+            channel = self._members.get(name)
+            try:
+                found = channel.receive(max(0.0, until - time.monotonic())) if channel else None
+            except (ChannelClosed, TimeoutError):
+                return None
+            if found is None:
+                return None
+            if (
+                isinstance(found, kind)
+                and getattr(found, "generation", None) == self._generation
+                and getattr(found, "number", self._number) == self._number
+            ):
+                return found
+
+    def _drop(self, name: str, why: str) -> None:
+        logger.warning("collective group: %s leaves: %s", name, why)
+        self._members.pop(name).close()
+        del self._gpus[name]

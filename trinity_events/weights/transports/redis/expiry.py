@@ -1,0 +1,95 @@
+"""Keeping parts on a Redis server for as long as their publisher lives, and not much longer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, NamedTuple
+
+import redis
+
+from trinity_schemas import manifest_key
+
+from ..base import PartRef
+from .leases import chunk_keys
+
+logger = logging.getLogger(__name__)
+
+ORPHANED_AFTER = 6 * 3600
+"""Seconds after which the chunks of a publisher that ended, and did not free them, expire."""
+SHARE = 3
+"""How often they are renewed in that time."""
+MOST = 4
+"""Of a rank's parts, how many of the newest are kept; the reducer, which retires, may be away."""
+
+
+class _RenewedPart(NamedTuple):
+    chunks: int
+    base: PartRef | None
+
+
+class ExpiryRenewal:
+    """Renews when a publisher's parts expire, in a thread of its own.
+
+    Args:
+        client: To the server.
+        expire: Seconds after which they do unless they are renewed.
+    """
+
+    def __init__(self, client: Any, expire: int) -> None:
+        self.expire = expire
+        self._redis = client
+        self._parts: dict[PartRef, _RenewedPart] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, part: PartRef, chunks: int, base: PartRef | None) -> None:
+        """A part is whole, and rests on another, or on none."""
+        with self._lock:
+            self._parts.pop(part, None)
+            self._parts[part] = _RenewedPart(chunks, base)
+            needed = self._needed()
+            self._parts = {one: kept for one, kept in self._parts.items() if one in needed}
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._renew_all, name="keeping", daemon=True)
+            self._thread.start()
+
+    def remove(self, part: PartRef) -> None:
+        """A part is freed, or published anew."""
+        with self._lock:
+            self._parts.pop(part, None)
+
+    def close(self) -> None:
+        """Renew nothing more."""
+        self._stop.set()
+
+    def _needed(self) -> set[PartRef]:
+        """The newest of each rank, and all that they rest on."""
+        needed: set[PartRef] = set()
+        for rank in {part.rank for part in self._parts}:
+            of_it = [part for part in self._parts if part.rank == rank]
+            for one in of_it[-MOST:]:
+                part: PartRef | None = one
+                while part in self._parts and part not in needed:
+                    needed.add(part)
+                    part = self._parts[part].base
+        return needed
+
+    def _renew_all(self) -> None:
+        while not self._stop.wait(self.expire / SHARE):
+            for part in list(self._parts):
+                try:
+                    self._renew(part)
+                except (redis.RedisError, OSError) as error:
+                    logger.debug("the %s are not renewed this time: %s", part, error)
+
+    def _renew(self, part: PartRef) -> None:
+        with self._lock:  # what is freed meanwhile is not made to last
+            kept = self._parts.get(part)
+            if kept is None:
+                return
+            with self._redis.pipeline(transaction=False) as pipe:
+                for key in (manifest_key(*part), *chunk_keys(part, kept.chunks)):
+                    pipe.expire(key, self.expire)
+                pipe.execute()

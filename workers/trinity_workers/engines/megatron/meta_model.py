@@ -1,0 +1,200 @@
+"""A model without its values, and checkpoints of it that are written and read by the parameter.
+
+Its parameters are on torch's meta device: they have names, shapes and places in a checkpoint, and
+take no memory. What a checkpoint cuts a parameter into are views of it, so they say themselves
+which part of which parameter they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from . import checkpoint
+from .layout import ParallelLayout, join
+from .model import ModelOptions, build_chunks, transformer_config
+from .stream import global_name
+from .weights import mapping
+
+_torch_dcp: Any = dcp  # its names are not exported to type checkers
+
+
+class MetaModel:
+    """A whole model on one rank, without values. Joins the layout of one rank.
+
+    Its parameters are float32 until :meth:`set_dtype` says otherwise.
+
+    Args:
+        hf: Its Hugging Face configuration.
+
+    Raises:
+        UnsupportedModel: when megatron-core has no model of this configuration.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        layout, options = ParallelLayout(), ModelOptions()
+        config = transformer_config(hf, layout, options)
+        join(layout, seed=0)
+        with torch.device("meta"):
+            [self._model] = build_chunks(hf, config, options)
+        self.mapping = mapping(hf, config, layout.tensor)
+        self.parameters: dict[str, torch.nn.Parameter] = {
+            global_name(name, self._model): parameter
+            for name, parameter in self._model.named_parameters()
+        }
+        self._names = {_storage(one): name for name, one in self.parameters.items()}
+
+    def tensors(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        """The Hugging Face tensors that a parameter holds, by name, without values."""
+        return self.mapping.to_huggingface(name, self.parameters[name].detach())
+
+    def sources(self, name: str) -> list[str]:
+        """Return the names of the Hugging Face tensors that a parameter is made of."""
+        return self.mapping.huggingface_names(name)
+
+    def stored_together(self) -> dict[str, list[str]]:
+        """Return the parameters by their key in a checkpoint; layers share one, and its dtype."""
+        keys: dict[str, list[str]] = {}
+        for name, parts in self._parts().items():
+            keys.setdefault(parts[0].key, []).append(name)
+        return keys
+
+    def set_dtype(self, names: Iterable[str], dtype: torch.dtype) -> None:
+        """Make these parameters of this dtype."""
+        for name in names:
+            parameter = self.parameters[name]
+            del self._names[_storage(parameter)]
+            parameter.data = parameter.data.to(dtype)
+            self._names[_storage(parameter)] = name
+
+    def saved_dtypes(self, folder: Path) -> Iterator[tuple[str, torch.dtype]]:
+        """Read the dtype that a checkpoint has each of the parameters in.
+
+        Raises:
+            CheckpointRefused: when it is not one of this model.
+        """
+        metadata = _torch_dcp.FileSystemReader(folder).read_metadata()
+        for name, parts in self._parts().items():
+            yield name, _entry(metadata, parts[0], folder).properties.dtype
+
+    def save(self, folder: Path, value: Callable[[str], torch.Tensor]) -> None:
+        """Write a checkpoint into a new folder.
+
+        Args:
+            folder: Where to; what is there is replaced.
+            value: Gives a parameter's value, of its shape, when it is written.
+        """
+        held: list[tuple[str, torch.Tensor]] = []
+
+        def part(view: torch.Tensor) -> torch.Tensor:
+            name = self._names[_storage(view)]
+            if not held or held[0][0] != name:
+                held.clear()  # before the next one is made
+                whole = torch.empty_like(self.parameters[name], device="cpu", requires_grad=False)
+                held.append((name, whole.copy_(value(name))))
+            return _same_part(held[0][1], view)
+
+        checkpoint.prepare(self._state(), folder, value=part)()
+
+    def load(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read a checkpoint of any layout: names and values, of which none is kept.
+
+        Raises:
+            CheckpointRefused: when it is not one of this model.
+        """
+        reader = _torch_dcp.FileSystemReader(folder)
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        parts = self._parts()
+        for name, parameter in self.parameters.items():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            for part in parts[name]:
+                entry = _entry(metadata, part, folder)
+                _read(reader, part, entry, _same_part(whole, part.data))
+            yield name, whole
+
+    def _state(self) -> dict[str, Any]:
+        return {"model0": self._model.sharded_state_dict()}
+
+    def _parts(self) -> dict[str, list[Any]]:
+        """What a checkpoint has of every parameter."""
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+        state = self._state()
+        apply_factories(state)
+        parts: dict[str, list[Any]] = {name: [] for name in self.parameters}
+        for one in nested_values(state):
+            if isinstance(one, ShardedTensor):
+                parts[self._names[_storage(one.data)]].append(one)
+        return parts
+
+
+class _Into(_torch_dcp.DefaultLoadPlanner):  # type: ignore[misc]
+    """Has what is read copied into one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
+        self.missing = target.numel()
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        found = self._target
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            found = found.narrow(dim, start, length)
+        return found
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.missing -= tensor.numel()
+
+
+def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
+    from torch.distributed.checkpoint.planner import LoadPlan
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    target = target.view((1,) * part.prepend_axis_num + tuple(target.shape))
+    chunk = ChunkStorageMetadata(torch.Size(part.global_offset), target.shape)
+    planner = _Into(target)
+    reader.read_data(
+        LoadPlan(create_read_items_for_chunk_list(part.key, entry, [chunk])), planner
+    ).wait()
+    if planner.missing:
+        raise checkpoint.CheckpointRefused(
+            f"{reader.checkpoint_id} holds no whole {part.key}: "
+            f"{planner.missing} values are missing"
+        )
+
+
+def _entry(metadata: Any, part: Any, folder: Path) -> Any:
+    """Return what the checkpoint says of a part. Raises CheckpointRefused when it has it not."""
+    entry = metadata.state_dict_metadata.get(part.key)
+    if entry is None or not _fits(part, tuple(entry.size)):
+        raise checkpoint.CheckpointRefused(
+            f"{folder} has no {part.key} of the shape {tuple(part.global_shape)}: is "
+            "huggingface/config.json beside it the one of this model?"
+        )
+    return entry
+
+
+def _fits(part: Any, saved: tuple[int, ...]) -> bool:
+    """Whether it is of the shape, but for the rows that a vocabulary is padded by."""
+    wanted = tuple(part.global_shape)
+    if part.allow_shape_mismatch:
+        return wanted[1:] == saved[1:] and wanted[0] <= saved[0]
+    return wanted == saved
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _same_part(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The part of a contiguous tensor that the view is of another of the same shape."""
+    return whole.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -1,0 +1,45 @@
+"""Description of a model in a Hugging Face folder: all but the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ..state_files import make_folder, sync_tree
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+class Description(Struct, frozen=True):
+    """Configuration, tokenizer and generation defaults of one model."""
+
+    config: Any
+    tokenizer: Any
+    """None for a folder without one."""
+    generation_config: bytes | None
+    """The file as it is, which is kept byte for byte; None for a folder without one."""
+
+
+def read_description(folder: Path) -> Description:
+    """Read what the folder holds beside the weights."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = None
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    generation = folder / GENERATION_CONFIG
+    return Description(config, tokenizer, generation.read_bytes() if generation.is_file() else None)
+
+
+def write_description(folder: Path, description: Description) -> None:
+    """Write a description into a folder; on disk on return."""
+    make_folder(folder)
+    description.config.save_pretrained(folder)
+    if description.tokenizer is not None:
+        description.tokenizer.save_pretrained(folder)
+    if description.generation_config is not None:
+        (folder / GENERATION_CONFIG).write_bytes(description.generation_config)
+    sync_tree(folder)

@@ -1,0 +1,65 @@
+"""Full tensors of an FSDP model, one after the other, whichever FSDP it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from trinity_events.weights.compatibility import plain_name
+
+from ..engines.base import NamedTensors, TrainEngine, per_tensor_params
+from ..engines.buffers import saved_buffers
+
+
+def full_tensors(engine: TrainEngine) -> NamedTensors:
+    """The engine's full tensors by name. Collective: every rank must exhaust the iterator.
+
+    FSDP1 keeps flat shards, of which a unit's parameters exist only while it is summoned: unit by
+    unit, so that no rank ever holds more than the largest. Any other engine is asked itself.
+    """
+    if isinstance(engine.module, torch.nn.Module) and FullyShardedDataParallel.fsdp_modules(
+        engine.module
+    ):
+        return _summoned(engine.module)
+    return (
+        (plain_name(name), tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        for name, tensor in per_tensor_params(engine)
+    )
+
+
+def _summoned(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    prefixes = {id(one): name for name, one in module.named_modules()}
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+            for name, tensor in _once(_own_parameters(unit, prefixes[id(unit)])):
+                # A copy: what looks at FSDP's own memory would keep it from being freed.
+                yield name, tensor.clone()
+    if not isinstance(module, FullyShardedDataParallel):  # what no unit has is whole on every rank
+        yield from _once(_own_parameters(module, ""))
+    for name, buffer in saved_buffers(module):
+        yield plain_name(name), buffer.detach()
+
+
+def _once(
+    named: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of tensors that are tied, the first alone."""
+    seen: set[int] = set()
+    for name, tensor in named:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def _own_parameters(unit: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a unit, and of the modules below it that are in no unit of their own."""
+    for name, tensor in unit.named_parameters(prefix, recurse=False):
+        if not name.rpartition(".")[2].startswith("_flat_param"):
+            yield plain_name(name), tensor
+    for name, child in unit.named_children():
+        if not isinstance(child, FullyShardedDataParallel):
+            yield from _own_parameters(child, f"{prefix}.{name}" if prefix else name)

@@ -1,0 +1,117 @@
+"""Exit status of a process of this host, asked of the kernel by another than its parent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+from pathlib import Path
+
+from trinity_schemas import Process
+
+VERDICT = 2.0
+"""Seconds to wait for word of a process that is known to have ended."""
+_PIDFD_GET_INFO = 0xC040FF0B
+"""``_IOWR(0xFF, 11, struct pidfd_info)`` for its first 64 bytes, since Linux 6.13."""
+_INFO_EXIT = 1 << 3
+"""Asks for the exit status of a process that was reaped, since Linux 6.15."""
+_EXIT_STATUS = 60
+"""Offset of the exit status in ``struct pidfd_info``."""
+_STATUS_AFTER_NAME = 49
+"""Place of the exit status in ``/proc/PID/stat``, counted from behind the command's name."""
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (by hand, or by the kernel for want of memory: see dmesg)",
+    signal.SIGSEGV: " (a crash in native code)",
+    signal.SIGABRT: " (native code gave up)",
+    signal.SIGBUS: " (a crash in native code, or shared memory that is full)",
+}
+
+
+class ExitWatch:
+    """Notes how processes of this host end.
+
+    A process that is not our child is reaped by another within milliseconds, so each is waited for
+    by a thread. Where the kernel does not tell, nothing is known of the end.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[int, threading.Event] = {}
+        self._statuses: dict[int, int] = {}
+
+    def watch(self, process: Process) -> None:
+        """Watch a process until it ends; one of another host is passed over."""
+        if process.host != socket.gethostname() or not hasattr(os, "pidfd_open"):
+            return
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except OSError:
+            return
+        ended = self._ends[process.pid] = threading.Event()
+        threading.Thread(
+            target=self._wait, args=(process.pid, descriptor, ended), daemon=True
+        ).start()
+
+    def how(self, process: Process, seconds: float = VERDICT) -> str:
+        """Return how a process ended, such as ``killed by SIGKILL``; empty if it is not known."""
+        ended = self._ends.get(process.pid)
+        if ended is None or not ended.wait(seconds):
+            return ""
+        status = self._statuses.get(process.pid)
+        return "" if status is None else in_words(status)
+
+    def _wait(self, pid: int, descriptor: int, ended: threading.Event) -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        try:
+            poll.poll()
+            status = _status_of_zombie(pid)
+            if status is None:
+                status = _status_of_reaped(descriptor)
+            if status is not None:
+                self._statuses[pid] = status
+        finally:
+            os.close(descriptor)
+            ended.set()
+
+
+def in_words(status: int) -> str:
+    """Return the exit status of a process, as ``waitpid`` gives it, in words."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        return f"killed by {name}{_HINTS.get(number, '')}"
+    return f"it exited with status {os.WEXITSTATUS(status)}"
+
+
+def named(role: str, process: Process | None) -> str:
+    """Return a process in words, with its host and its number where they are known."""
+    return role if process is None else f"{role} (process {process.pid} on {process.host})"
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[_STATUS_AFTER_NAME]) if fields[0] == "Z" else None
+
+
+def _status_of_reaped(descriptor: int) -> int | None:
+    asked = bytearray(struct.pack("=Q", _INFO_EXIT).ljust(64, b"\0"))
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, asked)
+    except OSError:
+        return None
+    (told,) = struct.unpack_from("=Q", asked)
+    if not told & _INFO_EXIT:
+        return None
+    (status,) = struct.unpack_from("=i", asked, _EXIT_STATUS)
+    return int(status)
