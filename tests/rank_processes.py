@@ -27,6 +27,8 @@ PRELOADED = [
     "tests.megatron_ranks",
 ]
 GROUP_TIMEOUT = timedelta(seconds=30)
+ANSWER_TIMEOUT = 240.0
+"""Seconds that a rank has for one function; its imports take a minute on a loaded machine."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ class RankProcesses:
         except BrokenPipeError:
             return lambda: died
 
-        def receive(timeout: float = 40) -> Any:
+        def receive(timeout: float = ANSWER_TIMEOUT) -> Any:
             if not pipe.poll(timeout):
                 self.end()  # it would not hear of the next test either
                 raise TimeoutError(f"rank {rank} did not answer {function}")

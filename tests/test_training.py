@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline import events_of, reducer_process
+from tests.pipeline import PATIENCE, events_of, reducer_process
 from tests.servers import servers
 from trinity_events import publishing, training_run
 from trinity_events.errors import InvalidRunId, RunOpenedTwice, ServerUnreachable
@@ -88,7 +88,7 @@ async def test_a_signal_ends_the_block_in_order_and_with_its_status(log, run_id,
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.readline() == b"opened\n"
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.wait(PATIENCE) == 128 + number
     assert await closed(log) == ("interrupted", None)
 
 
@@ -169,7 +169,7 @@ def left_open(run_id):
 async def test_a_process_that_leaves_a_run_open_ends_and_closes_it_as_interrupted(
     log, run_id, redis_url, left_open, how
 ):
-    _, said = (process := left_open(how, redis_url)).communicate(timeout=40)
+    _, said = (process := left_open(how, redis_url)).communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "ValueError: training broke" in said
     assert "was left open" in said
@@ -181,7 +181,7 @@ def test_a_process_that_leaves_a_run_open_ends_without_its_server_too(tmp_path, 
     with servers(tmp_path, 1) as [server]:
         process = left_open("callback", server.url)
         server.kill()
-        _, said = process.communicate(timeout=40)
+        _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "ValueError: training broke" in said
 
@@ -220,7 +220,6 @@ def test_the_documentation_shows_the_example_as_it_is():
     assert EXAMPLE.read_text() in (ROOT / "docs" / "own-loop.md").read_text()
 
 
-@pytest.mark.timeout(180)
 def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path, cli):
     env = {
         **os.environ,
@@ -246,7 +245,7 @@ def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path,
             )
             assert trained.returncode == 0, trained.stderr
             for rank, explorer in enumerate(explorers):
-                told, _ = explorer.communicate(timeout=30)
+                told, _ = explorer.communicate(timeout=PATIENCE)
                 assert explorer.returncode == 0
                 assert f"explorer {rank} serves step 30: " in told.decode().splitlines()[-1]
         finally:

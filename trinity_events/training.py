@@ -102,8 +102,10 @@ class TrainingRun:
         opened, self._opened = self._opened, None
         _left_open.pop(self, None)
         if opened is not None:
-            kind = None if error is None else type(error)
-            opened.__exit__(kind, error, error and error.__traceback__)
+            if error is None:
+                opened.__exit__(None, None, None)
+            else:
+                opened.__exit__(type(error), error, error.__traceback__)
 
     def __enter__(self) -> Publisher:
         return self.open()
