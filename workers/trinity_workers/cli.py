@@ -166,6 +166,7 @@ def _launch(
         pipeline_parallel=pipeline_parallel,
     ).checked()
     _reach(redis_url, weights_redis_url)
+    log_to_stderr(verbose=False)
     from .launch.launcher import LaunchOptions, run_job
     from .launch.summary import summary_table
 

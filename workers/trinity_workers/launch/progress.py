@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 from functools import partial
 
 from rich.console import Console
@@ -58,8 +59,11 @@ class ProgressView:
                 self._show(bar, task)
 
     def say(self, text: str) -> None:
-        """One line about what is being done."""
-        self._console.print(text, style="dim", highlight=False)
+        """Print one line about what is being done, with its time where it is kept as a log."""
+        if self._console.is_terminal:
+            self._console.print(text, style="dim", highlight=False)
+        else:
+            self._console.out(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}", highlight=False)
 
     def _fold(self, entry: Entry) -> None:
         try:
