@@ -194,8 +194,8 @@ def performance_summary(figures: Figures) -> str:
                 ),
             ),
             f"Medians, on {of.machine('weights')}; nothing but ours verifies what arrives. "
-            "Trinity-RFT's path is a small model of it: a Ray actor is sent the whole state dict, and "
-            "it is fetched from there tensor by tensor.",
+            "Trinity-RFT's path is a small model of it: a Ray actor is sent the whole state dict, "
+            "and it is fetched from there tensor by tensor.",
         )
     )
 
