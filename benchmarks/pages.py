@@ -226,8 +226,8 @@ def comparison(figures: Figures, docs: str) -> str:
                     "A process is killed in the middle",
                     "an iteration file that is cut short ends veRL's resume with an error; a save "
                     "that failed keeps its place in Trinity-RFT, whose step is never recorded",
-                    f"[{faults} of {runs} runs]({docs}reliability.md#the-chaos-matrix) with a "
-                    "process killed at a chosen instant ended otherwise than undisturbed ones",
+                    f"[{faults} of {runs} runs]({docs}reliability.md#the-chaos-matrix), in which "
+                    "something was killed or disturbed at a chosen instant, ended wrong",
                 ),
             ),
             f"Medians on one machine ({of.machine('weights')}), beside small models of "
