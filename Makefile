@@ -3,16 +3,23 @@ PYTHON ?= python3
 # The package index for torch. Left empty, pip's own; for the small build without CUDA:
 # make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
+# Bytes of the wheels for Linux on x86-64; folders of a virtual environment as du tells.
+SIZE = $(if $(TORCH_INDEX),$(SIZE_BY_INDEX),$(SIZE_OF_PIPS))
+SIZE_BY_INDEX = With torch's build for CPUs, 0.5 GB are downloaded and 1.8 GB installed.
+SIZE_OF_PIPS = On Linux 3 GB are downloaded, most of it CUDA; without: make setup TORCH_INDEX=URL
 VENV := .venv
 BIN := $(VENV)/bin
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
 
-.PHONY: setup demo test oldest-server bench chaos simulate verl base-install schemas docs lint format clean
+.PHONY: setup demo test lowest oldest-server bench chaos simulate verl base-install schemas docs picture \
+	lint format clean
 
 setup: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): torch, Ray, transformers, megatron-core, a Redis-compatible server,"
+	@echo "and the tools of tests and documentation. $(SIZE)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[all,dev]'
@@ -27,6 +34,19 @@ test: setup
 # The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
 oldest-server:
 	tests/install/oldest_server.sh
+
+# The tests at the lowest versions of dependencies that pyproject.toml promises, in a .venv of its own.
+# Warnings of old releases are none of ours; another msgspec lists the same documents in another order.
+lowest: $(VENV)-lowest/installed
+	$(<D)/bin/pytest -o filterwarnings=default $(ARGS) \
+		--deselect tests/test_contract_documents.py::test_what_is_generated_is_in_step_with_the_contract
+
+$(VENV)-lowest/installed: pyproject.toml tests/install/lowest.py
+	$(PYTHON) -m venv $(@D)
+	$(PYTHON) tests/install/lowest.py embedded workers > $(@D)/lowest.txt
+	$(@D)/bin/pip install --quiet -c $(@D)/lowest.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(@D)/bin/pip install --quiet -c $(@D)/lowest.txt -e '.[all]' -r tests/install/tools.txt
+	touch $@
 
 bench: setup
 	$(BIN)/python -m benchmarks
@@ -61,7 +81,12 @@ schemas: setup
 
 docs: setup
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m benchmarks --pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# docs/demo.svg, of a demo that it runs.
+picture: setup
+	$(BIN)/python docs/picture.py
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -75,4 +100,5 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VENV)-verl-* .oldest-server site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-verl-* $(VENV)-lowest .oldest-server site .mypy_cache .pytest_cache .ruff_cache \
+		.hypothesis build dist

@@ -1,8 +1,10 @@
 """Runs benchmarks.
 
 Usage: python -m benchmarks [NAME ...] [--size tiny|small|full] [--keep]
+       python -m benchmarks --pages
 
 Without a name it runs them all. With --keep the figures go to their page and to docs/benchmarks.
+With --pages none is run: what pages begin with is written anew from the figures that were kept.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from . import (
     growth,
     latency,
     megatron_stream,
+    pages,
     replay,
     weights,
     weights_delta,
@@ -74,7 +77,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=" | ".join(BENCHMARKS))
     parser.add_argument("--size", choices=SIZES, default="full", help="how much to measure")
     parser.add_argument("--keep", action="store_true", help="write the figures to docs")
+    parser.add_argument("--pages", action="store_true", help="write what pages begin with, only")
     given = parser.parse_args()
+    if given.pages:
+        pages.write()
+        return
     unknown = sorted(set(given.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}: choose of {', '.join(BENCHMARKS)}")
@@ -89,6 +96,7 @@ def main() -> None:
         show(report)
         if given.keep:
             keep(report, BENCHMARKS[name].PLACE)
+            pages.write()
 
 
 if __name__ == "__main__":

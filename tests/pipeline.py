@@ -16,6 +16,9 @@ from trinity_events.reducer import reduce_run
 from trinity_events.server import connect
 from trinity_schemas import StepReady, decode_envelope
 
+PATIENCE = 120.0
+"""Seconds after which an event that a test waits for will not come, on a loaded machine too."""
+
 
 @contextmanager
 def reducer_process(redis_url, run_id, root, *options, stderr=subprocess.DEVNULL):
@@ -56,13 +59,13 @@ async def reducer_task(redis_url, run_id, root=None, policy=None):
 
 async def announced(log: RedisEventLog, count: int) -> list[StepReady]:
     """The first announcements, once there are that many."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while len(found := await log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)) < count:
             await anyio.sleep(0.01)
     return [decode_envelope(entry.payload).event for entry in found]
 
 
-async def until(met, deadline=20):
+async def until(met, deadline=PATIENCE):
     """Wait until a condition holds; it may be a coroutine function."""
     with anyio.fail_after(deadline):
         while True:

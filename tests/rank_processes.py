@@ -28,6 +28,8 @@ PRELOADED = [
     "tests.megatron_ranks",
 ]
 GROUP_TIMEOUT = timedelta(seconds=30)
+ANSWER_TIMEOUT = 240.0
+"""Seconds that a rank has for one function; its imports take a minute on a loaded machine."""
 
 
 @dataclass
@@ -87,7 +89,7 @@ class RankProcesses:
         except BrokenPipeError:
             return lambda: died
 
-        def receive(timeout: float = 40 if self.device == "cpu" else 120) -> Any:
+        def receive(timeout: float = ANSWER_TIMEOUT) -> Any:
             if not pipe.poll(timeout):
                 self.end()  # it would not hear of the next test either
                 raise TimeoutError(f"rank {rank} did not answer {function}")

@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from tests.histories import committed, registration, started
-from tests.pipeline import announced, publish_steps, reducer_task, until
+from tests.pipeline import PATIENCE, announced, publish_steps, reducer_task, until
 from tests.servers import free_ports
 from trinity_events import liveness
 from trinity_events.cli import runs
@@ -229,7 +229,7 @@ async def test_tail_follows(finished_run, publisher, client, options):
             await anyio.sleep(0.2)
 
     try:
-        with anyio.fail_after(40):
+        with anyio.fail_after(PATIENCE):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(say)
                 heard.append(
@@ -238,7 +238,7 @@ async def test_tail_follows(finished_run, publisher, client, options):
         assert "step-committed" in heard[0]
         await until(lambda: _somebody_waits(client))
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 130
@@ -347,7 +347,7 @@ def serving(home, *options):
     try:
         yield process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.stdout.close()

@@ -3,11 +3,13 @@
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -17,6 +19,7 @@ from typing import get_args
 
 import pytest
 
+from tests.pipeline import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, SaveStrategy, decode_envelope
 from trinity_workers.config import BadSettings, RunSettings
@@ -66,7 +69,7 @@ if COMPOSE := compose_commands():  # where there is none, there is nothing to as
 
 
 def test_the_file_keeps_to_what_compose_1_29_knows(compose):
-    assert set(compose) <= {"services", "volumes", "x-image", "x-server", "x-urls"}
+    assert set(compose) <= {"services", "volumes", "x-contained", "x-image", "x-server", "x-urls"}
     assert not keys(compose) & {"gpus", "develop", "start_interval", "include", "models"}
     for service in compose["services"].values():
         for condition in service.get("depends_on", {}).values():
@@ -78,6 +81,22 @@ def test_every_service_is_checked_and_hears_signals(compose):
     for name, service in compose["services"].items():
         assert service["healthcheck"]["test"][0] == "CMD", name
         assert service["init"] is True, name
+
+
+def test_no_container_can_fill_the_host_or_do_what_it_need_not(compose):
+    for name, service in compose["services"].items():
+        assert service["logging"]["driver"] == "json-file", name
+        assert {"max-size", "max-file"} <= set(service["logging"]["options"]), name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "mem_limit" in service, name
+        if service["image"].startswith("redis"):
+            assert service["user"] == "redis", "to become another user takes a capability"
+            [most] = re.findall(r"--maxmemory (\d+)(?:mb|gb)", service["command"])
+            assert int(most) < int(service["mem_limit"].removesuffix("mb")), name
+        else:
+            assert [one.partition(":")[0] for one in service["tmpfs"]] == ["/tmp", "/home/trinity"]
 
 
 def test_nothing_is_published_beyond_loopback(compose):
@@ -133,19 +152,20 @@ class Processes:
         self.folder = folder
         self.run_id = run_id
         self.redis_url = redis_url
-        self._env = os.environ | {
+        self.env = os.environ | {
             "TRINITY_REDIS_URL": redis_url,
             "TRINITY_WEIGHTS_REDIS_URL": weights_url,
         }
         self._started: list[subprocess.Popen] = []
 
-    def start(self, command: str, *args: str, **streams) -> subprocess.Popen:
+    def start(self, command: str, *args: str, within=(), **streams) -> subprocess.Popen:
         process = subprocess.Popen(
             [
+                *within,
                 *(sys.executable, "-m", "trinity_events", command, "--run", self.run_id),
                 *("--checkpoint-root", str(self.folder), *args),
             ],
-            env=self._env,
+            env=self.env,
             text=True,
             start_new_session=True,
             **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),
@@ -154,7 +174,7 @@ class Processes:
         return process
 
     def wait_for_announcements(self, count: int, process: subprocess.Popen) -> None:
-        give_up = time.monotonic() + 90
+        give_up = time.monotonic() + PATIENCE
         with connect_sync(self.redis_url) as client:
             while client.xlen(RunKeys.of(self.run_id).announcements) < count:
                 assert process.poll() is None, process.communicate()
@@ -181,7 +201,7 @@ def processes(tmp_path, run_id, redis_url, weights_url):
     started.end()
 
 
-def ended(process: subprocess.Popen, seconds: float = 30) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen, seconds: float = PATIENCE) -> tuple[int, str, str]:
     out, error = process.communicate(timeout=seconds)
     assert "Traceback" not in error
     return process.returncode, out, error
@@ -197,8 +217,11 @@ def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(p
     explorer.kill()
     again = processes.start("explorer", "--json")  # its rank is free when the other's lease is up
 
-    status, out, error = ended(trainer, 120)
+    status, out, error = ended(trainer, 240)
     assert status == 0, error
+    for line in error.splitlines():
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[ ,]", line), "no line without its time"
+    assert f"run {processes.run_id}: starting Ray" in error
     log = json.loads(out)["log"]
     assert log["steps"] == STEPS
     assert log["versions_unaccounted"] == 0
@@ -286,6 +309,56 @@ def test_a_frozen_explorer_is_named_with_when_it_was_heard_of_and_is_not_healthy
         ended(explorer, 60)
 
 
+READ_ONLY = """
+set -e
+mount --make-rprivate /
+for folder; do
+    [ "$folder" = -- ] && break
+    mount --bind "$folder" "$folder"
+done
+mount -o remount,bind,ro /
+while [ "$1" != -- ]; do shift; done
+shift
+exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
+"""
+"""Runs a command that can write to these folders alone, and has no capability."""
+
+
+def contained(*writable: Path) -> tuple[str, ...]:
+    return ("unshare", "--mount", "sh", "-c", READ_ONLY, "sh", *map(str, writable), "--")
+
+
+def can_contain() -> bool:
+    try:
+        return (
+            subprocess.run([*contained(), "true"], capture_output=True, check=False).returncode == 0
+        )
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not can_contain(), reason="root with mount namespaces alone can try it")
+def test_the_parts_write_to_their_checkpoints_their_home_and_temporary_files_alone(
+    processes, tmp_path
+):
+    room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
+    processes.env |= {"HOME": f"{room}/home", "TMPDIR": room, "TRINITY_HOME": ""}
+    try:
+        within = contained(tmp_path, Path(room))
+        reducer = processes.start("reducer", within=within)
+        explorer = processes.start("explorer", within=contained(Path(room)))
+        options = ("--steps", "6", "--save-interval", "3")
+        trainer = processes.start("trainer", *options, within=within)
+        status, _, error = ended(trainer, 240)
+        assert status == 0, error
+        assert ended(explorer)[0] == 0
+        reducer.terminate()
+        assert ended(reducer)[0] == 0
+    finally:
+        shutil.rmtree(room)
+    assert (tmp_path / processes.run_id / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
 def test_explorers_of_a_collective_group_come_and_go(processes):
     """The trainer waits for experiences of one that died; who takes its place asks for weights."""
     reducer = processes.start("reducer")
@@ -298,7 +371,7 @@ def test_explorers_of_a_collective_group_come_and_go(processes):
     explorers[1].kill()
     explorers[1] = processes.start("explorer", "--rank", "1", "--json")
 
-    status, out, error = ended(trainer, 120)
+    status, out, error = ended(trainer, 240)
     assert status == 0, error
     assert "weights travel by a collective group" in error
     summary = json.loads(out)
@@ -351,7 +424,7 @@ def test_a_terminal_that_goes_ends_the_trainer_and_the_log_says_so(processes):
     with terminal() as streams:
         trainer = processes.start("trainer", "--steps", "100000", **streams)
         processes.wait_for_announcements(4, trainer)
-    assert trainer.wait(60) == 128 + signal.SIGHUP
+    assert trainer.wait(PATIENCE) == 128 + signal.SIGHUP
     assert processes.closed() == ["interrupted"]
     assert ended(explorer)[0] == 0
     reducer.terminate()
@@ -362,13 +435,13 @@ def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     reducer = processes.start("reducer")
     trainer = processes.start("trainer")
     with connect_sync(processes.redis_url) as client:
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + PATIENCE
         while not client.exists(RunKeys.of(processes.run_id).events):
             assert time.monotonic() < give_up, "waited in vain"
             time.sleep(0.01)
     time.sleep(0.3)  # Ray is starting, and would have a word with the signal too
     trainer.terminate()
-    status, out, error = ended(trainer, 60)
+    status, out, error = ended(trainer)
     assert status == 143, error
     assert "INTERRUPTED" in out
     assert "was interrupted" in error
@@ -381,7 +454,7 @@ def test_sigterm_stops_an_explorer_that_waits(processes):
     explorer = processes.start("explorer", "--rank", "0")
     with connect_sync(processes.redis_url) as client:
         before = client.client_list()
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + PATIENCE
         while len(client.client_list()) <= len(before) and time.monotonic() < give_up:
             time.sleep(0.05)
     time.sleep(0.5)

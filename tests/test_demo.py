@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch.distributed.tensor  # to load sharded tensors
 from trinity_events.server import connect_sync
 from trinity_events.weights.transports.shared_memory.segments import users_folder
 from trinity_schemas import RunKeys
+from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
 
 pytestmark = pytest.mark.timeout(400)  # its own deadlines are shorter, and say what is missing
@@ -255,6 +258,44 @@ def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, 
     state = json.loads(cli("replay", run_id, "--json").stdout)
     assert state["closed"] == "interrupted"
     wait_for(lambda: not session_members(process.pid), 15)
+
+
+LOCAL_RAY = """
+import anyio
+from trinity_workers.launch.processes import local_ray
+
+async def main():
+    async with local_ray(1):
+        print("up", flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+def test_nothing_of_ray_outlives_a_driver_that_is_killed(tmp_path):
+    room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOCAL_RAY],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_TMPDIR": room},
+    )
+    try:
+        assert process.stdout.readline() == "up\n"
+        [session] = Path(room, "ray").glob(f"session_*_{process.pid}")
+        assert processes_of([session])
+        reader = subprocess.Popen(["tail", "-f", *session.glob("logs/raylet.out")], stdout=-3)
+        process.kill()
+        wait_for(lambda: not children(f"ray_reaper.py\0{room}"))
+        assert not processes_of([session])
+        assert reader.poll() is None, "what reads Ray's logs is not Ray's"
+    finally:
+        process.kill()
+        process.communicate()
+        reader.kill()
+        reader.wait()
+        shutil.rmtree(room)
 
 
 def session_members(session: int) -> list[int]:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests import megatron_ranks as at  # noqa: E402
 from tests.failing_writers import FailingSynchronizer  # noqa: E402
-from tests.pipeline import announced, reducer_task  # noqa: E402
+from tests.pipeline import PATIENCE, announced, reducer_task, until  # noqa: E402
 from tests.tensors import identical  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
@@ -98,13 +98,24 @@ async def on(ranks, function, *args):
     return await anyio.to_thread.run_sync(lambda: ranks.answers(function, *args))
 
 
-async def events(log) -> list:
-    return [decode_envelope(entry.payload).event for entry in await log.read(limit=100_000)]
+async def events(log, *kinds: type) -> list:
+    """Return the log's events of these types so far."""
+    read = [decode_envelope(entry.payload).event for entry in await log.read(limit=100_000)]
+    return [event for event in read if isinstance(event, kinds)]
+
+
+async def told(log, kind: type) -> None:
+    """Wait for an event of the type: a rank's publisher sends in a thread of its own."""
+
+    async def is_there():
+        return await events(log, kind)
+
+    await until(is_there)
 
 
 async def said_of(log, kind: type, step: int):
     """The first announcement of the type about the step."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while True:
             for event in await announced(log, 1):
                 if isinstance(event, kind) and event.step == step:
@@ -248,8 +259,8 @@ async def test_a_state_dict_save_is_one_save_of_the_model_alone(engine_ranks, wh
     async with reducer_task(where.redis_url, where.run_id, where.run_folder.parent):
         contents = await on(ranks, save_state, where, folder, 5)
         assert contents == [["model", "optimizer", "extra"]] * 2, "they are put back"
-        told = [one for one in await events(log) if isinstance(one, SaveStarted | SaveFinished)]
-        started, finished = told
+        await told(log, SaveFinished)
+        started, finished = await events(log, SaveStarted, SaveFinished)
         assert isinstance(finished, SaveFinished) and started.save_id == finished.save_id
         assert finished.slot.kind == "state_dict"
         assert finished.bytes == sum(
@@ -275,7 +286,8 @@ async def test_a_save_that_cannot_be_written_fails_everywhere_and_puts_the_conte
     own, peers = await on(ranks, save_state, where, tmp_path / "file" / "actor", 5)
     assert isinstance(own, NotADirectoryError)
     assert isinstance(peers, PeerFailed)
-    failed = [one for one in await events(log) if isinstance(one, SaveFailed)]
+    await told(log, SaveFailed)
+    failed = await events(log, SaveFailed)
     assert [one.error_type for one in failed] == ["NotADirectoryError"]
     assert ranks(contents_of) == [["model", "optimizer", "extra"]] * 2
 
@@ -331,7 +343,8 @@ async def test_verls_engine_is_taken_as_it_is(rank_group, where, log, tmp_path):
         assert contents == ["model", "optimizer", "extra"]
         assert background
     assert (tmp_path / "actor" / "rank_1").read_text() == "['model'] of 7"
-    [published] = [one for one in await events(log) if isinstance(one, VersionPartPublished)]
+    await told(log, VersionPartPublished)
+    [published] = await events(log, VersionPartPublished)
     assert (published.tensors, published.bytes) == (2, ALIGNMENT + 12)
 
 

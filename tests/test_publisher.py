@@ -390,16 +390,28 @@ def test_closing_while_the_server_is_away_says_what_is_lost_and_ends_the_thread(
     server._start()
 
 
-def test_a_publisher_with_nothing_to_send_keeps_no_thread(log, publishing, monkeypatch):
+def test_a_publisher_that_nothing_refers_to_keeps_no_thread(log, monkeypatch):
     monkeypatch.setattr("trinity_events.log.publisher._LINGER", 0.01)
-    publisher = publishing()
+    publisher = Publisher(log, 1, new_producer("actor"))
     for _ in range(3):
         publisher.publish(committed(1))
-        publisher.flush(LONG)
-        for thread in threads_of(publisher):
-            thread.join(LONG)
-        assert publisher._thread is None
+    publisher.flush(LONG)
+    [thread] = threads_of(publisher)
+    del publisher
+    thread.join(LONG)
+    assert not thread.is_alive()
     assert sequences(log) == up_to(3)
+
+
+def test_a_process_that_ends_refuses_what_no_thread_can_send(log, publishing, monkeypatch):
+    monkeypatch.setattr("sys.is_finalizing", lambda: True)
+    publisher = publishing()
+    with pytest.raises(PublishError, match="this process ends, and can start no thread"):
+        publisher.publish(committed(1))
+    monkeypatch.undo()
+    publisher.publish(committed(1))
+    publisher.flush(LONG)
+    assert sequences(log) == [1]
 
 
 PROCESS = """

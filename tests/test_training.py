@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline import events_of, reducer_process
+from tests.pipeline import PATIENCE, events_of, reducer_process
+from tests.servers import servers
 from trinity_events import publishing, training_run
-from trinity_events.errors import InvalidRunId, ServerUnreachable
+from trinity_events.errors import InvalidRunId, RunOpenedTwice, ServerUnreachable
 from trinity_events.replay import current_state
 from trinity_schemas import RunClosed, RunResumed, TrainerStatusChanged
 
@@ -87,7 +88,7 @@ async def test_a_signal_ends_the_block_in_order_and_with_its_status(log, run_id,
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.readline() == b"opened\n"
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.wait(PATIENCE) == 128 + number
     assert await closed(log) == ("interrupted", None)
 
 
@@ -118,6 +119,100 @@ def test_a_server_that_is_not_there_is_one_sentence(run_id):
         pass
 
 
+# --- callbacks -----------------------------------------------------------------------------------
+
+LEFT_OPEN = """
+import sys, time
+from trinity_events import publishing, training_run
+from trinity_events.log import publisher
+
+publisher._LINGER = 0.01
+how, run, url = sys.argv[1:]
+if how == "generator":
+    def training():
+        with training_run(run, redis_url=url) as run_:
+            yield run_
+    left = training()
+    opened = next(left)
+else:
+    left = training_run(run, redis_url=url)
+    opened = left.open()
+others = publishing(run, opened.epoch, "actor", redis_url=url)
+others.__enter__()
+opened.flush(30)
+time.sleep(0.1)  # longer than an idle sender stays where nothing keeps it
+print("opened", flush=True)
+sys.stdin.read()
+raise ValueError("training broke")
+"""
+
+
+@pytest.fixture
+def left_open(run_id):
+    """Starts a process that opens the run, and ends with an error once its input is closed."""
+    started = []
+
+    def start(how, url):
+        command = [sys.executable, "-c", LEFT_OPEN, how, run_id, url]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(command, text=True, cwd=ROOT, **pipes))
+        assert started[-1].stdout.readline() == "opened\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("how", ["callback", "generator"])
+async def test_a_process_that_leaves_a_run_open_ends_and_closes_it_as_interrupted(
+    log, run_id, redis_url, left_open, how
+):
+    _, said = (process := left_open(how, redis_url)).communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "ValueError: training broke" in said
+    assert "was left open" in said
+    assert "Exception ignored" not in said
+    assert await closed(log) == ("interrupted", None)
+
+
+def test_a_process_that_leaves_a_run_open_ends_without_its_server_too(tmp_path, left_open):
+    with servers(tmp_path, 1) as [server]:
+        process = left_open("callback", server.url)
+        server.kill()
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "ValueError: training broke" in said
+
+
+async def test_a_generator_that_is_dropped_closes_its_run_as_interrupted(log, run_id, redis_url):
+    def training():
+        with training_run(run_id, redis_url=redis_url) as run:
+            yield run
+
+    left = training()
+    next(left)
+    left.close()
+    assert await closed(log) == ("interrupted", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(None, ("finished", None)), (ValueError("no reward"), ("failed", "ValueError: no reward"))],
+)
+async def test_callbacks_open_a_run_and_close_it_once(log, run_id, redis_url, error, told):
+    run = training_run(run_id, redis_url=redis_url)
+    run.close()  # before it was opened there is nothing to close
+    publisher = run.open()
+    assert publisher.epoch == 1
+    run.close(error)
+    run.close()
+    assert await closed(log) == told
+    with pytest.raises(RunOpenedTwice, match="call training_run again"):
+        run.open()
+
+
 # --- the example ---------------------------------------------------------------------------------
 
 
@@ -125,7 +220,6 @@ def test_the_documentation_shows_the_example_as_it_is():
     assert EXAMPLE.read_text() in (ROOT / "docs" / "own-loop.md").read_text()
 
 
-@pytest.mark.timeout(180)
 def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path, cli):
     env = {
         **os.environ,
@@ -151,7 +245,7 @@ def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path,
             )
             assert trained.returncode == 0, trained.stderr
             for rank, explorer in enumerate(explorers):
-                told, _ = explorer.communicate(timeout=30)
+                told, _ = explorer.communicate(timeout=PATIENCE)
                 assert explorer.returncode == 0
                 assert f"explorer {rank} serves step 30: " in told.decode().splitlines()[-1]
         finally:

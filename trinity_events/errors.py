@@ -33,6 +33,10 @@ class InvalidRunId(TrinityError):
     """The run id is not a slug."""
 
 
+class RunOpenedTwice(TrinityError):
+    """One opening of a run was opened again."""
+
+
 class RunNotFound(TrinityError):
     """No such run on this server."""
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from types import TracebackType
 
 from anyio.from_thread import start_blocking_portal
 
 from trinity_schemas import RunClosed, SaveStrategy, TrainerStatusChanged, check_run_id
 
 from .error_text import cause_of, first_error
-from .errors import InvalidRunId, PublishError
+from .errors import InvalidRunId, PublishError, RunOpenedTwice
 from .log import Publisher, SyncEventLog, new_producer, open_run
 from .server import connect, open_client, serving, warn_of_eviction
 from .signals import ending_signals
 
+logger = logging.getLogger(__name__)
 
-@contextmanager
+
 def training_run(
     run: str,
     *,
@@ -28,16 +33,18 @@ def training_run(
     config: str | None = None,
     save_strategy: SaveStrategy = "unrestricted",
     redis_url: str | None = None,
-) -> Iterator[Publisher]:
-    """Open the run's next epoch, and close it however the block ends; one process of it does.
+) -> TrainingRun:
+    """Return a run's next epoch, for one process of it to open and to close.
 
-    Gives the trainer's publisher, which has the ``epoch`` that the other processes are to be told.
+    ``with training_run("grpo-7b") as run`` opens it, gives the trainer's publisher, which has the
+    ``epoch`` that the other processes are to be told, and closes the run however the block ends.
+    Callbacks, which have no block, call :meth:`TrainingRun.open` and :meth:`TrainingRun.close`.
 
-    Whoever looks at the run sees how it ended: ``finished``, ``failed`` with the error that left
-    the block, or ``interrupted``. SIGTERM, with which launchers end what is left of a job, and
-    SIGHUP, which comes when the terminal goes, raise ``SystemExit`` in the block, where the main
-    thread enters it and nothing else handles the signal. A process that is killed otherwise says
-    nothing.
+    The log says how the run ended: ``finished``, ``failed`` with the error that left the block, or
+    ``interrupted``. A run that is still open when its process ends is ``interrupted``. SIGTERM,
+    with which launchers end what is left of a job, and SIGHUP, which comes when the terminal goes,
+    raise ``SystemExit`` in the block, where the main thread enters it and nothing else handles the
+    signal. A process that is killed otherwise says nothing.
 
     Args:
         run: The run's id.
@@ -47,11 +54,98 @@ def training_run(
         redis_url: The server; without it ``TRINITY_REDIS_URL``, else the embedded one.
 
     Raises:
-        InvalidRunId: when it cannot be a run's id.
-        ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on entering.
+        InvalidRunId: on opening, when it cannot be a run's id.
+        ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on opening.
+        RunOpenedTwice: on opening what was opened before.
         PublishError: when the server did not take the opening; and at the end, when it did not
             take all that was said.
     """
+    return TrainingRun(
+        run,
+        _opened(
+            run,
+            resume_from=resume_from,
+            config=config,
+            save_strategy=save_strategy,
+            redis_url=redis_url,
+        ),
+    )
+
+
+class TrainingRun:
+    """One epoch of a run in the process that opens and closes it: see :func:`training_run`."""
+
+    def __init__(self, run: str, opened: AbstractContextManager[Publisher]) -> None:
+        self.run_id = run
+        self._unopened: AbstractContextManager[Publisher] | None = opened
+        self._opened: AbstractContextManager[Publisher] | None = None
+
+    def open(self) -> Publisher:
+        """Open the run's next epoch; return the trainer's publisher."""
+        if self._unopened is None:
+            raise RunOpenedTwice(
+                f"run {self.run_id} was opened by this object before: call training_run again "
+                "for its next epoch"
+            )
+        opened, self._unopened = self._unopened, None
+        publisher = opened.__enter__()
+        self._opened = opened
+        _left_open[self] = os.getpid()
+        return publisher
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the run: as finished, or with the error that ended training; once.
+
+        Blocks until the log has all that was published, 5 seconds at most. Raises PublishError
+        when it has not, unless ``error`` is given, which is worth more.
+        """
+        opened, self._opened = self._opened, None
+        _left_open.pop(self, None)
+        if opened is not None:
+            if error is None:
+                opened.__exit__(None, None, None)
+            else:
+                opened.__exit__(type(error), error, error.__traceback__)
+
+    def __enter__(self) -> Publisher:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+
+_left_open: dict[TrainingRun, int] = {}
+"""Runs that are open, with the process that opened each; a forked process closes none of them."""
+
+
+@atexit.register
+def _interrupt_all() -> None:
+    """Close what a process leaves open: later, when its generators are finalized, is too late."""
+    for run, process in list(_left_open.items()):
+        if process == os.getpid():
+            logger.warning(
+                "run %s was left open by the process that ends, and is closed as interrupted: "
+                "close it, or open it by a with statement",
+                run.run_id,
+            )
+            run.close(SystemExit())
+
+
+@contextmanager
+def _opened(
+    run: str,
+    *,
+    resume_from: int | None,
+    config: str | None,
+    save_strategy: SaveStrategy,
+    redis_url: str | None,
+) -> Iterator[Publisher]:
+    """Open the run's next epoch, and close it however the block ends."""
     try:
         check_run_id(run)
     except ValueError as error:
@@ -126,7 +220,10 @@ def _ended_by_signals() -> Iterator[None]:
                 signal.signal(one, signal.SIG_DFL)
 
 
+_INTERRUPTS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit)
+
+
 def _closed_by(error: BaseException) -> RunClosed:
-    if isinstance(first_error(error), (KeyboardInterrupt, SystemExit, asyncio.CancelledError)):
+    if isinstance(first_error(error), _INTERRUPTS):
         return RunClosed(reason="interrupted")
     return RunClosed(reason="failed", error=cause_of(error))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 from trinity_schemas import Event, Producer, event_tag
 
@@ -29,7 +30,7 @@ EXIT_DEADLINE = 5.0
 """Seconds that a process waits at its end for what its publishers still hold, all together."""
 
 _LINGER = 5.0
-"""Seconds for which the thread that sends waits for more before it ends."""
+"""Seconds for which a sender keeps a publisher that has nothing to send and no other user."""
 
 
 class Publisher:
@@ -37,9 +38,9 @@ class Publisher:
 
     Events are numbered as they are published and sent in that order by a thread of its own, which
     waits out a server that is away, full or read-only. What was sent and not confirmed is sent
-    again: to the fold it is a duplicate. Only :meth:`flush` tells that all of it is in the log;
-    a process that ends waits for that too, for :data:`EXIT_DEADLINE` seconds. In a process that
-    was forked from this one, make another: the thread and the connection stay here.
+    again: to the fold it is a duplicate. Only :meth:`flush` tells that all of it is in the log.
+    A process that ends closes its publishers, within :data:`EXIT_DEADLINE` seconds. In a process
+    that was forked from this one, make another: the thread and the connection stay here.
 
     Args:
         log: The run's log.
@@ -160,13 +161,8 @@ class Publisher:
         if not self.log.remote:
             self.log.append(payload)
             return
-        # Before it is put in: a process that is about to end can start no thread.
-        if self._thread is None:
-            thread = threading.Thread(
-                target=self._send, name=f"publish-{self.producer.role}", daemon=True
-            )
-            thread.start()
-            self._thread = thread
+        if self._thread is None:  # before it is put in: what cannot be sent is not taken
+            self._thread = self._start_sender(event)
         if not self._outbox.put(payload):
             raise BufferFull(
                 f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "
@@ -174,8 +170,24 @@ class Publisher:
             )
         self._changed.notify_all()
 
-    def _send(self) -> None:
-        """Send what there is, batch by batch, each until it is taken: in a thread of its own."""
+    def _start_sender(self, event: Event) -> threading.Thread:
+        """Start the thread that sends for as long as the publisher is open and in use.
+
+        It stays when there is nothing to send: a process that ends can start no other.
+        """
+        thread = threading.Thread(
+            target=_send_for, args=(ref(self),), name=f"publish-{self.producer.role}", daemon=True
+        )
+        try:
+            if sys.is_finalizing():  # where Python 3.11 would wait for ever
+                raise RuntimeError
+            thread.start()
+        except RuntimeError:
+            raise self._not_taken(event, "this process ends, and can start no thread") from None
+        return thread
+
+    def _send(self) -> bool:
+        """Send what there is, batch by batch, each until it is taken; False once it is closed."""
         faults = backoff_delays(LONGEST_PAUSE)
         while batch := self._next_batch():
             try:
@@ -189,14 +201,15 @@ class Publisher:
                     self._fault = None
                     self._outbox.drop(len(batch))
                     self._changed.notify_all()
+        return self._thread is not None
 
     def _next_batch(self) -> list[bytes]:
-        """What to send; empty when the thread is to end."""
+        """Return what to send; empty when there was nothing for a while, or it was closed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._outbox) or self._closed, _LINGER)
             batch = [] if self._closed else self._outbox.batch()
             self._attempts += 1
-            if not batch:
+            if self._closed:
                 self._thread = None
                 self._changed.notify_all()
             return batch
@@ -244,17 +257,25 @@ class Publisher:
             )
 
 
+def _send_for(reference: ReferenceType[Publisher]) -> None:
+    """Send for a publisher until it is closed, or nothing else refers to it."""
+    while (publisher := reference()) is not None and publisher._send():
+        del publisher
+
+
 _open: WeakSet[Publisher] = WeakSet()
 
 
 @atexit.register
-def _flush_all() -> None:
-    """Give what is published last its chance; threads that are no daemons have ended by now."""
+def _close_all() -> None:
+    """Close what is still open; threads that are no daemons have ended by now.
+
+    Finalizers run later, when no thread does: what they publish is refused at once.
+    """
     give_up = time.monotonic() + EXIT_DEADLINE
     for publisher in list(_open):
-        ours = publisher._process == os.getpid()
-        if publisher.backlog and ours and not publisher._closed:
+        if publisher._process == os.getpid() and not publisher._closed:
             try:
-                publisher.flush(max(0.0, give_up - time.monotonic()))
+                publisher.close(max(0.0, give_up - time.monotonic()))
             except PublishError as error:
                 logger.error("this process ends: %s", error)

@@ -281,6 +281,7 @@ def _run_job(
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *modules)
     chosen.checked()
     _reach(redis_url, weights_redis_url)
+    log_to_stderr(verbose=False)
     from .launch.launcher import LaunchOptions, run_job
 
     options = LaunchOptions(

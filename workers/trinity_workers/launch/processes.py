@@ -1,4 +1,4 @@
-"""The processes around the Ray actors: the reducer, kept alive, and the local Ray."""
+"""The processes around the Ray actors: the reducer, kept alive, and the local Ray, reaped."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _SETTLED = 60.0
 """Seconds of work after which a reducer's earlier ends are forgotten."""
 _SHORTEST_PAUSE = 1.0
 """Seconds before the first restart. A reducer that is killed leaves its lead for three."""
+_REAPER = Path(__file__).with_name("ray_reaper.py")
 _LONGEST_ROOM = 32
 """Bytes that leave Ray's own names room in a socket's path, of which the kernel takes 107."""
 
@@ -148,10 +149,31 @@ async def local_ray(actors: int) -> AsyncIterator[None]:
             logging_level=logging.ERROR,
         )
 
+    async with _reaped():
+        try:
+            # Not on the main thread: there Ray would put a handler of its own in place of ours for
+            # SIGTERM, one that ends the process wherever it is.
+            await anyio.to_thread.run_sync(start)
+            yield
+        finally:
+            ray.shutdown()
+
+
+@asynccontextmanager
+async def _reaped() -> AsyncIterator[None]:
+    """Have the block's Ray killed when it or this process has ended: see ``ray_reaper.py``."""
+    folder = Path(os.environ["RAY_TMPDIR"], "ray")
+    command = [sys.executable, "-I", "-S", str(_REAPER), str(folder), str(os.getpid())]
+    with anyio.CancelScope(shield=True):
+        reaper = await anyio.open_process(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     try:
-        # Not on the main thread: there Ray would put a handler of its own in place of ours for
-        # SIGTERM, one that ends the process wherever it is.
-        await anyio.to_thread.run_sync(start)
         yield
     finally:
-        ray.shutdown()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_STOP_DEADLINE):
+            await reaper.aclose()

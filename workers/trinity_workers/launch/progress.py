@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -69,7 +70,9 @@ class ProgressView:
                 self._show(bar, task)
 
     def say(self, text: str, style: str = "dim") -> None:
-        """Print one line about what is being done."""
+        """Print one line about what is being done, with its time where it is kept as a log."""
+        if not self._console.is_terminal:
+            text = f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}"
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _fold(self, entry: Entry) -> None:
