@@ -102,7 +102,7 @@ async def follow(rank: int) -> None:
     model = make_model()
     synchronizer = Synchronizer(RUN, 0, role="explorer", rank=rank)
     with closing(synchronizer):
-        async with subscribe(RUN, StepReady, deadline=60) as events:
+        async with subscribe(RUN, StepReady, deadline=60, wait_for_run=True) as events:
             async for event in events:
                 if event.kind != "weights":
                     continue
