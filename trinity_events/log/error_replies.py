@@ -18,7 +18,7 @@ _REPLIES = (
 _NO_PLACE = "max number of clients reached"
 """A reply for which the client has no type but that of lost connections."""
 
-_IN_SCRIPT = re.compile(r" script: \w+, on @user_script:\d+\.?$")
+_IN_SCRIPT = re.compile(r" script: (?:\S+, )?on @user_script:\d+\.?$")
 """The place in a script of ours that a reply names, which tells users nothing."""
 
 

@@ -304,7 +304,7 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
 
 @asynccontextmanager
 async def _shown(
-    view: ProgressView, log: RedisEventLog, beside: Callable[[], Coroutine[Any, Any, None]]
+    view: ProgressView, log: RedisEventLog, *beside: Callable[[], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[None]:
     """Show the run in the block, which goes on when that fails, and do something beside it."""
 
@@ -316,7 +316,8 @@ async def _shown(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(follow)
-        tasks.start_soon(beside)
+        for task in beside:
+            tasks.start_soon(task)
         yield
         tasks.cancel_scope.cancel()
 
