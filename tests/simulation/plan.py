@@ -137,11 +137,11 @@ def _saves(rng: Random, workers: int) -> tuple[Save, ...]:
 
 WHATS = ("refused", "lost", "lost", "killed", "killed-after", "stalled", "stalled-after")
 CALLS = {
-    "reducer": ("commit", "commit", "append_leading", "renew", "load", "alive"),
+    "reducer": ("commit", "commit", "append_leading", "renew", "load", "heartbeat_ttls"),
     "trainer": ("open_epoch", "append"),
     "worker": ("append", "append", "beat", "granted"),
     "member": ("read_group", "ack", "claim"),
-    "follower": ("wait", "standing"),
+    "follower": ("read_blocking", "current_announcements"),
 }
 
 
