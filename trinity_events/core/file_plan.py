@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from trinity_schemas import Kind
 
-from .announcements import staged_folder
+from .completeness import staged_folder
 from .state import MonitorState
 
 # Trinity-RFT and veRL read these names, with a decimal step and no newline.
