@@ -1,4 +1,4 @@
-"""The contract of Trinity Events: what travels, and how it is read. Imports msgspec alone."""
+"""Contract of Trinity Events: messages, keys and codecs. It imports only msgspec."""
 
 from .codec import (
     MAX_EVENT_BYTES,

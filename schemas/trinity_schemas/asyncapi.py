@@ -1,4 +1,4 @@
-"""The contract as one AsyncAPI 3.0 document: which stream carries what, and who says it."""
+"""Contract as one AsyncAPI 3.0 document: streams, their messages, and the senders' roles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RUN = {
 
 
 def asyncapi() -> Object:
-    """The document. Every reference in it resolves within it."""
+    """Return the document; every reference in it resolves within it."""
     return {
         "asyncapi": "3.0.0",
         "info": {
@@ -57,19 +57,23 @@ def _channels() -> Object:
         }
 
     return {
-        "events": channel(_KEYS.events, "What everyone publishes.", _names(_PUBLISHED)),
+        "events": channel(
+            _KEYS.events,
+            "Events of trainers, workers, explorers and the reducer.",
+            _names(_PUBLISHED),
+        ),
         "announcements": channel(
             _KEYS.announcements,
-            "What the reducer alone writes, each exactly once; subscribers listen here.",
+            "Announcements of the reducer, each exactly once; subscribers listen here.",
             _names(ANNOUNCEMENT_TYPES),
         ),
         "experiences": channel(
             _KEYS.experiences,
-            "What explorers hand to the trainer. Bounded; an entry goes when it is used.",
+            "Experience groups from explorers to the trainer. Bounded; a used entry is deleted.",
             [ExperienceGroup.__name__],
         ),
         "deadLetters": channel(
-            _KEYS.dead, "Entries of the events that nobody could read.", [_DEAD_LETTER]
+            _KEYS.dead, "Entries of the events that could not be decoded.", [_DEAD_LETTER]
         ),
     }
 
@@ -122,15 +126,17 @@ def _messages() -> Object:
     }
     group = ExperienceGroup.__name__
     messages[group] = message(group, ExperienceGroup.__doc__, {"$ref": _SCHEMAS + group})
-    # Its bytes are what somebody sent, so they need not even be MessagePack.
-    letter = message(_DEAD_LETTER, "An entry that could not be decoded, as it came.", {})
+    # Its bytes are those of the sender and need not be MessagePack.
+    letter = message(
+        _DEAD_LETTER, "An entry that could not be decoded, with its bytes unchanged.", {}
+    )
     letter["contentType"] = "application/octet-stream"
     letter["headers"] = {
         "type": "object",
         "required": ["id", "reason"],
         "properties": {
             "id": {"type": "string", "description": "Id of the entry in the events."},
-            "reason": {"type": "string", "description": "Why it could not be decoded."},
+            "reason": {"type": "string", "description": "Reason why it could not be decoded."},
         },
     }
     return messages | {_DEAD_LETTER: letter}

@@ -1,4 +1,4 @@
-"""MessagePack on the wire, decoded with hard limits. Nothing here can execute what it reads."""
+"""MessagePack on the wire, decoded with hard limits. Decoding never executes code."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from .identity import Producer, RunId
 from .manifest import WeightManifest
 
 MAX_EVENT_BYTES = 4 << 20
+"""Bytes of an envelope or an experience group; larger ones are refused."""
 MAX_MANIFEST_BYTES = 64 << 20
+"""Bytes of a weight manifest; larger ones are refused."""
 
 
 class ContractError(ValueError):
-    """Bytes that are not what the contract says; the message names the fault."""
+    """Bytes or a message that contradict the contract; the error's text names the fault."""
 
 
 class Sender(msgspec.Struct, frozen=True, kw_only=True):
-    """What of an envelope can be read although its event is unknown."""
+    """Sender of an envelope, which is decodable although the event is unknown."""
 
     run_id: RunId
     producer: Producer
@@ -33,13 +35,13 @@ class _Tag(msgspec.Struct, gc=False):
 
 
 class _Tagged(msgspec.Struct, gc=False):
-    """Of an envelope nothing but the tag of its event: what is not named here is never built."""
+    """Tag of an envelope's event; the decoder builds no other field."""
 
     event: _Tag
 
 
 class UnknownEventType(ContractError):
-    """An envelope around an event that this version does not know, and who sent it."""
+    """Envelope of an event that this version does not know, with its sender."""
 
     def __init__(self, message: str, sender: Sender | None = None) -> None:
         super().__init__(message)
@@ -54,16 +56,18 @@ _senders = msgspec.msgpack.Decoder(Sender)
 _manifests = msgspec.msgpack.Decoder(WeightManifest)
 _experiences = msgspec.msgpack.Decoder(ExperienceGroup)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoders raise."""
+"""Errors that decoders raise for bytes that they cannot decode."""
 T = TypeVar("T")
 
 
 def encode(message: msgspec.Struct) -> bytes:
     """Encode an envelope, a manifest or an experience group as MessagePack.
 
-    Raises :class:`ContractError` when an envelope or an experience group outgrows
-    ``MAX_EVENT_BYTES``, has text that is none, as names of files may be, or holds a tensor for a
-    number: the sender is told, instead of every reader.
+    The sender gets the error that each reader would get otherwise.
+
+    Raises:
+        ContractError: The message is above its limit of bytes, has text that is not UTF-8 (as
+            names of files may be), or holds a tensor in place of a number.
     """
     try:
         payload = _encoder.encode(message)
@@ -83,10 +87,12 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode_envelope(payload: bytes) -> Envelope:
     """Decode one log entry. Unknown fields are ignored.
 
-    Raises :class:`UnknownEventType` for an event of a later version (readers set it aside) and
-    :class:`ContractError` for everything else that is wrong. Nesting is bounded by the types,
-    and in fields that are ignored by the interpreter's recursion limit. Of what is ignored nothing
-    is built.
+    The types bound the nesting; the interpreter's recursion limit bounds it in ignored fields.
+    Ignored fields are never built.
+
+    Raises:
+        UnknownEventType: The event is of a later version; readers set it aside.
+        ContractError: The bytes are no envelope.
     """
     try:
         _check_size(payload, MAX_EVENT_BYTES)
@@ -103,7 +109,7 @@ def decode_envelope(payload: bytes) -> Envelope:
 
 
 def decode_manifest(payload: bytes) -> WeightManifest:
-    """Decode a weight manifest. Raises :class:`ContractError` when it contradicts itself."""
+    """Decode a weight manifest. Raises :class:`ContractError` if it contradicts itself."""
     return _decode(_manifests, payload, MAX_MANIFEST_BYTES, "a weight manifest")
 
 
@@ -113,7 +119,7 @@ def decode_experiences(payload: bytes) -> ExperienceGroup:
 
 
 def to_json(message: msgspec.Struct) -> dict[str, Any]:
-    """The message as plain dictionaries and lists, for ``--json`` and exports."""
+    """Return the message as plain dictionaries and lists, for ``--json`` and exports."""
     built = msgspec.to_builtins(message)
     assert isinstance(built, dict)
     return built
@@ -140,7 +146,7 @@ def _sender(payload: bytes) -> Sender | None:
 
 
 def _unknown_tag(payload: bytes) -> str | None:
-    """The event's tag, when that alone is why the envelope did not decode."""
+    """Return the event's tag if it is unknown; None otherwise."""
     try:
         tag = _tags.decode(payload).event.type
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""What every event travels in: who sent it, when, and where it stands in the sender's order."""
+"""Envelope of every event: its sender, its time, and its place in the sender's order."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from .identity import Epoch, Producer, RunId
 SCHEMA_VERSION = 1
 
 Sequence = Annotated[
-    int, Meta(ge=1, le=2**53, description="The sender's own count of what it sent, from 1.")
+    int, Meta(ge=1, le=2**53, description="Number of the event among its sender's, from 1.")
 ]
 
 
 class Trace(Struct, frozen=True, kw_only=True):
-    """W3C trace context, as text, for those who trace."""
+    """W3C trace context, as text."""
 
-    traceparent: Annotated[str, Meta(max_length=128, description="Of the span that sent it.")]
-    tracestate: Annotated[str, Meta(max_length=512, description="Of vendors.")] = ""
+    traceparent: Annotated[str, Meta(max_length=128, description="Span that sent the event.")]
+    tracestate: Annotated[
+        str, Meta(max_length=512, description="State of the tracing vendors.")
+    ] = ""
 
 
 class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry of a run's log.
+    """Entry of a run's log: an event and its sender.
 
-    ``(producer.incarnation, sequence)`` is the event's identity: sequences count from 1 and are
-    sent in order, so one that is not above the last seen is a duplicate and a jump is a gap.
-    ``occurred_at`` is seconds since the Unix epoch by the sender's clock; it informs people,
-    while the fold takes its time from entry ids.
+    ``(producer.incarnation, sequence)`` identifies the event. Sequences count from 1 and are sent
+    in order: a sequence that is not above the last one is a duplicate, and a jump is a gap.
+    ``occurred_at`` is for readers; the fold takes its time from entry ids.
     """
 
     run_id: RunId
@@ -37,8 +38,8 @@ class Envelope(Struct, frozen=True, kw_only=True, omit_defaults=True):
     producer: Producer
     sequence: Sequence
     occurred_at: Annotated[float, Meta(description="Unix seconds by the sender's clock.")]
-    event: Annotated[Event, Meta(description="What happened.")]
+    event: Annotated[Event, Meta(description="The event.")]
     schema_version: Annotated[
-        int, Meta(ge=1, le=2**15, description="Of the contract that the sender knows.")
+        int, Meta(ge=1, le=2**15, description="Version of the contract that the sender uses.")
     ] = SCHEMA_VERSION
     trace: Trace | None = None

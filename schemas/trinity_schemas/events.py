@@ -1,4 +1,4 @@
-"""Every event of a run, one tagged union. Changes only ever add optional fields."""
+"""Events of a run, as one tagged union. Changes only ever add optional fields."""
 
 from __future__ import annotations
 
@@ -40,73 +40,73 @@ def _kebab(name: str) -> str:
 
 
 class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag=_kebab):
-    """Base of all events: frozen, named by its kebab-case tag."""
+    """Base of all events: frozen, with the class name in kebab case as tag."""
 
 
 # --- the run -------------------------------------------------------------------------------
 
 
 class ChosenTransport(Struct, frozen=True, kw_only=True):
-    """How the run's weights are to travel, and why so."""
+    """Transport of the run's weights, and the reason for it."""
 
     name: Transport
-    reason: Annotated[Text, Meta(description="In words.")]
+    reason: Annotated[Text, Meta(description="Reason for the choice.")]
 
 
 class RunOpened(_Event, frozen=True):
-    """A trainer took a new epoch of the run and starts from its beginning."""
+    """A trainer opened a new epoch of the run and starts at step 0."""
 
-    config_digest: Annotated[Digest | None, Meta(description="Of the run's configuration.")] = None
+    config_digest: Annotated[Digest | None, Meta(description="Digest of the configuration.")] = None
     config: Annotated[
-        Text | None, Meta(description="JSON of what the run is, without places or secrets.")
+        Text | None, Meta(description="Configuration as JSON, without paths and secrets.")
     ] = None
     save_strategy: SaveStrategy = "unrestricted"
     transport: Annotated[
-        ChosenTransport | None, Meta(description="How its weights are to travel, and why so.")
+        ChosenTransport | None, Meta(description="Transport of the weights, and the reason.")
     ] = None
 
 
 class RunResumed(_Event, frozen=True):
-    """A trainer took a new epoch of the run and goes on from ``step``."""
+    """A trainer opened a new epoch of the run and resumes from ``step``."""
 
     step: Step
     config: Annotated[
-        Text | None, Meta(description="JSON of what the run is, without places or secrets.")
+        Text | None, Meta(description="Configuration as JSON, without paths and secrets.")
     ] = None
     save_strategy: SaveStrategy = "unrestricted"
     transport: Annotated[
-        ChosenTransport | None, Meta(description="How its weights are to travel, and why so.")
+        ChosenTransport | None, Meta(description="Transport of the weights, and the reason.")
     ] = None
 
 
 class RunClosed(_Event, frozen=True):
-    """The run's present epoch ended; ``error`` says why when it did not end by itself."""
+    """The run's current epoch ended; ``error`` is the cause of a failure."""
 
-    reason: Annotated[Literal["finished", "interrupted", "failed"], Meta(description="How.")]
-    step: Annotated[Step | None, Meta(description="The last training step, if known.")] = None
-    error: Annotated[Text | None, Meta(description="What went wrong.")] = None
+    reason: Annotated[Literal["finished", "interrupted", "failed"], Meta(description="Outcome.")]
+    step: Annotated[Step | None, Meta(description="Last training step, if known.")] = None
+    error: Annotated[Text | None, Meta(description="Error that ended the run.")] = None
 
 
 # --- saves ---------------------------------------------------------------------------------
 
 
 class ThreadCountRegistered(_Event, frozen=True):
-    """A step is to expect this many saves of this kind."""
+    """A step expects a number of saves of a kind."""
 
     step: Step
     registration: Registration
 
 
 class SaveRequested(_Event, frozen=True):
-    """A worker waits for its turn to begin an attempt; only under a limiting save strategy.
+    """A worker waits for its turn to begin an attempt, under a limiting save strategy.
 
-    Without a ``process`` the sender's incarnation stands for it; without a ``lease`` it sends no
-    heartbeats, and its turn ends with the save alone.
+    Without a ``process``, the sender's incarnation takes its place. A sender without a ``lease``
+    sends no heartbeats, and only the end of the save ends its turn.
     """
 
     save_id: SaveId
     slot: Slot
-    process: Annotated[Process | None, Meta(description="Who will write.")] = None
+    process: Annotated[Process | None, Meta(description="Process that writes the save.")] = None
     lease: Lease | None = None
     ranks: Ranks | None = None
 
@@ -114,7 +114,8 @@ class SaveRequested(_Event, frozen=True):
 class SaveStarted(_Event, frozen=True):
     """A worker began an attempt at a slot.
 
-    With a ``lease`` it sends heartbeats, and is taken for dead once the last is as old as that.
+    A worker with a ``lease`` sends heartbeats. It is taken for dead once its last heartbeat is
+    older than the lease.
     """
 
     save_id: SaveId
@@ -125,16 +126,16 @@ class SaveStarted(_Event, frozen=True):
 
 
 class SaveProgressed(_Event, frozen=True):
-    """How far a running attempt has come. Throttled by its sender; proves nothing."""
+    """A running attempt reports its progress. The sender limits the rate; it proves nothing."""
 
     save_id: SaveId
     slot: Slot
     bytes: Annotated[Bytes, Meta(description="Bytes written so far.")]
-    total: Annotated[Bytes | None, Meta(description="Bytes to write, where known.")] = None
+    total: Annotated[Bytes | None, Meta(description="Bytes to write, if known.")] = None
 
 
 class SaveFinished(_Event, frozen=True):
-    """An attempt is durable where its path says."""
+    """An attempt is durable at its path."""
 
     save_id: SaveId
     slot: Slot
@@ -151,68 +152,70 @@ class SaveFailed(_Event, frozen=True):
     save_id: SaveId
     slot: Slot
     error_type: Annotated[Name, Meta(description="Class of the error.")]
-    message: Annotated[Text, Meta(description="What the error says.")] = ""
+    message: Annotated[Text, Meta(description="Message of the error.")] = ""
     followed: Annotated[
-        bool, Meta(description="It was given up because another's failed, which tells why itself.")
+        bool, Meta(description="True if it was given up because another worker's attempt failed.")
     ] = False
 
 
 class StepCommitted(_Event, frozen=True):
-    """All saves of this kind of the step are dispatched.
+    """All saves of a kind of a step are dispatched.
 
-    Carries the registrations again, so that this event alone establishes what to expect, and
-    may carry the training step's metrics, for those who watch.
+    It repeats the registrations, so that this event alone tells the expected saves. It may have
+    the training step's metrics, for views.
     """
 
     step: Step
     kind: Kind
     registrations: Annotated[
-        tuple[Registration, ...], Meta(description="What to expect, once more.")
+        tuple[Registration, ...], Meta(description="Registrations of the expected saves, repeated.")
     ] = ()
-    metrics: Annotated[dict[str, float], Meta(description="Of the training step.")] = {}
+    metrics: Annotated[dict[str, float], Meta(description="Metrics of the training step.")] = {}
 
 
 # --- weight versions -----------------------------------------------------------------------
 
 
 class VersionOpened(_Event, frozen=True):
-    """A weight version will be published by these ranks."""
+    """Ranks begin to publish a weight version."""
 
     step: Step
     ranks: Annotated[
-        tuple[Rank, ...], Meta(max_length=16_384, description="Who will publish a part.")
+        tuple[Rank, ...], Meta(max_length=16_384, description="Ranks that publish a part.")
     ]
     transport: Transport
 
 
 class PartDelta(Struct, frozen=True, kw_only=True):
-    """Of a part that holds what changed since an earlier version: how each tensor travelled."""
+    """Figures of a part that holds the changes since an earlier version."""
 
-    base: Annotated[StepRef, Meta(description="The full version that it rests on.")]
-    whole: Annotated[Bytes, Meta(description="Bytes that all tensors take in full.")]
+    base: Annotated[StepRef, Meta(description="Full version that it rests on.")]
+    whole: Annotated[Bytes, Meta(description="Bytes of all tensors in full.")]
     dense: Annotated[Count, Meta(description="Tensors that travelled in full.")]
-    delta: Annotated[Count, Meta(description="Tensors of which changed elements travelled.")]
+    delta: Annotated[Count, Meta(description="Tensors whose changed elements travelled.")]
     skip: Annotated[Count, Meta(description="Tensors that did not change.")]
-    changed: Annotated[int, Meta(ge=0, le=2**62, description="Elements that travelled as changed.")]
+    changed: Annotated[int, Meta(ge=0, le=2**62, description="Changed elements that travelled.")]
     elements: Annotated[
-        int, Meta(ge=0, le=2**62, description="Elements of the tensors that they are of.")
+        int, Meta(ge=0, le=2**62, description="Elements of the tensors counted by `delta`.")
     ]
 
 
 class VersionPartPublished(_Event, frozen=True):
-    """One rank's part of a version is whole and readable."""
+    """One rank's part of a version is complete and readable."""
 
     step: Step
     rank: Rank
-    manifest_digest: Annotated[Digest, Meta(description="Seals the part: digest of its manifest.")]
+    manifest_digest: Annotated[
+        Digest, Meta(description="Digest of the manifest, which seals the part.")
+    ]
     bytes: Bytes
     tensors: Annotated[Count, Meta(description="Tensors in the part.")]
-    chunks: Annotated[Count, Meta(description="Chunks that hold them.")]
+    chunks: Annotated[Count, Meta(description="Chunks in the part.")]
     seconds: Seconds = 0.0
-    delta: Annotated[
-        PartDelta | None, Meta(description="Where it is not full: what of it travelled.")
-    ] = None
-    save_id: Annotated[SaveId | None, Meta(description="The attempt that ends with it.")] = None
+    delta: Annotated[PartDelta | None, Meta(description="Figures of a part that is a delta.")] = (
+        None
+    )
+    save_id: Annotated[SaveId | None, Meta(description="Attempt that ends with it.")] = None
 
 
 class VersionRetired(_Event, frozen=True):
@@ -223,35 +226,37 @@ class VersionRetired(_Event, frozen=True):
 
 
 class AppliedPhases(Struct, frozen=True, kw_only=True):
-    """Seconds a consumer spent on a version: bytes fetched and verified, engine held."""
+    """Seconds that a consumer spent on a version."""
 
-    fetch: Annotated[Seconds, Meta(description="Until all bytes were fetched and verified.")]
-    pause: Annotated[Seconds, Meta(description="For which the engine was held.")]
+    fetch: Annotated[
+        Seconds, Meta(description="Seconds until all bytes were fetched and verified.")
+    ]
+    pause: Annotated[Seconds, Meta(description="Seconds for which the engine was held.")]
 
 
 class WeightsApplied(_Event, frozen=True):
-    """A consumer serves this version from now on; the digest is of what it installed."""
+    """A consumer serves this version from now on."""
 
-    version: Annotated[StepRef, Meta(description="What it serves.")]
-    digest: Annotated[Digest, Meta(description="Of what it installed.")]
+    version: Annotated[StepRef, Meta(description="Version that it serves.")]
+    digest: Annotated[Digest, Meta(description="Digest of the bytes that it installed.")]
     bytes: Bytes
     verified_at: Annotated[
-        float, Meta(description="When its last byte was verified, Unix seconds.")
+        float, Meta(description="Unix seconds at which the last byte was verified.")
     ]
     phases: AppliedPhases
 
 
 class VersionRefused(_Event, frozen=True):
-    """A consumer did not use a version: what it read of it is not what was published.
+    """A consumer did not use a version, because the bytes it read are not the published ones.
 
-    The envelope's producer is the consumer, with its host. What it served before, it still serves.
+    The envelope's producer is the consumer, with its host. It goes on serving its earlier version.
     """
 
-    version: Annotated[StepRef, Meta(description="What it refused.")]
-    reason: Annotated[Text, Meta(description="Why, in words.")]
-    rank: Annotated[Rank | None, Meta(description="Whose part is at fault, where one is.")] = None
+    version: Annotated[StepRef, Meta(description="Version that it refused.")]
+    reason: Annotated[Text, Meta(description="Reason, in words.")]
+    rank: Annotated[Rank | None, Meta(description="Rank whose part is at fault, if known.")] = None
     chunk: Annotated[
-        Count | None, Meta(description="Which chunk of the part, from 0, where one is at fault.")
+        Count | None, Meta(description="Index of the chunk at fault, from 0, if known.")
     ] = None
 
 
@@ -259,7 +264,7 @@ class VersionRefused(_Event, frozen=True):
 
 
 class SaveProof(Struct, frozen=True, kw_only=True):
-    """One finished slot that a ready step rests on."""
+    """Finished slot that a ready step rests on."""
 
     slot: Slot
     save_id: SaveId
@@ -268,37 +273,39 @@ class SaveProof(Struct, frozen=True, kw_only=True):
 
 
 class PublishedPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One rank's part that a ready weight version rests on."""
+    """One rank's part of a ready weight version."""
 
     rank: Rank
     manifest_digest: Digest
     bytes: Bytes
     base: Annotated[
-        StepRef | None, Meta(description="The full version that it rests on, where it is a delta.")
+        StepRef | None, Meta(description="Full version that it rests on, for a delta.")
     ] = None
 
 
 class StepReady(_Event, frozen=True):
     """A kind of a step is proven complete. Announced once per (epoch, step, kind).
 
-    ``version_digest`` and ``parts`` are there for weights; for files ``saves`` (the first of
-    them, ``save_count`` in all) and ``path``, where they were written before they got their name.
+    Weights have ``version_digest`` and ``parts``. Files have ``save_count``, ``saves`` (the first
+    of them) and, if they were written to a staged folder, its ``path``.
     """
 
     epoch: Epoch
     step: Step
     kind: Kind
-    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
     saves: Annotated[
-        tuple[SaveProof, ...], Meta(description="The finished slots it rests on.")
+        tuple[SaveProof, ...], Meta(description="Finished slots that it rests on.")
     ] = ()
-    save_count: Annotated[Count, Meta(description="How many they are in all.")] = 0
+    save_count: Annotated[Count, Meta(description="Number of finished slots.")] = 0
     path: Annotated[
-        RelativePath | None, Meta(description="The staged folder, which becomes global_step_N.")
+        RelativePath | None, Meta(description="Staged folder, which becomes global_step_N.")
     ] = None
-    parts: Annotated[tuple[PublishedPart, ...], Meta(description="Of weights: every rank's.")] = ()
+    parts: Annotated[
+        tuple[PublishedPart, ...], Meta(description="Parts of all ranks, for weights.")
+    ] = ()
     version_digest: Annotated[
-        Digest | None, Meta(description="Of weights: one digest of all parts.")
+        Digest | None, Meta(description="One digest of all parts, for weights.")
     ] = None
     transport: Transport | None = None
 
@@ -309,8 +316,8 @@ class StepFailed(_Event, frozen=True):
     epoch: Epoch
     step: Step
     kind: Kind
-    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
-    reason: Annotated[Text, Meta(description="Why, in words.")]
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
+    reason: Annotated[Text, Meta(description="Reason, in words.")]
 
 
 class StepSuperseded(_Event, frozen=True):
@@ -319,23 +326,23 @@ class StepSuperseded(_Event, frozen=True):
     epoch: Epoch
     step: Step
     kind: Kind
-    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
-    by: Annotated[StepRef, Meta(description="What outranks it.")]
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
+    by: Annotated[StepRef, Meta(description="Newer step that took its place.")]
 
 
 class SaveGranted(_Event, frozen=True):
-    """The answer to ``save-requested``: the attempt may start, and has ``lease`` seconds for it.
+    """The reducer answers ``save-requested``: the attempt may start.
 
-    An announcement, since it follows from the log and is what the fold says in reply: workers
-    listen where the reducer alone writes, so that nobody else can grant a turn.
+    It is an announcement, because it follows from the log. Only the reducer writes announcements,
+    so no other process can grant a turn.
     """
 
     epoch: Epoch
     save_id: SaveId
     slot: Slot
-    caused_by: Annotated[EntryId, Meta(description="The event that made it true.")]
+    caused_by: Annotated[EntryId, Meta(description="Event that it follows from.")]
     lease: Annotated[
-        Seconds, Meta(description="Seconds of silence after which it is taken back; 0 is never.")
+        Seconds, Meta(description="Seconds without a heartbeat that end the turn; 0 for none.")
     ]
 
 
@@ -343,82 +350,84 @@ class SaveGranted(_Event, frozen=True):
 
 
 class TrainerWait(Struct, frozen=True, kw_only=True):
-    """Wait of the trainer: for how much of what, and for whom."""
+    """Wait of the trainer, with the processes that it waits for."""
 
-    what: Annotated[Name, Meta(description="What it waits for, such as experiences.")]
+    what: Annotated[Name, Meta(description="Item that it waits for, such as experiences.")]
     step: Step
-    have: Annotated[Count, Meta(description="How much of it is there.")]
-    expected: Annotated[Count, Meta(description="How much of it is needed.")]
+    have: Annotated[Count, Meta(description="Number of items that are there.")]
+    expected: Annotated[Count, Meta(description="Number of items that it needs.")]
     missing: Annotated[
         tuple[Name, ...],
-        Meta(max_length=16_384, description="Of whom it is not all there, as role-rank."),
+        Meta(max_length=16_384, description="Processes that items are missing from, as role-rank."),
     ]
     seconds: Annotated[Seconds, Meta(description="Seconds that it has waited so far.")]
 
 
 class TrainerStatusChanged(_Event, frozen=True):
-    """The trainer's status; with ``waits_for``, that it has waited for some seconds already."""
+    """The trainer's status changed, or it has waited for some seconds (``waits_for``)."""
 
-    status: Annotated[TrainerStatus, Meta(description="The new status.")]
+    status: Annotated[TrainerStatus, Meta(description="New status.")]
     step: Step = 0
     waits_for: Annotated[
-        TrainerWait | None, Meta(description="What it waits for; without it, for nothing long.")
+        TrainerWait | None, Meta(description="Wait that has lasted for some seconds.")
     ] = None
 
 
 class ExplorerStatusChanged(_Event, frozen=True):
-    """One explorer's status; which one is the envelope's producer."""
+    """An explorer's status changed; the envelope's producer is the explorer."""
 
-    status: Annotated[ExplorerStatus, Meta(description="The new status.")]
+    status: Annotated[ExplorerStatus, Meta(description="New status.")]
 
 
 class SyncRequested(_Event, frozen=True):
-    """An explorer asks for weights; ``weights-applied`` of its own answers it."""
+    """An explorer asks for weights; its own ``weights-applied`` ends the request."""
 
     wanted: Annotated[
-        StepRef | None, Meta(description="The oldest version that will do; without it, any newer.")
+        StepRef | None, Meta(description="Oldest version that it accepts; any newer by default.")
     ] = None
 
 
-# --- time, made an event by the leading reducer so that the fold needs no clock -------------
+# --- time: the leading reducer appends these events, so that the fold needs no clock --------
 
 
 class ExpiredAttempt(Struct, frozen=True, kw_only=True):
-    """An attempt of which nothing more is to be expected."""
+    """Attempt that will send no more events."""
 
     save_id: SaveId
     slot: Slot
 
 
 class LeaseExpired(_Event, frozen=True):
-    """A process was silent for its whole lease: its attempts failed.
+    """A process sent no heartbeat for its whole lease: its attempts failed.
 
-    Not final: an attempt that finishes all the same counts, if its slot has no other.
+    Not final: an attempt that finishes later counts, if its slot has no other finished attempt.
     """
 
-    holder: Annotated[Producer, Meta(description="Who was silent.")]
-    lease: Annotated[Seconds, Meta(description="For how many seconds at least.")]
-    attempts: Annotated[tuple[ExpiredAttempt, ...], Meta(description="What it had under way.")] = ()
+    holder: Annotated[Producer, Meta(description="Process that was silent.")]
+    lease: Annotated[Seconds, Meta(description="Seconds without a heartbeat, at least.")]
+    attempts: Annotated[
+        tuple[ExpiredAttempt, ...], Meta(description="Attempts that it had under way.")
+    ] = ()
 
 
 class DeadlineReached(_Event, frozen=True):
-    """A kind of a step was committed this long ago; what it still lacks is for the fold to say."""
+    """The time for a kind of a step after its commit is over; the fold checks if it is complete."""
 
     step: Step
     kind: Kind
-    seconds: Annotated[Seconds, Meta(description="Seconds that it was given.")]
+    seconds: Annotated[Seconds, Meta(description="Seconds since the commit, at least.")]
 
 
 class ConsumerDetached(_Event, frozen=True):
-    """A consumer group was idle for too long; the log no longer waits for it to be trimmed."""
+    """A consumer group was idle for too long and no longer keeps the log from being trimmed."""
 
     group: Annotated[Name, Meta(description="Name of the consumer group.")]
-    stream: Annotated[Slug, Meta(description="What it read: events or announcements.")]
-    position: Annotated[EntryId, Meta(description="The last entry that was delivered to it.")]
-    pending: Annotated[Count, Meta(description="Entries delivered and never acknowledged.")] = 0
+    stream: Annotated[Slug, Meta(description="Stream that it read: events or announcements.")]
+    position: Annotated[EntryId, Meta(description="Last entry that was delivered to it.")]
+    pending: Annotated[Count, Meta(description="Entries delivered and not acknowledged.")] = 0
     idle: Annotated[Seconds, Meta(description="Seconds since it last asked for entries.")] = 0.0
     oldest_pending: Annotated[
-        EntryId | None, Meta(description="Of what was never acknowledged, the oldest.")
+        EntryId | None, Meta(description="Oldest entry that was not acknowledged.")
     ] = None
 
 
@@ -482,9 +491,9 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     DeadlineReached: "reducer",
     ConsumerDetached: "reducer",
 }
-"""Whose word each event is. The reducer's are announcements, made by the fold, or time passing."""
+"""Role that sends each event. The reducer sends announcements, and events of time and trimming."""
 
 
 def event_tag(event: type[Struct] | Struct) -> str:
-    """The kebab-case tag by which an event is known on the wire."""
+    """Return the kebab-case tag of an event on the wire."""
     return str(event.__struct_config__.tag)

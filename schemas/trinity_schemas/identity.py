@@ -1,4 +1,4 @@
-"""The names by which runs, steps, slots and registrations are known."""
+"""Names and numbers that identify runs, processes, steps, slots and registrations."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ _RUN_ID = re.compile(RUN_ID_PATTERN)
 
 RunId = Annotated[str, Meta(pattern=RUN_ID_PATTERN, title="run id", description="Name of a run.")]
 Slug = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,126}$", title="slug")]
-Role = Annotated[Slug, Meta(description="What the process is in the run, such as actor.")]
+Role = Annotated[Slug, Meta(description="Role of the process in the run, such as actor.")]
 SaveId = Annotated[Slug, Meta(description="Name of one attempt at a slot, never used again.")]
-Transport = Annotated[Slug, Meta(description="How the version's bytes travel.")]
-Incarnation = Annotated[Slug, Meta(description="One life of a process, never used again.")]
+Transport = Annotated[Slug, Meta(description="Transport of the version's bytes.")]
+Incarnation = Annotated[Slug, Meta(description="Id of one start of a process, never used again.")]
 LONGEST_NAME = 256
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
-Node = Annotated[Name, Meta(description="The host.")]
+Node = Annotated[Name, Meta(description="Name of the host.")]
 Text = Annotated[str, Meta(max_length=8192)]
 Step = Annotated[int, Meta(ge=0, le=2**53, description="The training step.")]
-Epoch = Annotated[int, Meta(ge=0, le=2**53, description="Which opening of the run; 0 is none.")]
+Epoch = Annotated[
+    int,
+    Meta(ge=0, le=2**53, description="Number of the run's opening, from 1; 0 before it is opened."),
+]
 Rank = Annotated[int, Meta(ge=0, le=2**31, description="Number of the process in its role.")]
 Ranks = Annotated[
     int,
@@ -34,7 +37,7 @@ Ranks = Annotated[
 ]
 Count = Annotated[int, Meta(ge=0, le=2**31)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62, description="Size in bytes.")]
-Seconds = Annotated[float, Meta(ge=0, description="Seconds that it took.")]
+Seconds = Annotated[float, Meta(ge=0, description="Duration in seconds.")]
 Digest = Annotated[
     str,
     Meta(
@@ -57,15 +60,15 @@ EntryId = Annotated[
 
 Kind = Annotated[
     Literal["state_dict", "checkpoint", "weights"],
-    Meta(description="What is saved: a state dict or a checkpoint (files), or weights (memory)."),
+    Meta(description="Kind of save: a state dict or a checkpoint (files), or weights (memory)."),
 ]
 SaveStrategy = Annotated[
     Literal["unrestricted", "single_thread", "single_process", "single_node"],
-    Meta(description="Which saves of a run may run at once; unrestricted asks nobody."),
+    Meta(description="Saves of a run that may run at once; unrestricted saves need no turn."),
 ]
 Lease = Annotated[
     float,
-    Meta(gt=0, le=86_400, description="Seconds for which its sender's last heartbeat holds."),
+    Meta(gt=0, le=86_400, description="Seconds for which the sender's last heartbeat holds."),
 ]
 TrainerStatus = Literal["running", "require_sync", "stopped"]
 ExplorerStatus = Literal["running", "require_sync", "stopped"]
@@ -82,7 +85,7 @@ def check_run_id(run_id: str) -> str:
 
 
 class Producer(Struct, frozen=True, kw_only=True):
-    """A sender of events. ``incarnation`` is new whenever the sender starts anew."""
+    """Sender of events. Each start of the sender has a new ``incarnation``."""
 
     role: Role
     rank: Rank
@@ -91,41 +94,45 @@ class Producer(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True, kw_only=True):
-    """What one save fills: one kind of one step, from one rank, under one name.
+    """Place of one save: one kind of one step, from one rank, under one name.
 
-    Together with the envelope's epoch it identifies the slot; a save id is one attempt at it.
+    The envelope's epoch is part of the slot's identity. A save id is one attempt at the slot.
     """
 
     step: Step
     kind: Kind
     role: Role
     rank: Rank
-    name: Annotated[Name, Meta(description="Which of the process's saves.")]
+    name: Annotated[Name, Meta(description="Name of the save in its process.")]
 
 
 class Process(Struct, frozen=True, kw_only=True):
-    """One life of an operating-system process: numbers are used again, its start is not."""
+    """Operating-system process, identified by its start too, as hosts use numbers again."""
 
     host: Node
-    pid: Annotated[int, Meta(ge=0, le=2**32, description="Its number on the host.")]
+    pid: Annotated[int, Meta(ge=0, le=2**32, description="Number of the process on its host.")]
     started: Annotated[
-        int, Meta(ge=0, le=2**62, description="When it started, in ticks that the host counts.")
+        int, Meta(ge=0, le=2**62, description="Start of the process, in the host's clock ticks.")
     ]
 
 
 class StepRef(Struct, frozen=True, order=True):
-    """A step of an epoch. Orders by epoch first: a later epoch outranks an earlier one."""
+    """Step of an epoch. A later epoch orders above an earlier one, whatever the step."""
 
     epoch: Epoch
     step: Step
 
 
 class Registration(Struct, frozen=True, kw_only=True):
-    """How many saves of a kind a step is to expect; registrations add up by distinct id."""
+    """Number of saves of a kind that a step expects; registrations of distinct ids add up."""
 
-    registration_id: Annotated[Slug, Meta(description="Counts once, however often it comes.")]
+    registration_id: Annotated[
+        Slug, Meta(description="Id of the registration; a repeated one counts once.")
+    ]
     kind: Kind
-    expected: Annotated[Count, Meta(description="Saves to wait for; an explicit 0 is ready.")]
+    expected: Annotated[
+        Count, Meta(description="Saves that the step waits for; 0 is complete at once.")
+    ]
     slots: Annotated[
-        tuple[Slot, ...], Meta(description="Which ones, where that is known; any otherwise.")
+        tuple[Slot, ...], Meta(description="Slots of the saves, if they are known by name.")
     ] = ()

@@ -1,4 +1,4 @@
-"""The names of the Redis keys. Braces make one hash tag, so one transaction covers a run."""
+"""Names of the Redis keys. Braces make one hash tag, so that one transaction covers a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .identity import check_run_id
 
-# A stream, so that a reducer that serves every run waits for new ones instead of polling.
+# A stream, so that a reducer of all runs waits for new runs instead of polling.
 RUN_INDEX = "trinity:runs"
 
 
@@ -30,22 +30,22 @@ class RunKeys(NamedTuple):
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:
-        """The keys of ``run_id``. Raises ValueError when it is not a slug."""
+        """Return the keys of ``run_id``. Raises ValueError if it is not a slug."""
         return cls(*(f"{_tag(run_id)}:{field}" for field in cls._fields))
 
 
 def explorer_key(run_id: str, epoch: int, rank: int) -> str:
-    """By which an explorer of an epoch holds its rank; of the run's hash tag too."""
+    """Return the key by which an explorer of an epoch holds its rank."""
     return f"{_tag(run_id)}:explorer:{epoch}:{rank}"
 
 
 def heartbeat_key(run_id: str, incarnation: str) -> str:
-    """What a process that saves keeps alive; lapsed, its attempts have failed."""
+    """Return the key that a saving process keeps alive; if it expires, its attempts fail."""
     return f"{_tag(run_id)}:alive:{incarnation}"
 
 
 def grant_key(run_id: str, save_id: str) -> str:
-    """Where one attempt hears that its turn has come."""
+    """Return the key on which an attempt waits for its turn."""
     return f"{_tag(run_id)}:grant:{save_id}"
 
 
@@ -59,20 +59,23 @@ def _part(run_id: str, epoch: int, step: int, rank: int) -> str:
 
 
 def manifest_key(run_id: str, epoch: int, step: int, rank: int) -> str:
-    """Where one rank's part of a version keeps its manifest."""
+    """Return the key of the manifest of one rank's part of a version."""
     return f"{_part(run_id, epoch, step, rank)}:manifest"
 
 
 def chunk_key(run_id: str, epoch: int, step: int, rank: int, index: int) -> str:
-    """Where one rank's part of a version keeps its ``index``-th chunk."""
+    """Return the key of the ``index``-th chunk of one rank's part of a version."""
     return f"{_part(run_id, epoch, step, rank)}:{index}"
 
 
 def leases_key(run_id: str, epoch: int, step: int, rank: int) -> str:
-    """Who reads one rank's part of a version, and until when by the server's clock."""
+    """Return the key of the readers' leases of one rank's part of a version.
+
+    Leases end by the server's clock.
+    """
     return f"{_part(run_id, epoch, step, rank)}:leases"
 
 
 def meeting_key(run_id: str) -> str:
-    """Where a trainer says where its collective group meets."""
+    """Return the key at which a trainer publishes the rendezvous of its collective group."""
     return f"trinity-weights:{{{check_run_id(run_id)}}}:meeting"

@@ -1,4 +1,4 @@
-"""What a part of a weight version consists of, sealed by digests."""
+"""Manifest of a part of a weight version: its tensors and chunks, sealed by digests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPE_BYTES: dict[str, int] = {
 }
 
 ALIGNMENT = 64
-"""Bytes of which a tensor's place is a multiple, where its writer aligns them: a cache line."""
+"""Bytes to which a publisher aligns the offsets of tensors: a cache line."""
 
 Dimension = Annotated[int, Meta(ge=0, le=2**48)]
 
@@ -36,20 +36,20 @@ Shape = Annotated[tuple[Dimension, ...], Meta(max_length=32)]
 
 Encoding = Annotated[
     Literal["dense", "delta", "skip"],
-    Meta(description="All elements, those that changed since the base, or none."),
+    Meta(description="Elements that travel: all, those that changed since the base, or none."),
 ]
 
 
 class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One tensor, or one rank's shard of it.
+    """Tensor of a part, or one rank's shard of it.
 
-    ``offset`` is where it begins in the part's bytes, row-major, unpadded: behind the one before,
-    or at the next multiple of :data:`ALIGNMENT`, with zeros in between. A shard also says
-    of which tensor it is a part: that one's shape, and where in each dimension the shard begins.
+    The tensor's bytes begin at ``offset`` of the part, row-major and unpadded. They follow the
+    tensor before, or begin at the next multiple of :data:`ALIGNMENT` behind zeros. A shard also has
+    the shape of its whole tensor, and its first index in each dimension.
 
-    In a part that rests on a base, it may be there as what changed of it, in ``stored`` bytes, or
-    not at all where nothing did. It has a ``digest`` then, which is that of all its bytes; one that
-    is dense may have one too.
+    In a part that rests on a base, a delta holds the changed elements in ``stored`` bytes, and a
+    skipped tensor holds none. Both have the ``digest`` of all the tensor's bytes; a dense tensor
+    may have it too.
     """
 
     name: Name
@@ -57,10 +57,10 @@ class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     shape: Shape
     offset: Bytes
     global_shape: Annotated[
-        Shape | None, Meta(description="Of a shard: shape of the whole tensor.")
+        Shape | None, Meta(description="Shape of the whole tensor, for a shard.")
     ] = None
     begins: Annotated[
-        Shape | None, Meta(description="Of a shard: where it begins in each dimension.")
+        Shape | None, Meta(description="First index in each dimension, for a shard.")
     ] = None
     encoding: Encoding = "dense"
     stored: Bytes = 0
@@ -68,26 +68,26 @@ class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
 
     @property
     def key(self) -> tuple[str, Shape | None]:
-        """By what it is told from others of its part."""
+        """Return the name and the begin, which are unique in a part."""
         return self.name, self.begins
 
     @property
     def layout(self) -> tuple[str, Shape, Shape | None]:
-        """What it has in common, beside its key, with one that it may be laid over."""
+        """Return the dtype and shapes, which a base's entry of the same key must share."""
         return self.dtype, self.shape, self.global_shape
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, from shape and dtype."""
+        """Return the size in bytes, from shape and dtype."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def part_bytes(self) -> int:
-        """Bytes that it takes in the part."""
+        """Return the number of bytes that it takes in the part."""
         return self.nbytes if self.encoding == "dense" else self.stored
 
     def fault(self, *, based: bool) -> str | None:
-        """What its encoding contradicts, in a part with a base or without."""
+        """Return the error of its encoding, in a part with or without a base; None if valid."""
         if self.encoding == "dense":
             return "is dense and says what it takes" if self.stored else None
         if not based:
@@ -102,7 +102,7 @@ class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
 
 
 class PartBase(Struct, frozen=True, kw_only=True):
-    """The part, of the same rank and with all its tensors dense, that deltas rest on."""
+    """Part that deltas rest on: of the same rank, with all its tensors dense."""
 
     epoch: Epoch
     step: Step
@@ -111,18 +111,17 @@ class PartBase(Struct, frozen=True, kw_only=True):
 
 
 class Chunk(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One piece of a part's bytes, in order."""
+    """Piece of a part's bytes; chunks are in order."""
 
     nbytes: Bytes
     digest: Digest
 
 
 class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One rank's part of a version: its tensors, laid end to end, cut into chunks.
+    """Manifest of one rank's part of a version: its tensors, laid end to end, cut into chunks.
 
-    Decoding checks that tensors tile the bytes without overlap, and with no gap but to the next
-    aligned place, and that the chunks add up to them, so that nothing is allocated by a number
-    that the rest contradicts.
+    Decoding checks that tensors do not overlap, and have no gap except to the next aligned offset.
+    It checks that the chunks add up to the tensors, so that readers may allocate by these numbers.
     """
 
     run_id: RunId
@@ -132,18 +131,18 @@ class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tensors: tuple[TensorEntry, ...]
     chunks: tuple[Chunk, ...]
     subset: Annotated[
-        bool, Meta(description="These tensors alone are new, as an adapter's; others stay.")
+        bool, Meta(description="Only these tensors are new, as an adapter's; the others stay.")
     ] = False
     base: PartBase | None = None
 
     @property
     def nbytes(self) -> int:
-        """Size of the part in bytes."""
+        """Return the size of the part in bytes."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
     def __post_init__(self) -> None:
         end, names, sizes, product = 0, set[object](), DTYPE_BYTES, math.prod
-        for tensor in self.tensors:  # there may be very many: no call that can be avoided
+        for tensor in self.tensors:  # As many as 20,000 tensors: the loop avoids calls.
             size = sizes.get(tensor.dtype)
             if size is None:
                 raise ValueError(f"tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}")
@@ -204,6 +203,6 @@ def _first_twice(tensors: tuple[TensorEntry, ...]) -> str:
 
 
 def version_digest(parts: Iterable[tuple[int, str]]) -> str:
-    """One digest of a whole version, from ``(rank, manifest digest)`` of its parts."""
+    """Return one digest of a version, from ``(rank, manifest digest)`` of its parts."""
     text = "\n".join([f"{rank} {digest}" for rank, digest in sorted(parts)])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Decoding for who reads many envelopes of the same few senders."""
+"""Decoder for readers of many envelopes from a few senders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .identity import Epoch, Producer
 
 
 class _Six(Struct, gc=False, forbid_unknown_fields=True):
-    """An envelope of no more than it must have; its sender and its run are yet to be looked at."""
+    """Envelope with its required fields alone; its sender and its run are not checked yet."""
 
     run_id: str
     epoch: Epoch
@@ -22,23 +22,22 @@ class _Six(Struct, gc=False, forbid_unknown_fields=True):
 
 
 _SIX = 0x86
-"""First byte of a map of six: with no unknown field, each is there once."""
+"""First byte of a MessagePack map of six items: each field is there once."""
 
 _LONGEST = 4096
-"""Bytes of a sender that is remembered: more than the fields that we know can take."""
+"""Bytes of the longest sender that is remembered; known fields take less."""
 
 _decode = msgpack.Decoder(_Six).decode
 
 
 class EnvelopeReader:
-    """Decodes as :func:`decode_envelope` does, in two thirds of the time.
+    """Decoder that does as :func:`decode_envelope`, in two thirds of the time.
 
-    Much of what it takes to decode an event is to check who sends it, over and over. Here the
-    bytes of a sender that was met are that sender, of that run. What is not of the usual form
-    goes the long way, and so does what is not right: the errors are the same.
+    It remembers the bytes of each sender and run that it has checked, and does not check them
+    again. Unusual and faulty envelopes go through :func:`decode_envelope`, with the same errors.
 
     Args:
-        most: Senders to remember; after so many all are met anew.
+        most: Number of senders to remember; a full memory is cleared.
     """
 
     def __init__(self, most: int = 16_384) -> None:
@@ -70,7 +69,7 @@ class EnvelopeReader:
     def _meet(self, payload: bytes, sender: Raw) -> Envelope:
         envelope = decode_envelope(payload)
         if len(bytes(sender)) > _LONGEST:
-            return envelope  # with fields of a later version, that are not to fill our memory
+            return envelope  # Fields of a later version must not fill the memory.
         if len(self._met) >= self._most:
             self._met.clear()
         self._met[bytes(sender)] = (envelope.run_id, envelope.producer)

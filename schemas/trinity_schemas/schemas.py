@@ -1,4 +1,4 @@
-"""The contract as JSON Schema, taken from the structs, the same on every machine."""
+"""Contract as JSON Schema, taken from the structs, the same on every machine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schemas() -> dict[str, Schema]:
-    """Every document by its name: the envelope, each event by its tag, what else travels."""
+    """Return the documents by name: the envelope, each event by its tag, and other messages."""
     types = {"envelope": Envelope} | {event_tag(event): event for event in EVENT_TYPES}
     types |= {"weight-manifest": WeightManifest, "experience-group": ExperienceGroup}
     return {name: {"$schema": DIALECT} | _tidy(msgspec.json.schema(t)) for name, t in types.items()}
 
 
 def components(ref_template: str) -> dict[str, Schema]:
-    """Schemas of all that streams carry, by struct name, which refer to each other by template."""
+    """Return the schemas of all messages by struct name; they refer to each other by template."""
     types = [Envelope, ExperienceGroup, *EVENT_TYPES]
     _, found = msgspec.json.schema_components(types, ref_template=ref_template)
     return {name: _tidy(schema) for name, schema in found.items()}
 
 
 def _tidy(schema: Schema) -> Schema:
-    """Docstrings lose their indentation here, as later Pythons take it away by themselves."""
+    """Remove the indentation of docstrings, as Python 3.13 and later do by themselves."""
     for value in schema.values():
         if isinstance(value, dict):
             _tidy(value)

@@ -1,4 +1,4 @@
-"""The contract as tables for people, taken from its JSON Schema."""
+"""Contract as Markdown tables, taken from its JSON Schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REF = "#"
 
 
 def event_tables() -> str:
-    """Markdown: who sends which event, then the fields of each and of what they are made of."""
+    """Return the Markdown: events and their senders, their fields, and the fields' structs."""
     tables = _Tables(components(_REF + "{name}"))
     lines = ["| event | from | stream | says |", "|---|---|---|---|"]
     for event in EVENT_TYPES:
@@ -34,7 +34,7 @@ def event_tables() -> str:
 
 
 class _Tables:
-    """Renders structs; remembers the words it used for patterns."""
+    """Renderer of structs, which collects the words that it uses for patterns."""
 
     def __init__(self, schemas: dict[str, Schema]) -> None:
         self.schemas = schemas
@@ -56,7 +56,7 @@ class _Tables:
             yield f"| `{field_name}` | {self._type(field)} | {default} | {meaning} |"
 
     def _meaning(self, field: Schema) -> str:
-        """What the field itself says, else what its type says."""
+        """Return the description of the field, or else of its type."""
         inner = _without_null(field)
         if "description" in field:
             return str(field["description"])

@@ -18,8 +18,8 @@ from tests.simulation.histories import HISTORIES
 from tests.simulation.plan import draw
 from tests.simulation.world import simulate
 from trinity_events import replay
-from trinity_events.core import admission
-from trinity_events.core.fold import Monitor
+from trinity_events.core import admission, announcements, attempts, fold, saves
+from trinity_events.core.fold_state import FoldState
 from trinity_events.log import MemoryEventLog, async_publisher
 from trinity_events.log.memory_stream import MemoryGroup
 from trinity_events.reducer.leader import Leader
@@ -59,16 +59,16 @@ MUTANTS = (
         "a turn that ends is not passed on",
         50,
         (
-            Monitor,
-            "_end_attempt",
-            "self._grant(admission.leave(state, save_id))",
+            attempts,
+            "end_attempt",
+            "grant_turns(fold, admission.leave(state, save_id))",
             "admission.leave(state, save_id)",
         ),
     ),
     _mutant(
         "a failed save keeps its turn",
         300,
-        (Monitor, "_fail_attempt", "self._end_attempt(save_id)", "pass"),
+        (saves, "_fail_attempt", "end_attempt(fold, save_id)", "pass"),
     ),
     _mutant(
         "grants are not told to those who wait",
@@ -141,17 +141,17 @@ MUTANTS = (
     _mutant(
         "a pointer goes back to a step that finishes late",
         300,
-        (Monitor, "_announce_if_complete", "pointer.at > at", "False"),
+        (announcements, "_announce_if_complete", "pointer.at > at", "False"),
     ),
     _mutant(
         "a step is ready with as many saves as were registered, whatever their ranks say",
         300,
-        (Monitor, "_slot", "if ranks is not None:", "if False:"),
+        (FoldState, "ensure_slot", "if ranks is not None:", "if False:"),
     ),
     _mutant(
         "events of an older epoch are believed",
         1000,
-        (Monitor, "_admit_epoch", "return False", "return envelope.epoch < self.state.epoch"),
+        (fold, "_admit_epoch", "return False", "return envelope.epoch < epoch"),
     ),
     _mutant(
         "an event that was not taken is dropped in silence",

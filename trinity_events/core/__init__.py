@@ -1,4 +1,4 @@
-"""The pure core: what the log means. No I/O, no clock, no randomness."""
+"""Pure core: fold of a run's log and queries of its state. No I/O, no clock, no randomness."""
 
 from .checkpoint_retention import removable_steps
 from .explain import explain, unfinished

@@ -1,9 +1,9 @@
-"""Whose turn it is to save: groups one after another, first come first served.
+"""Turns to save: groups of saves take turns, first come first served.
 
-A group is what may save at once under the run's strategy: one save, the saves of one process, or
-those of one node. When a group's turn comes, all that it has waiting go together. Whoever comes
-while its own group has the turn joins it only while nobody of another group waits, so that no
-group can keep the turn for ever.
+A group holds the saves that may run at once under the run's strategy: one save, the saves of one
+process, or the saves of one node. When a group's turn comes, all its waiting saves start together.
+A save that asks during its own group's turn joins it only if no other group waits, so that no
+group keeps the turn for ever.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .state import MonitorState
 
 
 def limits(state: MonitorState) -> bool:
-    """Whether the current epoch's saves need a turn at all."""
+    """Return True if the current epoch's saves need a turn."""
     return state.strategy != "unrestricted"
 
 
 def group_of(state: MonitorState, event: SaveRequested, producer: Producer) -> str:
-    """The group that a request belongs to under the run's strategy."""
+    """Return the group that a request belongs to under the run's strategy."""
     process = event.process
     if state.strategy == "single_process":
         if process is None:
@@ -31,9 +31,9 @@ def group_of(state: MonitorState, event: SaveRequested, producer: Producer) -> s
 
 
 def ask(state: MonitorState, save_id: str, group: str) -> list[str]:
-    """Let a save wait in its group; returns the saves whose turn has come by it."""
+    """Let a save wait in its group; return the saves whose turn comes now."""
     if not limits(state):
-        return [save_id]  # nobody limits it: it need not have asked
+        return [save_id]  # The strategy limits no save: it need not have asked.
     state.queue.setdefault(group, []).append(save_id)
     running = next(iter(state.turns.values()), None)
     if running is None or (running == group and len(state.queue) == 1):
@@ -42,7 +42,7 @@ def ask(state: MonitorState, save_id: str, group: str) -> list[str]:
 
 
 def leave(state: MonitorState, save_id: str) -> list[str]:
-    """Take a save out, whether it waits or has its turn; returns whose turn has come by it."""
+    """Remove a save that waits or has its turn; return the saves whose turn comes now."""
     group = state.turns.pop(save_id, None)
     if group is None:
         for waiting_group, waiting in state.queue.items():
@@ -51,7 +51,7 @@ def leave(state: MonitorState, save_id: str) -> list[str]:
                 if not waiting:
                     del state.queue[waiting_group]
                 break
-        # Whoever it kept from joining the group that has the turn may do so now.
+        # Saves that it kept from joining the group that has the turn may join now.
         running = next(iter(state.turns.values()), None)
         alone = running is not None and list(state.queue) == [running]
         return _next_group(state) if alone else []

@@ -1,4 +1,4 @@
-"""Which steps' folders may go (invariant 6)."""
+"""Choice of the steps whose folders may be removed (invariant 6)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from .state import MonitorState
 
 
 def removable_steps(state: MonitorState, made: Mapping[int, int | None], keep: int) -> list[int]:
-    """Return the steps, of those that have a folder which the reducer made, that may go.
+    """Return the steps whose folders may be removed, among the folders that the reducer made.
 
-    A checkpoint goes only once a newer one is ready, and never one of the last ``keep``; a folder
-    with a state dict alone goes once a newer one of either is ready. What a pointer names stays,
-    and so does what an epoch made that the present one does not go on from.
+    A checkpoint may go once a newer one is ready, but the last ``keep`` stay. A folder with only a
+    state dict may go once a newer state dict or checkpoint is ready. Folders that a pointer names
+    stay. So do folders of epochs that the current epoch does not continue.
 
     Args:
         state: The run's state.
-        made: The steps that have a folder, each with the epoch that it was made in; None where
-            its name does not tell.
-        keep: How many checkpoints stay; zero keeps everything.
+        made: Steps that have a folder, each with the epoch that made it, or None if unknown.
+        keep: Number of checkpoints that stay; zero keeps everything.
     """
     if keep == 0:
         return []
     pointers = {kind: one.at for kind, one in state.ready.items() if kind != "weights"}
-    # A pointer of an older epoch keeps its own, and lets nothing else go.
+    # A pointer of an older epoch keeps its own folder and allows no removal.
     steps = {kind: at.step for kind, at in pointers.items() if at.epoch == state.epoch}
     newest = max(steps.values(), default=0)
     newest_checkpoint = steps.get("checkpoint", 0)
@@ -40,7 +39,7 @@ def removable_steps(state: MonitorState, made: Mapping[int, int | None], keep: i
 
 
 def is_of_this_line(state: MonitorState, epoch: int | None, step: int) -> bool:
-    """Return True for a folder of the present epoch, or of one up to where the present goes on."""
+    """Return True for a folder of the current epoch, or of the epochs and steps it continues."""
     if epoch is None:
         return step in state.complete_checkpoints or state.epoch <= 1
     return epoch == state.epoch or any(

@@ -1,4 +1,4 @@
-"""What a kind of a step needs to be ready, and what it still lacks (invariant 2)."""
+"""Rules of completeness: saves and parts that a kind of a step needs, and lacks (invariant 2)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trinity_schemas import Kind, SaveProof, Slot
 from .state import KindState, SlotState, StepState
 
 STAGING = ".staging"
-"""Folder of a run's checkpoint directory in which saves are written until they are ready."""
+"""Folder of a run's checkpoint directory that holds saves until their step is ready."""
 
 
 def is_complete(step: StepState, kind: Kind) -> bool:
-    """Whether a kind of a step is proven complete (invariant 2)."""
+    """Return True if a kind of a step is proven complete (invariant 2)."""
     state = step.kinds.get(kind)
     if state is None:
         return False
@@ -29,22 +29,22 @@ def is_complete(step: StepState, kind: Kind) -> bool:
 
 
 StagedPlace = str | None
-"""A staged folder, or None where saves named no path below :data:`STAGING`."""
+"""A staged folder, or None for saves that named no path below :data:`STAGING`."""
 
 
 def complete_places(step: StepState, kind: Kind) -> list[StagedPlace]:
-    """Return the places that hold all that a kind of files rests on; none while it is incomplete.
+    """Return the places that hold every save of a kind of files; none while it is incomplete.
 
-    A step that is saved again is saved to another folder: one of them must hold all. A checkpoint
-    whose commit registers a state dict needs that in its own folder, also where the step's state
-    dict was saved elsewhere before.
+    A step that is saved again is saved to another folder, and one folder must hold every save. A
+    checkpoint whose commit registers a state dict needs the state dict in its own folder, even if
+    the step has another one elsewhere.
     """
     state = step.kinds[kind]
     if kind != "state_dict":
         return _checkpoint_in(step, state)
     if state.committed_at is not None:
         return _saved_in(state)
-    # A checkpoint makes it ready too, but not before itself: they may share a folder.
+    # A complete checkpoint makes its state dict ready too, for they may share a folder.
     checkpoint = step.kinds.get("checkpoint")
     if checkpoint is None or not checkpoint.with_state_dict:
         return []
@@ -68,7 +68,7 @@ def _saved_in(kind: KindState) -> list[StagedPlace]:
 
 
 def _places(kind: KindState) -> list[StagedPlace]:
-    """Return the places that hold all finished saves of a kind, the one of the newest first."""
+    """Return the places that hold all finished saves of a kind, the place of the newest first."""
     slots = [slot for slot in kind.slots.values() if slot.proof is not None]
     newest = {staged_in(slot.path) for slot in slots} - {None}
     found: list[StagedPlace] = [] if len(newest) > 1 else [next(iter(newest), None)]
@@ -79,34 +79,67 @@ def _places(kind: KindState) -> list[StagedPlace]:
 
 
 def _folders(slot: SlotState) -> set[str]:
-    """Return the folders that a slot's finished attempts are in; empty for outside of staging."""
+    """Return the folders of a slot's finished attempts; an empty name is outside of staging."""
     return {staged_in(slot.path) or "", *slot.others}
 
 
 def _lacking_in(kind: KindState, place: StagedPlace) -> int:
-    """Count the slots that have no finished attempt in a place; one outside of staging suffices."""
+    """Count the slots that have no finished attempt in a place, nor one outside of staging."""
     if place is None:
         return 0
     slots = kind.slots.values()
     return sum(slot.proof is None or not _folders(slot) & {place, ""} for slot in slots)
 
 
-def proof_in(slot: SlotState, place: StagedPlace) -> SaveProof | None:
-    """Return a slot's finished attempt in a place, or else its newest."""
+def _proof_in(slot: SlotState, place: StagedPlace) -> SaveProof | None:
+    """Return the proof of a slot's finished attempt in a place, or else of its newest."""
     if staged_in(slot.path) == place:
         return slot.proof
     return slot.others.get(place or "", slot.proof)
 
 
+def proofs(step: StepState, kind: Kind, place: StagedPlace) -> tuple[SaveProof, ...]:
+    """Return the proofs of a kind's finished slots, and of the state dict that it rests on.
+
+    For a slot that was saved to several folders, the attempt in ``place`` counts.
+    """
+    kinds: list[Kind] = [kind, "state_dict"] if step.kinds[kind].with_state_dict else [kind]
+    return tuple(
+        found
+        for one in kinds
+        for slot in _finished(step.kinds[one])
+        if (found := _proof_in(slot, place)) is not None
+    )
+
+
+def staged_folder(step: StepState, kind: Kind) -> str | None:
+    """Return the folder below :data:`STAGING` that holds all saves of a kind.
+
+    It is None for saves without a path, or with a path of the caller's own: they stay in place.
+    """
+    state = step.kinds[kind]
+    if state.compacted or state.folder is not None:
+        return state.folder or None
+    own = _finished(state)
+    if not own and state.with_state_dict:
+        return staged_folder(step, "state_dict")
+    folders = {staged_in(slot.path) for slot in own}
+    return folders.pop() if len(folders) == 1 else None
+
+
+def _finished(kind: KindState) -> list[SlotState]:
+    return [slot for _, slot in sorted(kind.slots.items()) if slot.proof is not None]
+
+
 def _all_saved(kind: KindState) -> bool:
-    """Return True if every expected slot, and every one that was begun, has a finished attempt."""
+    """Return True if every expected slot and every slot that was begun has a finished attempt."""
     if kind.compacted:
         return True
     if not kind.registrations or kind.finished < len(kind.slots):
         return False
     unnamed = most_named = 0
-    # Asked at every save that finishes: to look no further than to the first that lacks, from the
-    # last that were registered on, is what keeps a step's cost linear in its saves.
+    # Every finished save asks this. The search begins at the last registration and ends at the
+    # first missing slot, so that a step's cost is linear in its saves.
     for registration in reversed(kind.registrations.values()):
         slots = registration.slots
         if slots:
@@ -128,19 +161,19 @@ def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
 
 
 def staged_in(path: str | None) -> str | None:
-    """The folder below :data:`STAGING` that a path lies in, if any."""
+    """Return the folder below :data:`STAGING` that holds a path, or None."""
     parts = path.split("/") if path else []
     staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
     return "/".join(parts[:2]) if staged else None
 
 
 def slot_key(slot: Slot) -> str:
-    """A slot's name within its kind of its step."""
+    """Return the name of a slot within its kind of its step."""
     return f"{slot.role}.{slot.rank}.{slot.name}"
 
 
 def rank_group(slot: Slot) -> str:
-    """Return what the saves of all ranks have in common, within their kind of their step."""
+    """Return the name that the saves of all ranks share within their kind of their step."""
     return f"{slot.role}/{slot.name}"
 
 
@@ -151,7 +184,7 @@ def registered(kind: KindState) -> int:
 
 
 def _registered(kind: KindState) -> tuple[dict[str, Slot], int]:
-    """Return the slots that registrations name, and how many more they count."""
+    """Return the slots that registrations name, and the number of slots that they only count."""
     named: dict[str, Slot] = {}
     unnamed = 0
     for registration in kind.registrations.values():
@@ -163,11 +196,11 @@ def _registered(kind: KindState) -> tuple[dict[str, Slot], int]:
 
 
 def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
-    """Return how many slots lack a finished attempt, how many are expected, and which are silent.
+    """Return the number of missing slots, the number of expected slots, and the silent slots.
 
-    Expected are those that registrations count, those of all ranks of a save that says of how
-    many it is one, and every one that was begun. Silent are those of them that are known by name
-    and have no event yet.
+    A missing slot has no finished attempt. A slot is expected if a registration counts it, if it
+    is one rank's share of a save of many ranks, or if it was begun. A silent slot is expected by
+    name and has no event yet.
     """
     if kind.compacted:
         return 0, kind.finished, []
@@ -180,16 +213,17 @@ def _lacking(kind: KindState) -> tuple[int, int, list[Slot]]:
         numbers = {slot.rank for slot in known}
         if max(numbers) < ranks:
             silent += [replace(known[0], rank=n) for n in range(ranks) if n not in numbers]
-        else:  # not numbered from zero: how many are silent is known, and not which
+        else:  # Ranks are not numbered from zero: only the number of silent slots is known.
             more += max(0, ranks - len(numbers))
     expected = max(len(kind.slots) + len(silent) + more, len(named) + unnamed)
     return expected - kind.finished, expected, silent
 
 
 def missing(step: StepState, kind: Kind, now: int, named: int | None = None) -> list[str]:
-    """What the kind waits for, in words; ages are counted to ``now``, in milliseconds.
+    """Return in words the commit, saves and parts that a kind waits for.
 
-    Of the saves or parts that it lacks so many are ``named``, or all.
+    Ages are counted to ``now``, in milliseconds. At most ``named`` saves or parts are listed; None
+    lists all.
     """
     state = step.kinds[kind]
     found = [] if state.committed_at is not None else ["the trainer's commit"]
@@ -205,7 +239,7 @@ def _missing_state_dict(checkpoint: KindState, state_dict: KindState) -> list[st
     lacking, expected, _ = _lacking(state_dict)
     place = None
     if checkpoint.own_state_dict:
-        # Where it will be is known as soon as any save of the checkpoint itself is there.
+        # The first finished save of the checkpoint tells the folder of its state dict.
         place = next(iter(_places(checkpoint)), None)
     if place is not None:
         lacking = expected - len(state_dict.slots) + _lacking_in(state_dict, place)
@@ -246,7 +280,7 @@ def _missing_saves(state: KindState, now: int, named: int | None) -> list[str]:
 
 
 def _standing(slot: SlotState, now: int) -> str:
-    """How far the slot's attempts have come, in words."""
+    """Return in words how far the slot's attempts have come."""
     if slot.running:
         save_id, since = min(slot.running.items(), key=lambda one: one[1])
         written = slot.progress.get(save_id)

@@ -1,4 +1,4 @@
-"""Which announcements hold now: what ``subscribe(start="current")`` begins with."""
+"""Current announcements, which ``subscribe(start="current")`` delivers first."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ OF_AN_EPOCH = tuple(
     for kind in KINDS
     if not (one is StepReady and kind == "weights")
 )
-"""What stands only in its epoch; a resume may have gone back behind it."""
+"""Subjects that are current only in their epoch: a resume may go back to an earlier step."""
 
 
 def subject(envelope: Envelope) -> str:
-    """What an announcement is the newest of: its type and its kind."""
+    """Return the subject of an announcement: its type and its kind."""
     event = envelope.event
     assert isinstance(event, ANNOUNCEMENT_TYPES)
     return f"{event_tag(event)}/{getattr(event, 'kind', 'weights')}"
 
 
 def newest_subjects(announcements: Sequence[Envelope], state: MonitorState) -> list[str]:
-    """The subject of each that stands, and that none of the others follows; empty for the rest."""
+    """Return the subject of each current announcement that is its newest; empty for the others."""
     subjects = [""] * len(announcements)
     found = set[tuple[type, str]]()
     for at, one in reversed(list(enumerate(announcements))):
@@ -46,10 +46,10 @@ def newest_subjects(announcements: Sequence[Envelope], state: MonitorState) -> l
 
 
 def is_current(envelope: Envelope, state: MonitorState) -> bool:
-    """Whether an announcement holds now: weights until newer ones, files in their epoch.
+    """Return True if an announcement is current: weights in any epoch, files in their own.
 
-    A version that was retired stays so in later epochs. A grant never stands: it answers one
-    attempt, which was listening when it asked.
+    A retired version stays retired in later epochs. A grant is never current: it answers one
+    attempt, which listened when it asked.
     """
     event = envelope.event
     if isinstance(event, SaveGranted):

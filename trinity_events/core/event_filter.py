@@ -36,9 +36,9 @@ Position = tuple[int, int]
 
 
 class EventFilter(Struct, frozen=True, kw_only=True):
-    """Entries of any of the types, from any of the producers, of any of the steps, in a time.
+    """Filter of entries by type, producer, step and time.
 
-    What is left empty asks for nothing. Producers are named by role (``explorer``), by role and
+    An empty field accepts every entry. Producers are named by role (``explorer``), by role and
     rank (``explorer-0``), or by host.
     """
 
@@ -46,21 +46,21 @@ class EventFilter(Struct, frozen=True, kw_only=True):
     producers: frozenset[str] = frozenset()
     steps: tuple[range, ...] = ()
     since: Position = _FIRST
-    """The lowest position that is asked for."""
+    """Lowest position that is accepted."""
     until: Position = _LAST
-    """The highest position that is asked for."""
+    """Highest position that is accepted."""
 
     @property
     def asks(self) -> bool:
-        """Return True if anything but the time is asked for."""
+        """Return True if the filter has types, producers or steps."""
         return bool(self.types or self.producers or self.steps)
 
     def in_time(self, position: Position) -> bool:
-        """Return True if a position lies in the time that is asked for."""
+        """Return True if a position lies between ``since`` and ``until``."""
         return self.since <= position <= self.until
 
     def wants(self, envelope: Envelope) -> bool:
-        """Return True if an envelope says what is asked for, whenever it does."""
+        """Return True if an envelope matches the types, producers and steps, at any position."""
         if self.types and event_tag(envelope.event) not in self.types:
             return False
         if self.producers and self.producers.isdisjoint(_names(envelope)):

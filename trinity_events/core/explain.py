@@ -1,4 +1,4 @@
-"""Why a step is not ready, in words."""
+"""Explanations, in words, of a step that is not ready."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .refusals import words_of_refusal
 from .state import KINDS, KindState, MonitorState, StepState
 
 _NAMED = 8
-"""Ranks and saves that are named; of more, the number is told."""
+"""Ranks and saves that a line names; the others are counted."""
 
 
 def explain(
     state: MonitorState, step: int, *, now: int | None = None, named: int | None = _NAMED
 ) -> str:
-    """One line for each kind of the step, the culprit first: what it has, and who is missing.
+    """Return one line for each kind of a step, the cause first: its outcome, and what it lacks.
 
     Args:
         state: The run's state.
         step: The training step.
-        now: Milliseconds of the server's clock to which ages are counted; by default those of
-            the last entry of the log. Ages stop when the run is closed.
-        named: How many of those that are missing are named; None names all.
+        now: Milliseconds of the server's clock to which ages are counted; by default the time
+            of the last entry of the log. Ages stop when the run is closed.
+        named: Number of missing saves or parts that are named; None names all.
     """
     said = _explained(state, step, now, named)
     refused = [
@@ -55,7 +55,7 @@ def unfinished(state: MonitorState, *, now: int | None = None) -> list[str]:
 
 
 def _until(state: MonitorState, now: int | None) -> int:
-    """Return the milliseconds to which ages are counted: the run's end, or the present."""
+    """Return the milliseconds to which ages are counted: the end of the run, or ``now``."""
     if state.closed_at is not None:
         return state.closed_at
     last = int(state.position.partition("-")[0])
@@ -63,7 +63,7 @@ def _until(state: MonitorState, now: int | None) -> int:
 
 
 def _blame(step: StepState, kind: Kind) -> int:
-    """Rank a kind of a step by how much it says of the cause: lower is told first."""
+    """Return the order in which kinds are told: lower is nearer to the cause."""
     found = step.kinds[kind]
     if found.is_failed:
         return 1 if _follows(step, kind) else 0
@@ -71,7 +71,7 @@ def _blame(step: StepState, kind: Kind) -> int:
 
 
 def _follows(step: StepState, kind: Kind) -> bool:
-    """Return True if the kind failed because the state dict, on which it rests, did."""
+    """Return True if the kind failed because the state dict that it rests on failed."""
     state_dict = step.kinds.get("state_dict")
     return (
         kind == "checkpoint"
@@ -96,7 +96,7 @@ def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: i
     at_it = _at_it(state, step, now) if kind == "weights" else _turn(state, kind_state)
     lacks = f"{wanting}{age}{at_it}."
     if kind_state.failure is not None:
-        # A failure says so in a sentence of its own, which often ends as this one does.
+        # The reason is a sentence of its own, which often ends with a full stop.
         verb = "lacked" if closed else "waits for"
         return f"{subject} FAILED: {kind_state.failure.rstrip('.')}; it {verb} {lacks}"
     if closed:
@@ -105,7 +105,7 @@ def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: i
 
 
 def _at_it(state: MonitorState, step: int, now: int) -> str:
-    """Which ranks publish their parts of the version."""
+    """Name the ranks that publish their parts of the version, in words."""
     since = {
         attempt.slot.rank: attempt.since
         for attempt in state.attempts.values()
@@ -119,7 +119,7 @@ def _at_it(state: MonitorState, step: int, now: int) -> str:
 
 
 def _turn(state: MonitorState, kind: KindState) -> str:
-    """Who has the turn that its saves wait for."""
+    """Name the saves that have the turn that a kind's saves wait for, in words."""
     if not any(slot.waiting for slot in kind.slots.values()) or not state.turns:
         return ""
     having = [

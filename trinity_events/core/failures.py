@@ -1,4 +1,4 @@
-"""Failures of a run, with those of one cause told together."""
+"""Failures of a run, grouped by cause."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from trinity_schemas import Kind
 from .state import KINDS, MonitorState
 
 _OF_ONE_ATTEMPT = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""Parts of a reason that differ although the cause is the same: paths, numbers."""
+"""Parts of a reason that differ between failures of one cause: paths and numbers."""
 _LISTED = 3
-"""Steps that are listed before the last one; of more, the number is told."""
+"""Steps that a sentence lists before the last one; the others are counted."""
 
 
 class Failure(NamedTuple):
-    """One cause, and every step that failed of it."""
+    """Failures of one cause, with their steps."""
 
     kinds: tuple[Kind, ...]
     steps: tuple[int, ...]
     reason: str
-    """Reason of the last step, as it was announced."""
+    """Reason of the last step's failure, as it was announced."""
 
     @property
     def sentence(self) -> str:
-        """The failure in words: what failed, at which steps, and why."""
+        """Return the kinds, the steps and the reason in words."""
         kinds = " and ".join(self.kinds)
         if len(self.steps) == 1:
             return f"Step {self.steps[0]} {kinds} FAILED: {self.reason.rstrip('.')}."
@@ -35,8 +35,8 @@ class Failure(NamedTuple):
 def failures(state: MonitorState) -> list[Failure]:
     """Return the failures that no retry has overcome, oldest first, one for each cause.
 
-    The kinds of one step that failed of one cause are told together, and so are the steps whose
-    kinds failed of the same one.
+    Kinds of one step that failed of one cause are grouped first, then steps whose kinds failed of
+    the same cause.
     """
     grouped: dict[tuple[tuple[Kind, ...], str], list[tuple[int, str]]] = {}
     for step, found in sorted(state.steps.items()):
@@ -54,7 +54,7 @@ def failures(state: MonitorState) -> list[Failure]:
 
 
 def same_cause(reason: str) -> str:
-    """Return what two reasons of one cause have in common: the reason without its particulars."""
+    """Return a reason without its slot, paths and numbers; it is equal for one cause."""
     _, failed, cause = reason.partition(" failed: ")
     return _OF_ONE_ATTEMPT.sub("*", cause if failed else reason)
 

@@ -1,4 +1,4 @@
-"""What the run's checkpoint directory should look like, given the state (invariant 6)."""
+"""Plan of the run's checkpoint directory, derived from the state (invariant 6)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from trinity_schemas import Kind
 
-from .announcements import staged_folder
+from .completeness import staged_folder
 from .state import MonitorState
 
 # Trinity-RFT and veRL read these names, with a decimal step and no newline.
@@ -17,15 +17,15 @@ ITERATION_FILES: dict[Kind, str] = {
 
 
 def final_name(step: int) -> str:
-    """The folder of a step that is ready, as Trinity-RFT and veRL name it."""
+    """Return the folder name of a ready step, as Trinity-RFT and veRL expect it."""
     return f"global_step_{step}"
 
 
 class Promotion(Struct, frozen=True, order=True):
-    """A folder of saves that is complete and gets its final name.
+    """Complete folder of saves, and the step that gives it its final name.
 
-    A folder that has the name already is kept aside, but for two cases: with ``adds_to`` it is
-    the state dict of the same step, whose files are taken over; with ``only_if_absent`` it is
+    A folder that has the name already is kept aside, with two exceptions. With ``adds_to`` it is
+    the state dict of the same step, and its files are taken over. With ``only_if_absent`` it is
     newer, and stays.
     """
 
@@ -36,7 +36,7 @@ class Promotion(Struct, frozen=True, order=True):
 
 
 class IterationFile(Struct, frozen=True):
-    """An iteration file and the step it is to name, once ``needs`` (if any) is there."""
+    """Iteration file and the step that it names, once the folder ``needs`` exists."""
 
     name: str
     step: int
@@ -44,7 +44,7 @@ class IterationFile(Struct, frozen=True):
 
 
 class FilePlan(Struct, frozen=True, kw_only=True):
-    """Folders to promote, then iteration files to write."""
+    """Folders to promote first, and iteration files to write afterwards."""
 
     promotions: tuple[Promotion, ...]
     iterations: tuple[IterationFile, ...]
@@ -65,7 +65,7 @@ def plan_files(state: MonitorState) -> FilePlan:
         kinds = step_state.kinds
         complete = [k for k in ITERATION_FILES if k in kinds and kinds[k].outcome is not None]
         folders = {kind: staged_folder(step_state, kind) for kind in complete}
-        # The checkpoint's folder takes the place of its state dict's, and its files with it.
+        # The checkpoint's folder takes over the files of its state dict's folder.
         chosen = folders.get("checkpoint") or folders.get("state_dict")
         for folder in folders.values():
             if folder is not None:

@@ -1,4 +1,4 @@
-"""What the fold rests on: its state, and finding one's way in it."""
+"""State that one entry of the log is folded into, and access to its steps, kinds and slots."""
 
 from __future__ import annotations
 
@@ -12,33 +12,37 @@ from .state import Anomaly, KindState, MonitorState, SlotState, StepState, Versi
 
 
 class FoldState:
-    """The state that is folded into, at one entry, and what it makes true."""
+    """State of a run, the entry that is folded into it, and the announcements that follow."""
+
+    __slots__ = ("announcements", "entry_id", "state")
 
     def __init__(self, state: MonitorState) -> None:
         self.state = state
-        self._entry_id = state.position
-        self._out: list[Announcement] = []
+        self.entry_id = state.position
+        self.announcements: list[Announcement] = []
 
     @property
-    def _now(self) -> int:
-        """Milliseconds, as the server stamped the entry."""
-        return int(self._entry_id.partition("-")[0])
+    def now(self) -> int:
+        """Return the milliseconds that the server wrote into the entry's id."""
+        return int(self.entry_id.partition("-")[0])
 
-    def _step(self, step: int) -> StepState | None:
+    def ensure_step(self, step: int) -> StepState | None:
+        """Return a step, added if the state has none; None if the fold has dropped it."""
         state = self.state
         found = state.steps.get(step)
         if found is None:
             if step <= state.forgotten_through:
-                self._anomaly("late", f"step {step} was settled long before")
+                self.note_anomaly("late", f"step {step} was settled long before")
                 return None
             late = bool(state.steps) and step < next(reversed(state.steps))
             found = state.steps[step] = StepState()
-            if late:  # seldom: they are kept in order, so that the oldest is the first
+            if late:  # The oldest step comes first: compaction.py drops from the front.
                 state.steps = dict(sorted(state.steps.items()))
         return found
 
-    def _kind(self, step: int, kind: Kind) -> KindState | None:
-        step_state = self._step(step)
+    def ensure_kind(self, step: int, kind: Kind) -> KindState | None:
+        """Return a kind of a step, added if the state has none; None if the step was dropped."""
+        step_state = self.ensure_step(step)
         if step_state is None:
             return None
         found = step_state.kinds.get(kind)
@@ -46,31 +50,35 @@ class FoldState:
             found = step_state.kinds[kind] = KindState()
         return found
 
-    def _version(self, step: int) -> VersionState | None:
+    def ensure_version(self, step: int) -> VersionState | None:
+        """Return a step's version, added if the state has none; None if the step was dropped."""
         found = self.state.steps.get(step)
         if found is not None and found.version is not None:
             return found.version
-        if self._kind(step, "weights") is None:
+        if self.ensure_kind(step, "weights") is None:
             return None
         # A part may come before the event that opens its version.
-        version = VersionState(ranks=(), transport="", opened_at=self._now)
+        version = VersionState(ranks=(), transport="", opened_at=self.now)
         self.state.steps[step].version = version
         return version
 
-    def _slot(self, slot: Slot, ranks: int | None = None) -> SlotState | None:
-        """Find or make a slot, and note of how many ranks its save is one."""
-        kind = self._kind(slot.step, slot.kind)
+    def ensure_slot(self, slot: Slot, ranks: int | None = None) -> SlotState | None:
+        """Return a slot, added if the state has none; None if its step or kind was dropped.
+
+        ``ranks`` is the number of ranks that each make one save of the slot's role and name.
+        """
+        kind = self.ensure_kind(slot.step, slot.kind)
         if kind is None:
             return None
         if kind.compacted:
-            self._anomaly("late", f"{describe_slot(slot)} was settled before")
+            self.note_anomaly("late", f"{describe_slot(slot)} was settled before")
             return None
         key = slot_key(slot)
         found = kind.slots.get(key)
         if found is None:
             found = kind.slots[key] = SlotState(slot=slot)
             if kind.outcome is not None and len(kind.slots) > registered(kind):
-                self._anomaly(
+                self.note_anomaly(
                     "unregistered",
                     f"{describe_slot(slot)} came when the step was {kind.outcome}: no registration "
                     "counts it",
@@ -80,30 +88,34 @@ class FoldState:
             kind.ranks[group] = max(ranks, kind.ranks.get(group, 0))
         return found
 
-    def _find_slot(self, slot: Slot) -> SlotState | None:
-        """The slot, if anything is known of it."""
+    def find_slot(self, slot: Slot) -> SlotState | None:
+        """Return a slot, or None if the state has none."""
         step = self.state.steps.get(slot.step)
         kind = None if step is None else step.kinds.get(slot.kind)
         return None if kind is None else kind.slots.get(slot_key(slot))
 
-    def _anomaly(self, name: str, detail: str) -> None:
+    def note_anomaly(self, name: str, detail: str) -> None:
+        """Count an anomaly, and keep its details among the last few."""
         state = self.state
         state.anomaly_counts[name] = state.anomaly_counts.get(name, 0) + 1
-        state.anomalies.append(Anomaly(entry_id=self._entry_id, name=name, detail=detail))
+        state.anomalies.append(Anomaly(entry_id=self.entry_id, name=name, detail=detail))
         del state.anomalies[:-KEPT_ANOMALIES]
 
 
 def keep_last(kept: dict[str, Any], most: int) -> None:
-    """Bound what grows by one entry at a time; the order of insertion is that of the log."""
+    """Remove the oldest item of a dictionary that holds more than ``most``.
+
+    Call it after each insertion: dictionaries keep the order of insertion, which is the log's.
+    """
     if len(kept) > most:
         del kept[next(iter(kept))]
 
 
 def describe_producer(producer: Producer) -> str:
-    """A process in words."""
+    """Return a producer's role and rank, as ``explorer-0``."""
     return f"{producer.role}-{producer.rank}"
 
 
 def describe_slot(slot: Slot) -> str:
-    """A slot in words."""
+    """Return a slot in words."""
     return f"{slot.name} of {slot.role}-{slot.rank} for {slot.kind} step {slot.step}"

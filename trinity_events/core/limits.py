@@ -1,30 +1,42 @@
-"""How much of a run the fold keeps, so that its state stays small."""
+"""Limits of the state of a run, so that it stays small."""
 
 from __future__ import annotations
 
 KEPT_VERSIONS = 2
+"""Ready weight versions that are not retired, besides their bases."""
 KEPT_BASES = 64
-"""That one version rests on: as many as ranks began with a full version at other times."""
+"""Distinct base versions stored for one delta version; ranks may have different bases."""
 KEPT_STEPS = 128
+"""Steps kept in the state; the oldest steps beyond that are dropped once they are over."""
 KEPT_STEPS_AT_MOST = 4096
+"""Steps kept in the state; the oldest steps beyond that are dropped in any case."""
 KEPT_ANOMALIES = 32
+"""Anomalies kept with their details; all are counted."""
 KEPT_PENDING_PROMOTIONS = 16
+"""Folders of earlier epochs that may still lack their final name."""
 KEPT_PRODUCERS = 16_384
+"""Producers whose last sequence is known; the one that was silent longest is dropped first."""
 REORDERED_PRODUCERS = 4096
-"""Of fewer, none is forgotten soon, and their order is not kept."""
+"""Producers from which on their order of last use is kept, as dropping one needs it."""
 KEPT_ATTEMPTS = 8
-"""Of a slot, failed, waiting and running each."""
+"""Attempts kept for each slot: failed, waiting, running, and finished elsewhere, each."""
 KEPT_EXPLORERS = 4096
+"""Explorers whose status is known; the one that was silent longest is dropped first."""
 KEPT_DETACHED = 32
+"""Detached consumer groups that are remembered."""
 KEPT_REFUSALS = 64
+"""Refusals kept with their details; all are counted."""
 KEPT_COMPLETE_CHECKPOINTS = 1024
+"""Steps that are remembered to have a complete checkpoint."""
 KEPT_LINEAGE = 1024
+"""Earlier epochs that are remembered."""
 KEPT_UNDER_WAY = 16_384
-"""Attempts under way at once; of more, the oldest are given up."""
+"""Attempts under way at once; the oldest ones beyond that are ended."""
 EXPIRED_AT_ONCE = 1000
-"""Attempts that one event fails; more would outgrow what an event may take."""
+"""Attempts that one event fails, so that it stays below the limit of an event's size."""
 LONGEST_REASON = 4000
+"""Characters of an announced reason."""
 LONGEST_REFUSAL = 500
-"""Characters that are kept of why a version was refused."""
+"""Characters kept of the reason of a refusal."""
 MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""

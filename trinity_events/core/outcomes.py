@@ -1,4 +1,4 @@
-"""Outcomes of a step, as they were announced."""
+"""Outcomes of a step, read from its announcements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, entry_id: str, envelope: Envelope | ContractError, step: int) -> Outcome | None:
-        """Return what an announcement says became of a step, if it says so."""
+        """Return the outcome that an announcement tells of a step, or None."""
         event = envelope.event if isinstance(envelope, Envelope) else None
         outcome: OutcomeName = "ready"
         detail = ""
@@ -53,12 +53,12 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def outcome_of(kind: KindState) -> OutcomeName:
-    """Return what became of a kind of a step that the state has."""
+    """Return the outcome of a kind of a step in the state."""
     return kind.outcome or ("failed" if kind.failure else "waiting")
 
 
 def outcomes_in_words(step: int, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return one line for each kind: the newest epoch first, and failures first in it."""
+    """Return one line for each kind: the newest epoch first, and its failures first."""
     several = len({one.epoch for one in outcomes}) > 1
     ordered = sorted(
         outcomes,
@@ -78,7 +78,7 @@ def _in_words(step: int, one: Outcome, *, several: bool) -> str:
 
 
 def ended_in(state: MonitorState, step: int) -> list[str]:
-    """Return that the run ended in a step, where it did not finish."""
+    """Return the line that a run failed or was interrupted in a step; none for other steps."""
     if state.closed in (None, "finished") or step != _last_step(state):
         return []
     how = "FAILED" if state.closed == "failed" else f"was {state.closed}"
@@ -87,7 +87,7 @@ def ended_in(state: MonitorState, step: int) -> list[str]:
 
 
 def _last_step(state: MonitorState) -> int:
-    """Return the step that was under way at the end: the last one taken, if it was not settled."""
+    """Return the step under way at the end: the trainer's, or the next if that is settled."""
     last = state.steps.get(state.trainer_step)
     settled = last is not None and all(kind.outcome for kind in last.kinds.values())
     return state.trainer_step + 1 if settled else state.trainer_step

@@ -1,4 +1,4 @@
-"""Weight versions that consumers refused, and what repeated refusals point to."""
+"""Weight versions that consumers refused, and the hosts that repeated refusals point to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .state import Refusal
 
 
 def refusal_of(event: VersionRefused, producer: Producer, at: int) -> Refusal:
-    """Return what is kept of an event that a producer sent at these milliseconds."""
+    """Return the refusal that the state keeps of an event; ``at`` is in milliseconds."""
     return Refusal(
         at=at,
         by=describe_producer(producer),
@@ -36,8 +36,8 @@ def words_of_refusal(refusal: Refusal) -> str:
 def suspects(refusals: Sequence[Refusal]) -> list[str]:
     """Return a sentence for each host that repeated refusals point to.
 
-    One chunk that several hosts refuse was wrong where it was published, or is kept. A host whose
-    explorers refuse several versions, which others may well use, reads what is not there.
+    If several hosts refuse one chunk, the fault is at the publisher or in the store. If the
+    explorers of one host refuse several versions, the fault is in that host's memory or network.
     """
     found: list[str] = []
     at_source = _refused_by_several_hosts(refusals)
@@ -62,7 +62,7 @@ def suspects(refusals: Sequence[Refusal]) -> list[str]:
 def _refused_by_several_hosts(
     refusals: Sequence[Refusal],
 ) -> dict[object, tuple[int, int | None, int | None, int]]:
-    """Return step, rank, chunk and number of hosts of each such chunk, by its place."""
+    """Return step, rank, chunk and number of hosts of each chunk that several hosts refused."""
     nodes: dict[object, set[str]] = {}
     last: dict[object, Refusal] = {}
     for one in refusals:

@@ -1,4 +1,4 @@
-"""What the fold knows of a run. Plain data: it encodes to a snapshot and back."""
+"""State of a run, as plain data that encodes to a snapshot and back."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ KINDS: tuple[Kind, ...] = ("state_dict", "checkpoint", "weights")
 
 
 class Attempt(Struct, kw_only=True, omit_defaults=True):
-    """A save that is under way in the current epoch: it waits for its turn, or runs."""
+    """Attempt of the current epoch that waits for its turn, or runs."""
 
     slot: Slot
     holder: Producer
     since: int
-    """Milliseconds at which it asked, or at which it started when it did."""
+    """Milliseconds at which it asked for its turn, or at which it started."""
     lease: float | None = None
-    """Seconds for which its sender's heartbeats hold; None when it sends none."""
+    """Seconds for which a heartbeat of its sender holds; None for a sender without heartbeats."""
     started: bool = False
 
 
 class SlotState(Struct, kw_only=True, omit_defaults=True):
-    """One slot of a step: its attempts by save id, and the first that finished."""
+    """Slot of a step: its attempts by save id, and the proof of a finished one."""
 
     slot: Slot
     waiting: dict[str, int] = field(default_factory=dict)
@@ -46,53 +46,56 @@ class SlotState(Struct, kw_only=True, omit_defaults=True):
     running: dict[str, int] = field(default_factory=dict)
     """Save id to the milliseconds at which the attempt started."""
     progress: dict[str, int] = field(default_factory=dict)
-    """Save id of a running attempt to the bytes it has written so far, where it says so."""
+    """Save id of a running attempt to the bytes it has written, if it reports them."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Save id to the reason."""
+    """Save id of a failed attempt to the reason."""
     proof: SaveProof | None = None
     path: str | None = None
     others: dict[str, SaveProof] = field(default_factory=dict)
-    """Finished attempts in other staged folders than ``path``'s, by folder; empty for none."""
+    """Finished attempts in other staged folders than ``path``'s, by folder.
+
+    The key is empty for an attempt outside of staging.
+    """
 
 
 class KindState(Struct, kw_only=True, omit_defaults=True):
-    """One kind of one step."""
+    """Kind of a step."""
 
     registrations: dict[str, Registration] = field(default_factory=dict)
     slots: dict[str, SlotState] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
-    """Saves of one role and name to the ranks that each make one, where the saves say so."""
+    """Role and name of a save to the number of ranks that each make one, if the saves tell it."""
     committed_at: int | None = None
     with_state_dict: bool = False
-    """Of a checkpoint: whether it rests on the step's state dict too, decided by its commit."""
+    """True for a checkpoint that rests on the step's state dict too; its commit decides it."""
     own_state_dict: bool = False
-    """Of a checkpoint: whether its commit registers a state dict, to be saved to its folder."""
+    """True for a checkpoint whose commit registers a state dict, to be saved to its folder."""
     later_failure: str | None = None
-    """Of a state dict: why an attempt failed at a slot that had a finished one, before the commit
-    of the checkpoint that may need it."""
+    """Reason for which a second attempt at a state dict's slot failed, before the commit of the
+    checkpoint that may need it."""
     outcome: Literal["ready", "superseded"] | None = None
     failure: str | None = None
     """Reason of the failure that was announced, which a retry may still overcome."""
     compacted: bool = False
-    """Whether its registrations and slots were dropped, since it is ready and not the newest."""
+    """True if its registrations and slots were dropped, as it is settled and not the newest."""
     finished: int = 0
     """Slots that have a finished attempt."""
     folder: str | None = None
-    """The staged folder that all of them were written to, once it is decided; empty for none."""
+    """Staged folder of its saves, once it is decided; empty for saves outside of staging."""
 
     @property
     def is_failed(self) -> bool:
-        """Whether its failure was announced, and no retry has overcome it."""
+        """Return True if its failure was announced, and no retry has overcome it."""
         return self.outcome is None and self.failure is not None
 
     @property
     def settled(self) -> bool:
-        """Whether nothing more will be announced of it, unless a retry succeeds."""
+        """Return True if it is ready, superseded or failed: only a retry may change that."""
         return self.outcome is not None or self.failure is not None
 
 
 class VersionState(Struct, kw_only=True):
-    """A weight version in the making."""
+    """Weight version that is being published."""
 
     ranks: tuple[int, ...]
     transport: str
@@ -101,37 +104,37 @@ class VersionState(Struct, kw_only=True):
 
 
 class DeltaBases(Struct, frozen=True, kw_only=True):
-    """A ready version of which only what changed was published, and what that rests on."""
+    """Ready delta version, and the versions that its parts rest on."""
 
     version: StepRef
     bases: tuple[StepRef, ...]
 
 
 class StepState(Struct, kw_only=True, omit_defaults=True):
-    """One step of the current epoch."""
+    """Step of the current epoch."""
 
     kinds: dict[Kind, KindState] = field(default_factory=dict)
     version: VersionState | None = None
 
 
 class ReadyPointer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The newest ready step of a kind."""
+    """Newest ready step of a kind."""
 
     at: StepRef
     entry_id: str
     path: str | None = None
     digest: str | None = None
     resumed: bool = False
-    """Whether a resume set it, to a step whose folder has its final name."""
+    """True if a resume set it, to a step whose folder has its final name."""
 
     @property
     def named(self) -> bool:
-        """Whether a folder with the step's final name is part of it."""
+        """Return True if it includes a folder with the step's final name."""
         return self.path is not None or self.resumed
 
 
 class ExplorerState(Struct, kw_only=True, omit_defaults=True):
-    """What one explorer last said of itself."""
+    """Status of an explorer, from its last events."""
 
     status: ExplorerStatus = "running"
     version: StepRef | None = None
@@ -140,29 +143,30 @@ class ExplorerState(Struct, kw_only=True, omit_defaults=True):
     heard_at: int | None = None
     """Milliseconds of its last event."""
     requested_at: int | None = None
-    """Milliseconds at which it asked for weights that it has not applied yet."""
+    """Milliseconds at which it asked for weights that it has not applied."""
     wanted: StepRef | None = None
     """The oldest version that it asked for."""
 
 
 class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A weight version that a consumer did not use, for it is not what was published."""
+    """Weight version that a consumer did not use, because its bytes were not the published ones."""
 
     at: int
-    """Milliseconds."""
+    """Milliseconds of its event."""
     by: str
+    """The consumer's role and rank."""
     node: str
     """The consumer's host."""
     version: StepRef
     rank: int | None = None
-    """Whose part is at fault, where one is."""
+    """Rank whose part is at fault, if it is known."""
     chunk: int | None = None
-    """Which chunk of the part, where one is at fault."""
+    """Index of the chunk at fault in the part, if it is known."""
     reason: str
 
 
 class TrainerWaits(Struct, frozen=True, kw_only=True):
-    """Wait of the trainer, as it was last told."""
+    """Wait of the trainer, as it last reported it."""
 
     what: str
     step: int
@@ -174,18 +178,18 @@ class TrainerWaits(Struct, frozen=True, kw_only=True):
 
 
 class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A consumer group that the log no longer waits for, since ``entry_id`` said so."""
+    """Consumer group that no longer keeps the log from being trimmed, since ``entry_id``."""
 
     entry_id: str
     position: str
     pending: int = 0
     idle: float = 0.0
     oldest_pending: str | None = None
-    """None also where its event is of a version that did not tell."""
+    """Id of the oldest entry without an acknowledgement; None also for events of older versions."""
 
 
 class Anomaly(Struct, frozen=True, kw_only=True):
-    """Something in the log that should not be there, and that changed nothing."""
+    """Entry of the log that is out of order or unexpected, and that changed nothing else."""
 
     entry_id: str
     name: str
@@ -193,7 +197,7 @@ class Anomaly(Struct, frozen=True, kw_only=True):
 
 
 class MonitorState(Struct, kw_only=True, omit_defaults=True):
-    """The state of a run after ``position``. Only :class:`.Monitor` changes it."""
+    """State of a run after ``position``. Only :class:`.Monitor` changes it."""
 
     run_id: str
     position: str = ORIGIN
@@ -201,65 +205,65 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     opened_at: int | None = None
     """Milliseconds at which the run was first opened."""
     closed: str | None = None
-    """Reason with which the present epoch was closed."""
+    """Reason with which the current epoch was closed."""
     closed_error: str | None = None
-    """What went wrong, where it was not closed by itself."""
+    """Error that closed the current epoch, if there was one."""
     closed_at: int | None = None
-    """Milliseconds at which the present epoch was closed."""
+    """Milliseconds at which the current epoch was closed."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
     trainer_waits: TrainerWaits | None = None
-    """Wait of the trainer that has lasted for some seconds."""
+    """Wait of the trainer that it reports after some seconds."""
     steps: dict[int, StepState] = field(default_factory=dict)
     forgotten_through: int = -1
-    """Steps of the epoch up to this one that are not in ``steps`` were settled and dropped."""
+    """Last step that was settled and dropped; earlier steps that ``steps`` lacks were too."""
     ready: dict[Kind, ReadyPointer] = field(default_factory=dict)
     complete_checkpoints: list[int] = field(default_factory=list, name="whole")
-    """Steps of this line of the run whose checkpoint is whole, in order; the last many."""
+    """Last steps with a complete checkpoint, in order, of the current epoch and its lineage."""
     lineage: list[StepRef] = field(default_factory=list)
-    """Earlier epochs that the present one goes on from, each with its last step that counts."""
+    """Earlier epochs that the current one continues, each with its last step that counts."""
     pending_promotions: dict[str, int] = field(default_factory=dict, name="carried")
     """Folders that were complete when an epoch opened, and may not have their name yet."""
     versions: list[StepRef] = field(default_factory=list)
     """Ready weight versions that are not retired, oldest first."""
     delta_bases: list[DeltaBases] = field(default_factory=list, name="resting")
-    """Those of them that rest on others."""
+    """Delta versions among ``versions``, with their bases."""
     strategy: SaveStrategy = "unrestricted"
-    """Which saves of the current epoch may run at once."""
+    """Saves of the current epoch that may run at once."""
     transport: ChosenTransport | None = None
-    """How the current epoch's weights are to travel, and why so, where its opening says."""
+    """Transport of the current epoch's weights and the reason for it, if its opening tells them."""
     attempts: dict[str, Attempt] = field(default_factory=dict)
     """Saves under way in the current epoch, by save id, oldest first."""
     queue: dict[str, list[str]] = field(default_factory=dict)
-    """Groups that wait for their turn, first come first, to the save ids that wait in them."""
+    """Group that waits for its turn to its waiting save ids, in the order of the requests."""
     turns: dict[str, str] = field(default_factory=dict)
-    """Save ids that have their turn, to their group: all of one group."""
+    """Save id that has its turn to its group; all are of one group."""
     explorers: dict[str, ExplorerState] = field(default_factory=dict)
     refused: int = 0
-    """How often a consumer refused a weight version."""
+    """Number of refused weight versions."""
     refusals: list[Refusal] = field(default_factory=list)
-    """The last few."""
+    """Last refusals."""
     detached: dict[str, DetachedConsumer] = field(default_factory=dict)
-    """The last few, by stream and group."""
+    """Last detached consumer groups, by stream and group."""
     sequences: dict[str, int] = field(default_factory=dict)
-    """Producer incarnation to the last sequence seen of it."""
+    """Producer's incarnation to its last sequence."""
     entries: int = 0
     announced: int = 0
     dead_letters: int = 0
     anomaly_counts: dict[str, int] = field(default_factory=dict)
     anomalies: list[Anomaly] = field(default_factory=list)
-    """The last few."""
+    """Last anomalies."""
 
 
 SNAPSHOT_VERSION = 2
-"""Version of the layout of snapshots, to be raised with every change of what a field means.
+"""Version of the layout of snapshots; raise it with every change of a field's meaning.
 
-A snapshot of another version is folded anew from the log: its fields may not be what they seem.
+The reducer does not read a snapshot of another version: it folds the log anew.
 """
 
 
 class SnapshotVersion(msgspec.DecodeError):
-    """A snapshot has the layout of another version."""
+    """Snapshot with the layout of another version."""
 
 
 class _Snapshot(NamedTuple):
@@ -282,8 +286,8 @@ def decode_state(snapshot: bytes) -> MonitorState:
     """Decode the state of a snapshot.
 
     Raises:
-        SnapshotVersion: for a snapshot of another version.
-        msgspec.DecodeError: for anything else.
+        SnapshotVersion: The snapshot is of another version.
+        msgspec.DecodeError: The bytes are no snapshot.
     """
     try:
         version = _version_of(snapshot)
@@ -297,7 +301,7 @@ def decode_state(snapshot: bytes) -> MonitorState:
 
 
 def _version_of(snapshot: bytes) -> int:
-    """Return the version of a snapshot; the first had the state alone, a map."""
+    """Return the version of a snapshot; version 1 was a bare map of the state."""
     try:
         return _snapshots.decode(snapshot).version
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The figures of a run, computed from its log alone."""
+"""Figures of a run, computed from its log alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .state import Refusal
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """Median, 99th percentile and largest of some seconds; zeros when there were none."""
+    """Median, 99th percentile and maximum of durations in seconds; zeros without any."""
 
     median: float = 0.0
     p99: float = 0.0
@@ -37,7 +37,7 @@ class Spread(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of the values, by the nearest rank."""
+        """Return the spread of the values, by the nearest rank."""
         if not values:
             return cls()
         ordered = sorted(values)
@@ -49,36 +49,36 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 class RunSummary(Struct, frozen=True, kw_only=True):
-    """What a run came to. Seconds throughout."""
+    """Figures of a run; durations are in seconds."""
 
     run_id: str
     steps: int
     versions_published: int
     versions_applied: int
-    """By at least one explorer."""
+    """Versions that at least one explorer applied."""
     versions_superseded_unpulled: int
-    """Ready, never applied nor refused by anyone, and followed by a version that was applied."""
+    """Ready versions that no explorer applied or refused, before a version that was applied."""
     versions_unaccounted: int
-    """Ready, neither applied nor refused, nor followed by an applied one."""
+    """Ready versions that no explorer applied or refused, after the last that was applied."""
     versions_refused: int = 0
-    """Ready, refused by an explorer, and applied by none."""
+    """Ready versions that an explorer refused and no explorer applied."""
     refusals: int = 0
-    """How often an explorer refused a version, also one that another has applied."""
+    """Number of refusals, also of versions that another explorer applied."""
     suspects: tuple[str, ...] = ()
-    """What repeated refusals point to."""
+    """Sentences about hosts that repeated refusals point to."""
     versions_delta: int
-    """Ready, of which only what changed was published by some rank; the others are full."""
+    """Ready versions of which some rank published a delta; the others are full."""
     bytes_published: int
     bytes_saved: int
-    """By which the ready versions would have taken more, had all of them been full."""
+    """Bytes that deltas saved: the size of all ready versions in full, less ``bytes_published``."""
     checkpoints_ready: int
     failures: int
     stall: Spread
-    """The training loop held by a publication, its slowest rank."""
+    """Time that a publication holds the training loop, on its slowest rank."""
     transfer: Spread
-    """From a version's opening to its last byte verified, for each application of it."""
+    """Time from a version's opening to its last byte verified, for each time it is applied."""
     pause: Spread
-    """An explorer's engine held while it installs."""
+    """Time that an installation holds an explorer's engine."""
     events: int
     events_per_step: float
     event_bytes_per_step: float
@@ -106,7 +106,7 @@ class _Version(Struct):
 
 
 class Summarizer:
-    """Takes the envelopes of a run's events and announcements, in any interleaving."""
+    """Counter of a run's events and announcements, which may come in any interleaving."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -158,7 +158,7 @@ class Summarizer:
                 pass
 
     def summary(self) -> RunSummary:
-        """The figures so far."""
+        """Return the figures so far."""
         ready = {ref: version for ref, version in self._versions.items() if version.ready}
         applied = [ref for ref, version in ready.items() if version.applied]
         newest = max(applied, default=StepRef(0, 0))

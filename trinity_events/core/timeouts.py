@@ -1,4 +1,4 @@
-"""What the passing of time makes true: asked by the leader's timekeeper, told to the log."""
+"""Expired leases and deadlines, as events that the leader's timekeeper appends to the log."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .state import MonitorState
 
 
 class LeaseHolder(NamedTuple):
-    """A process that has saves under way and sends heartbeats."""
+    """Process that has attempts under way and sends heartbeats."""
 
     producer: Producer
     lease: float
-    """Seconds of silence after which it is taken for dead."""
+    """Seconds without a heartbeat after which the process is taken for dead."""
 
 
 class Waiting(NamedTuple):
-    """A kind of a step that was committed and is neither complete nor failed."""
+    """Kind of a step that was committed and is neither complete nor failed."""
 
     epoch: int
     step: int
@@ -30,7 +30,7 @@ class Waiting(NamedTuple):
 
 
 def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
-    """Who must be heard of, by incarnation."""
+    """Return the processes whose heartbeats are watched, by incarnation."""
     found: dict[str, LeaseHolder] = {}
     for attempt in state.attempts.values():
         if attempt.lease is not None:
@@ -42,7 +42,10 @@ def lease_holders(state: MonitorState) -> dict[str, LeaseHolder]:
 
 
 def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
-    """What to say of the incarnations that were silent for their whole lease, in parts."""
+    """Return the events for incarnations that were silent for their whole lease.
+
+    An event has at most :data:`EXPIRED_AT_ONCE` attempts.
+    """
     under_way: dict[str, list[ExpiredAttempt]] = {}
     for save_id, attempt in state.attempts.items():
         if attempt.lease is not None and attempt.holder.incarnation in silent:
@@ -62,7 +65,7 @@ def expired(state: MonitorState, silent: Collection[str]) -> list[LeaseExpired]:
 
 
 def waiting(state: MonitorState) -> list[Waiting]:
-    """What has a deadline."""
+    """Return the kinds of steps that have a deadline."""
     return [
         Waiting(state.epoch, step, kind, committed_at)
         for step, step_state in state.steps.items()
@@ -74,7 +77,7 @@ def waiting(state: MonitorState) -> list[Waiting]:
 def overdue(
     state: MonitorState, late: Collection[Waiting], seconds: float
 ) -> list[DeadlineReached]:
-    """What to say of those that waited for ``seconds`` since their commit, and still do."""
+    """Return the events for kinds in ``late`` that still wait, ``seconds`` after their commit."""
     return [
         DeadlineReached(step=one.step, kind=one.kind, seconds=seconds)
         for one in waiting(state)

@@ -1,0 +1,54 @@
+"""Removal of details of settled steps, so that the state stays small."""
+
+from __future__ import annotations
+
+from trinity_schemas import StepRef
+
+from .completeness import staged_folder
+from .limits import KEPT_STEPS, KEPT_STEPS_AT_MOST
+from .state import MonitorState
+
+
+def compact_step(state: MonitorState, step: int) -> None:
+    """Drop a step's registrations and slots, if a newer step of each of its kinds is ready.
+
+    The outcome, the number of saves and the folder of each kind stay.
+    """
+    found = state.steps.get(step)
+    if found is None:
+        return
+    at = StepRef(state.epoch, step)
+    for name, kind in found.kinds.items():
+        pointer = state.ready.get(name)
+        if kind.outcome is None or pointer is None or pointer.at <= at:
+            return
+    folders = {
+        name: None if name == "weights" else staged_folder(found, name) for name in found.kinds
+    }
+    for name, kind in found.kinds.items():
+        if not kind.compacted:
+            kind.folder = folders[name]
+            kind.compacted = True
+            kind.registrations, kind.slots, kind.ranks = {}, {}, {}
+    found.version = None
+
+
+def drop_oldest_steps(state: MonitorState) -> None:
+    """Drop the oldest steps beyond :data:`KEPT_STEPS`, up to the first that is not over."""
+    steps = state.steps
+    while len(steps) > KEPT_STEPS:
+        oldest = next(iter(steps))
+        if len(steps) <= KEPT_STEPS_AT_MOST and not _is_over(state, oldest):
+            return
+        del steps[oldest]
+        state.forgotten_through = max(state.forgotten_through, oldest)
+
+
+def _is_over(state: MonitorState, step: int) -> bool:
+    """Return True if each kind of a step is settled, or a step that is as new is ready."""
+    at = StepRef(state.epoch, step)
+    for kind, kind_state in state.steps[step].kinds.items():
+        pointer = state.ready.get(kind)
+        if not kind_state.settled and (pointer is None or pointer.at < at):
+            return False
+    return True

@@ -1,0 +1,121 @@
+"""Handlers of events about a run: its epochs, its trainer, and its consumer groups."""
+
+from __future__ import annotations
+
+from trinity_schemas import (
+    ConsumerDetached,
+    Envelope,
+    Kind,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    StepRef,
+    TrainerStatusChanged,
+)
+
+from .announcements import supersede
+from .completeness import staged_folder
+from .fold_state import FoldState, keep_last
+from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_LINEAGE, KEPT_PENDING_PROMOTIONS
+from .state import DetachedConsumer, MonitorState, ReadyPointer, TrainerWaits
+
+
+def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
+    """Begin an epoch at step 0."""
+    _open_epoch(fold, envelope.epoch, 0, event)
+
+
+def run_resumed(fold: FoldState, event: RunResumed, envelope: Envelope) -> None:
+    """Begin an epoch at the step that the trainer resumes from."""
+    _open_epoch(fold, envelope.epoch, event.step, event)
+    state = fold.state
+    at = StepRef(state.epoch, event.step)
+    kinds: tuple[Kind, ...] = ("state_dict", "checkpoint")
+    for kind in kinds:
+        # The pointer to the weights stays until the resumed trainer has published a version.
+        old = state.ready.get(kind)
+        if old is not None:
+            state.ready[kind] = ReadyPointer(
+                at=at,
+                entry_id=fold.entry_id,
+                path=old.path if old.at.step == at.step else None,
+                resumed=old.named,
+            )
+
+
+def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | RunResumed) -> None:
+    state = fold.state
+    for left, step_state in sorted(state.steps.items()):
+        for kind in ("checkpoint", "state_dict"):
+            found = step_state.kinds.get(kind)
+            folder = staged_folder(step_state, kind) if found and found.outcome else None
+            if folder is not None:
+                state.pending_promotions[folder] = left
+                break
+        for kind, kind_state in step_state.kinds.items():
+            if not kind_state.settled:
+                supersede(fold, state.epoch, left, kind, StepRef(epoch, step))
+    for folder in list(state.pending_promotions)[:-KEPT_PENDING_PROMOTIONS]:
+        del state.pending_promotions[folder]
+    state.lineage = _lineage(state, opening)
+    state.epoch = epoch
+    state.strategy = opening.save_strategy
+    state.transport = opening.transport
+    state.attempts, state.queue, state.turns = {}, {}, {}
+    state.complete_checkpoints = [one for one in state.complete_checkpoints if one <= step]
+    state.trainer_step = step
+    state.steps = {}
+    state.forgotten_through = -1
+    state.closed = state.closed_error = state.closed_at = state.trainer_waits = None
+    if state.opened_at is None:
+        state.opened_at = fold.now
+
+
+def _lineage(state: MonitorState, opening: RunOpened | RunResumed) -> list[StepRef]:
+    """Return the epochs that a new epoch goes on from; none if it does not resume one."""
+    if isinstance(opening, RunOpened) or not state.epoch:
+        return []
+    last = opening.step
+    before = [StepRef(one.epoch, min(one.step, last)) for one in state.lineage]
+    return [*before, StepRef(state.epoch, last)][-KEPT_LINEAGE:]
+
+
+def run_closed(fold: FoldState, event: RunClosed, _: Envelope) -> None:
+    """Note that the epoch ended, and its reason."""
+    state = fold.state
+    state.closed, state.closed_error = event.reason, event.error
+    state.closed_at, state.trainer_waits = fold.now, None
+    state.trainer = "stopped"
+
+
+def trainer_status_changed(fold: FoldState, event: TrainerStatusChanged, _: Envelope) -> None:
+    """Note the trainer's status, its step, and the wait that it reports."""
+    state = fold.state
+    state.trainer = event.status
+    state.trainer_step = max(state.trainer_step, event.step)
+    wait = event.waits_for
+    state.trainer_waits = None
+    if wait is not None:
+        state.trainer_waits = TrainerWaits(
+            what=wait.what,
+            step=wait.step,
+            have=wait.have,
+            expected=wait.expected,
+            missing=wait.missing[:KEPT_EXPLORERS],
+            since=fold.now - int(min(wait.seconds * 1000, fold.now)),
+        )
+
+
+def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> None:
+    """Note a consumer group that no longer keeps the log from being trimmed."""
+    detached = fold.state.detached
+    name = f"{event.stream}/{event.group}"
+    detached.pop(name, None)
+    detached[name] = DetachedConsumer(
+        entry_id=fold.entry_id,
+        position=event.position,
+        pending=event.pending,
+        idle=event.idle,
+        oldest_pending=event.oldest_pending,
+    )
+    keep_last(detached, KEPT_DETACHED)
