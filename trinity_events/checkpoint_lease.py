@@ -13,7 +13,7 @@ import redis.asyncio
 
 from trinity_schemas import check_run_id
 
-from .core import final_name
+from .checkpoint_layout import final_name
 from .errors import CheckpointHeld, InvalidRunId, KeyConflict
 from .log import RedisEventLog, new_producer
 from .log.retry import CONNECTION_ERRORS, is_transient

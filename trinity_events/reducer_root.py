@@ -10,11 +10,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from .core.file_plan import ITERATION_FILES
+from .checkpoint_layout import ITERATION_FILES, REDUCER_MARK
 from .open_folder import OpenFolder
 
-MARK = ".reducer"
-"""File in a run's folder that says which reducer uses it: the same as the log's server has."""
 _LONGEST = 16_384
 
 
@@ -38,7 +36,7 @@ def mark_folder(run: OpenFolder, token: int) -> bytes:
         token=token, mark=secrets.token_hex(8), host=socket.gethostname(), folder=str(run.path)
     )
     told = msgspec.json.encode(mark)
-    run.write(MARK, told)
+    run.write(REDUCER_MARK, told)
     return told
 
 
@@ -53,7 +51,7 @@ def of_leader(leader: bytes | None, told: bytes | None) -> bytes | None:
 
 def other_folder(told: bytes | None, folder: Path, run_id: str) -> str | None:
     """Return a sentence with both paths, where the reducer uses another folder than this one."""
-    if told is None or _read(folder / MARK) == told:
+    if told is None or _read(folder / REDUCER_MARK) == told:
         return None
     mark = msgspec.json.decode(told, type=RootMark)
     files = " and ".join(ITERATION_FILES.values())

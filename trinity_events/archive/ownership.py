@@ -13,6 +13,7 @@ import anyio.to_thread
 import msgspec
 from msgspec import Struct
 
+from ..checkpoint_layout import BELONGS_TO
 from ..errors import FolderTaken
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, position
 from ..open_folder import OpenFolder
@@ -22,8 +23,6 @@ from .segments import Archive
 
 logger = logging.getLogger(__name__)
 
-MARK = ".belongs_to"
-"""File of a run's folder that names its log."""
 _LONGEST_MARK = 4096
 
 
@@ -109,7 +108,7 @@ class FolderOwner:
             if not self._adopt:
                 raise
             self._adopt = False
-            run.write(MARK, msgspec.json.encode(own))
+            run.write(BELONGS_TO, msgspec.json.encode(own))
             logger.warning("%s is taken over, as it was asked for: %s", run.path, error)
 
     def _claim(self, run: OpenFolder, own: LogMark) -> None:
@@ -118,7 +117,7 @@ class FolderOwner:
             archived = archived_identity(self.archive)
             if archived not in (None, own.log):
                 raise taken(run.path, self._run_id, LogMark(log=str(archived)), str(own))
-            if run.write_new(MARK, msgspec.json.encode(own)):
+            if run.write_new(BELONGS_TO, msgspec.json.encode(own)):
                 return
         if found.log != own.log:
             raise taken(run.path, self._run_id, found, str(own))
@@ -167,8 +166,8 @@ def _refuse_marked(folder: Path, run_id: str, server: str) -> None:
 
 def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
     """Return the log that a folder belongs to. Raises FolderTaken for a mark that is none."""
-    data = run.read(MARK, _LONGEST_MARK)
-    if data is None and run.stat(MARK) is None:
+    data = run.read(BELONGS_TO, _LONGEST_MARK)
+    if data is None and run.stat(BELONGS_TO) is None:
         return None
     try:
         mark = msgspec.json.decode(data or b"", type=LogMark)
@@ -177,8 +176,8 @@ def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
             raise ValueError("it would be shown on terminals")
     except (msgspec.DecodeError, ValueError, RecursionError):
         raise FolderTaken(
-            f"{run.path} has a mark that cannot be read, {MARK}: remove it if the folder is of the "
-            f"run {run_id} of this server, or start the reducer with --adopt-folder {run_id}"
+            f"{run.path} has a mark that cannot be read, {BELONGS_TO}: remove it if the folder is "
+            f"of the run {run_id} of this server, or start the reducer with --adopt-folder {run_id}"
         ) from None
     return mark
 

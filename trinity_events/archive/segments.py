@@ -8,14 +8,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..checkpoint_layout import (
+    ARCHIVE,
+    SegmentName,
+    is_unfinished_segment,
+    parse_segment_name,
+    segment_pattern,
+)
 from ..log import ORIGIN, Entry, Stream, position
 from ..open_folder import OpenFolder
 from .format import ArchiveMissing, BadRecording, Header, Line, bare_line, read_lines, write_segment
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "log"
-_AFTER_GAP = "after-gap"
 _LEFT_ON_SERVER = 2
 """Segments at least, so that one that is written twice by leaders in a row is there as well."""
 _LEFT_BYTES = 64 << 20
@@ -47,7 +52,7 @@ class Archive:
     def __init__(
         self, run_folder: Path, run_id: str, claim: Callable[[OpenFolder], None] = _claim_nothing
     ) -> None:
-        self.folder = run_folder / FOLDER
+        self.folder = run_folder / ARCHIVE
         self._run_id = run_id
         self._claim = claim
 
@@ -68,14 +73,12 @@ class Archive:
             after_gap: Whether what is between them and what is kept is not known.
         """
         if entries:
-            told = f".{_AFTER_GAP}" if after_gap else ""
-            span = f"{entries[0].id}.{entries[-1].id}.{len(entries)}"
-            name = f"{stream.value}.{span}{told}.jsonl"
+            name = SegmentName(stream.value, entries[0].id, entries[-1].id, len(entries), after_gap)
             # The bytes alone: what they say is for `export` to show, when somebody asks.
             lines = (bare_line(stream.value, entry) for entry in entries)
             header = Header(run_id=self._run_id, after=after)
             with self._opened(create=True) as folder:
-                write_segment(folder, name, header, lines)
+                write_segment(folder, str(name), header, lines)
 
     @contextmanager
     def _opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
@@ -85,15 +88,15 @@ class Archive:
             run.parent.mkdir(parents=True, exist_ok=True)
         with OpenFolder.at(run.parent) as root, root.below(run.name, create=create) as opened:
             self._claim(opened)
-            with opened.below(FOLDER, create=create) as folder:
+            with opened.below(ARCHIVE, create=create) as folder:
                 yield folder
 
     def clear_up(self) -> None:
         """Remove what is left of segments that were never finished."""
-        unfinished = tuple(f".{stream.value}." for stream in Stream)
         with suppress(FileNotFoundError), self._opened() as folder:
             for name in folder.names():
-                if name.startswith(unfinished) and ".jsonl." in name and folder.is_file(name):
+                unfinished = any(is_unfinished_segment(name, one.value) for one in Stream)
+                if unfinished and folder.is_file(name):
                     folder.remove(name)
 
     def through(self, stream: Stream) -> str:
@@ -183,7 +186,7 @@ class Archive:
 
     def _segments(self, stream: Stream) -> list[_Segment]:
         found: list[_Segment] = []
-        for path in self.folder.glob(f"{stream.value}.*.jsonl"):
+        for path in self.folder.glob(segment_pattern(stream.value)):
             try:
                 found.append(_segment(path))
             except ValueError:
@@ -198,11 +201,6 @@ def _whole(path: Path) -> tuple[Header, list[Line]]:
 
 
 def _segment(path: Path) -> _Segment:
-    """By its name. Raises ValueError for another's."""
-    _, first, last, *told, _ = path.name.split(".")
-    after_gap = told[-1:] == [_AFTER_GAP]
-    counted = told[:-1] if after_gap else told
-    if len(counted) > 1:
-        raise ValueError(path.name)
-    entries = int(counted[0]) if counted else None
-    return _Segment(position(first), after_gap, position(last), entries, path)
+    """Parse a segment's path. Raises ValueError for a foreign name."""
+    name = parse_segment_name(path.name)
+    return _Segment(position(name.first), name.after_gap, position(name.last), name.entries, path)

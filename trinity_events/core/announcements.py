@@ -15,7 +15,8 @@ from trinity_schemas import (
     version_digest,
 )
 
-from .completeness import StagedPlace, complete_places, is_complete, proof_in, registered, staged_in
+from ..checkpoint_layout import staged_in
+from .completeness import StagedPlace, complete_places, is_complete, proof_in, registered
 from .fold_state import FoldState
 from .limits import (
     KEPT_BASES,
@@ -210,7 +211,7 @@ def proof(step: StepState, kind: Kind, place: StagedPlace) -> tuple[SaveProof, .
 
 
 def staged_folder(step: StepState, kind: Kind) -> str | None:
-    """The folder below :data:`STAGING` that all saves of the kind were written to, if any.
+    """The folder below the staging folder that all saves of the kind were written to, if any.
 
     Saves that named no path, or one of their caller's own, have none: nothing is to be moved.
     """

@@ -22,9 +22,10 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
+from ..checkpoint_layout import staged_in
 from . import admission
 from .announcements import AnnouncementFold
-from .completeness import missing, staged_in
+from .completeness import missing
 from .fold_state import describe_producer, describe_slot, keep_last
 from .limits import KEPT_ATTEMPTS, KEPT_UNDER_WAY, LONGEST_REASON
 from .state import Attempt, KindState, SlotState

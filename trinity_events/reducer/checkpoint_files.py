@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..core import FilePlan, IterationFile, Promotion, final_name
+from ..checkpoint_layout import MADE_FROM, final_name, replaced_name
+from ..core import FilePlan, IterationFile, Promotion
 from ..errors import CheckpointRootUnusable
 from ..open_folder import OpenFolder, UnsafePath, leads_out, parts_of
 from ..server import make_home, trinity_home
 
-__all__ = ["MARKER", "CheckpointFiles", "UnsafePath", "writable_root"]
+__all__ = ["CheckpointFiles", "UnsafePath", "writable_root"]
 
 logger = logging.getLogger(__name__)
-
-
-MARKER = ".made_from"
-"""Names the staged folder that a checkpoint was made from."""
 _LONGEST_MARK = 4096
 _LONGEST_STEP = 64
 """Bytes of an iteration file that are read; one with more is written anew."""
@@ -125,9 +122,9 @@ class CheckpointFiles:
             if there and promotion.adds_to:
                 with run.below(final) as target:
                     _link_missing(target, staged)
-            staged.write(MARKER, promotion.staged.encode())
+            staged.write(MADE_FROM, promotion.staged.encode())
         if there:
-            old = f"{name}.replaced_{final}"
+            old = replaced_name(name, final)
             run.rename(final, staging, old)
             staging.rename(name, run, final)
             if promotion.adds_to:
@@ -150,7 +147,7 @@ def _made_from(run: OpenFolder, final: str) -> str | None:
     """Return the staged folder that a checkpoint was made from; None where none is named."""
     try:
         with run.below(final) as target:
-            mark = target.read(MARKER, _LONGEST_MARK)
+            mark = target.read(MADE_FROM, _LONGEST_MARK)
         return None if mark is None else mark.decode()
     except (OSError, UnicodeDecodeError):
         return None

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from ..checkpoint_layout import STAGING, StagedFolder, staged_path_of
 from ..core import MonitorState, plan_files
 from ..core.checkpoint_retention import is_of_this_line, removable_steps
-from ..core.completeness import STAGING
 from ..log import EventLog
-from .checkpoint_trash import CheckpointTrash, Staged
+from .checkpoint_trash import CheckpointTrash, epochs_made_in, origin_of
 from .live_state import LiveState
-from .origin import made_in, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class CheckpointRetention:
         if not await anyio.to_thread.run_sync(self._trash.has, needed):
             return False
         made = await anyio.to_thread.run_sync(self._trash.made)
-        epochs = await anyio.to_thread.run_sync(made_in, self._trash.folder, made)
+        epochs = await anyio.to_thread.run_sync(epochs_made_in, self._trash.folder, made)
         steps = removable_steps(state, epochs, self._keep)
         if steps:
             doomed = await self._log.mark_deleting(self._token, steps)
@@ -128,7 +127,7 @@ class CheckpointRetention:
 
 
 def left_behind(
-    state: MonitorState, staged: Iterable[Staged], made: Collection[int], keep: int
+    state: MonitorState, staged: Iterable[StagedFolder], made: Collection[int], keep: int
 ) -> list[str]:
     """The staged folders that nothing is to become of.
 
@@ -138,7 +137,7 @@ def left_behind(
     planned = {promotion.staged for promotion in plan_files(state).promotions}
     found: list[str] = []
     for one in staged:
-        if f"{STAGING}/{one.name}" in planned:
+        if staged_path_of(one.name) in planned:
             continue
         over = _is_over(state, one)
         if one.replaced is not None:
@@ -148,7 +147,7 @@ def left_behind(
     return found
 
 
-def _is_over(state: MonitorState, one: Staged) -> bool:
+def _is_over(state: MonitorState, one: StagedFolder) -> bool:
     if one.epoch != state.epoch:
         return one.epoch < state.epoch
     found = state.steps.get(one.step)

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
-from ..core import final_name
-from ..core.completeness import STAGING
+from ..checkpoint_layout import (
+    MADE_FROM,
+    STAGING,
+    TRASH,
+    StagedFolder,
+    final_name,
+    parse_final_name,
+    parse_made_from,
+    parse_staged_name,
+    parse_trashed_name,
+    trashed_name,
+)
 from ..open_folder import OpenFolder
-from .checkpoint_files import MARKER, CheckpointFiles
+from .checkpoint_files import CheckpointFiles
 
-TRASH = ".trash"
-"""Where folders are moved before they are removed, so that none is ever seen half removed."""
-
+_LONGEST_MARK = 4096
+"""Bytes read of a :data:`MADE_FROM` file; it holds one path."""
 _OTHERS_STAY = 60.0
 """Seconds for which what another leader moved away is left to it: it may put it back."""
-
-_FINAL = re.compile(r"global_step_(\d+)")
-_STAGED = re.compile(r"epoch_(\d+)_step_(\d+)_[0-9a-f]+(?:\.replaced_global_step_(\d+))?")
-_MOVED = re.compile(rf"(?:{_FINAL.pattern}|{_STAGED.pattern})\.\d+\.(?P<token>\d+)")
-"""What was moved away: its name, when, and the fencing token of the lead."""
-
-
-class Staged(NamedTuple):
-    """A folder below the staging folder, as its maker named it."""
-
-    name: str
-    epoch: int
-    step: int
-    replaced: int | None
-    """The step whose place another folder took, when this is what was there."""
 
 
 class CheckpointTrash:
@@ -56,11 +50,11 @@ class CheckpointTrash:
         found: dict[int, int] = {}
         with self._opened() as run:
             for name in run.names() if run else ():
-                match = _FINAL.fullmatch(name)
-                if run and match and run.is_folder(name):
+                step = parse_final_name(name)
+                if run and step is not None and run.is_folder(name):
                     with run.below(name) as folder:
-                        if folder.is_file(MARKER):
-                            found[int(match[1])] = os.fstat(folder.descriptor).st_ino
+                        if folder.is_file(MADE_FROM):
+                            found[step] = os.fstat(folder.descriptor).st_ino
         return found
 
     def has(self, names: Iterable[str]) -> bool:
@@ -88,15 +82,14 @@ class CheckpointTrash:
             if run.stat(name) is None:
                 trash.rename(moved, run, name)
 
-    def staged(self) -> list[Staged]:
+    def staged(self) -> list[StagedFolder]:
         """What lies in the staging folder under a name that the coordinator gives."""
-        found: list[Staged] = []
+        found: list[StagedFolder] = []
         with self._opened(STAGING) as staging:
             for name in staging.names() if staging else ():
-                match = _STAGED.fullmatch(name)
-                if staging and match and staging.is_folder(name):
-                    replaced = None if match[3] is None else int(match[3])
-                    found.append(Staged(name, int(match[1]), int(match[2]), replaced))
+                folder = parse_staged_name(name)
+                if staging and folder and staging.is_folder(name):
+                    found.append(folder)
         return found
 
     def move_staged(self, name: str, grace: float) -> None:
@@ -113,9 +106,9 @@ class CheckpointTrash:
         found: list[str] = []
         with self._opened(TRASH) as trash:
             for name in trash.names() if trash else ():
-                match = _MOVED.fullmatch(name)
-                if trash and match and trash.is_folder(name):
-                    ours = int(match["token"]) == self._token
+                fence = parse_trashed_name(name)
+                if trash and fence is not None and trash.is_folder(name):
+                    ours = fence == self._token
                     with trash.below(name) as folder:
                         age = time.time() - os.fstat(folder.descriptor).st_ctime
                     if ours or age > _OTHERS_STAY:
@@ -128,7 +121,7 @@ class CheckpointTrash:
             trash.remove(name)
 
     def _move(self, run: OpenFolder, name: str, folder: OpenFolder | None = None) -> str:
-        moved = f"{name}.{time.time_ns()}.{self._token}"
+        moved = trashed_name(name, time.time_ns(), self._token)
         with run.below(TRASH, create=True) as trash:
             (folder or run).rename(name, trash, moved)
         return moved
@@ -158,3 +151,35 @@ def _changed_at(folder: OpenFolder) -> float:
             if (found := below.stat(name)) is not None:
                 newest = max(newest, found.st_mtime)
     return newest
+
+
+class Origin(NamedTuple):
+    """Epoch and step that a folder was saved for."""
+
+    epoch: int | None
+    """None if the name of the staged folder has another form."""
+    step: int
+
+
+def epochs_made_in(folder: Path, steps: Iterable[int]) -> dict[int, int | None]:
+    """Return each step with the epoch that made its final folder; None for an unknown epoch."""
+    found: dict[int, int | None] = {}
+    for step in steps:
+        origin = origin_of(folder / final_name(step))
+        found[step] = None if origin is None else origin.epoch
+    return found
+
+
+def origin_of(folder: Path) -> Origin | None:
+    """Return what a folder was saved for; None for a folder that never had a final name."""
+    try:
+        mark = os.open(folder / MADE_FROM, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        staged = parse_made_from(os.read(mark, _LONGEST_MARK).decode(errors="replace"))
+    except OSError:
+        return None
+    finally:
+        os.close(mark)
+    return Origin(staged.epoch, staged.step) if staged else Origin(None, 0)
