@@ -1,4 +1,4 @@
-"""Where the reducer keeps a run's checkpoints, told to those who write them elsewhere."""
+"""Mark in the folder that the reducer uses, so that a trainer detects that it writes elsewhere."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from .checkpoint_layout import ITERATION_FILES, REDUCER_MARK
 from .open_folder import OpenFolder
 
 _LONGEST = 16_384
+"""Bytes read of a mark."""
 
 
 class RootMark(Struct, frozen=True, kw_only=True):
-    """One reducer's use of one folder."""
+    """Content of the mark: one reducer's use of one folder."""
 
     token: int
-    """The fencing token of its lead: it holds while that is the leader's."""
+    """Fencing token of the lead; the mark is valid while this is the leader's token."""
     mark: str
-    """Told apart from every other, so that one folder under two names is known as one."""
+    """Random id, which identifies one folder under two paths."""
     host: str
     folder: str
 
 
 def mark_folder(run: OpenFolder, token: int) -> bytes:
-    """Mark a run's folder as the one that the leader uses; return what the server is to hold.
+    """Mark a run's folder as the one that the leader uses; return the mark for the server.
 
     Raises OSError.
     """
@@ -41,7 +42,7 @@ def mark_folder(run: OpenFolder, token: int) -> bytes:
 
 
 def of_leader(leader: bytes | None, told: bytes | None) -> bytes | None:
-    """Return what a reducer told of its folder, if it leads."""
+    """Return a reducer's mark if that reducer leads; None otherwise."""
     try:
         mark = msgspec.json.decode(told or b"", type=RootMark)
     except (msgspec.DecodeError, RecursionError):
@@ -50,7 +51,7 @@ def of_leader(leader: bytes | None, told: bytes | None) -> bytes | None:
 
 
 def other_folder(told: bytes | None, folder: Path, run_id: str) -> str | None:
-    """Return a sentence with both paths, where the reducer uses another folder than this one."""
+    """Return a warning with both paths if the reducer uses another folder; None otherwise."""
     if told is None or _read(folder / REDUCER_MARK) == told:
         return None
     mark = msgspec.json.decode(told, type=RootMark)

@@ -61,7 +61,7 @@ class InflightSaves:
                 late = "; ".join(map(_describe, self._saves.values()))
                 raise DeadlineExceeded(
                     f"not all saves ended within {deadline:g} s: {late}. "
-                    "They go on: wait again, or for longer"
+                    "They continue: wait again, or for longer"
                 )
 
     @staticmethod

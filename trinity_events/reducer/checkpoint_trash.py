@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoint directory that nobody needs, and how they are taken away."""
+"""Two-phase removal of folders in a run's checkpoint directory."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .checkpoint_files import CheckpointFiles
 _LONGEST_MARK = 4096
 """Bytes read of a :data:`MADE_FROM` file; it holds one path."""
 _OTHERS_STAY = 60.0
-"""Seconds for which what another leader moved away is left to it: it may put it back."""
+"""Seconds before a folder that another leader moved is removed; that leader may restore it."""
 
 
 class CheckpointTrash:
-    """Takes folders of one run away: first by a rename, then for good.
+    """Trash of one run: moves folders below :data:`TRASH`, then removes them.
 
-    What the reducer did not make or did not name is never touched, and no link is followed.
+    It never touches folders that the reducer did not make or name, and follows no link.
 
     Args:
         files: The run's checkpoint directory.
-        token: The fencing token of our lead, by which we know what we moved.
+        token: Fencing token of the lead, which identifies the folders that this leader moved.
     """
 
     def __init__(self, files: CheckpointFiles, token: int) -> None:
@@ -46,7 +46,7 @@ class CheckpointTrash:
         self._token = token
 
     def made(self) -> dict[int, int]:
-        """The steps whose folder the reducer made, each with what identifies that folder."""
+        """Return the steps whose folder the reducer made, each with the folder's inode."""
         found: dict[int, int] = {}
         with self._opened() as run:
             for name in run.names() if run else ():
@@ -58,11 +58,11 @@ class CheckpointTrash:
         return found
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether all these folders are there."""
+        """Return True if all these folders exist."""
         return all((self._files.folder / name).is_dir() for name in names)
 
     def move(self, step: int, identity: int) -> str | None:
-        """Move a step's folder away, if it is the one that was meant; returns its name there."""
+        """Move a step's folder to the trash if it has this inode; return its name there."""
         name = final_name(step)
         with self._files.lock, self._files.opened() as run:
             if not _is(run, name, identity):
@@ -71,19 +71,19 @@ class CheckpointTrash:
             with run.below(TRASH) as trash:
                 if _is(trash, moved, identity):
                     return moved
-        # We were stopped just before the rename, and another leader made the step anew.
+        # This process stopped just before the rename, and another leader made the step anew.
         self.restore(step, moved)
         return None
 
     def restore(self, step: int, moved: str) -> None:
-        """Give a step's folder its name again."""
+        """Move a step's folder out of the trash, unless the step has another folder by now."""
         name = final_name(step)
         with self._files.lock, self._files.opened() as run, run.below(TRASH) as trash:
             if run.stat(name) is None:
                 trash.rename(moved, run, name)
 
     def staged(self) -> list[StagedFolder]:
-        """What lies in the staging folder under a name that the coordinator gives."""
+        """Return the staged folders whose name the coordinator or the reducer gave."""
         found: list[StagedFolder] = []
         with self._opened(STAGING) as staging:
             for name in staging.names() if staging else ():
@@ -93,7 +93,7 @@ class CheckpointTrash:
         return found
 
     def move_staged(self, name: str, grace: float) -> None:
-        """Move a staged folder away, if nothing in it changed for ``grace`` seconds."""
+        """Move a staged folder to the trash if nothing in it changed for ``grace`` seconds."""
         with self._files.lock, self._files.opened() as run, run.below(STAGING) as staging:
             if staging.is_folder(name):
                 with staging.below(name) as folder:
@@ -102,7 +102,7 @@ class CheckpointTrash:
                     self._move(run, name, staging)
 
     def listed(self) -> list[str]:
-        """What is to be removed for good: what we moved away, or a leader before us left there."""
+        """Return the folders to remove: those of this leader, and old ones of other leaders."""
         found: list[str] = []
         with self._opened(TRASH) as trash:
             for name in trash.names() if trash else ():
@@ -116,7 +116,7 @@ class CheckpointTrash:
         return found
 
     def remove(self, name: str) -> None:
-        """Remove for good what was moved away."""
+        """Remove a folder from the trash and from the disk."""
         with self._files.opened() as run, run.below(TRASH) as trash:
             trash.remove(name)
 
@@ -128,7 +128,7 @@ class CheckpointTrash:
 
     @contextmanager
     def _opened(self, *names: str) -> Iterator[OpenFolder | None]:
-        """Open a folder of the run; None where it is not there."""
+        """Open a folder of the run; yield None if it is absent."""
         with ExitStack() as exits:
             folder = None
             with suppress(FileNotFoundError):
@@ -138,13 +138,13 @@ class CheckpointTrash:
 
 
 def _is(folder: OpenFolder, name: str, identity: int) -> bool:
-    """Return True if a folder has that name and is the one that is meant."""
+    """Return True if the name is that of a folder with this inode."""
     found = folder.stat(name)
     return found is not None and folder.is_folder(name) and found.st_ino == identity
 
 
 def _changed_at(folder: OpenFolder) -> float:
-    """When anything in the folder changed last, or it was renamed, by the file system's clock."""
+    """Return the time of the folder's last change or rename, by the file system's clock."""
     newest = os.fstat(folder.descriptor).st_ctime
     for _, below in folder.walk():
         for name in below.names():
