@@ -36,25 +36,25 @@ def mark_folder(run: OpenFolder, token: int) -> bytes:
     mark = RootMark(
         token=token, mark=secrets.token_hex(8), host=socket.gethostname(), folder=str(run.path)
     )
-    told = msgspec.json.encode(mark)
-    run.write(REDUCER_MARK, told)
-    return told
+    mark_bytes = msgspec.json.encode(mark)
+    run.write(REDUCER_MARK, mark_bytes)
+    return mark_bytes
 
 
-def of_leader(leader: bytes | None, told: bytes | None) -> bytes | None:
+def of_leader(leader: bytes | None, mark_bytes: bytes | None) -> bytes | None:
     """Return a reducer's mark if that reducer leads; None otherwise."""
     try:
-        mark = msgspec.json.decode(told or b"", type=RootMark)
+        mark = msgspec.json.decode(mark_bytes or b"", type=RootMark)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return told if leader == str(mark.token).encode() else None
+    return mark_bytes if leader == str(mark.token).encode() else None
 
 
-def other_folder(told: bytes | None, folder: Path, run_id: str) -> str | None:
+def other_folder(mark_bytes: bytes | None, folder: Path, run_id: str) -> str | None:
     """Return a warning with both paths if the reducer uses another folder; None otherwise."""
-    if told is None or _read(folder / REDUCER_MARK) == told:
+    if mark_bytes is None or _read(folder / REDUCER_MARK) == mark_bytes:
         return None
-    mark = msgspec.json.decode(told, type=RootMark)
+    mark = msgspec.json.decode(mark_bytes, type=RootMark)
     files = " and ".join(ITERATION_FILES.values())
     return (
         f"the reducer of run {run_id} uses the folder {mark.folder} on {mark.host}, and the "

@@ -57,9 +57,8 @@ async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
     if kept is not None:
         return kept
     found = await log.read(limit=1)
-    left = await log.first_retained_id(
-        Stream.EVENTS
-    )  # read last, so that a trim after the first read is noticed
+    # Read last: if it is None, the server had trimmed nothing at the first read.
+    left = await log.first_retained_id(Stream.EVENTS)
     if left is None:
         return identity_of(found[0]) if found else None
     if (await common_part(archive, log, Stream.EVENTS)).last != ORIGIN:

@@ -80,10 +80,10 @@ class CheckpointCoordinator:
         self._strategy = strategy
         self._lease = lease
         self._turn_deadline = turn_deadline
-        self._heart = Heartbeat.of(publisher, lease)
-        self._under_way = InflightSaves()
+        self._heartbeat = Heartbeat.of(publisher, lease)
+        self._inflight = InflightSaves()
         self._failures: list[tuple[str, BaseException]] = []
-        self._untold: list[PublishError] = []
+        self._unpublished: list[PublishError] = []
         self._lock = threading.Lock()
         self._warned: str | None = None
 
@@ -115,24 +115,24 @@ class CheckpointCoordinator:
 
         def run() -> None:
             try:
-                untold = self._save(attempt, save_fn, path)
-                if untold is not None:
+                unpublished = self._save(attempt, save_fn, path)
+                if unpublished is not None:
                     with self._lock:
-                        self._untold.append(untold)
+                        self._unpublished.append(unpublished)
             except BaseException as error:
                 logger.exception("background save %s failed", attempt.what)
                 with self._lock:
                     self._failures.append((attempt.what, error))
             finally:
-                self._under_way.leave(attempt)
+                self._inflight.leave(attempt)
 
         # Not a daemon: a process that ends waits for its saves to finish.
         thread = threading.Thread(target=run, name=f"save-{name}-step-{global_step}")
-        self._under_way.enter(attempt, thread, self._turn_deadline)
+        self._inflight.enter(attempt, thread, self._turn_deadline)
         try:
             thread.start()
         except BaseException:
-            self._under_way.leave(attempt)
+            self._inflight.leave(attempt)
             raise
 
     def save_sync(
@@ -152,13 +152,13 @@ class CheckpointCoordinator:
         wait for a turn that the first rank cannot end.
         """
         attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
-        self._under_way.enter(attempt, threading.current_thread(), self._turn_deadline)
+        self._inflight.enter(attempt, threading.current_thread(), self._turn_deadline)
         try:
-            untold = self._save(attempt, save_fn, path)
+            unpublished = self._save(attempt, save_fn, path)
         finally:
-            self._under_way.leave(attempt)
-        if untold is not None:
-            raise untold
+            self._inflight.leave(attempt)
+        if unpublished is not None:
+            raise unpublished
 
     def wait_all(self, deadline: float | None = None) -> None:
         """Wait for all background saves, and until the log has their events.
@@ -172,18 +172,18 @@ class CheckpointCoordinator:
             PublishError: if no save failed, but the log lacks some of their events.
         """
         give_up = None if deadline is None else time.monotonic() + deadline
-        self._under_way.wait(deadline)
+        self._inflight.wait(deadline)
         left = FLUSH_DEADLINE
         if give_up is not None:
             left = max(0.0, min(left, give_up - time.monotonic()))
         try:
             until = time.monotonic() + left
             self._publisher.flush(left)
-            self._heart.settle(max(0.0, until - time.monotonic()))
+            self._heartbeat.settle(max(0.0, until - time.monotonic()))
         except PublishError as error:
             with self._lock:
-                self._untold.append(error)
-        self._raise_what_failed()
+                self._unpublished.append(error)
+        self._raise_failures()
 
     async def register_and_monitor(
         self,
@@ -216,10 +216,12 @@ class CheckpointCoordinator:
             ("state_dict", state_dict_thread_count),
             ("checkpoint", checkpoint_thread_count),
         ]
-        who = self._publisher.producer
+        producer = self._publisher.producer
         # One id for each registrar: to save a step again replaces its registration.
         registrations = tuple(
-            Registration(registration_id=f"{who.role}-{who.rank}-{one}", kind=one, expected=count)
+            Registration(
+                registration_id=f"{producer.role}-{producer.rank}-{one}", kind=one, expected=count
+            )
             for one, count in counts
             if count or one == kind
         )
@@ -233,21 +235,21 @@ class CheckpointCoordinator:
             )
         )
         await anyio.to_thread.run_sync(self._publisher.flush, FLUSH_DEADLINE)
-        await anyio.to_thread.run_sync(self._look_for_reducer)
+        await anyio.to_thread.run_sync(self._warn_if_other_folder)
 
-    def _look_for_reducer(self) -> None:
+    def _warn_if_other_folder(self) -> None:
         """Warn once if the reducer uses another folder than this process."""
         if self._run_folder is None:
             return
         log = self._publisher.log
         try:
-            said = other_folder(log.leaders_folder(), self._run_folder.resolve(), log.run_id)
+            warning = other_folder(log.leaders_folder(), self._run_folder.resolve(), log.run_id)
         except Exception as error:
             logger.debug("the folder of the reducer of run %s is unknown: %s", log.run_id, error)
             return
-        if said is not None and said != self._warned:
-            self._warned = said
-            logger.warning("%s", said)
+        if warning is not None and warning != self._warned:
+            self._warned = warning
+            logger.warning("%s", warning)
 
     def _attempt(
         self,
@@ -257,11 +259,11 @@ class CheckpointCoordinator:
         path: Path | str | None,
         ranks: int | None,
     ) -> SaveAttempt:
-        who = self._publisher.producer
+        producer = self._publisher.producer
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         return SaveAttempt(
             secrets.token_hex(8),
-            Slot(step=step, kind=kind, role=who.role, rank=who.rank, name=name),
+            Slot(step=step, kind=kind, role=producer.role, rank=producer.rank, name=name),
             path=self._relative(path),
             lease=self._lease,
             process=None if self._strategy == "unrestricted" else this_process(),
@@ -272,7 +274,7 @@ class CheckpointCoordinator:
         self, attempt: SaveAttempt, save_fn: Callable[[], None], path: Path | str | None
     ) -> PublishError | None:
         """Run the attempt in its turn; return the error if its success was not published."""
-        with self._heart.beating(self._publisher):
+        with self._heartbeat.beating(self._publisher):
             try:
                 self._start(attempt)
                 began = time.monotonic()
@@ -288,19 +290,21 @@ class CheckpointCoordinator:
                 raise  # the fold ignores events of an older epoch
             except BaseException as error:
                 # The caller must see the save's own error, not an error of publishing it.
-                self._tell(attempt.fail(error), f"the failure of {attempt.what} was not published")
+                self._publish(
+                    attempt.fail(error), f"the failure of {attempt.what} was not published"
+                )
                 raise
-            return self._tell(finished, f"{attempt.what} was saved, but this was not published")
+            return self._publish(finished, f"{attempt.what} was saved, but this was not published")
 
     def _start(self, attempt: SaveAttempt) -> None:
-        said = attempt.begin()
-        if isinstance(said, SaveRequested):
-            wait_for_turn(self._publisher, said, self._turn_deadline)
-            said = attempt.granted()
+        event = attempt.begin()
+        if isinstance(event, SaveRequested):
+            wait_for_turn(self._publisher, event, self._turn_deadline)
+            event = attempt.granted()
         # The fold counts a save's end without its start, so an unpublished start loses nothing.
-        self._tell(said, f"the start of {attempt.what} was not published")
+        self._publish(event, f"the start of {attempt.what} was not published")
 
-    def _tell(self, event: Event, otherwise: str) -> PublishError | None:
+    def _publish(self, event: Event, otherwise: str) -> PublishError | None:
         """Publish an event; return the error if the log does not accept it."""
         try:
             self._publisher.publish(event)
@@ -309,14 +313,14 @@ class CheckpointCoordinator:
             return PublishError(f"{otherwise}: {error}")
         return None
 
-    def _raise_what_failed(self) -> None:
+    def _raise_failures(self) -> None:
         with self._lock:
             failures, self._failures = self._failures, []
-            untold, self._untold = self._untold, []
+            unpublished, self._unpublished = self._unpublished, []
         if failures:
-            raise SaveError.of(failures, *untold)
-        if untold:
-            raise untold[0]
+            raise SaveError.of(failures, *unpublished)
+        if unpublished:
+            raise unpublished[0]
 
     def _relative(self, path: Path | str | None) -> str | None:
         """Return the path relative to the run's folder; None if it lies outside of it."""

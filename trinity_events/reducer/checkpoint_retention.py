@@ -29,7 +29,7 @@ _BETWEEN = 1.0
 
 
 class CheckpointRetention:
-    """Removes old checkpoints and abandoned saves while its reducer leads.
+    """Task of the leader that removes old checkpoints and abandoned saves.
 
     It deletes in two phases, so that no reader finds half a checkpoint. First it marks a step
     without a lease in the log, which refuses new leases of the step. Then it moves the folder to

@@ -19,7 +19,7 @@ LOOK = 60.0
 
 
 class IdleGroups:
-    """Detaches groups that are behind and have read nothing for ``idle`` seconds.
+    """Task of the leader that detaches groups which are behind and idle for ``idle`` seconds.
 
     A group that has acknowledged every entry does not keep the log from being trimmed, and stays.
     Its members may wait in a blocking read, which Redis 7.0 does not report. The idle time of any
@@ -27,9 +27,11 @@ class IdleGroups:
     have been down, so that no member could read.
     """
 
-    def __init__(self, log: GroupedLog, voice: LeaderPublisher, token: int, idle: float) -> None:
+    def __init__(
+        self, log: GroupedLog, publisher: LeaderPublisher, token: int, idle: float
+    ) -> None:
         self._log = log
-        self._voice = voice
+        self._publisher = publisher
         self._token = token
         self._idle = idle
 
@@ -55,7 +57,7 @@ class IdleGroups:
 
     async def _detach(self, stream: Stream, group: GroupInfo, live: LiveState) -> bool:
         """Publish the event, then destroy the group: no group disappears without an event."""
-        said = await self._voice.publish(
+        entry_id = await self._publisher.publish(
             ConsumerDetached(
                 group=group.shown,
                 stream=stream.value,
@@ -67,7 +69,7 @@ class IdleGroups:
             live.state,
             live.state.epoch,
         )
-        if said is None:
+        if entry_id is None:
             return False
         logger.warning(
             "consumer group %s of the %s of run %s read nothing for %d s and is detached, "

@@ -30,7 +30,7 @@ _TRIM_EVERY = 10
 
 
 class LogRetention:
-    """Archives a run's entries after each snapshot, then trims what the archive holds.
+    """Archiver of a run's log: after each snapshot it archives entries, and then trims them.
 
     Args:
         log: The run's log.
@@ -48,7 +48,7 @@ class LogRetention:
         """Remove unfinished segments, and set aside segments that belong to another log.
 
         A new leader calls this first. Only a former leader could add segments meanwhile, and the
-        log refuses its commits.
+        server refuses its commits and trims.
         """
         try:
             await anyio.to_thread.run_sync(self._archive.clear_up)

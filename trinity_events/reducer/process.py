@@ -160,12 +160,12 @@ class _Lead:
 
     def _reducer(self, token: int, retention: LogRetention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive
-        voice = LeaderPublisher(log, token)
-        clock = Timekeeper(log, voice, policy.step_deadline)
+        publisher = LeaderPublisher(log, token)
+        clock = Timekeeper(log, publisher, policy.step_deadline)
         beside = [
             clock.leases,
             clock.deadlines,
-            IdleGroups(log, voice, token, policy.group_idle).run,
+            IdleGroups(log, publisher, token, policy.group_idle).run,
         ]
         if self._files is not None:
             trash = CheckpointTrash(self._files, token)

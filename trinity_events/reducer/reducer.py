@@ -216,8 +216,8 @@ class Reducer:
         renumbered = await self._log.renumber(self._token, state.position)
         if renumbered:
             logger.warning(
-                "run %s had entries with ids that no clock makes, such as %s: %d entries got new ids; "
-                "docs/security.md says which users can choose ids",
+                "run %s had entries with ids that no clock makes, such as %s: %d entries got new "
+                "ids; docs/security.md says which users can choose ids",
                 self._log.run_id,
                 found[-1].id,
                 renumbered,

@@ -24,20 +24,20 @@ _LONGEST = 5.0
 
 
 class Timekeeper:
-    """Watches leases and deadlines while its reducer leads.
+    """Task of the leader that watches leases and deadlines.
 
     It reads the server's clock only for a new commit. It publishes further events only after the
     fold has taken the last ones, so that no timeout is published twice.
 
     Args:
         log: The run's log.
-        voice: Publisher of the timeouts.
+        publisher: Publisher of the timeouts.
         step_deadline: Seconds after its commit at which an incomplete step fails.
     """
 
-    def __init__(self, log: EventLog, voice: LeaderPublisher, step_deadline: float) -> None:
+    def __init__(self, log: EventLog, publisher: LeaderPublisher, step_deadline: float) -> None:
         self._log = log
-        self._voice = voice
+        self._publisher = publisher
         self._step_deadline = step_deadline
 
     async def leases(self, live: LiveState) -> None:
@@ -95,10 +95,10 @@ class Timekeeper:
         """Publish events and wait until they are folded; return False if another reducer leads."""
         last, epoch = ORIGIN, live.state.epoch
         for event in events:
-            said = await self._voice.publish(event, live.state, epoch)
-            if said is None:
+            entry_id = await self._publisher.publish(event, live.state, epoch)
+            if entry_id is None:
                 return False
-            last = said
+            last = entry_id
             logger.info("%s", event)
         await live.wait_until(lambda state: position(state.position) >= position(last))
         return True
