@@ -308,9 +308,8 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
     forged = recording._replace(announcements=other)
     assert not verify(fewer).sound
     assert "announcement 8 is not the one" in verify(forged).findings[0].what
-    changed = msgspec.msgpack.encode(
-        {**msgspec.msgpack.decode(snapshot, strict=False), "announced": 999}
-    )
+    version, state = msgspec.msgpack.decode(snapshot, strict=False)
+    changed = msgspec.msgpack.encode([version, {**state, "announced": 999}])
     assert not verify(recording, changed).sound
     for unreadable in (b"\x01", b"\x81\xa6run_id\xa1\xff"):
         assert not verify(recording, unreadable).sound

@@ -137,7 +137,7 @@ class CheckpointFiles:
     def _point(self, iteration: IterationFile) -> None:
         if iteration.needs is not None and not (self.folder / iteration.needs).is_dir():
             raise FileNotFoundError(
-                f"{iteration.needs} is absent, so {iteration.name} does not name it"
+                f"{iteration.needs} is not there, so {iteration.name} does not name it"
             )
         with self.opened(create=True) as run:
             step = str(iteration.step).encode()
