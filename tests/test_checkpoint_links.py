@@ -11,10 +11,10 @@ from tests.pipeline import reducer_task, until
 from tests.test_checkpoint_retention import Run, staged
 from trinity_events.archive import Archive, Header, record_run
 from trinity_events.archive.format import lines_written
+from trinity_events.checkpoint_layout import TRASH
 from trinity_events.core import plan_files
 from trinity_events.log import Entry, Stream
 from trinity_events.reducer import CheckpointFiles, checkpoint_trash
-from trinity_events.reducer.checkpoint_trash import TRASH
 from trinity_events.reducer.log_retention import LogRetention
 
 MADE_FROM = ".made_from"

@@ -5,13 +5,14 @@ import pytest
 
 from tests.histories import History, committed, finished, registration, started
 from tests.pipeline import reducer_task, until
+from trinity_events.checkpoint_layout import TRASH
 from trinity_events.checkpoint_lease import hold_checkpoint
 from trinity_events.core import plan_files
 from trinity_events.errors import CheckpointHeld, InvalidRunId
 from trinity_events.log import MemoryEventLog
 from trinity_events.reducer import CheckpointFiles, Policy, checkpoint_retention
 from trinity_events.reducer.checkpoint_retention import CheckpointRetention
-from trinity_events.reducer.checkpoint_trash import TRASH, CheckpointTrash
+from trinity_events.reducer.checkpoint_trash import CheckpointTrash
 from trinity_events.reducer.live_state import LiveState
 from trinity_schemas import RunOpened, RunResumed
 

@@ -361,12 +361,12 @@ def test_a_save_that_the_full_buffer_cannot_tell_of_is_made_and_its_caller_told(
     coordinator, publisher, full
 ):
     ran = []
-    with pytest.raises(PublishError, match="save_sync of step 1 was saved, but the log was not"):
+    with pytest.raises(PublishError, match="save_sync of step 1 was saved, but this was not"):
         coordinator.save_sync(lambda: ran.append("at once"), 1)
     coordinator.save_async("model", lambda: ran.append("background"), 1)
     with (
         hasty(),
-        pytest.raises(PublishError, match="model of step 1 was saved, but the log was not told"),
+        pytest.raises(PublishError, match="model of step 1 was saved, but this was not published"),
     ):
         coordinator.wait_all()
     assert ran == ["at once", "background"]

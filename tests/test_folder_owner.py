@@ -13,7 +13,7 @@ from tests.pipeline import publish_steps, recorded, reducer_task, until
 from tests.servers import servers
 from tests.test_log_retention import is_folded
 from trinity_events.archive import Archive, import_recording, read_recording, record_run
-from trinity_events.archive.ownership import MARK
+from trinity_events.checkpoint_layout import BELONGS_TO
 from trinity_events.log import (
     ORIGIN,
     AsyncPublisher,
@@ -139,7 +139,7 @@ async def test_the_log_is_known_again_after_a_restart_although_its_beginning_is_
                     await until(lambda: is_folded(log))
                     if await log.first_retained_id(Stream.EVENTS) is not None:
                         break
-        mark = (root / run_id / MARK).read_bytes()
+        mark = (root / run_id / BELONGS_TO).read_bytes()
         server.kill()
         server.start()
         async with connect(server.url) as client:
@@ -150,10 +150,10 @@ async def test_the_log_is_known_again_after_a_restart_although_its_beginning_is_
                 await until(lambda: is_folded(log))
             # A log of before it was kept which is: told by its archive.
             await client.delete(log.keys.identity)
-            (root / run_id / MARK).unlink()
+            (root / run_id / BELONGS_TO).unlink()
             async with reducer_task(server.url, run_id, root):
-                await until((root / run_id / MARK).exists)
-    assert (root / run_id / MARK).read_bytes() == mark
+                await until((root / run_id / BELONGS_TO).exists)
+    assert (root / run_id / BELONGS_TO).read_bytes() == mark
     assert ANOTHER not in caplog.text
 
 
@@ -185,14 +185,14 @@ async def test_a_folder_of_before_there_were_marks_is_told_by_its_archive(
     async with reducer_task(redis_url, run_id, root):
         await publisher.publish(RunClosed(reason="finished"))
         await until(lambda: archive.through(Stream.ANNOUNCEMENTS) != ORIGIN or _kept(archive))
-    (root / run_id / MARK).unlink()
+    (root / run_id / BELONGS_TO).unlink()
     before = content(root / run_id)
     async with connect(elsewhere) as client, reducer_task(elsewhere, run_id, root):
         await opened(client, run_id)
         await until(lambda: ANOTHER in caplog.text)
     assert content(root / run_id) == before
     async with reducer_task(redis_url, run_id, root):
-        await until((root / run_id / MARK).exists)
+        await until((root / run_id / BELONGS_TO).exists)
 
 
 def _kept(archive):
@@ -210,9 +210,9 @@ async def test_a_folder_that_takes_the_place_of_the_runs_meanwhile_is_not_touche
         (root / run_id).rename(other)
         (root / run_id / "global_step_1").mkdir(parents=True)
         (root / run_id / "global_step_1" / ".made_from").touch()
-        mark = msgspec.json.decode((other / MARK).read_bytes())
+        mark = msgspec.json.decode((other / BELONGS_TO).read_bytes())
         text = msgspec.json.encode({**mark, "log": "1700000000000-0.0123456789abcdef"})
-        (root / run_id / MARK).write_bytes(text)
+        (root / run_id / BELONGS_TO).write_bytes(text)
         before = content(root / run_id)
         await save(publisher, folder, 4)
         await until(lambda: ANOTHER in caplog.text)
@@ -228,7 +228,7 @@ async def test_a_mark_that_cannot_be_read_is_told(
     publisher, redis_url, run_id, tmp_path, caplog, garbage
 ):
     (tmp_path / run_id).mkdir()
-    (tmp_path / run_id / MARK).write_bytes(garbage)
+    (tmp_path / run_id / BELONGS_TO).write_bytes(garbage)
     async with reducer_task(redis_url, run_id, tmp_path):
         await until(lambda: f"{tmp_path / run_id} has a mark that cannot be read" in caplog.text)
 
@@ -243,7 +243,7 @@ async def test_a_disk_that_refuses_the_mark_stops_no_run(
         (tmp_path / run_id).unlink()
         await save(publisher, tmp_path / run_id, 2)
         await until(lambda: steps(tmp_path / run_id) == [2])
-    assert (tmp_path / run_id / MARK).exists()
+    assert (tmp_path / run_id / BELONGS_TO).exists()
 
 
 @pytest.mark.timeout(300)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.pipeline import folded, reducer_process, reducer_task, until
 from trinity_events import CheckpointCoordinator
+from trinity_events.checkpoint_layout import REDUCER_MARK
 from trinity_events.log import Publisher, SyncEventLog, new_producer
-from trinity_events.reducer_root import MARK
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -71,10 +71,10 @@ async def test_a_reducer_that_leads_no_more_is_not_compared_with(
 
 
 async def test_a_folder_that_cannot_be_marked_stops_nothing(log, redis_url, run_id, tmp_path):
-    (tmp_path / run_id / MARK).mkdir(parents=True)
+    (tmp_path / run_id / REDUCER_MARK).mkdir(parents=True)
     async with reducer_task(redis_url, run_id, tmp_path):
         await folded(log)
-    assert [path.name for path in (tmp_path / run_id).glob(f"{MARK}*")] == [MARK]
+    assert [path.name for path in (tmp_path / run_id).glob(f"{REDUCER_MARK}*")] == [REDUCER_MARK]
 
 
 def test_the_command_says_so_on_the_terminal(redis_url, run_id, tmp_path):

@@ -468,7 +468,7 @@ async def test_without_a_reducer_the_wait_for_a_turn_ends_with_what_is_missing(
     [failure] = caught.value.failures
     assert isinstance(failure, TurnNotGranted)
     assert str(failure).startswith(f"a of step {STEP} was given no turn to save in ")
-    assert f"nobody was given one: is a reducer running for run {run_id}?" in str(failure)
+    assert f"no save was given one: is a reducer running for run {run_id}?" in str(failure)
     assert ran == []
     assert [type(event) for event in (await said(log))[1:]] == [SaveRequested, SaveFailed]
 
@@ -617,7 +617,7 @@ async def test_a_server_that_stays_away_is_named_when_the_turn_does_not_come(
     publisher.log.fault = redis.ConnectionError("nobody is there")
     if full:
         publisher._outbox._capacity = 0
-    with pytest.raises(TurnNotGranted, match="the server of the log could not be asked"):
+    with pytest.raises(TurnNotGranted, match="the server of the log could not be read"):
         await in_thread(coordinator.save_sync, lambda: None, STEP)
 
 
@@ -629,7 +629,7 @@ async def test_a_server_that_refuses_is_not_asked_for_the_whole_deadline(
     with monkeypatch.context() as patch:
         refusal = redis.exceptions.NoPermissionError("no permission for this key")
         patch.setattr(Log, "granted", lambda *_: (_ for _ in ()).throw(refusal))
-        with pytest.raises(TurnNotGranted, match="could not be asked"):
+        with pytest.raises(TurnNotGranted, match="could not be read"):
             await in_thread(coordinator.save_sync, lambda: None, STEP)
 
 

@@ -54,8 +54,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a consumer of events pays neither for torch nor for what it does not name, and
-    # the command line can be interrupted while it is loaded.
+    # Import on first use: a consumer of events does not import torch, and the command line can be
+    # interrupted while it loads.
     if name in _HOMES:
         try:
             return getattr(import_module(_HOMES[name], __name__), name)

@@ -1,4 +1,4 @@
-"""``python -m trinity_events``."""
+"""Entry point of ``python -m trinity_events``."""
 
 from .cli import main
 

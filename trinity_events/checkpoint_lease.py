@@ -1,4 +1,4 @@
-"""Holding a checkpoint while it is read, so that the reducer does not remove it meanwhile."""
+"""Read lease on a checkpoint, which keeps the reducer from removing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import redis.asyncio
 
 from trinity_schemas import check_run_id
 
-from .core import final_name
+from .checkpoint_layout import final_name
 from .errors import CheckpointHeld, InvalidRunId, KeyConflict
 from .log import RedisEventLog, new_producer
 from .log.retry import CONNECTION_ERRORS, is_transient
@@ -22,7 +22,7 @@ from .server import connect, serving, trinity_home
 logger = logging.getLogger(__name__)
 
 LEASE = 60.0
-"""Seconds for which a reader that dies still holds its checkpoint."""
+"""Seconds after which the lease of a dead reader expires."""
 _RENEW_EVERY = LEASE / 4
 
 
@@ -30,21 +30,22 @@ _RENEW_EVERY = LEASE / 4
 async def hold_checkpoint(
     run: str, step: int, *, redis_url: str | None = None, checkpoint_root: Path | str | None = None
 ) -> AsyncIterator[Path]:
-    """The folder of a step, which is not removed before the block is left.
+    """Hold a lease on a step's folder during the block, so that the reducer keeps the folder.
 
-    A server that is away for a while is waited for: the hold lasts a minute beyond the last time
-    that it was asked.
+    The lease tolerates a server that is away for a while: it lasts a minute after the last
+    renewal.
 
     Args:
         run: The run.
-        step: The step whose ``global_step_N`` is to be read.
-        redis_url: Server of the event log; the embedded server when left out.
-        checkpoint_root: Folder with one checkpoint directory a run; below ``TRINITY_HOME`` when
-            left out.
+        step: Step whose ``global_step_N`` the block reads.
+        redis_url: Server of the event log; the embedded server by default.
+        checkpoint_root: Folder with one checkpoint directory for each run; below
+            ``TRINITY_HOME`` by default.
 
     Raises:
-        CheckpointHeld: when it is being removed or is not there; from within the block too, when
-            it could not be held any longer; and at its end when the folder was replaced meanwhile.
+        CheckpointHeld: if the checkpoint is being removed or is absent. The block is cancelled
+            with this error if the lease is lost. The end of the block raises it if the folder was
+            replaced meanwhile.
     """
     try:
         check_run_id(run)
@@ -84,7 +85,7 @@ async def _held(
             try:
                 yield
             except Exception as error:
-                failure = error  # the caller's own, not to be wrapped in a group
+                failure = error  # the caller's own error, raised outside of the task group
             tasks.cancel_scope.cancel()
     finally:
         with (
@@ -109,7 +110,7 @@ async def _held(
 
 
 async def _identity(folder: Path) -> tuple[int, int] | None:
-    """Which folder it is; None when there is none."""
+    """Return device and inode of a folder; None if it is absent."""
     with suppress(FileNotFoundError, NotADirectoryError):
         stat = await anyio.Path(folder).stat()
         if S_ISDIR(stat.st_mode):
@@ -118,7 +119,7 @@ async def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 async def _lost(log: RedisEventLog, step: int, who: str) -> bool:
-    """Hold on until that is refused; then true."""
+    """Renew the lease until the server refuses it; return True then."""
     pause = _RENEW_EVERY
     while True:
         await anyio.sleep(pause)
@@ -129,5 +130,7 @@ async def _lost(log: RedisEventLog, step: int, who: str) -> bool:
         except Exception as error:
             if not is_transient(error):
                 raise
-            logger.warning("the checkpoint of step %d cannot be held on to: %s", step, error)
+            logger.warning(
+                "the lease on the checkpoint of step %d was not renewed: %s", step, error
+            )
             pause = 1.0

@@ -1,14 +1,15 @@
-"""What an error is told as, where it has ended something."""
+"""Text of exceptions for events and logs."""
 
 from __future__ import annotations
 
 from .errors import TrinityError
 
 _LONGEST_CAUSE = 2000
+"""Characters of an error's text that an event holds."""
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error of a group of groups, preferring those that are meant for people."""
+    """Return the first error of nested groups, preferring a TrinityError."""
     leaves = [error]
     while any(isinstance(leaf, BaseExceptionGroup) for leaf in leaves):
         leaves = [
@@ -20,11 +21,11 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def message_of(error: BaseException) -> str:
-    """Its message, as text that an event can hold: a file's name in it may be none."""
+    """Return an error's message as valid Unicode; a file name in it may have other bytes."""
     return str(error).encode(errors="backslashreplace").decode()
 
 
 def cause_of(error: BaseException) -> str:
-    """The type and message of an error, or of a group's first, for the end of a run."""
+    """Return the type and message of an error, or of the first error of a group."""
     first = first_error(error)
     return f"{type(first).__name__}: {message_of(first)}"[:_LONGEST_CAUSE]

@@ -1,4 +1,4 @@
-"""Errors that a user can cause or must hear of. Each message is one sentence with a way out."""
+"""Errors for users. Each message is one sentence that says how to proceed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ServerUnreachable(TrinityError):
 
 
 class ServerRefuses(ServerUnreachable):
-    """A server answers, with an error reply: it is loading, full, read-only or a replica."""
+    """A server answers with an error reply: it is loading, full, read-only or a replica."""
 
 
 class ServerTooOld(TrinityError):
@@ -22,7 +22,7 @@ class ServerTooOld(TrinityError):
 
 
 class InvalidUrl(TrinityError):
-    """The URL is not one of a Redis server."""
+    """The URL is not that of a Redis server."""
 
 
 class PermissionDenied(TrinityError):
@@ -38,7 +38,7 @@ class RunOpenedTwice(TrinityError):
 
 
 class RunNotFound(TrinityError):
-    """No such run on this server."""
+    """The server has no such run."""
 
 
 class CheckpointRootUnusable(TrinityError):
@@ -46,7 +46,7 @@ class CheckpointRootUnusable(TrinityError):
 
 
 class FolderTaken(TrinityError, OSError):
-    """A run's folder belongs to another log, of another server or of before."""
+    """A run's folder belongs to another log, of another server or an earlier one."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -57,19 +57,19 @@ class PublishError(TrinityError):
 
 
 class BufferFull(PublishError):
-    """A publisher holds as much as it may while no server takes it; the event was not kept."""
+    """The publisher's buffer is full while no server accepts events; the event was dropped."""
 
 
 class DeadlineExceeded(TrinityError):
-    """A wait ended without what it waited for; the message says what was missing."""
+    """A wait exceeded its deadline; the message says what was missing."""
 
 
 class TurnNotGranted(DeadlineExceeded):
-    """A save waited for its turn in vain."""
+    """A save was granted no turn before its deadline."""
 
 
 class SaveError(TrinityError):
-    """One or more background saves failed; ``failures`` has them all."""
+    """One or more background saves failed; ``failures`` holds all their errors."""
 
     def __init__(self, message: str, failures: tuple[BaseException, ...] = ()) -> None:
         super().__init__(message)
@@ -77,12 +77,12 @@ class SaveError(TrinityError):
 
     @classmethod
     def of(cls, failed: Sequence[tuple[str, BaseException]], *others: BaseException) -> SaveError:
-        """Of saves in words with what they raised; ``others`` is what failed beside them."""
+        """Make the error of failed saves, given with their names; ``others`` are further errors."""
         (what, first), count = failed[0], len(failed) + len(others)
         more = f" (and {count - 1} more)" if count > 1 else ""
         made = cls(
             f"background save {what} failed{more}: {type(first).__name__}: {first}: "
-            "mend that, and save the step again; until then it is not ready",
+            "fix this, and save the step again; until then it is not ready",
             (*(error for _, error in failed), *others),
         )
         made.__cause__ = first
@@ -90,7 +90,7 @@ class SaveError(TrinityError):
 
 
 class StaleEpoch(TrinityError):
-    """The run has a newer epoch than this process was given: its word counts no more."""
+    """The run has a newer epoch than this process, so the fold ignores its events."""
 
 
 class GroupDetached(TrinityError):
@@ -98,23 +98,23 @@ class GroupDetached(TrinityError):
 
 
 class LogLost(TrinityError):
-    """The server has less of the log than it had: it failed over, or lost its data."""
+    """The server lost entries of the log: it failed over, or lost its data."""
 
 
 class KeyConflict(TrinityError):
-    """A key of a run's log is of another type: something else wrote it."""
+    """A key of a run's log has another type: a foreign program wrote it."""
 
 
 class LogExhausted(TrinityError):
-    """A stream has an entry with the largest id there is: it takes no more until it is mended."""
+    """A stream has an entry with the largest possible id, and accepts no more until repaired."""
 
 
 class CheckpointHeld(TrinityError):
-    """A checkpoint is being removed, or is not there, and cannot be held for reading."""
+    """A checkpoint is being removed or is absent, so no lease on it is possible."""
 
 
 class VersionUnavailable(TrinityError):
-    """The weight version asked for is not there, or no longer there."""
+    """The requested weight version does not exist, or no longer exists."""
 
 
 class SharedMemoryUnusable(TrinityError):
@@ -122,21 +122,21 @@ class SharedMemoryUnusable(TrinityError):
 
 
 class GpuUnusable(TrinityError):
-    """Weights cannot travel through a GPU's memory from here."""
+    """This process cannot publish or pull weights through GPU memory."""
 
 
 class RayUnusable(TrinityError):
-    """Weights cannot travel through a Ray cluster from here."""
+    """This process cannot publish or pull weights through a Ray cluster."""
 
 
 class GroupBroken(TrinityError):
-    """The collective group of trainer and explorers broke: somebody in it died, or hangs."""
+    """The collective group of trainer and explorers broke: a member died or hangs."""
 
 
 class CorruptVersion(TrinityError):
-    """What was read of a weight version is not what was published.
+    """The read bytes of a weight version differ from the published bytes.
 
-    ``rank`` is of the part that is at fault, ``chunk`` of the chunk in it, where there is one.
+    ``rank`` is that of the corrupt part, ``chunk`` the index of the chunk in it, if known.
     """
 
     def __init__(self, message: str, rank: int | None = None, chunk: int | None = None) -> None:
@@ -146,4 +146,4 @@ class CorruptVersion(TrinityError):
 
 
 class IncompatibleWeights(TrinityError):
-    """A version's tensors do not fit the model they are to be installed in."""
+    """A version's tensors do not fit the model that installs them."""

@@ -1,4 +1,4 @@
-"""Locks on files, with deadlines that name who holds them."""
+"""File locks with a deadline; the error names the holding processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 LOCK_DEADLINE = 60.0
-"""Seconds that a lock is waited for; starting and stopping a server takes at most half of it."""
+"""Longest wait for a lock, in seconds; to start or stop a server takes at most half of it."""
 _LONGEST_PAUSE = 0.1
 
 
 def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Take a lock if it is free; return True if it was. Raises OSError without locks."""
+    """Take a lock if it is free; return True if taken. Raises OSError if locks are unsupported."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -46,11 +46,11 @@ def lock(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> None:
 
 
 def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
-    """Return the processes whose lock on an open file excludes another, as Linux tells.
+    """Return the processes whose lock on an open file excludes a new one, from ``/proc/locks``.
 
     Args:
         descriptor: The open file.
-        how: The lock that is wanted; a shared one is excluded by exclusive ones alone.
+        how: Wanted lock; only exclusive locks exclude a shared one.
     """
     found = os.fstat(descriptor)
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
@@ -58,7 +58,7 @@ def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
-    # 1: FLOCK  ADVISORY  WRITE 1234 00:2b:5678 0 EOF; of those that wait, "->" comes second.
+    # 1: FLOCK  ADVISORY  WRITE 1234 00:2b:5678 0 EOF; a waiting lock has "->" as second field.
     fields = [line.split() for line in lines]
     return [
         int(one[4]) for one in fields if one[1] == "FLOCK" and one[5] == device and int(one[4]) > 0
@@ -66,9 +66,9 @@ def holders(descriptor: int, how: int = fcntl.LOCK_EX) -> list[int]:
 
 
 def _named(processes: list[int]) -> str:
-    """Name processes with their commands."""
+    """Describe processes with their commands."""
     if not processes:
-        return "a process that this system does not name"
+        return "an unknown process"
     return ", ".join(f"process {one}{_command(one)}" for one in processes)
 
 

@@ -1,4 +1,4 @@
-"""Whether anybody is still at work on a run that nobody has closed."""
+"""Detection of abandoned runs: open runs without a live process."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .log import RedisEventLog, Stream, position
 from .server import server_clock
 
 ABANDONED_AFTER = 5.0
-"""Seconds without an entry after which leases are asked for. One who leads dies for less."""
+"""Seconds without an entry after which leases are checked; longer than the leader lease (3 s)."""
 _EXPLORER = "explorer-"
 
 
 async def abandoned_since(client: redis.asyncio.Redis, state: MonitorState) -> int | None:
-    """The milliseconds of the last entry of an open run that shows no sign of life since.
+    """Return the time of an abandoned run's last entry, in milliseconds; None for other runs.
 
-    That is: no reducer leads it, nobody who saves or publishes beats, no explorer of its own
-    process holds its rank. None where anybody does, or the run is closed.
+    An open run is abandoned if no reducer leads it, no saving or publishing process sends
+    heartbeats, and no explorer process holds its rank.
     """
     if state.closed is not None or state.opened_at is None:
         return None
     log = RedisEventLog(client, state.run_id)
     last = max([position(await log.last_id(stream))[0] for stream in Stream])
-    # An entry far ahead of the clock, whose writer chose its id, says nothing of when it came.
+    # An entry far ahead of the clock has an id that its writer chose, and shows no arrival time.
     if abs(await server_clock(client, log.keys.events) - last) < ABANDONED_AFTER * 1000:
         return None
     ranks = [

@@ -1,4 +1,4 @@
-"""Folders that are held open: what is in them is reached by no link, and written whole or not."""
+"""Open folders: no name below them is followed as a link, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .file_locks import try_lock
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PART = ".part"
-"""Suffix of what a writer has not finished; it holds a lock on that for as long as it lives."""
+"""Suffix of unfinished files; their writer holds a lock on them as long as it lives."""
 
 
 class UnsafePath(OSError):
-    """A path that leads out of the folder in which it was to be used."""
+    """A path leads out of its folder."""
 
 
 class OpenFolder:
-    """An open folder. Names are looked up in the folder itself, and no link is followed.
+    """Open folder; names are resolved relative to its descriptor, and no link is followed.
 
     Args:
         descriptor: The open folder.
-        path: Its path, for messages.
+        path: Path of the folder, for messages.
     """
 
     def __init__(self, descriptor: int, path: Path) -> None:
@@ -39,7 +39,7 @@ class OpenFolder:
     @staticmethod
     @contextmanager
     def at(path: Path) -> Iterator[OpenFolder]:
-        """Open a folder by its path, of which any part may be a link: the user named it."""
+        """Open a folder by its path; the user gave the path, so any part of it may be a link."""
         descriptor = os.open(path, _FOLDER)
         try:
             yield OpenFolder(descriptor, path)
@@ -48,7 +48,7 @@ class OpenFolder:
 
     @contextmanager
     def below(self, *names: str, create: bool = False) -> Iterator[OpenFolder]:
-        """Open a folder below this one. Raises UnsafePath where any of the names is a link."""
+        """Open a folder below this one. Raises UnsafePath if any of the names is a link."""
         with ExitStack() as exits:
             folder = self
             for name in names:
@@ -72,12 +72,12 @@ class OpenFolder:
             raise
 
     def names(self) -> list[str]:
-        """Return the names of what is in the folder."""
+        """Return the names of the folder's entries."""
         with os.scandir(self.descriptor) as found:
             return [entry.name for entry in found]
 
     def stat(self, name: str) -> os.stat_result | None:
-        """Return what the file system says of an entry, a link as itself; None without one."""
+        """Return the status of an entry, a link as itself; None if it is absent."""
         try:
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -88,30 +88,30 @@ class OpenFolder:
         return (found := self.stat(name)) is not None and stat.S_ISLNK(found.st_mode)
 
     def is_folder(self, name: str) -> bool:
-        """Return True if the entry is a folder, and no link to one."""
+        """Return True if the entry is a folder, not a link."""
         return (found := self.stat(name)) is not None and stat.S_ISDIR(found.st_mode)
 
     def is_file(self, name: str) -> bool:
-        """Return True if the entry is a file, and no link to one."""
+        """Return True if the entry is a file, not a link."""
         return (found := self.stat(name)) is not None and stat.S_ISREG(found.st_mode)
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Return at most ``limit`` bytes of a file; None for anything else."""
         if not self.is_file(name):
             return None
-        # Without waiting: a pipe may have taken the file's place just then.
+        # Non-blocking: a pipe may have replaced the file just then.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(name, flags, dir_fd=self.descriptor), "rb") as file:
             return file.read(limit)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file whole and durably; what has its name is replaced, a link too."""
+        """Write a small file whole and durably; it replaces any entry of its name, even a link."""
         with self.part(name) as part:
             part.file.write(data)
             part.finish()
 
     def write_new(self, name: str, data: bytes) -> bool:
-        """As :meth:`write`, where nothing has the name; return False where something has."""
+        """Write a new file as :meth:`write` does; return False if the name exists already."""
         with self.part(name) as part:
             part.file.write(data)
             try:
@@ -122,9 +122,9 @@ class OpenFolder:
 
     @contextmanager
     def part(self, name: str) -> Iterator[Part]:
-        """Create a file under a random name, to be given ``name`` by :meth:`Part.finish`.
+        """Create a file under a random name; :meth:`Part.finish` gives it ``name``.
 
-        Removes it at the end of the block unless it was finished.
+        The end of the block removes the file unless it was finished.
         """
         part = self._new_part(name)
         try:
@@ -142,34 +142,36 @@ class OpenFolder:
             descriptor = os.open(own, flags, 0o666, dir_fd=self.descriptor)
             if _claimed(descriptor) and self._is_at(descriptor, own):
                 return Part(self, name, own, os.fdopen(descriptor, "wb"))
-            os.close(descriptor)  # taken for a dead writer's just then, and removed
+            os.close(descriptor)  # another process took it for a dead writer's file and removed it
 
     def remove_abandoned(self, name: str, *, but: str | None = None) -> bool:
-        """Remove the parts of ``name`` that dead writers left; return True if one is written still.
+        """Remove unfinished files of dead writers; return True if a live writer has one.
 
         Args:
-            name: The name that the parts were to have.
-            but: The part of this process, which stays.
+            name: Final name of the files.
+            but: Unfinished file of this process, which stays.
         """
         of_name = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}{re.escape(_PART)}")
         found = [one for one in self.names() if of_name.fullmatch(one) and one != but]
-        written = [self._is_written(part) for part in found]  # of each: all others are removed
+        written = [
+            self._is_written(part) for part in found
+        ]  # a list: every abandoned file is removed
         return any(written)
 
     def _is_written(self, part: str) -> bool:
-        """Remove an abandoned part; return True if its writer lives."""
+        """Remove an abandoned file; return True if its writer lives."""
         folder = self.is_folder(part)
         flags = _FOLDER if folder else os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             descriptor = os.open(part, flags | os.O_NOFOLLOW, dir_fd=self.descriptor)
-        except OSError:  # gone, or another user's
+        except OSError:  # absent, or owned by another user
             return False
         try:
             if not try_lock(descriptor):
                 return True
             if self._is_at(descriptor, part):
                 self.remove(part)
-        except OSError:  # no locks on this file system: its user sees by its name what it is
+        except OSError:  # no locks on this file system: the file stays
             return False
         finally:
             os.close(descriptor)
@@ -192,7 +194,7 @@ class OpenFolder:
                 os.unlink(name, dir_fd=self.descriptor)
 
     def walk(self) -> Iterator[tuple[tuple[str, ...], OpenFolder]]:
-        """Go through this folder and those below it; each with the names that lead to it."""
+        """Yield this folder and all folders below it, each with its relative path as names."""
         for path, _, _, descriptor in os.fwalk(".", dir_fd=self.descriptor, follow_symlinks=False):
             names = Path(path).parts
             yield names, OpenFolder(descriptor, self.path.joinpath(*names))
@@ -203,20 +205,21 @@ class OpenFolder:
 
 
 class Part:
-    """A file that is being written, under a name of its own."""
+    """Unfinished file, under a temporary name."""
 
     def __init__(self, folder: OpenFolder, name: str, own: str, file: BinaryIO) -> None:
         self._folder = folder
         self._name = name
         self.own = own
-        """Its name until it is finished."""
+        """Temporary name."""
         self.file = file
         self.finished = False
 
     def finish(self, *, replace: bool = True) -> None:
-        """Make it durable and give it its name.
+        """Make the file durable and give it its final name.
 
-        What has the name is replaced; unless ``replace``, it raises FileExistsError.
+        Args:
+            replace: True to replace an entry of that name, False to raise FileExistsError.
         """
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -231,18 +234,19 @@ class Part:
         self._folder.sync()
 
     def discard(self) -> None:
-        """Remove it, unless it has its name."""
+        """Remove the file, unless it is finished."""
         if not self.finished:
             self._folder.remove(self.own)
-        with suppress(OSError):  # of what it holds yet, which is not wanted
+        with suppress(OSError):  # flushing may fail; the data is discarded
             self.file.close()
 
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """Make a folder beside ``target`` for what is to become it; removed at the end of the block.
+    """Make a temporary folder beside ``target``, and remove it at the end of the block.
 
-    Removes first what writers that were killed have left there.
+    The caller renames it to ``target`` once it is complete. Removes first the temporary folders
+    of killed writers.
     """
     with OpenFolder.at(target.parent) as parent:
         parent.remove_abandoned(target.name)
@@ -266,7 +270,7 @@ def _part_name(name: str) -> str:
 
 
 def _claimed(descriptor: int) -> bool:
-    """Lock what is being written; True as well where the file system has no locks."""
+    """Lock an unfinished file; return True if locked or if the file system has no locks."""
     try:
         return try_lock(descriptor)
     except OSError:
@@ -274,7 +278,7 @@ def _claimed(descriptor: int) -> bool:
 
 
 def parts_of(relative: str, folder: Path) -> list[str]:
-    """Split a relative path into its names. Raises UnsafePath where it may lead out of a folder."""
+    """Split a relative path into names. Raises UnsafePath if it may lead out of the folder."""
     if "\0" in relative:
         raise UnsafePath(f"path {relative!r} is no path and is not used")
     names = relative.split("/")
@@ -284,5 +288,5 @@ def parts_of(relative: str, folder: Path) -> list[str]:
 
 
 def leads_out(relative: str, folder: Path) -> UnsafePath:
-    """Make the error of a path that leads out of a folder."""
+    """Make the error for a path that leads out of a folder."""
     return UnsafePath(f"path {relative!r} leads out of {folder} and is not used")

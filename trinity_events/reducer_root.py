@@ -1,4 +1,4 @@
-"""Where the reducer keeps a run's checkpoints, told to those who write them elsewhere."""
+"""Mark in the folder that the reducer uses, so that a trainer detects that it writes elsewhere."""
 
 from __future__ import annotations
 
@@ -10,52 +10,51 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from .core.file_plan import ITERATION_FILES
+from .checkpoint_layout import ITERATION_FILES, REDUCER_MARK
 from .open_folder import OpenFolder
 
-MARK = ".reducer"
-"""File in a run's folder that says which reducer uses it: the same as the log's server has."""
 _LONGEST = 16_384
+"""Bytes read of a mark."""
 
 
 class RootMark(Struct, frozen=True, kw_only=True):
-    """One reducer's use of one folder."""
+    """Content of the mark: one reducer's use of one folder."""
 
     token: int
-    """The fencing token of its lead: it holds while that is the leader's."""
+    """Fencing token of the lead; the mark is valid while this is the leader's token."""
     mark: str
-    """Told apart from every other, so that one folder under two names is known as one."""
+    """Random id, which identifies one folder under two paths."""
     host: str
     folder: str
 
 
 def mark_folder(run: OpenFolder, token: int) -> bytes:
-    """Mark a run's folder as the one that the leader uses; return what the server is to hold.
+    """Mark a run's folder as the one that the leader uses; return the mark for the server.
 
     Raises OSError.
     """
     mark = RootMark(
         token=token, mark=secrets.token_hex(8), host=socket.gethostname(), folder=str(run.path)
     )
-    told = msgspec.json.encode(mark)
-    run.write(MARK, told)
-    return told
+    mark_bytes = msgspec.json.encode(mark)
+    run.write(REDUCER_MARK, mark_bytes)
+    return mark_bytes
 
 
-def of_leader(leader: bytes | None, told: bytes | None) -> bytes | None:
-    """Return what a reducer told of its folder, if it leads."""
+def of_leader(leader: bytes | None, mark_bytes: bytes | None) -> bytes | None:
+    """Return a reducer's mark if that reducer leads; None otherwise."""
     try:
-        mark = msgspec.json.decode(told or b"", type=RootMark)
+        mark = msgspec.json.decode(mark_bytes or b"", type=RootMark)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return told if leader == str(mark.token).encode() else None
+    return mark_bytes if leader == str(mark.token).encode() else None
 
 
-def other_folder(told: bytes | None, folder: Path, run_id: str) -> str | None:
-    """Return a sentence with both paths, where the reducer uses another folder than this one."""
-    if told is None or _read(folder / MARK) == told:
+def other_folder(mark_bytes: bytes | None, folder: Path, run_id: str) -> str | None:
+    """Return a warning with both paths if the reducer uses another folder; None otherwise."""
+    if mark_bytes is None or _read(folder / REDUCER_MARK) == mark_bytes:
         return None
-    mark = msgspec.json.decode(told, type=RootMark)
+    mark = msgspec.json.decode(mark_bytes, type=RootMark)
     files = " and ".join(ITERATION_FILES.values())
     return (
         f"the reducer of run {run_id} uses the folder {mark.folder} on {mark.host}, and the "

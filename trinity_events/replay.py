@@ -1,4 +1,4 @@
-"""Folding a run's log: as the reducer last had it, as it is now, as it was at any entry."""
+"""State of a run, folded from its log: at the last commit, now, or at any entry."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .log.page_size import TURN, in_turns
 logger = logging.getLogger(__name__)
 
 PAGE = 1000
-"""Events that are read at once, at most."""
+"""Most events of one read."""
 
 Decode = Callable[[bytes], Envelope]
-"""That of an :class:`EnvelopeReader`, where many entries are read; or :func:`decode_envelope`."""
+"""Decoder of entries: of an :class:`EnvelopeReader` for many, or :func:`decode_envelope`."""
 
 
 class Folded(NamedTuple):
-    """One entry, and what it made true. ``envelope`` is None when it cannot be decoded."""
+    """One folded entry with its announcements; ``envelope`` is None for a dead letter."""
 
     entry: Entry
     envelope: Envelope | None
@@ -38,17 +38,17 @@ class Folded(NamedTuple):
 
 
 class SnapshotUnreadable(TrinityError):
-    """The state of a run cannot be had from its server alone."""
+    """The state of a run cannot be loaded from its server alone."""
 
 
 class UntilNotFound(TrinityError):
-    """The log has no such entry or step to stop at."""
+    """The log lacks the entry or step to stop at."""
 
 
 def page_of(stream: Stream) -> int:
-    """Entries of a stream that are read at once, at most.
+    """Return the most entries of one read of a stream.
 
-    An announcement lists what it rests on: that of 2,048 ranks takes as much as a page of events.
+    An announcement lists its saves or parts: that of 2,048 ranks is as large as a page of events.
     """
     return PAGE if stream is Stream.EVENTS else max(1, PAGE // 20)
 
@@ -56,7 +56,7 @@ def page_of(stream: Stream) -> int:
 async def read_all(
     log: EventLog, stream: Stream = Stream.EVENTS, after: str = ORIGIN
 ) -> AsyncIterator[Entry]:
-    """Every entry after a position that is there now, oldest first."""
+    """Yield every entry between a position and the current end of a stream, oldest first."""
     end, page = await log.last_id(stream), PageSize(page_of(stream))
     while found := await log.read(after, stream=stream, through=end, limit=page.limit):
         page.learn(found)
@@ -66,7 +66,7 @@ async def read_all(
 
 
 def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
-    """Every announcement after a position, oldest first, as far as they have come."""
+    """Yield the announcements after a position, oldest first, up to the current end."""
     stream = Stream.ANNOUNCEMENTS
     page = PageSize(page_of(stream))
     while True:
@@ -75,12 +75,12 @@ def announced(log: SyncEventLog, after: str = ORIGIN) -> Iterator[Entry]:
         page.learn(found)
         yield from found
         if len(found) < asked:
-            return  # not once a page is empty: of a busy run, over a slow network, none is
+            return  # a short page: over a slow network, no page of a busy run is empty
         after = found[-1].id
 
 
 def envelope_of(run_id: str, payload: bytes, decode: Decode = decode_envelope) -> Envelope:
-    """The envelope of an entry of the run. Raises ContractError, also when it is another run's."""
+    """Decode the envelope of an entry. Raises ContractError, even for an event of another run."""
     envelope = decode(payload)
     if envelope.run_id != run_id:
         raise _of_another(envelope.run_id, run_id)
@@ -92,7 +92,7 @@ def _of_another(found: str, run_id: str) -> ContractError:
 
 
 def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLetter:
-    """Pass over an entry that could not be decoded; returns the dead letter that it becomes."""
+    """Skip an entry that cannot be decoded; return its dead letter."""
     monitor.set_aside(entry.id, str(error), getattr(error, "sender", None))
     return DeadLetter(entry, str(error))
 
@@ -100,10 +100,10 @@ def set_aside(monitor: Monitor, entry: Entry, error: ContractError) -> DeadLette
 def fold(
     monitor: Monitor, found: Sequence[Entry], decode: Decode = decode_envelope
 ) -> tuple[list[Envelope], list[DeadLetter]]:
-    """Fold entries; returns what they made true, and those that could not be decoded."""
+    """Fold entries; return their announcements and dead letters."""
     announcements: list[Envelope] = []
     dead: list[DeadLetter] = []
-    # Bound once: this loop is what a reducer's speed is made of.
+    # Bind names once: this loop decides the speed of the reducer (`benchmarks fold`).
     apply, run_id = monitor.apply, monitor.state.run_id
     for entry_id, payload in found:
         try:
@@ -119,7 +119,7 @@ def fold(
 
 
 class Work(Struct):
-    """What was folded, and what that took: a new leader repeats all since the last snapshot."""
+    """Amount of folding since the last snapshot, which a new leader repeats."""
 
     entries: int = 0
     bytes: int = 0
@@ -127,27 +127,28 @@ class Work(Struct):
 
 
 class Loaded(NamedTuple):
-    """The fold as a reducer left it."""
+    """Result of :func:`load_monitor`."""
 
     monitor: Monitor
     position: str
-    """What the server has as the reducer's position; the log may have ended before it."""
+    """Committed position on the server; the log may end before it."""
     began: str
-    """Where folding began: the position of the snapshot, or the end of the archive."""
+    """Position at which folding began: of the snapshot, or the end of the archive."""
     silent: Work
-    """What was folded past that."""
+    """Amount of folding after ``began``, without announcements."""
 
 
 Archived = Callable[[str], Iterator[Entry]]
-"""The events that are kept in files after a position."""
+"""Reader of the archived events after a position."""
 
 
 async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loaded:
-    """The fold as the log's position has it.
+    """Load the monitor at the log's committed position.
 
-    Loads the last snapshot and folds on up to the position in silence: what those entries made
-    true has been announced. A snapshot that this version cannot read is folded anew, from the
-    files where the log is trimmed. A log that ends before the position goes on from its end.
+    Loads the last snapshot and folds the entries up to the position. Their announcements are
+    already in the log, and are dropped. If this version cannot read the snapshot, the whole log
+    is folded, with the archive for trimmed entries. A log that ends before the position is
+    folded to its end.
     """
     snapshot, reached = await log.load()
     through = await _reachable(log, reached)
@@ -160,7 +161,7 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
         nbytes = page.learn(found)
         if not found:
             logger.error(
-                "the log of %s has no entry %s, which was folded before: what followed %s is lost",
+                "the log of %s has no entry %s, which was folded before: entries after %s are lost",
                 log.run_id,
                 through,
                 state.position,
@@ -173,19 +174,19 @@ async def load_monitor(log: EventLog, archived: Archived | None = None) -> Loade
         silent.seconds += anyio.current_time() - began_at
         silent.entries += len(found)
         silent.bytes += nbytes
-    # Also where the snapshot has gone further: ids that come are above the log's end alone.
+    # Even if the snapshot is ahead: new ids are only above the end of the log.
     state.position = through
     return Loaded(monitor, reached, began, silent)
 
 
 async def _reachable(log: EventLog, reached: str) -> str:
-    """How far the log goes, of what was folded before."""
+    """Return the committed position, or the end of a log that lost entries."""
     end = await log.last_id()
     if position(end) >= position(reached):
         return reached
     logger.error(
         "the log of %s ends at %s and has no entry %s, which was folded before: the server failed "
-        "over or lost its data, and what came between is lost; the run goes on from there",
+        "over or lost its data; the entries between are lost, and the run continues from there",
         log.run_id,
         end,
         reached,
@@ -200,7 +201,7 @@ async def _load_state(
     left = await log.first_retained_id(Stream.EVENTS)
 
     def goes_on(state: MonitorState) -> bool:
-        """Whether what is left of the log has all that comes after a state."""
+        """Return True if the remaining log has every entry after a state."""
         if left is None:
             return True
         return position(state.position) >= min(position(left), position(reached)) > position(ORIGIN)
@@ -213,30 +214,26 @@ async def _load_state(
             why = f"the snapshot is of {decoded.position}"
         except msgspec.DecodeError as error:
             why = f"the snapshot is not readable ({error})"
-        logger.warning("of run %s %s: folding anew", log.run_id, why)
+        logger.warning("run %s: rebuilding the state from the log (%s)", log.run_id, why)
     if left is None:
         return state
     if archived is not None:
-        # In a thread: the lead is to be kept meanwhile.
+        # In a thread, so that the event loop can renew the lead.
         state = await anyio.to_thread.run_sync(_refold, archived, log.run_id, reached)
     if goes_on(state):
         return state
     if snapshot is None and state.position == ORIGIN:
         logger.error(
-            "of run %s %s, and its log begins at %s: what came before is lost, and the run "
-            "goes on with what is left",
+            "run %s: %s, and its log begins at %s: earlier entries are lost, and the run "
+            "continues with the remaining ones",
             log.run_id,
             why,
             left,
         )
         return state
-    have = (
-        "no archive of it is at hand"
-        if archived is None
-        else (f"its archive ends at {state.position}")
-    )
+    have = "no archive was found" if archived is None else (f"its archive ends at {state.position}")
     raise SnapshotUnreadable(
-        f"of run {log.run_id} {why}, its log is trimmed up to {left} and {have}: put the missing "
+        f"run {log.run_id}: {why}, its log is trimmed up to {left} and {have}: put the missing "
         "segments back into the log folder of the run's checkpoint directory, or use the version "
         "of trinity-events that wrote the snapshot"
     )
@@ -254,21 +251,21 @@ def _refold(archived: Archived, run_id: str, reached: str) -> MonitorState:
 
 
 async def current_state(log: EventLog, archived: Archived | None = None) -> MonitorState:
-    """Return the state after the newest entry, from the last snapshot on, or from the archive."""
+    """Return the state after the newest entry, folded from the snapshot or the archive."""
     monitor = (await load_monitor(log, archived)).monitor
-    # What comes meanwhile is not waited for: of a busy run, over a slow network, that has no end.
+    # Stop at the current end: a busy run appends faster than a slow network reads.
     async for entry in read_all(log, after=monitor.state.position):
         fold(monitor, [entry])
     return monitor.state
 
 
 class Replay:
-    """Folds a log from its beginning, entry by entry, to an entry or a step.
+    """Fold of a log from its beginning to an entry or a step.
 
     Args:
-        run_id: The run whose log it is.
-        until: An entry id (that entry is the last), or a step (its first announcement is made by
-            the last entry); None goes to the end.
+        run_id: The run.
+        until: Id of the last entry to fold, or a step to fold up to its first announcement; None
+            folds the whole log.
     """
 
     def __init__(self, run_id: str, until: str | None = None) -> None:
@@ -285,16 +282,16 @@ class Replay:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the place to stop at is still to come."""
+        """True until the stop entry or step is reached."""
         return self._until is None or not self.finished
 
     @property
     def state(self) -> MonitorState:
-        """The state so far."""
+        """State after the entries folded so far."""
         return self.monitor.state
 
     def feed(self, entries: Iterable[Entry]) -> list[Folded]:
-        """Fold entries until there is cause to stop."""
+        """Fold entries up to the stop entry or step."""
         folded: list[Folded] = []
         for entry in entries:
             if not self.wants_more:
@@ -309,7 +306,7 @@ class Replay:
         return folded
 
     def _fold(self, entry: Entry) -> Folded:
-        """Fold one entry, and keep its envelope for whoever shows it."""
+        """Fold one entry, and return it with its envelope for display."""
         try:
             envelope = envelope_of(self.state.run_id, entry.payload, self._decode)
         except ContractError as error:
@@ -325,7 +322,7 @@ class Replay:
         )
 
     def check_finished(self) -> None:
-        """Raise UntilNotFound when the log ended before the place to stop at came."""
+        """Raise UntilNotFound if the log ended before the stop entry or step."""
         if not self.finished and not (
             self._until_id is not None and position(self.state.position) >= position(self._until_id)
         ):

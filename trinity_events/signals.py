@@ -1,4 +1,4 @@
-"""Which signals ask a process to end."""
+"""Signals that ask a process to end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import signal
 
 
 def ending_signals() -> list[signal.Signals]:
-    """SIGTERM, and SIGHUP, which comes when the terminal goes; without what nohup ignores."""
+    """Return SIGTERM and SIGHUP (a closed terminal), without those that are ignored (nohup)."""
     asked = (signal.SIGTERM, signal.SIGHUP)
     return [one for one in asked if signal.getsignal(one) is not signal.SIG_IGN]

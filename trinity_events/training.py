@@ -1,4 +1,4 @@
-"""Runs of a training loop of one's own: opened, closed however it ends, and spoken in."""
+"""Context managers for a training loop: open and close a run, and publish its events."""
 
 from __future__ import annotations
 
@@ -34,31 +34,29 @@ def training_run(
     save_strategy: SaveStrategy = "unrestricted",
     redis_url: str | None = None,
 ) -> TrainingRun:
-    """Return a run's next epoch, for one process of it to open and to close.
+    """Return the next epoch of a run, for one process of the run to open and to close.
 
-    ``with training_run("grpo-7b") as run`` opens it, gives the trainer's publisher, which has the
-    ``epoch`` that the other processes are to be told, and closes the run however the block ends.
-    Callbacks, which have no block, call :meth:`TrainingRun.open` and :meth:`TrainingRun.close`.
+    ``with training_run("grpo-7b") as run`` opens the epoch and yields the trainer's publisher. Its
+    ``epoch`` is an argument of the run's other processes. The run is closed however the block ends.
+    Callbacks have no block, and call :meth:`TrainingRun.open` and :meth:`TrainingRun.close`.
 
-    The log says how the run ended: ``finished``, ``failed`` with the error that left the block, or
-    ``interrupted``. A run that is still open when its process ends is ``interrupted``. SIGTERM,
-    with which launchers end what is left of a job, and SIGHUP, which comes when the terminal goes,
-    raise ``SystemExit`` in the block, where the main thread enters it and nothing else handles the
-    signal. A process that is killed otherwise says nothing.
+    The log records how the run ended: ``finished``, ``failed`` with the error that left the
+    block, or ``interrupted``. A run that is open when its process ends is ``interrupted``. SIGTERM
+    and SIGHUP raise ``SystemExit`` in the block if the main thread enters it and no other handler
+    is set. A process that is killed otherwise publishes no end.
 
     Args:
         run: The run's id.
-        resume_from: The step that training goes on from, where it does not begin anew.
+        resume_from: Step that training resumes from; None for a new training.
         config: JSON for the run's other processes: no URLs, no secrets, no absolute paths.
-        save_strategy: Which saves may run at once; the run's coordinators are given the same.
-        redis_url: The server; without it ``TRINITY_REDIS_URL``, else the embedded one.
+        save_strategy: Saves that may run at once; the run's coordinators get the same value.
+        redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
 
     Raises:
-        InvalidRunId: on opening, when it cannot be a run's id.
+        InvalidRunId: on opening, if the id is not a slug.
         ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on opening.
-        RunOpenedTwice: on opening what was opened before.
-        PublishError: when the server did not take the opening; and at the end, when it did not
-            take all that was said.
+        RunOpenedTwice: on opening a run that this object opened before.
+        PublishError: if the server did not accept the first event, or some event by the end.
     """
     return TrainingRun(
         run,
@@ -159,7 +157,7 @@ def _opened(
             )
 
     with serving(redis_url) as url:
-        with start_blocking_portal() as portal:  # the caller may have an event loop of its own
+        with start_blocking_portal() as portal:  # the caller may run its own event loop
             epoch = portal.call(opened, url)
         with publishing(run, epoch, "trainer", redis_url=url) as publisher:
             publisher.publish(TrainerStatusChanged(status="running", step=resume_from or 0))
@@ -167,7 +165,7 @@ def _opened(
                 with _ended_by_signals():
                     yield publisher
             except BaseException as error:
-                with suppress(PublishError):  # what happened is worth more than that
+                with suppress(PublishError):  # raise the error of the block instead
                     publisher.publish(_closed_by(error))
                 raise
             publisher.publish(RunClosed(reason="finished"))
@@ -177,16 +175,16 @@ def _opened(
 def publishing(
     run: str, epoch: int, role: str, rank: int = 0, *, redis_url: str | None = None
 ) -> Iterator[Publisher]:
-    """One process's publisher, such as its coordinator needs, and its connection.
+    """Connect to the log, and yield the publisher that a process's coordinator needs.
 
     Args:
         run: The run's id.
-        epoch: The epoch that the process was given by whoever opened it.
-        role: The process's role, in its events, such as ``"actor"``.
-        rank: Its rank in that role.
-        redis_url: The server; without it ``TRINITY_REDIS_URL``, else the embedded one.
+        epoch: Epoch that the trainer opened.
+        role: Role of the process in its events, such as ``"actor"``.
+        rank: Rank of the process in that role.
+        redis_url: The server; ``TRINITY_REDIS_URL`` by default, else the embedded server.
 
-    Raises PublishError at the end, when the log did not take all that was said.
+    Raises PublishError at the end if the log did not accept every event.
     """
     with serving(redis_url) as url, closing(SyncEventLog(open_client(url), run)) as log:
         publisher = Publisher(log, epoch, new_producer(role, rank))
@@ -201,13 +199,13 @@ def publishing(
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """End the block in order where a signal would end the process without a word."""
+    """Raise SystemExit in the block on a signal that would otherwise kill the process."""
     asked: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():
         asked = [one for one in ending_signals() if signal.getsignal(one) is signal.SIG_DFL]
 
     def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second one does not wait
+        signal.signal(number, signal.SIG_DFL)  # a second signal kills the process
         sys.exit(128 + number)
 
     for one in asked:

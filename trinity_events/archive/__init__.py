@@ -1,4 +1,4 @@
-"""Logs outside the server: exports, imports, archived segments, and checking one against all."""
+"""Logs in files: export, import, archive segments, and verification."""
 
 from .export import Recording, import_recording, read_recording, record_run
 from .format import (

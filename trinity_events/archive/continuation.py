@@ -1,4 +1,4 @@
-"""Whether the log on a server is the one whose beginning is in an archive."""
+"""Comparison of a run's archive with the log on the server."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from .segments import Archive
 
 
 class Common(NamedTuple):
-    """How far an archive and a server have the same log."""
+    """Common part of an archive and the log on a server."""
 
     last: str
-    """The newest archived entry that the server's log goes on from."""
+    """Newest archived entry that the server's log continues."""
     known: str
-    """Up to which what is archived is of the server's log: that entry, or where the server begins,
-    which has trimmed what was before."""
+    """Last entry up to which the archive is known to be of the server's log.
+
+    It is ``last``, or the entry before the first one on a server that trimmed its log.
+    """
 
 
 async def common_part(archive: Archive, log: EventLog, stream: Stream) -> Common:
-    """How far they are the same.
+    """Return how far the archive and the server's log agree.
 
-    Up to the archive's last entry, unless the server lost its data, or was put back to, or failed
-    over to, a copy that had less: then what was archived after it is of a log that is no more.
+    They agree up to the archive's last entry, unless the server lost its data or returned to an
+    older copy. Later archived entries then belong to a log that no longer exists.
     """
     left: str | None = None
     for last in archive.ends(stream):
         if await log.read(before(last), stream=stream, through=last, limit=1):
             return Common(last, last)
-        # Asked after the entry was not found: it may have been trimmed just then.
+        # Read this after the entry was not found: the server may have trimmed it just then.
         left = await log.first_retained_id(stream)
         if left is not None and position(last) <= position(left):
             return Common(last, left)

@@ -1,4 +1,4 @@
-"""A whole run as a file, and back on any server."""
+"""Export of a whole run to a file, and import into any server."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from .segments import Archive
 T = TypeVar("T")
 
 _AT_ONCE = 500
+"""Most entries of one batch that is sent to the server."""
 
 
 class RunExists(TrinityError):
-    """The run that is to be imported is on the server already."""
+    """The server already has a run of this id."""
 
 
 class Recording(NamedTuple):
-    """A run's log, of which each part can be gone through again and again."""
+    """Recorded log of a run; each part can be iterated repeatedly."""
 
     header: Header
     events: Iterable[Entry]
@@ -52,7 +53,7 @@ class Recording(NamedTuple):
 
 
 class _Entries:
-    """The entries of one stream in a file, read anew each time: a log may be larger than memory."""
+    """Entries of one stream in a file, read anew each time, as a log may exceed the memory."""
 
     def __init__(self, path: Path, stream: Stream) -> None:
         self._path = path
@@ -63,7 +64,7 @@ class _Entries:
 
 
 class _DeadLetters:
-    """The dead letters in a file."""
+    """Dead letters in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -80,12 +81,12 @@ def _lines_of(path: Path, stream: LineStream) -> Iterator[Line]:
 async def whole_stream(
     log: RedisEventLog, stream: Stream, archive: Archive | None, after: str = ORIGIN
 ) -> AsyncIterator[Entry]:
-    """Every entry of a stream after a position: the archive first, then what is on the server."""
+    """Yield every entry of a stream after a position: from the archive, then from the server."""
     end, page = None, PageSize(page_of(stream))
     while True:
         behind = after
         if archive is not None:
-            # What of it is of another log is set aside by the next leader.
+            # Later archived entries are of another log; the next leader sets them aside.
             known = (await common_part(archive, log, stream)).known
             for entry in archive.read(stream, after):
                 if position(entry.id) > position(known):
@@ -97,8 +98,8 @@ async def whole_stream(
             found = await log.read(after, stream=stream, through=end, limit=page.limit)
             page.learn(found)
             left = await log.first_retained_id(stream)
-            # What is trimmed is in the archive, whose newest segments the server has too. A
-            # reader that is slow may be overtaken: it goes on in the archive.
+            # The archive has the trimmed entries. If the server trims entries that a slow reader
+            # has not reached, the reader continues in the archive.
             if left is not None and position(after) < position(left):
                 break
             if not found:
@@ -119,20 +120,20 @@ async def record_run(
     archive: Archive | None = None,
     line: Callable[[LineStream, Entry], Line] = line_of,
 ) -> int:
-    """Write all of a run's log to a file; returns how many entries that are.
+    """Write a run's whole log to a file; return the number of entries.
 
     Args:
         log: The run's log.
         path: The file.
-        archive: What is kept of the log in files.
+        archive: Archive of the run; None without one.
         line: Makes the line of an entry.
 
     Raises:
-        NotWritten: when the file cannot be written, or another is writing it.
-        ArchiveMissing, BadRecording: when what is kept in files cannot be had.
+        NotWritten: if the file cannot be written, or another process writes it.
+        ArchiveMissing, BadRecording: if the archive cannot be read.
     """
-    # A reducer may be at work: what it has announced must be of the position that is recorded.
-    # Up to here it is; what comes after says itself which event made it true.
+    # A reducer may fold meanwhile, and recorded announcements must not exceed the recorded
+    # position. Announcements up to here do not; each later one names the event that caused it.
     certain = position(await log.last_id(Stream.ANNOUNCEMENTS))
     _, reached = await log.load()
     count = 0
@@ -153,7 +154,7 @@ async def record_run(
 
 
 def _is_of_later(announcement: Entry, reached: str) -> bool:
-    """Whether an event after a position made it true. A retired version follows on what did."""
+    """Return True if an event after a position caused the announcement."""
     with suppress(ContractError):
         cause = getattr(decode_envelope(announcement.payload).event, "caused_by", reached)
         return position(cause) > position(reached)
@@ -161,7 +162,7 @@ def _is_of_later(announcement: Entry, reached: str) -> bool:
 
 
 def read_recording(path: Path) -> Recording:
-    """A file that ``export`` wrote, looked through once. Raises BadRecording."""
+    """Read an exported file, and check it once. Raises BadRecording."""
     header, lines = read_lines(path)
     for _ in lines:
         pass
@@ -174,13 +175,13 @@ def read_recording(path: Path) -> Recording:
 
 
 async def import_recording(client: redis.asyncio.Redis, recording: Recording) -> None:
-    """Put a recorded run on a server, entry ids and bytes as they were.
+    """Write a recorded run to a server, with its entry ids and bytes.
 
-    All of it appears at once: a reducer that is there already would fold what has come as new.
+    The run appears atomically, because a running reducer would fold a partial log as new.
 
     Raises:
-        RunExists: when the server has a run of that name; nothing is changed.
-        KeyConflict: when it has a key of that run, without the run; nothing is changed.
+        RunExists: if the server has a run of this id; the server is unchanged.
+        KeyConflict: if it has a key of the run without the run; the server is unchanged.
     """
     run_id = recording.header.run_id
     log = RedisEventLog(client, run_id)
@@ -189,7 +190,7 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
             f"run {run_id} is on this server already and is left as it is: "
             "import into another server, or another TRINITY_HOME"
         )
-    for key in _written(log):
+    for key in _final_keys(log):
         if await client.exists(key):
             raise KeyConflict(
                 f"{key} is on this server already, without run {run_id}: something else wrote to "
@@ -199,14 +200,14 @@ async def import_recording(client: redis.asyncio.Redis, recording: Recording) ->
         await _write(client, log, recording)
         await add_run(client, run_id)
     except BaseException:
-        # What is there would keep the name taken, and be listed nowhere.
+        # Partial keys would block the run id without a listed run.
         with anyio.CancelScope(shield=True), suppress(redis.RedisError, OSError):
-            await client.delete(*_written(log), *_coming(log))
+            await client.delete(*_final_keys(log), *_temporary_keys(log))
         raise
 
 
-def _coming(log: RedisEventLog) -> list[str]:
-    """Where the streams are until they are whole."""
+def _temporary_keys(log: RedisEventLog) -> list[str]:
+    """Return the temporary keys of the streams until they are complete."""
     return [f"{key}:coming" for key in _streams(log)]
 
 
@@ -214,41 +215,41 @@ def _streams(log: RedisEventLog) -> tuple[str, str, str]:
     return log.keys.events, log.keys.announcements, log.keys.dead
 
 
-def _written(log: RedisEventLog) -> tuple[str, ...]:
+def _final_keys(log: RedisEventLog) -> tuple[str, ...]:
     return (*_streams(log), log.keys.current, log.keys.epoch, log.keys.position)
 
 
 async def _write(client: redis.asyncio.Redis, log: RedisEventLog, recording: Recording) -> None:
     server: Any = client
     keys, state = log.keys, MonitorState(run_id=log.run_id)
-    standing: dict[str, bytes] = {}
-    events, announcements, dead = _coming(log)
-    await server.delete(events, announcements, dead)  # of an import that was killed
+    current: dict[str, bytes] = {}
+    events, announcements, dead = _temporary_keys(log)
+    await server.delete(events, announcements, dead)  # left by an import that was killed
     async for _, envelope in _added(server, events, recording.events):
         state.epoch = max(state.epoch, envelope.epoch)
     async for entry, envelope in _added(server, announcements, recording.announcements):
-        # What something else put there is kept, as all of it; a reader passes it over.
+        # Foreign entries are imported like all others; a reader ignores them.
         if isinstance(envelope.event, ANNOUNCEMENT_TYPES) and is_current(envelope, state):
-            standing[subject(envelope)] = entry.id.encode() + b" " + entry.payload
+            current[subject(envelope)] = entry.id.encode() + b" " + entry.payload
     for letters in _batches(recording.dead, lambda letter: letter.entry.payload):
         async with server.pipeline(transaction=False) as pipe:
             for entry, reason in letters:
                 pipe.xadd(dead, {"id": entry.id, "reason": reason, "e": entry.payload})
             await pipe.execute()
-    streams = zip(_coming(log), _streams(log), strict=True)
+    streams = zip(_temporary_keys(log), _streams(log), strict=True)
     there = [pair for pair in streams if await server.exists(pair[0])]
     async with server.pipeline(transaction=True) as pipe:
         for coming, key in there:
-            pipe.execute_command("RENAME", coming, key)  # of a cluster too, unlike rename()
-        if standing:
-            pipe.hset(keys.current, mapping=standing)
+            pipe.execute_command("RENAME", coming, key)  # works on a cluster too, unlike rename()
+        if current:
+            pipe.hset(keys.current, mapping=current)
         pipe.set(keys.epoch, state.epoch)
         pipe.set(keys.position, recording.header.position)
         await pipe.execute()
 
 
 def _batches(found: Iterable[T], payload_of: Callable[[T], bytes]) -> Iterator[list[T]]:
-    """What was found, so much at once as is bounded in number and in bytes."""
+    """Yield batches that are bounded in number and in bytes."""
     batch: list[T] = []
     nbytes = 0
     for one in found:
@@ -264,7 +265,7 @@ def _batches(found: Iterable[T], payload_of: Callable[[T], bytes]) -> Iterator[l
 async def _added(
     server: Any, key: str, entries: Iterable[Entry]
 ) -> AsyncIterator[tuple[Entry, Envelope]]:
-    """Put entries into a stream; yields those that can be decoded, once they are there."""
+    """Append entries to a stream; yield each decodable entry after it was appended."""
     for batch in _batches(entries, lambda entry: entry.payload):
         async with server.pipeline(transaction=False) as pipe:
             for entry in batch:

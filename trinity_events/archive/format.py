@@ -1,7 +1,7 @@
-"""The file format: JSON lines, a header first, each entry with its exact bytes.
+"""File format of recorded logs: JSON lines, a header first, each entry with its exact bytes.
 
-Beside the bytes, which alone count when a file is read, each line of an exported file shows the
-event for people and for ``jq``.
+Each line of an exported file also shows the decoded event, for users and for ``jq``. A reader
+uses the bytes only.
 """
 
 from __future__ import annotations
@@ -25,42 +25,44 @@ from ..open_folder import OpenFolder, Part
 FORMAT = "trinity-events-log"
 FORMAT_VERSION = 1
 _A_PAGE = 500
-"""Lines that are encoded at once."""
+"""Lines that are encoded at once, which bounds the memory for them."""
 _MOST_ENTRIES = 10**15 - 1
-"""Of a file: so many digits are kept free for their number."""
+"""Most entries of a file; the header reserves the digits of this number."""
 
 _DIGEST = "sha256:"
 _NO_DIGEST = _DIGEST + "0" * 64
-"""In the place of the digest while that is taken: it is of the first line as well."""
+"""Placeholder of the digest, which covers its own line with the placeholder in its place."""
 
 _LONGEST_HEADER = 1 << 16
-"""Bytes: what has more is another file, which may have no line's end at all."""
+"""Bytes read for a header; a longer first line belongs to a foreign file."""
 _UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 
 LineStream = Literal["events", "announcements", "dead"]
 
 
 class ArchiveMissing(TrinityError):
-    """Part of the log is in files that were not found."""
+    """Part of the log is in files that are missing."""
 
 
 class BadRecording(TrinityError):
-    """A file that is not a recorded log, or not one that this version reads."""
+    """A file is not a recorded log, or not one that this version reads."""
 
 
 class NotWritten(OSError):
-    """A file cannot be written: which it is, and why."""
+    """A file cannot be written; the message names the file and the reason."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """First line of a file. ``position`` is how far the reducer had folded.
+    """First line of a file.
 
-    A segment says ``after`` which entry it goes on, so that a missing one is noticed. ``entries``
-    is how many follow, so that it is noticed when some of them do not. ``digest`` is of the whole
-    file, so that a changed byte is noticed. Both are None in files of before they were told.
+    Attributes:
+        position: Position that the reducer had folded up to.
+        after: Entry before the first one, which shows a missing segment.
+        entries: Number of entries, which shows a cut file; None in older files.
+        digest: Digest of the whole file, which shows a changed byte; None in older files.
     """
 
     run_id: str
@@ -73,11 +75,11 @@ class Header(Struct, frozen=True, kw_only=True):
 
 
 _WITHOUT_DIGEST = {"run_id", "format", "version", "position", "after", "entries"}
-"""What the first line had before there were digests: with anything else, it was changed."""
+"""Fields of a header without a digest; a header with others was changed."""
 
 
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry. ``payload`` is base64 in the file; ``reason`` says why a dead letter is one."""
+    """One entry. ``payload`` is base64 in the file; ``reason`` is the error of a dead letter."""
 
     stream: LineStream
     id: str
@@ -87,17 +89,17 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def entry(self) -> Entry:
-        """The entry with its bytes."""
+        """Entry with its bytes."""
         return Entry(self.id, self.payload)
 
 
 def bare_line(stream: LineStream, entry: Entry) -> Line:
-    """The line of an entry, of which only the bytes are kept."""
+    """Make the line of an entry with its bytes only."""
     return Line(stream=stream, id=entry.id, payload=entry.payload)
 
 
 def line_of(stream: LineStream, entry: Entry, reason: str | None = None) -> Line:
-    """The line of an entry."""
+    """Make the line of an entry with the decoded event, if it can be decoded."""
     shown: Envelope | None = None
     with suppress(ContractError):
         shown = decode_envelope(entry.payload)
@@ -109,17 +111,17 @@ Write = Callable[[Sequence[Line]], None]
 
 @contextmanager
 def lines_written(path: Path, header: Header) -> Iterator[Write]:
-    """Write a file bit by bit: whole at the end of the block, and durably, or not at all.
+    """Write a file in pieces; it appears whole and durable at the end of the block, or not at all.
 
-    Removes first what writers of this file that were killed have left beside it.
+    Removes first the unfinished files of killed writers.
 
     Args:
-        path: The file; of a link, what it leads to.
+        path: The file; the target of a link.
         header: Its first line.
 
     Raises:
-        NotWritten: for what is wrong with the file, and not with what is to be in it; also while
-            another process writes it.
+        NotWritten: if the file cannot be written, or while another process writes it. Errors
+            of the lines themselves pass through.
     """
     with ExitStack() as exits:
         with _writing(path):
@@ -140,7 +142,7 @@ def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> None:
 def write_segment(folder: OpenFolder, name: str, header: Header, lines: Iterable[Line]) -> None:
     """Write a file into an open folder, whole and durably, or not at all.
 
-    Others may write it too, as two leaders in a row do: the last to finish gives it its name.
+    Two leaders in a row may write the same file: the last to finish gives the file its name.
     """
     with folder.part(name) as part, _lines_in(part, folder.path / name, header) as write:
         _write_pages(write, lines)
@@ -154,11 +156,11 @@ def _write_pages(write: Write, lines: Iterable[Line]) -> None:
 
 @contextmanager
 def _lines_in(part: Part, path: Path, header: Header) -> Iterator[Write]:
-    """Write lines into a file; at the end of the block the first one, and give it its name."""
+    """Write lines into a file; at the end of the block write the header and name the file."""
     encoder = msgspec.json.Encoder()
     digest = hashlib.sha256()
     count = 0
-    # The first line has the length of the longest: what follows is known at the end.
+    # Reserve room for the longest header, because its counts are known at the end.
     longest = structs.replace(header, entries=_MOST_ENTRIES, digest=_NO_DIGEST)
     room = len(encoder.encode(longest))
 
@@ -182,7 +184,7 @@ def _lines_in(part: Part, path: Path, header: Header) -> Iterator[Write]:
 
 
 def _digest(lines: hashlib._Hash, first: bytes) -> str:
-    """Digest a file: its lines, and then its first line as it is without the digest."""
+    """Return the digest of a file: of its lines, then of its header with the placeholder."""
     lines.update(first)
     return f"{_DIGEST}{lines.hexdigest()}"
 
@@ -203,21 +205,21 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _target(path: Path) -> Path:
-    """Of a link, what it leads to; its folder is there. Raises OSError for what is no file."""
+    """Resolve links and create the file's folder. Raises OSError if the path is not a file's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError("it is a folder, not a file")
     if path.exists() and not path.is_file():
-        raise OSError("it is no file, and a file would take its place")
+        raise OSError("it is not a file, and would be replaced")
     return path.resolve()
 
 
 def read_lines(path: Path) -> tuple[Header, Iterator[Line]]:
-    """The header, and the entries as they are read.
+    """Return the header of a file, and an iterator over its entries.
 
     Raises:
-        BadRecording: for anything that is not such a file, naming the line; from the iterator
-            too.
+        BadRecording: if the file is not a recorded log; the message names the line. The iterator
+            raises it too.
     """
     with _opened(path) as file:
         first = file.readline(_LONGEST_HEADER)
@@ -255,7 +257,7 @@ def _header(path: Path, first: bytes) -> Header:
         position(header.position)
         position(header.after)
         if header.digest is None and (more := raw.keys() - _WITHOUT_DIGEST):
-            raise ValueError(f"{min(more)!r} is told there, and no digest: the file was changed")
+            raise ValueError(f"it has {min(more)!r} and no digest: the file was changed")
     except (msgspec.ValidationError, ValueError) as error:
         raise BadRecording(f"{path} line 1: {error}") from None
     return header
@@ -294,7 +296,7 @@ def _lines(path: Path, header: Header, first: bytes) -> Iterator[Line]:
 
 
 def _check_whole(path: Path, header: Header, entries: int, end: tuple[int, int]) -> None:
-    """Raise BadRecording when a file was cut off at the end of a line."""
+    """Raise BadRecording if a file was cut off at the end of a line."""
     if header.entries is None:
         told, found = f"events up to {header.position}", f"they end at {end[0]}-{end[1]}"
         whole = end >= position(header.position)
@@ -303,6 +305,6 @@ def _check_whole(path: Path, header: Header, entries: int, end: tuple[int, int])
         whole = entries == header.entries
     if not whole:
         raise BadRecording(
-            f"{path} is not whole: its first line tells of {told}, but {found}: it was cut off or "
+            f"{path} is not whole: its first line announces {told}, but {found}: it was cut off or "
             "changed; export the run again, or put a whole copy in its place"
         )

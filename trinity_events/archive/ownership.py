@@ -1,4 +1,4 @@
-"""The log that a run's folder belongs to: a mark in the folder tells which."""
+"""Ownership of a run's folder: a mark in the folder identifies its log."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import anyio.to_thread
 import msgspec
 from msgspec import Struct
 
+from ..checkpoint_layout import BELONGS_TO
 from ..errors import FolderTaken
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, position
 from ..open_folder import OpenFolder
@@ -22,20 +23,18 @@ from .segments import Archive
 
 logger = logging.getLogger(__name__)
 
-MARK = ".belongs_to"
-"""File of a run's folder that names its log."""
 _LONGEST_MARK = 4096
 
 
 class LogMark(Struct, frozen=True, kw_only=True):
-    """One log, as the mark in a run's folder names it."""
+    """Content of the mark that identifies the log of a run's folder."""
 
     log: str
-    """The id of its first entry and a digest of that: the same on a copy, and on no other log."""
+    """Id and digest of the log's first entry, which only copies of the log share."""
     server: str | None = None
-    """Where it is, as the process reached it that marked the folder; None of an archive alone."""
+    """Address of the log's server, as the marking process reached it; None for an archive alone."""
     host: str | None = None
-    """Where that process was."""
+    """Host of the marking process."""
 
     def __str__(self) -> str:
         where = f"that of {self.server} (from {self.host})" if self.server else "one archived there"
@@ -43,24 +42,23 @@ class LogMark(Struct, frozen=True, kw_only=True):
 
 
 def identity_of(first: Entry) -> str:
-    """Return what identifies a log by its first entry."""
+    """Return the identity of a log, made from its first entry."""
     digest = hashlib.sha256(first.id.encode() + b" " + first.payload).hexdigest()
     return f"{first.id}.{digest[:16]}"
 
 
 async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
-    """Return which log it is; None as long as it has no entry.
+    """Return the identity of a log; None as long as it has no entry.
 
-    The reducer keeps it on the server before it trims the first entry. A log that was trimmed
-    before that was done is told by the archive that it goes on from.
+    The reducer stores it on the server before it trims the first entry. For a log that was
+    trimmed by an older version, the archive that the log continues gives the identity.
     """
     kept = await log.identity()
     if kept is not None:
         return kept
     found = await log.read(limit=1)
-    left = await log.first_retained_id(
-        Stream.EVENTS
-    )  # asked afterwards: nothing was trimmed until then
+    # Read last: if it is None, the server had trimmed nothing at the first read.
+    left = await log.first_retained_id(Stream.EVENTS)
     if left is None:
         return identity_of(found[0]) if found else None
     if (await common_part(archive, log, Stream.EVENTS)).last != ORIGIN:
@@ -71,7 +69,7 @@ async def log_identity(log: RedisEventLog, archive: Archive) -> str | None:
 
 
 def archived_identity(archive: Archive) -> str | None:
-    """Return the identity of an archive's log; None unless it has the beginning of that."""
+    """Return the identity of an archive's log; None if the archive lacks the first entry."""
     with suppress(BadRecording, ArchiveMissing):
         first = archive.first(Stream.EVENTS)
         return None if first is None else identity_of(first)
@@ -79,27 +77,27 @@ def archived_identity(archive: Archive) -> str | None:
 
 
 class FolderOwner:
-    """Marks a run's folder as one log's, and refuses a folder of another log.
+    """Owner of a run's folder: it marks the folder, and refuses a folder of another log.
 
     Args:
         folder: The run's folder.
         run_id: The run.
-        adopt: Whether to take over, once, a folder that belongs to another log.
+        adopt: True to take over, once, a folder that belongs to another log.
     """
 
     def __init__(self, folder: Path, run_id: str, *, adopt: bool = False) -> None:
         self._run_id = run_id
         self.archive = Archive(folder, run_id)
-        """The segments in the folder, for reading."""
+        """Archive in the folder, for reading."""
         self._adopt = adopt
         self._mark: LogMark | None = None
 
     def belongs(self, log: str, server: str) -> None:
-        """Set the log that the folder is to belong to."""
+        """Set the log that the folder should belong to."""
         self._mark = LogMark(log=log, server=server, host=socket.gethostname())
 
     def claim(self, run: OpenFolder) -> None:
-        """Mark the folder, if it has no mark. Raises FolderTaken where it is another log's."""
+        """Mark the folder if it has no mark. Raises FolderTaken if it belongs to another log."""
         own = self._mark
         if own is None:
             raise FolderTaken(f"{run.path} is not used before the log of the run has begun")
@@ -109,16 +107,16 @@ class FolderOwner:
             if not self._adopt:
                 raise
             self._adopt = False
-            run.write(MARK, msgspec.json.encode(own))
-            logger.warning("%s is taken over, as it was asked for: %s", run.path, error)
+            run.write(BELONGS_TO, msgspec.json.encode(own))
+            logger.warning("%s is taken over, as --adopt-folder asks: %s", run.path, error)
 
     def _claim(self, run: OpenFolder, own: LogMark) -> None:
         while (found := read_mark(run, self._run_id)) is None:
-            # A folder of before there were marks: its archive may tell.
+            # A folder of an older version has no mark, but its archive may identify the log.
             archived = archived_identity(self.archive)
             if archived not in (None, own.log):
                 raise taken(run.path, self._run_id, LogMark(log=str(archived)), str(own))
-            if run.write_new(MARK, msgspec.json.encode(own)):
+            if run.write_new(BELONGS_TO, msgspec.json.encode(own)):
                 return
         if found.log != own.log:
             raise taken(run.path, self._run_id, found, str(own))
@@ -127,17 +125,17 @@ class FolderOwner:
 async def own_folder(log: RedisEventLog, folder: Path, server: str, *, adopt: bool = False) -> None:
     """Mark a run's folder as its log's, for the process that opens the run.
 
-    Called before the run is opened, so that it is not opened in vain, and again afterwards: a new
-    log has no first entry before.
+    The process calls this before it opens the run, so that it does not open the run in vain. It
+    calls this again afterwards, because a new log has no first entry before.
 
     Args:
         log: The run's log.
         folder: The run's folder.
-        server: Where the log is, for messages.
-        adopt: Whether to take over a folder that belongs to another log.
+        server: Address of the log's server, for messages.
+        adopt: True to take over a folder that belongs to another log.
 
     Raises:
-        FolderTaken: when the folder belongs to another log.
+        FolderTaken: if the folder belongs to another log.
     """
     owner = FolderOwner(folder, log.run_id, adopt=adopt)
     identity = await log_identity(log, owner.archive)
@@ -155,7 +153,7 @@ def _claim(owner: FolderOwner, folder: Path) -> None:
 
 
 def _refuse_marked(folder: Path, run_id: str, server: str) -> None:
-    """Raise FolderTaken for a folder that any log has."""
+    """Raise FolderTaken if the folder belongs to any log."""
     with (
         suppress(FileNotFoundError),
         OpenFolder.at(folder.parent) as root,
@@ -166,25 +164,25 @@ def _refuse_marked(folder: Path, run_id: str, server: str) -> None:
 
 
 def read_mark(run: OpenFolder, run_id: str) -> LogMark | None:
-    """Return the log that a folder belongs to. Raises FolderTaken for a mark that is none."""
-    data = run.read(MARK, _LONGEST_MARK)
-    if data is None and run.stat(MARK) is None:
+    """Return the log that a folder belongs to. Raises FolderTaken if the mark is unreadable."""
+    data = run.read(BELONGS_TO, _LONGEST_MARK)
+    if data is None and run.stat(BELONGS_TO) is None:
         return None
     try:
         mark = msgspec.json.decode(data or b"", type=LogMark)
         position(mark.log.partition(".")[0])
         if not f"{mark.log}{mark.server}{mark.host}".isprintable():
-            raise ValueError("it would be shown on terminals")
+            raise ValueError("the mark has unprintable characters")
     except (msgspec.DecodeError, ValueError, RecursionError):
         raise FolderTaken(
-            f"{run.path} has a mark that cannot be read, {MARK}: remove it if the folder is of the "
-            f"run {run_id} of this server, or start the reducer with --adopt-folder {run_id}"
+            f"{run.path} has a mark that cannot be read, {BELONGS_TO}: remove it if the folder is "
+            f"of the run {run_id} of this server, or start the reducer with --adopt-folder {run_id}"
         ) from None
     return mark
 
 
 def taken(folder: Path, run_id: str, mark: LogMark, own: str) -> FolderTaken:
-    """Make the error of a folder that belongs to another log."""
+    """Make the error for a folder that belongs to another log."""
     return FolderTaken(
         f"{folder} belongs to another log of run {run_id}: {mark}, while this one is {own}; give "
         "one of the two another run id or another --checkpoint-root or, if the other log is gone "
@@ -197,4 +195,4 @@ def _time(identity: str) -> str:
         milliseconds = position(identity.partition(".")[0])[0]
         return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError, OSError):
-        return "at a time that is none"
+        return "at an unknown time"

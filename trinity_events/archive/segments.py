@@ -1,4 +1,4 @@
-"""Archived segments: entries that were kept in files before they were trimmed (invariant 8)."""
+"""Archive segments: files with entries that the server may trim (invariant 8)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..checkpoint_layout import (
+    ARCHIVE,
+    SegmentName,
+    is_unfinished_segment,
+    parse_segment_name,
+    segment_pattern,
+)
 from ..log import ORIGIN, Entry, Stream, position
 from ..open_folder import OpenFolder
 from .format import ArchiveMissing, BadRecording, Header, Line, bare_line, read_lines, write_segment
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "log"
-_AFTER_GAP = "after-gap"
 _LEFT_ON_SERVER = 2
-"""Segments at least, so that one that is written twice by leaders in a row is there as well."""
+"""Fewest segments whose entries stay on the server; two leaders may write the same segment."""
 _LEFT_BYTES = 64 << 20
-"""Of segments: so many are enough to leave on the server, however few entries they are."""
+"""Bytes of segments that are enough to leave on the server, however few entries they hold."""
 
 
 class _Segment(NamedTuple):
@@ -27,27 +32,32 @@ class _Segment(NamedTuple):
     after_gap: bool
     last: tuple[int, int]
     entries: int | None
-    """None in an archive of before they were told by the name."""
+    """None in a name of an older format."""
     path: Path
 
 
 def _claim_nothing(run: OpenFolder) -> None:
-    """Let any folder be changed."""
+    """Accept any folder."""
 
 
 class Archive:
-    """The segments of one run, in ``ROOT/RUN/log``.
+    """Archive of one run: its segments in ``ROOT/RUN/log``.
 
-    A segment is named by the first and the last entry that it holds and by their number, so that
-    what is archived is known from a listing. Overlapping segments, as two leaders in a row may
-    write, are read once. One that was begun after a gap has another name than one that goes on what
-    is kept: where the segments of two archives are laid together, neither takes the other's place.
+    A segment's name gives its first and last entry and their number, so that a listing shows what
+    is archived. Two leaders in a row may write overlapping segments; a reader gets each entry
+    once. A segment after a gap is marked in its name. If a user merges two archives, it therefore
+    does not replace a segment without a gap.
+
+    Args:
+        run_folder: The run's folder.
+        run_id: The run.
+        claim: Called with the run's open folder before each change; it may raise FolderTaken.
     """
 
     def __init__(
         self, run_folder: Path, run_id: str, claim: Callable[[OpenFolder], None] = _claim_nothing
     ) -> None:
-        self.folder = run_folder / FOLDER
+        self.folder = run_folder / ARCHIVE
         self._run_id = run_id
         self._claim = claim
 
@@ -59,59 +69,57 @@ class Archive:
         *,
         after_gap: bool = False,
     ) -> None:
-        """Keep the entries durably.
+        """Write the entries to a new segment, durably.
 
         Args:
-            stream: Whose they are.
-            entries: In their order.
-            after: What they follow on; after a gap, only what they come behind.
-            after_gap: Whether what is between them and what is kept is not known.
+            stream: Stream of the entries.
+            entries: Entries in their order.
+            after: Entry before the first one.
+            after_gap: True if entries between ``after`` and the first one may be missing.
         """
         if entries:
-            told = f".{_AFTER_GAP}" if after_gap else ""
-            span = f"{entries[0].id}.{entries[-1].id}.{len(entries)}"
-            name = f"{stream.value}.{span}{told}.jsonl"
-            # The bytes alone: what they say is for `export` to show, when somebody asks.
+            name = SegmentName(stream.value, entries[0].id, entries[-1].id, len(entries), after_gap)
+            # Only the bytes: `export` adds the decoded events.
             lines = (bare_line(stream.value, entry) for entry in entries)
             header = Header(run_id=self._run_id, after=after)
             with self._opened(create=True) as folder:
-                write_segment(folder, name, header, lines)
+                write_segment(folder, str(name), header, lines)
 
     @contextmanager
     def _opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
-        """Open the folder for what changes it: neither it nor the run's folder may be a link."""
+        """Open the folder for a change; neither it nor the run's folder may be a link."""
         run = self.folder.parent
         if create:
             run.parent.mkdir(parents=True, exist_ok=True)
         with OpenFolder.at(run.parent) as root, root.below(run.name, create=create) as opened:
             self._claim(opened)
-            with opened.below(FOLDER, create=create) as folder:
+            with opened.below(ARCHIVE, create=create) as folder:
                 yield folder
 
     def clear_up(self) -> None:
-        """Remove what is left of segments that were never finished."""
-        unfinished = tuple(f".{stream.value}." for stream in Stream)
+        """Remove unfinished segments."""
         with suppress(FileNotFoundError), self._opened() as folder:
             for name in folder.names():
-                if name.startswith(unfinished) and ".jsonl." in name and folder.is_file(name):
+                unfinished = any(is_unfinished_segment(name, one.value) for one in Stream)
+                if unfinished and folder.is_file(name):
                     folder.remove(name)
 
     def through(self, stream: Stream) -> str:
-        """The last entry that is kept."""
+        """Return the id of the last archived entry."""
         return next(iter(self.ends(stream)), ORIGIN)
 
     def read(self, stream: Stream, after: str = ORIGIN) -> Iterator[Entry]:
-        """The entries that are kept, in order, each once.
+        """Yield the archived entries after an entry in order, each once.
 
         Raises:
-            BadRecording: when a segment was damaged, naming it.
-            ArchiveMissing: when one is not there.
+            BadRecording: if a segment was damaged; the message names it.
+            ArchiveMissing: if a segment is missing.
         """
         at = position(after)
         for segment in self._segments(stream):
             if segment.last <= at:
                 continue
-            # All of it before any of it is used: its digest is of the whole.
+            # Read the whole segment before using any entry: the digest covers the whole file.
             header, lines = _whole(segment.path)
             if position(header.after) > at:
                 raise ArchiveMissing(
@@ -124,7 +132,7 @@ class Archive:
                     yield line.entry
 
     def first(self, stream: Stream) -> Entry | None:
-        """Return the first entry of the stream; None unless it is kept.
+        """Return the first entry of the stream; None unless it is archived.
 
         Raises BadRecording.
         """
@@ -135,15 +143,15 @@ class Archive:
         return None
 
     def ends(self, stream: Stream) -> list[str]:
-        """The last entry of each segment, the newest first."""
+        """Return the id of each segment's last entry, the newest first."""
         found = sorted((segment.last for segment in self._segments(stream)), reverse=True)
         return [f"{last[0]}-{last[1]}" for last in found]
 
     def trim_limit(self, stream: Stream, entries: int) -> str | None:
-        """Below this entry all is kept; what is asked for most stays on the server.
+        """Return the entry below which the server may trim; None if there is nothing to trim.
 
-        None when there is nothing to trim. What stays is the newest segments: two at least, and
-        as many as have so many entries, or 64 MiB.
+        The newest segments stay on the server: at least two, and enough for ``entries`` entries or
+        64 MiB.
         """
         left, nbytes = 0, 0
         segments = self._segments(stream)
@@ -159,9 +167,9 @@ class Archive:
         return f"{segment.first[0]}-{segment.first[1]}"
 
     def set_aside(self, stream: Stream, after: str, before: str) -> Path:
-        """Take segments with entries after one out of the archive: they are of another log.
+        """Move segments of another log, with entries after ``after``, to a folder; return it.
 
-        What of them comes before ``before`` is of this log too, and stays. Returns where they are.
+        Their entries before ``before`` belong to this log too, and stay in the archive.
         """
         strange = [one for one in self._segments(stream) if one.last > position(after)]
         self.add(stream, self._shared(stream, after, before), after)
@@ -172,7 +180,7 @@ class Archive:
         return self.folder / name
 
     def _shared(self, stream: Stream, after: str, before: str) -> list[Entry]:
-        """What is between the two, as far as it can be read: of one segment, at most."""
+        """Return the readable entries between two entries; they are of one segment at most."""
         found: list[Entry] = []
         with suppress(ArchiveMissing, BadRecording):
             for entry in self.read(stream, after):
@@ -183,12 +191,12 @@ class Archive:
 
     def _segments(self, stream: Stream) -> list[_Segment]:
         found: list[_Segment] = []
-        for path in self.folder.glob(f"{stream.value}.*.jsonl"):
+        for path in self.folder.glob(segment_pattern(stream.value)):
             try:
                 found.append(_segment(path))
             except ValueError:
-                logger.warning("%s is not a segment of the archive: passed over", path)
-        # Where two begin alike, one that knows what is before it comes first.
+                logger.warning("%s is not a segment of the archive: ignored", path)
+        # Of two segments that begin alike, the one without a gap comes first.
         return sorted(found)
 
 
@@ -198,11 +206,6 @@ def _whole(path: Path) -> tuple[Header, list[Line]]:
 
 
 def _segment(path: Path) -> _Segment:
-    """By its name. Raises ValueError for another's."""
-    _, first, last, *told, _ = path.name.split(".")
-    after_gap = told[-1:] == [_AFTER_GAP]
-    counted = told[:-1] if after_gap else told
-    if len(counted) > 1:
-        raise ValueError(path.name)
-    entries = int(counted[0]) if counted else None
-    return _Segment(position(first), after_gap, position(last), entries, path)
+    """Parse a segment's path. Raises ValueError for a foreign name."""
+    name = parse_segment_name(path.name)
+    return _Segment(position(name.first), name.after_gap, position(name.last), name.entries, path)

@@ -1,4 +1,4 @@
-"""Checks a log against everything that was derived from it."""
+"""Verification of a log against the announcements, snapshot and files derived from it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Severity = Literal["mismatch", "anomaly", "open"]
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """One thing worth knowing.
+    """One finding of :func:`verify`.
 
-    A ``mismatch`` is something derived that the log does not give: it must not happen. An
-    ``anomaly`` is in the log itself and changed nothing (a duplicate, a gap...). ``open`` is
-    what was begun and never ended (an orphan).
+    A ``mismatch`` is derived data that the log does not give, which must not happen. An
+    ``anomaly`` is in the log itself and changed nothing, such as a duplicate or a gap. An
+    ``open`` finding is a save or step that began and never ended.
     """
 
     severity: Severity
@@ -34,7 +34,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What was checked and what was found."""
+    """Checked items and findings of :func:`verify`."""
 
     run_id: str
     entries: int
@@ -44,19 +44,19 @@ class Report(Struct, frozen=True, kw_only=True):
 
     @property
     def sound(self) -> bool:
-        """Whether nothing derived contradicts the log."""
+        """True if no derived data contradicts the log."""
         return all(finding.severity != "mismatch" for finding in self.findings)
 
 
 def verify(
     recording: Recording, snapshot: bytes | None = None, run_folder: Path | None = None
 ) -> Report:
-    """Fold the log anew and compare.
+    """Fold the log from its beginning, and compare the result with the derived data.
 
     Args:
         recording: The log.
-        snapshot: The reducer's last snapshot, where there is a server.
-        run_folder: The run's checkpoint directory, where it is at hand.
+        snapshot: The reducer's last snapshot; None without a server.
+        run_folder: The run's checkpoint directory; None to skip the files.
     """
     findings: list[Finding] = []
     checked = ["announcements"]
@@ -77,7 +77,7 @@ def verify(
         if kept is not None and entry.id == kept.position:
             checked.append("snapshot")
             if kept != monitor.state:
-                what = f"the snapshot at {entry.id} is not what the log folds to"
+                what = f"the snapshot at {entry.id} differs from the folded log"
                 findings.append(_mismatch(what))
     if position(end) < reached:
         findings.append(
@@ -119,7 +119,8 @@ def _decoded(snapshot: bytes | None, findings: list[Finding]) -> MonitorState | 
     try:
         return decode_state(snapshot)
     except SnapshotVersion as error:
-        what = f"the snapshot is not compared: {error}; the next reducer folds the log anew"
+        why = f"{error}; the next reducer rebuilds the state from the log"
+        what = f"the snapshot is not compared: {why}"
         findings.append(Finding(severity="open", what=what))
         return None
     except msgspec.DecodeError as error:
@@ -128,7 +129,7 @@ def _decoded(snapshot: bytes | None, findings: list[Finding]) -> MonitorState | 
 
 
 class _Announcements:
-    """Those that are there, beside those that the log gives, in their order."""
+    """Comparison of the stored announcements with the folded ones, in their order."""
 
     def __init__(self, there: Iterable[Entry]) -> None:
         self.found = 0
@@ -137,7 +138,7 @@ class _Announcements:
         self._differs: int | None = None
 
     def expect(self, payload: bytes) -> None:
-        """The log gives this one next."""
+        """Compare the next stored announcement with one that the fold made."""
         self._expected += 1
         entry = next(self._there, None)
         if entry is not None:
@@ -146,7 +147,7 @@ class _Announcements:
                 self._differs = self._expected
 
     def findings(self) -> list[Finding]:
-        """What is wrong with them, once the log has no more."""
+        """Return the mismatches, after the last entry of the log."""
         self.found += sum(1 for _ in self._there)
         if self._differs is not None:
             return [_mismatch(f"announcement {self._differs} is not the one that the log gives")]

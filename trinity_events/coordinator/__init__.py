@@ -1,10 +1,9 @@
-"""The one face that workers and trainers use for saves."""
+"""Checkpoint coordinator: runs a worker's saves and publishes their events."""
 
-from .coordinator import FLUSH_DEADLINE, LEASE, TURN_DEADLINE, CheckpointCoordinator
+from .coordinator import FLUSH_DEADLINE, LEASE, TURN_DEADLINE, CheckpointCoordinator, staged_path
 from .heartbeat import Heartbeat
 from .process_identity import this_process
 from .save_attempt import SaveAttempt
-from .staging import staged_path
 
 __all__ = [
     "FLUSH_DEADLINE",

@@ -1,4 +1,4 @@
-"""Asking for a turn to save, and waiting until it comes."""
+"""Client of save admission: requests a turn and waits for its grant."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from ..log.retry import backoff_delays, is_transient
 from ..replay import announced
 
 _AT_ONCE = 10.0
-"""Seconds that the server is asked to wait for a grant at once."""
+"""Longest blocking read for a grant, in seconds."""
 _LONGEST_PAUSE = 2.0
 ASK_AGAIN = 60.0
-"""Seconds after which a save asks once more. One that stood still for its whole lease was taken out
-of the queue; of one that is in it a second request changes nothing."""
+"""Seconds after which a waiting save publishes its request again.
+
+The fold drops a request from the queue when its process is silent for a whole lease. A second
+request of a queued save changes nothing.
+"""
 
 
 def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float) -> None:
-    """Publish the request and wait for its grant, also while the server is away or restarts.
+    """Publish the request and wait for its grant, even while the server is away or restarts.
 
     Raises:
-        TurnNotGranted: after ``deadline`` seconds, or when the server refuses to be asked.
-        StaleEpoch: when the run has gone on to a newer epoch meanwhile.
-        PublishError: when the server refuses the request for good.
+        TurnNotGranted: after ``deadline`` seconds, or if the server refuses the read.
+        StaleEpoch: if the run has a newer epoch by now.
+        PublishError: if the server refuses the request permanently.
     """
     began = asked_at = time.monotonic()
     fault = _ask(publisher, request, began + deadline)
@@ -56,7 +59,7 @@ def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float)
 
 
 def _ask(publisher: Publisher, request: SaveRequested, give_up: float) -> Exception | None:
-    """Publish the request as soon as the buffer has room; returns what it had none for."""
+    """Publish the request once the buffer has room; return the error if it never has."""
     faults = backoff_delays(_LONGEST_PAUSE)
     while True:
         try:
@@ -78,7 +81,7 @@ def _not_granted(
     if fault is None:
         try:
             epoch, turn = _last_turn(publisher.log, max(epoch, publisher.log.epoch()))
-        except Exception as error:  # a guess at the cause is not worth another error
+        except Exception as error:  # this read only explains the failure
             fault = error
     if epoch > publisher.epoch:
         return StaleEpoch(
@@ -86,9 +89,9 @@ def _not_granted(
             f"on to epoch {epoch}: end this process"
         )
     if fault is not None:
-        why = f"the server of the log could not be asked ({reply_text(fault)})"
+        why = f"the server of the log could not be read ({reply_text(fault)})"
     elif turn is None:
-        why = f"nobody was given one: is a reducer running for run {run_id}?"
+        why = f"no save was given one: is a reducer running for run {run_id}?"
     else:
         who = f"{turn.name} of step {turn.step} of {turn.role}-{turn.rank}"
         why = f"the last went to {who}: see trinity-events explain {run_id} {turn.step}"
@@ -96,7 +99,7 @@ def _not_granted(
 
 
 def _last_turn(log: SyncEventLog, epoch: int) -> tuple[int, Slot | None]:
-    """The newest epoch that announcements are of, and what was given a turn in it last."""
+    """Return the newest epoch of the announcements, and the slot of its newest grant."""
     turn = None
     for entry in announced(log):
         try:

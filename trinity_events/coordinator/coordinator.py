@@ -1,4 +1,4 @@
-"""Saves in the background or at once, each told to the log as it starts, finishes or fails."""
+"""Coordinator that runs saves and publishes an event when each starts, finishes or fails."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
+from ..checkpoint_layout import STAGING, staged_name
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..reducer_root import other_folder
@@ -30,38 +31,38 @@ from .admission_client import wait_for_turn
 from .heartbeat import Heartbeat
 from .inflight import InflightSaves
 from .process_identity import this_process
-from .progress import size_of, telling
+from .progress import reporting_progress, size_of
 from .save_attempt import SaveAttempt
 
 logger = logging.getLogger(__name__)
 
 LEASE = 15.0
-"""Seconds of silence after which a process that saves is taken for dead."""
+"""Seconds without a heartbeat after which the leader takes a saving process for dead."""
 TURN_DEADLINE = 3600.0
-"""Seconds that a save waits for its turn."""
+"""Seconds that a save waits for its turn before it fails."""
 FLUSH_DEADLINE = 30.0
-"""Seconds that the log is given to take what was published, where somebody waits for that."""
+"""Seconds that a caller waits for the log to accept the published events."""
 
 
 class CheckpointCoordinator:
-    """Runs saves and publishes what becomes of them.
+    """Coordinator of one process's saves.
 
-    The four calls and their meanings are those of Trinity-RFT's coordinator, with these
-    differences: a save that fails is an event, and :meth:`wait_all` raises it; a save's whole
-    ``save_fn`` runs in its turn; and a process that dies while it saves is found out.
+    The four calls have the meaning that they have in Trinity-RFT's coordinator, with three
+    differences. A failed save is an event, and :meth:`wait_all` raises its error. The whole
+    ``save_fn`` runs within its turn. The leader detects a process that dies while it saves.
 
-    Saves never wait for the log, nor fail because of it: a save that is done while the server is
-    away is told when it is back. Where that cannot be, because the publisher's buffer is full,
-    the save is run all the same, and its caller gets a ``PublishError`` afterwards: from
-    :meth:`save_sync`, or from :meth:`wait_all`. Only a save that needs a turn waits for one.
+    A save never waits for the log and never fails because of it. The publisher buffers events
+    while the server is away. If the buffer is full, the save still runs, and its caller gets a
+    ``PublishError`` from :meth:`save_sync` or from :meth:`wait_all`. Only a save that needs a
+    turn waits for the server.
 
-    End with :meth:`wait_all`, after which all is told and the heartbeat is at rest.
+    Call :meth:`wait_all` last: it returns once the log has every event and the heartbeat stopped.
 
     Args:
-        publisher: Who publishes; its role and rank name the slots.
+        publisher: Publisher of the events; its role and rank name the slots.
         run_folder: The run's checkpoint directory. Paths in events are relative to it.
-        strategy: Which saves of the run may run at once, as its trainer opened it with.
-        lease: Seconds of silence after which this process is taken for dead.
+        strategy: Save strategy that the trainer opened the run with.
+        lease: Seconds without a heartbeat after which the leader takes this process for dead.
         turn_deadline: Seconds that a save waits for its turn before it fails.
     """
 
@@ -79,10 +80,10 @@ class CheckpointCoordinator:
         self._strategy = strategy
         self._lease = lease
         self._turn_deadline = turn_deadline
-        self._heart = Heartbeat.of(publisher, lease)
-        self._under_way = InflightSaves()
+        self._heartbeat = Heartbeat.of(publisher, lease)
+        self._inflight = InflightSaves()
         self._failures: list[tuple[str, BaseException]] = []
-        self._untold: list[PublishError] = []
+        self._unpublished: list[PublishError] = []
         self._lock = threading.Lock()
         self._warned: str | None = None
 
@@ -96,41 +97,42 @@ class CheckpointCoordinator:
         path: Path | str | None = None,
         ranks: int | None = None,
     ) -> None:
-        """Run ``save_fn`` in a background thread, with its events.
+        """Run ``save_fn`` in a background thread and publish its events.
 
-        Saves of one name are serialised: this waits for the one before it.
+        Saves of one name run one after another: the call waits for the earlier save.
 
         Args:
             name: Name of the save within this worker, such as ``"model_state_dict"``.
-            save_fn: Does the I/O. What it raises fails the save.
+            save_fn: Function that does the I/O. An exception that it raises fails the save.
             global_step: The training step.
-            is_state_dict: Whether it is a state dict for weight sync, not part of a checkpoint.
-            path: The file or folder that it writes, when it lies in the run's directory.
-            ranks: How many ranks each make a save of this name. The step is then not ready before
-                all of them have finished, whatever was registered.
+            is_state_dict: True for a state dict for weight sync, False for a part of a
+                checkpoint.
+            path: File or folder that ``save_fn`` writes, if it lies in the run's directory.
+            ranks: Number of ranks that each make a save of this name. The step is not ready
+                before all of them have finished, whatever the registrations say.
         """
         attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
 
         def run() -> None:
             try:
-                untold = self._save(attempt, save_fn, path)
-                if untold is not None:
+                unpublished = self._save(attempt, save_fn, path)
+                if unpublished is not None:
                     with self._lock:
-                        self._untold.append(untold)
+                        self._unpublished.append(unpublished)
             except BaseException as error:
                 logger.exception("background save %s failed", attempt.what)
                 with self._lock:
                     self._failures.append((attempt.what, error))
             finally:
-                self._under_way.leave(attempt)
+                self._inflight.leave(attempt)
 
-        # Not a daemon: a process that ends waits for its saves to be whole.
+        # Not a daemon: a process that ends waits for its saves to finish.
         thread = threading.Thread(target=run, name=f"save-{name}-step-{global_step}")
-        self._under_way.enter(attempt, thread, self._turn_deadline)
+        self._inflight.enter(attempt, thread, self._turn_deadline)
         try:
             thread.start()
         except BaseException:
-            self._under_way.leave(attempt)
+            self._inflight.leave(attempt)
             raise
 
     def save_sync(
@@ -143,45 +145,45 @@ class CheckpointCoordinator:
         path: Path | str | None = None,
         ranks: int | None = None,
     ) -> None:
-        """Run ``save_fn`` in this thread, with its events; raises what it raises.
+        """Run ``save_fn`` in this thread and publish its events; raise what it raises.
 
-        For saves that must run on the training thread, because barriers are part of them. Of
-        those that meet at a barrier, only one may come through here under a strategy that limits
-        saves: the others would wait for a turn that the first cannot end.
+        Meant for saves with barriers, which must run on the training thread. Under a strategy
+        that limits saves, only one rank of a barrier may call this method. The other ranks would
+        wait for a turn that the first rank cannot end.
         """
         attempt = self._attempt(name, global_step, is_state_dict, path, ranks)
-        self._under_way.enter(attempt, threading.current_thread(), self._turn_deadline)
+        self._inflight.enter(attempt, threading.current_thread(), self._turn_deadline)
         try:
-            untold = self._save(attempt, save_fn, path)
+            unpublished = self._save(attempt, save_fn, path)
         finally:
-            self._under_way.leave(attempt)
-        if untold is not None:
-            raise untold
+            self._inflight.leave(attempt)
+        if unpublished is not None:
+            raise unpublished
 
     def wait_all(self, deadline: float | None = None) -> None:
-        """Wait for all background saves, and until the log has what was said of them.
+        """Wait for all background saves, and until the log has their events.
 
         Args:
-            deadline: Seconds for it; without one, saves are given the time that they take.
+            deadline: Seconds to wait for the saves; None waits as long as they run.
 
         Raises:
-            DeadlineExceeded: when saves are still under way after ``deadline``, naming them.
-            SaveError: when any failed since the last call, naming the first and holding all.
-            PublishError: when none failed, but the log was not told of all.
+            DeadlineExceeded: if saves still run after ``deadline``; the message names them.
+            SaveError: if saves failed since the last call; it names the first and holds all.
+            PublishError: if no save failed, but the log lacks some of their events.
         """
         give_up = None if deadline is None else time.monotonic() + deadline
-        self._under_way.wait(deadline)
+        self._inflight.wait(deadline)
         left = FLUSH_DEADLINE
         if give_up is not None:
             left = max(0.0, min(left, give_up - time.monotonic()))
         try:
             until = time.monotonic() + left
             self._publisher.flush(left)
-            self._heart.settle(max(0.0, until - time.monotonic()))
+            self._heartbeat.settle(max(0.0, until - time.monotonic()))
         except PublishError as error:
             with self._lock:
-                self._untold.append(error)
-        self._raise_what_failed()
+                self._unpublished.append(error)
+        self._raise_failures()
 
     async def register_and_monitor(
         self,
@@ -192,32 +194,34 @@ class CheckpointCoordinator:
         *,
         metrics: dict[str, float] | None = None,
     ) -> None:
-        """Register how many saves to expect of a step, and commit it.
+        """Register the expected number of saves of a step, and commit the step.
 
-        To be called once the saves are dispatched; they may be anywhere between not started and
-        finished. The kind that is committed is registered in any case: a count of zero says
-        that there is nothing to wait for. When this returns, the log has the commit.
+        The trainer calls this once it has dispatched the saves, in whatever state they are. The
+        committed kind is always registered: a count of zero means that there is nothing to wait
+        for. When the call returns, the log has the commit.
 
         Args:
             global_step: The training step.
-            is_state_dict: Whether to commit its state dict, not its checkpoint.
+            is_state_dict: True to commit the state dict, False to commit the checkpoint.
             state_dict_thread_count: State-dict saves to expect, over all workers.
             checkpoint_thread_count: Checkpoint saves to expect, over all workers.
-            metrics: The training step's metrics, for those who watch.
+            metrics: Metrics of the training step, for display.
 
         Raises:
-            PublishError: when the log did not take it within :data:`FLUSH_DEADLINE` seconds; it
-                may take it still, and doing it again does no harm.
+            PublishError: if the log did not accept the events within :data:`FLUSH_DEADLINE`
+                seconds. It may still accept them later; calling again does no harm.
         """
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         counts: list[tuple[Kind, int]] = [
             ("state_dict", state_dict_thread_count),
             ("checkpoint", checkpoint_thread_count),
         ]
-        who = self._publisher.producer
-        # One id for each registrar: saving a step again, after a failure, expects no more of it.
+        producer = self._publisher.producer
+        # One id for each registrar: to save a step again replaces its registration.
         registrations = tuple(
-            Registration(registration_id=f"{who.role}-{who.rank}-{one}", kind=one, expected=count)
+            Registration(
+                registration_id=f"{producer.role}-{producer.rank}-{one}", kind=one, expected=count
+            )
             for one, count in counts
             if count or one == kind
         )
@@ -231,21 +235,21 @@ class CheckpointCoordinator:
             )
         )
         await anyio.to_thread.run_sync(self._publisher.flush, FLUSH_DEADLINE)
-        await anyio.to_thread.run_sync(self._look_for_reducer)
+        await anyio.to_thread.run_sync(self._warn_if_other_folder)
 
-    def _look_for_reducer(self) -> None:
-        """Warn once where the reducer uses another folder than ours."""
+    def _warn_if_other_folder(self) -> None:
+        """Warn once if the reducer uses another folder than this process."""
         if self._run_folder is None:
             return
         log = self._publisher.log
         try:
-            said = other_folder(log.leaders_folder(), self._run_folder.resolve(), log.run_id)
+            warning = other_folder(log.leaders_folder(), self._run_folder.resolve(), log.run_id)
         except Exception as error:
-            logger.debug("it is not known where the reducer of run %s is: %s", log.run_id, error)
+            logger.debug("the folder of the reducer of run %s is unknown: %s", log.run_id, error)
             return
-        if said is not None and said != self._warned:
-            self._warned = said
-            logger.warning("%s", said)
+        if warning is not None and warning != self._warned:
+            self._warned = warning
+            logger.warning("%s", warning)
 
     def _attempt(
         self,
@@ -255,11 +259,11 @@ class CheckpointCoordinator:
         path: Path | str | None,
         ranks: int | None,
     ) -> SaveAttempt:
-        who = self._publisher.producer
+        producer = self._publisher.producer
         kind: Kind = "state_dict" if is_state_dict else "checkpoint"
         return SaveAttempt(
             secrets.token_hex(8),
-            Slot(step=step, kind=kind, role=who.role, rank=who.rank, name=name),
+            Slot(step=step, kind=kind, role=producer.role, rank=producer.rank, name=name),
             path=self._relative(path),
             lease=self._lease,
             process=None if self._strategy == "unrestricted" else this_process(),
@@ -269,35 +273,39 @@ class CheckpointCoordinator:
     def _save(
         self, attempt: SaveAttempt, save_fn: Callable[[], None], path: Path | str | None
     ) -> PublishError | None:
-        """Make the attempt, in its turn; returns why its success could not be told, if so."""
-        with self._heart.beating(self._publisher):
+        """Run the attempt in its turn; return the error if its success was not published."""
+        with self._heartbeat.beating(self._publisher):
             try:
                 self._start(attempt)
                 began = time.monotonic()
-                with telling(self._publisher, attempt, None if path is None else Path(path)):
+                with reporting_progress(
+                    self._publisher, attempt, None if path is None else Path(path)
+                ):
                     save_fn()
                 nbytes, digest = _measure(Path(path)) if path is not None else (0, None)
                 finished = attempt.finish(
                     nbytes=nbytes, digest=digest, seconds=time.monotonic() - began
                 )
             except StaleEpoch:
-                raise  # whatever it would say of an older epoch is of no use to anyone
+                raise  # the fold ignores events of an older epoch
             except BaseException as error:
-                # The save's own error is the one that its caller must see.
-                self._tell(attempt.fail(error), f"the failure of {attempt.what} was not told")
+                # The caller must see the save's own error, not an error of publishing it.
+                self._publish(
+                    attempt.fail(error), f"the failure of {attempt.what} was not published"
+                )
                 raise
-            return self._tell(finished, f"{attempt.what} was saved, but the log was not told")
+            return self._publish(finished, f"{attempt.what} was saved, but this was not published")
 
     def _start(self, attempt: SaveAttempt) -> None:
-        said = attempt.begin()
-        if isinstance(said, SaveRequested):
-            wait_for_turn(self._publisher, said, self._turn_deadline)
-            said = attempt.granted()
-        # Its end counts without its start, so nothing is lost when that cannot be told.
-        self._tell(said, f"the start of {attempt.what} was not told")
+        event = attempt.begin()
+        if isinstance(event, SaveRequested):
+            wait_for_turn(self._publisher, event, self._turn_deadline)
+            event = attempt.granted()
+        # The fold counts a save's end without its start, so an unpublished start loses nothing.
+        self._publish(event, f"the start of {attempt.what} was not published")
 
-    def _tell(self, event: Event, otherwise: str) -> PublishError | None:
-        """Publish; returns the error when the log cannot take it."""
+    def _publish(self, event: Event, otherwise: str) -> PublishError | None:
+        """Publish an event; return the error if the log does not accept it."""
         try:
             self._publisher.publish(event)
         except PublishError as error:
@@ -305,25 +313,33 @@ class CheckpointCoordinator:
             return PublishError(f"{otherwise}: {error}")
         return None
 
-    def _raise_what_failed(self) -> None:
+    def _raise_failures(self) -> None:
         with self._lock:
             failures, self._failures = self._failures, []
-            untold, self._untold = self._untold, []
+            unpublished, self._unpublished = self._unpublished, []
         if failures:
-            raise SaveError.of(failures, *untold)
-        if untold:
-            raise untold[0]
+            raise SaveError.of(failures, *unpublished)
+        if unpublished:
+            raise unpublished[0]
 
     def _relative(self, path: Path | str | None) -> str | None:
-        """The path as events have it; None when it lies elsewhere, where nothing is promoted."""
+        """Return the path relative to the run's folder; None if it lies outside of it."""
         if path is None or self._run_folder is None:
             return None
         full, root = Path(path).resolve(), self._run_folder.resolve()
         return str(full.relative_to(root)) if full.is_relative_to(root) else None
 
 
+def staged_path(run_folder: Path | str, epoch: int, step: int) -> Path:
+    """Return a new folder for one attempt at a step; it becomes ``global_step_N`` once ready.
+
+    All workers of the attempt write below the same folder, so only the trainer calls this.
+    """
+    return Path(run_folder) / STAGING / staged_name(epoch, step, secrets.token_hex(4))
+
+
 def _measure(path: Path) -> tuple[int, str | None]:
-    """Bytes of a file or a folder, and a file's digest. Raises OSError when it is not there."""
+    """Return the bytes of a file or folder, and a file's digest. Raises OSError if absent."""
     if path.is_dir():
         return size_of(path), None
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Tells the server that a process which saves is alive, for as long as it saves."""
+"""Heartbeats of a process while it saves."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..log.retry import backoff_delays
 logger = logging.getLogger(__name__)
 
 FIRST_BEAT = 1.0
-"""Seconds that a save waits at most for its first beat to be heard before it goes on."""
+"""Longest wait of a save for its first heartbeat to reach the server, in seconds."""
 _BEATS_PER_LEASE = 3
 
 
 class Heartbeat:
-    """One thread that beats every third of the lease while any attempt waits or runs.
+    """Thread that beats every third of the lease while any attempt waits or runs.
 
-    It says that the process lives, not that its saves go on: one that is stuck in its save
-    function keeps its turn, on purpose, since nobody can tell it from one that writes slowly.
-    The step's deadline is for that.
+    A heartbeat says that the process lives, not that its saves make progress. A save that hangs
+    in its save function keeps its turn, because it looks like a slow write. The step's deadline
+    covers that case.
 
-    The thread also beats until all that its attempts said is in the log: a rest that overtook a
-    ``save-finished`` would look like a death. But what a server that hears us has not taken for
-    a whole lease, it will not take. Then the thread takes the key away and ends. Beats and rests
-    are of this one thread, so that none of an old attempt can undo one of a new attempt.
+    The thread keeps beating until the log has every event of its attempts. If it removed its key
+    before a ``save-finished`` arrived, the leader would take the process for dead. Events that a
+    reachable server has not accepted within a whole lease count as lost. Only this thread writes
+    and removes the key, so that an old attempt cannot undo the heartbeat of a new one.
     """
 
     def __init__(self, publisher: Publisher, lease: float) -> None:
@@ -44,9 +44,9 @@ class Heartbeat:
 
     @classmethod
     def of(cls, publisher: Publisher, lease: float) -> Heartbeat:
-        """The heart of the publisher's incarnation, of which there is one; the least lease holds.
+        """Return the one heartbeat of the publisher's incarnation, with the shortest lease.
 
-        Two would take each other's key away.
+        Two heartbeats of one incarnation would remove each other's key.
         """
         with _hearts_lock:
             found = _hearts.get(publisher.producer.incarnation)
@@ -57,10 +57,10 @@ class Heartbeat:
 
     @contextmanager
     def beating(self, publisher: Publisher, patience: float | None = None) -> Iterator[None]:
-        """Beat for the block, and until what the publisher was told in it is in the log.
+        """Beat during the block, and until the log has what the publisher published in it.
 
-        The first beat is heard before the block begins, or ``patience`` seconds have passed, by
-        default :data:`FIRST_BEAT`: a server that is down holds no save up for longer.
+        The block begins once the server has the first beat, or after ``patience`` seconds. The
+        default is :data:`FIRST_BEAT`; a server that is down delays no save for longer.
         """
         with self._changed:
             if self._thread is None:
@@ -80,9 +80,9 @@ class Heartbeat:
                 self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
-        """Wait until it rests, unless an attempt is under way; whether it does."""
+        """Wait until the thread ends, unless an attempt runs; return True if it has ended."""
         with self._changed:
-            self._changed.notify_all()  # what was left to tell may just have been told
+            self._changed.notify_all()  # the log may just have accepted the last event
             self._changed.wait_for(lambda: self._thread is None or self._attempts > 0, seconds)
             return self._thread is None
 
@@ -103,9 +103,9 @@ class Heartbeat:
         try:
             self._log.beat(self._incarnation, self._lease)
             heard = True
-        except Exception as error:  # whatever it is, the next beat may be heard
+        except Exception as error:  # whatever it is, the next beat may succeed
             level = logging.WARNING if self._heard else logging.DEBUG
-            logger.log(level, "a heartbeat of run %s was not heard: %s", self._log.run_id, error)
+            logger.log(level, "a heartbeat of run %s failed: %s", self._log.run_id, error)
             heard = False
         with self._changed:
             self._heard = heard
@@ -113,9 +113,11 @@ class Heartbeat:
         return heard
 
     def _is_over_within(self, seconds: float, patient: bool) -> bool:
-        """Wait; whether there came to be no attempt, and nothing left to tell, within the time.
+        """Wait, and return True once no attempt runs and the log has every event.
 
-        Without patience it does not matter what is left to tell.
+        Args:
+            seconds: Longest wait; False is returned after it.
+            patient: False to ignore events that the log does not have yet.
         """
         due = time.monotonic() + seconds
         telling = backoff_delays(seconds)
@@ -126,18 +128,18 @@ class Heartbeat:
                 elif patient and any(one.backlog for one in self._publishers):
                     self._changed.wait(min(left, next(telling)))
                 else:
-                    # Whoever comes from now on waits for a beat that follows the rest.
+                    # An attempt that begins from now on waits for a beat after the key's removal.
                     self._heard = False
                     self._publishers.clear()
                     return True
         return False
 
     def _rest(self) -> bool:
-        """Take the key away; whether the thread is to end, because nobody has come meanwhile."""
+        """Remove the key; return True if the thread ends, because no attempt has begun since."""
         try:
             self._log.rest(self._incarnation)
         except Exception as error:
-            # It lapses by itself, and nothing depends on it any more.
+            # The key expires by itself, and nothing depends on it any more.
             logger.debug("the heartbeat key of run %s was left: %s", self._log.run_id, error)
         with self._changed:
             if self._attempts:

@@ -1,4 +1,4 @@
-"""Which saves of a process are under way: one of a name at a time."""
+"""Running saves of a process: one at a time for each name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class _Save(NamedTuple):
 
 
 class InflightSaves:
-    """Lets one save of a name begin when the one before it has ended, and waits for all."""
+    """Registry of running saves, which serialises the saves of one name."""
 
     def __init__(self) -> None:
         self._saves: dict[str, _Save] = {}
         self._changed = threading.Condition()
 
     def enter(self, attempt: SaveAttempt, thread: threading.Thread, deadline: float) -> None:
-        """Wait until no save of this name is under way, and be the one that is.
+        """Wait until no save of this name runs, then register the attempt.
 
         Raises:
-            DeadlineExceeded: when the one before it is still under way after so many seconds.
+            DeadlineExceeded: if the earlier save still runs after ``deadline`` seconds.
         """
         name, give_up = attempt.slot.name, time.monotonic() + deadline
         with self._changed:
@@ -43,16 +43,16 @@ class InflightSaves:
             self._saves[name] = _Save(attempt, thread, time.monotonic())
 
     def leave(self, attempt: SaveAttempt) -> None:
-        """The save has ended, in whichever way."""
+        """Unregister an attempt that succeeded or failed."""
         with self._changed:
             del self._saves[attempt.slot.name]
             self._changed.notify_all()
 
     def wait(self, deadline: float | None) -> None:
-        """Wait until none is under way.
+        """Wait until no save runs.
 
         Raises:
-            DeadlineExceeded: after ``deadline`` seconds, naming those that still are.
+            DeadlineExceeded: after ``deadline`` seconds; the message names the running saves.
         """
         with self._changed:
             for save in self._saves.values():
@@ -61,7 +61,7 @@ class InflightSaves:
                 late = "; ".join(map(_describe, self._saves.values()))
                 raise DeadlineExceeded(
                     f"not all saves ended within {deadline:g} s: {late}. "
-                    "They go on: wait again, or for longer"
+                    "They continue: wait again, or for longer"
                 )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Which process this is, so that no other can be taken for it."""
+"""Identity of this process, which no other process ever has."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from trinity_schemas import Process
 
 _IMPORTED_NS = time.time_ns()
 _STARTED_AFTER_NAME = 19
-"""Place of the start time in ``/proc/PID/stat``, counted from behind the command's name."""
+"""Index of the start time in ``/proc/PID/stat``, counted after the command's name."""
 
 
 def this_process() -> Process:
-    """This process. Asked anew each time, since a fork is another one."""
+    """Return the identity of this process, computed anew because a fork has another one."""
     return Process(host=socket.gethostname(), pid=os.getpid(), started=_started())
 
 
 def _started() -> int:
-    """When it started, in ticks since the host booted; without ``/proc``, when it imported us."""
+    """Return the start time in ticks since boot; the import time on a host without ``/proc``."""
     try:
         stat = Path("/proc/self/stat").read_text(errors="replace")
     except OSError:
         return _IMPORTED_NS
-    # The name is in parentheses and may hold any character, parentheses and spaces too.
+    # proc_pid_stat(5): the name is in parentheses, and may itself hold parentheses and spaces.
     return int(stat.rpartition(")")[2].split()[_STARTED_AFTER_NAME])

@@ -1,4 +1,4 @@
-"""How far a save has come, told now and then while it runs."""
+"""Progress events of a running save."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from .save_attempt import SaveAttempt
 logger = logging.getLogger(__name__)
 
 EVERY = 10.0
-"""Seconds from one report to the next."""
+"""Seconds between two progress events of one save."""
 
 
 @contextmanager
-def telling(publisher: Publisher, attempt: SaveAttempt, path: Path | None) -> Iterator[None]:
-    """While the block runs, tell how many bytes are in the path, where they have become others.
+def reporting_progress(
+    publisher: Publisher, attempt: SaveAttempt, path: Path | None
+) -> Iterator[None]:
+    """Publish the number of bytes below the path while the block runs, whenever it changes.
 
-    It is for people who wait: whatever fails of it, the save goes on.
+    The events are for display only: an error here does not fail the save.
     """
     if path is None:
         yield
@@ -34,7 +36,7 @@ def telling(publisher: Publisher, attempt: SaveAttempt, path: Path | None) -> It
     try:
         yield
     finally:
-        over.set()  # and it is not waited for: it may be looking at a file system that hangs
+        over.set()  # without a join: the thread may wait for a file system that hangs
 
 
 def _tell(publisher: Publisher, attempt: SaveAttempt, path: Path, over: threading.Event) -> None:
@@ -46,11 +48,11 @@ def _tell(publisher: Publisher, attempt: SaveAttempt, path: Path, over: threadin
                 publisher.publish(attempt.progress(written))
                 told = written
         except Exception as error:
-            logger.debug("how far %s has come is not known: %s", attempt.what, error)
+            logger.debug("the progress of %s is unknown: %s", attempt.what, error)
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder. Raises OSError when it is not there."""
+    """Return the bytes of a file, or of all files in a folder. Raises OSError if absent."""
     if path.is_dir():
         return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
     return path.stat().st_size

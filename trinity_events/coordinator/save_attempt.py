@@ -1,4 +1,4 @@
-"""One attempt at a save: what it tells the log next, given what happened to it."""
+"""State machine of one attempt at a save: it makes the event for each transition."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LONGEST_NAME = 256
 
 
 class SaveAttempt:
-    """A pure state machine: no I/O, no clock, no threads. Each step returns what to publish.
+    """One attempt at a save. No I/O, no clock, no threads; each method returns an event.
 
-    ``new`` → (``waiting`` →) ``running`` → ``over``; what waits or runs may fail at any time.
+    ``new`` → (``waiting`` →) ``running`` → ``over``. A waiting or running attempt may fail.
 
     Args:
-        save_id: The attempt's name, never used again.
-        slot: What it fills.
-        path: What it writes, relative to the run's directory.
-        lease: Seconds for which its process's heartbeats hold.
-        process: Who asks for a turn; without one the attempt asks nobody and starts at once.
-        ranks: How many ranks each make a save of this name, where that is known.
+        save_id: Unique id of the attempt.
+        slot: Slot that the attempt fills.
+        path: File or folder that it writes, relative to the run's directory.
+        lease: Seconds for which one heartbeat of its process counts.
+        process: Process that asks for a turn; None starts the attempt without a turn.
+        ranks: Number of ranks that each make a save of this name; None if unknown.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class SaveAttempt:
 
     @property
     def what(self) -> str:
-        """The save, in words."""
+        """Describe the save for messages."""
         return f"{self.slot.name} of step {self.slot.step}"
 
     def begin(self) -> SaveRequested | SaveStarted:
-        """Begin: by asking for a turn, where one is needed."""
+        """Begin the attempt: start it, or request a turn if it needs one."""
         self._leave("new")
         if self._process is None:
             return self._start()
@@ -72,17 +72,17 @@ class SaveAttempt:
         )
 
     def granted(self) -> SaveStarted:
-        """The turn that it waited for has come."""
+        """Start the attempt after its turn was granted."""
         self._leave("waiting")
         return self._start()
 
     def progress(self, nbytes: int) -> SaveProgressed:
-        """So many bytes are written."""
+        """Report the number of bytes written so far."""
         self._leave("running")  # or stay in it
         return SaveProgressed(save_id=self.save_id, slot=self.slot, bytes=nbytes)
 
     def finish(self, *, nbytes: int, seconds: float, digest: str | None = None) -> SaveFinished:
-        """What it saved is durable."""
+        """End the attempt with success: its files are durable."""
         self._leave("running")
         self.stage = "over"
         return SaveFinished(
@@ -96,9 +96,11 @@ class SaveAttempt:
         )
 
     def fail(self, error: BaseException, *, followed: bool = False) -> SaveFailed:
-        """It ended without a result. Ends its turn, or takes its request for one back.
+        """End the attempt with a failure, which also ends its turn or withdraws its request.
 
-        ``followed`` when it is another's failure that ended it, which tells why itself.
+        Args:
+            error: Exception that ended the attempt.
+            followed: True if the failure of another attempt ended this one.
         """
         self._leave("waiting", "running")
         self.stage = "over"

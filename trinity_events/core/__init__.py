@@ -3,7 +3,7 @@
 from .checkpoint_retention import removable_steps
 from .explain import explain, unfinished
 from .failures import Failure, failures
-from .file_plan import FilePlan, IterationFile, Promotion, final_name, plan_files
+from .file_plan import FilePlan, IterationFile, Promotion, plan_files
 from .fold import MONITOR, Monitor
 from .state import MonitorState, ReadyPointer, decode_state, encode_state
 from .summary import RunSummary, Summarizer
@@ -27,7 +27,6 @@ __all__ = [
     "expired",
     "explain",
     "failures",
-    "final_name",
     "lease_holders",
     "overdue",
     "plan_files",

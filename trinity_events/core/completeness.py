@@ -6,10 +6,8 @@ from msgspec.structs import replace
 
 from trinity_schemas import Kind, SaveProof, Slot
 
+from ..checkpoint_layout import staged_in
 from .state import KindState, SlotState, StepState
-
-STAGING = ".staging"
-"""Folder of a run's checkpoint directory that holds saves until their step is ready."""
 
 
 def is_complete(step: StepState, kind: Kind) -> bool:
@@ -29,7 +27,7 @@ def is_complete(step: StepState, kind: Kind) -> bool:
 
 
 StagedPlace = str | None
-"""A staged folder, or None for saves that named no path below :data:`STAGING`."""
+"""A staged folder, or None for saves that named no path below the staging folder."""
 
 
 def complete_places(step: StepState, kind: Kind) -> list[StagedPlace]:
@@ -113,7 +111,7 @@ def proofs(step: StepState, kind: Kind, place: StagedPlace) -> tuple[SaveProof, 
 
 
 def staged_folder(step: StepState, kind: Kind) -> str | None:
-    """Return the folder below :data:`STAGING` that holds all saves of a kind.
+    """Return the folder below the staging folder that holds all saves of a kind.
 
     It is None for saves without a path, or with a path of the caller's own: they stay in place.
     """
@@ -158,13 +156,6 @@ def _are_saved(kind: KindState, slots: tuple[Slot, ...]) -> bool:
         (found := kind.slots.get(slot_key(slot))) is not None and found.proof is not None
         for slot in reversed(slots)
     )
-
-
-def staged_in(path: str | None) -> str | None:
-    """Return the folder below :data:`STAGING` that holds a path, or None."""
-    parts = path.split("/") if path else []
-    staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
-    return "/".join(parts[:2]) if staged else None
 
 
 def slot_key(slot: Slot) -> str:

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from trinity_schemas import Kind
-
+from ..checkpoint_layout import ITERATION_FILES, final_name
 from .completeness import staged_folder
 from .state import MonitorState
-
-# Trinity-RFT and veRL read these names, with a decimal step and no newline.
-ITERATION_FILES: dict[Kind, str] = {
-    "state_dict": "latest_state_dict_iteration.txt",
-    "checkpoint": "latest_checkpointed_iteration.txt",
-}
-
-
-def final_name(step: int) -> str:
-    """Return the folder name of a ready step, as Trinity-RFT and veRL expect it."""
-    return f"global_step_{step}"
 
 
 class Promotion(Struct, frozen=True, order=True):

@@ -1,4 +1,4 @@
-"""The process that folds the log, announces what became true and keeps the files in step."""
+"""Reducer: folds a run's log, announces ready steps, and updates the checkpoint files."""
 
 from .checkpoint_files import CheckpointFiles, UnsafePath, writable_root
 from .leader import LEASE, Leader

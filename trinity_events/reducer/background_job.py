@@ -1,27 +1,48 @@
-"""Disk work beside the folding, so that a slow disk holds up nobody who waits for a grant."""
+"""Work beside the fold, so that a slow disk delays no grant."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 import anyio
+import anyio.abc
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Task = Callable[[], Awaitable[None]]
 
 
-class BackgroundJob:
-    """One kind of work: one task at a time, and of those that wait only the newest.
+class TaskResult(Generic[T]):
+    """Result of a call that runs in a task group; an exception of the call ends the group."""
 
-    What a task raises is logged once, until one has succeeded: the next wish tries again, and a
-    disk that fails for a while stops no run.
+    def __init__(self, tasks: anyio.abc.TaskGroup, call: Callable[[], Awaitable[T]]) -> None:
+        self._done = anyio.Event()
+        self._value: list[T] = []
+        tasks.start_soon(self._run, call)
+
+    async def _run(self, call: Callable[[], Awaitable[T]]) -> None:
+        self._value.append(await call())
+        self._done.set()
+
+    async def result(self) -> T:
+        """Wait for the call and return its result."""
+        await self._done.wait()
+        return self._value[0]
+
+
+class BackgroundJob:
+    """Coalescing queue: one task runs at a time, and only the newest waiting task is kept.
+
+    The job logs the first exception of a task and no further one until a task succeeds. The next
+    submitted task tries again, so that a disk that fails for a while stops no run.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._wished: Task | None = None
+        self._submitted: Task | None = None
         self._busy = False
         self._failing = False
         self._woken = anyio.Event()
@@ -29,26 +50,26 @@ class BackgroundJob:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was wished for is done."""
-        return not self._busy and self._wished is None
+        """True if no task runs or waits."""
+        return not self._busy and self._submitted is None
 
     def submit_latest(self, task: Task) -> None:
-        """Have the task done soon, in place of one that has not begun."""
-        self._wished = task
+        """Submit a task; it replaces a task that has not begun."""
+        self._submitted = task
         self._woken.set()
 
     async def until_idle(self) -> None:
-        """Wait until all that was wished for is done."""
+        """Wait until no task runs or waits."""
         while not self.is_idle:
             await self._rested.wait()
 
     async def run(self) -> None:
-        """Do what is wished for, until cancelled."""
+        """Run submitted tasks until cancelled."""
         while True:
             await self._woken.wait()
             self._woken = anyio.Event()
-            while (task := self._wished) is not None:
-                self._wished, self._busy = None, True
+            while (task := self._submitted) is not None:
+                self._submitted, self._busy = None, True
                 try:
                     await self._attempt(task)
                 finally:

@@ -1,4 +1,4 @@
-"""Brings a run's checkpoint directory in step with the state: promotes folders, moves pointers."""
+"""Checkpoint directory of a run: promote staged folders and write iteration files."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..core import FilePlan, IterationFile, Promotion, final_name
+from ..checkpoint_layout import MADE_FROM, final_name, replaced_name
+from ..core import FilePlan, IterationFile, Promotion
 from ..errors import CheckpointRootUnusable
 from ..open_folder import OpenFolder, UnsafePath, leads_out, parts_of
 from ..server import make_home, trinity_home
 
-__all__ = ["MARKER", "CheckpointFiles", "UnsafePath", "writable_root"]
+__all__ = ["CheckpointFiles", "UnsafePath", "writable_root"]
 
 logger = logging.getLogger(__name__)
-
-
-MARKER = ".made_from"
-"""Names the staged folder that a checkpoint was made from."""
 _LONGEST_MARK = 4096
+"""Bytes read of a :data:`MADE_FROM` file; it holds one path."""
 _LONGEST_STEP = 64
-"""Bytes of an iteration file that are read; one with more is written anew."""
+"""Bytes read of an iteration file; a longer file is written anew."""
 
 
 def writable_root(root: Path) -> Path:
-    """Create the root and prove that it can be written. Raises CheckpointRootUnusable."""
+    """Create the root and write a file to test it. Raises CheckpointRootUnusable."""
     try:
         if root.is_relative_to(trinity_home()):
             make_home(trinity_home())
@@ -43,16 +41,16 @@ def writable_root(root: Path) -> Path:
 
 
 class CheckpointFiles:
-    """The checkpoint directory of one run, ``ROOT/RUN``.
+    """Checkpoint directory of one run, ``ROOT/RUN``.
 
-    Idempotent: what is already as planned is left alone, so that it may run as often as one
-    likes, and after a crash does what the crash left undone. The root may be a link; the run's
-    folder and what the reducer uses below it may not, so that nothing outside is changed.
+    Every operation is idempotent: it skips what is already done, so that after a crash it
+    completes the rest. The root may be a link. The run's folder and the folders below it may
+    not, so that no operation changes a file outside.
 
     Args:
         root: The checkpoint root.
         run_id: The run.
-        claim: Called with the run's open folder before it is used; may refuse.
+        claim: Called with the run's open folder before each use; it may raise FolderTaken.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class CheckpointFiles:
     ) -> None:
         self.folder = root / run_id
         self.lock = threading.Lock()
-        """Held while folders get their names, or lose them."""
+        """Held while folders are renamed."""
         self._root = root
         self._run_id = run_id
         self._claim = claim
@@ -70,7 +68,7 @@ class CheckpointFiles:
     def opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
         """Open the run's folder.
 
-        Raises FileNotFoundError, UnsafePath where it is a link, and what ``claim`` raises.
+        Raises FileNotFoundError, UnsafePath if it is a link, and what ``claim`` raises.
         """
         if create:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -79,12 +77,12 @@ class CheckpointFiles:
             yield run
 
     def claim(self) -> None:
-        """Make the run's folder, if it is not there, and claim it."""
+        """Create the run's folder if it is absent, and claim it."""
         with self.opened(create=True):
             pass
 
     def reconcile(self, plan: FilePlan) -> None:
-        """Promote, then write the iteration files, so that they never name what is not there."""
+        """Promote folders, then write the iteration files, so that they name existing folders."""
         with self.lock:
             for promotion in plan.promotions:
                 self._attempt(promotion.staged, lambda p=promotion: self._promote(p))  # type: ignore[misc]
@@ -92,7 +90,7 @@ class CheckpointFiles:
                 self._attempt(iteration.name, lambda i=iteration: self._point(i))  # type: ignore[misc]
 
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
-        # A disk that is full for a while must not stop the run: the next turn tries again.
+        # A disk that is full for a while must not stop the run: the next call tries again.
         try:
             act()
             self._reported.discard(what)
@@ -118,16 +116,16 @@ class CheckpointFiles:
             return  # promoted before
         final = final_name(promotion.step)
         there = run.stat(final) is not None
-        # Made from this folder before: what is there again is a late writer's.
+        # Promoted before: a late writer has made the staged folder again.
         if there and (promotion.only_if_absent or _made_from(run, final) == promotion.staged):
             return
         with staging.below(name) as staged:
             if there and promotion.adds_to:
                 with run.below(final) as target:
                     _link_missing(target, staged)
-            staged.write(MARKER, promotion.staged.encode())
+            staged.write(MADE_FROM, promotion.staged.encode())
         if there:
-            old = f"{name}.replaced_{final}"
+            old = replaced_name(name, final)
             run.rename(final, staging, old)
             staging.rename(name, run, final)
             if promotion.adds_to:
@@ -138,7 +136,9 @@ class CheckpointFiles:
 
     def _point(self, iteration: IterationFile) -> None:
         if iteration.needs is not None and not (self.folder / iteration.needs).is_dir():
-            raise FileNotFoundError(f"{iteration.needs} is not there, so it is not pointed to")
+            raise FileNotFoundError(
+                f"{iteration.needs} is not there, so {iteration.name} does not name it"
+            )
         with self.opened(create=True) as run:
             step = str(iteration.step).encode()
             if run.read(iteration.name, _LONGEST_STEP) != step:
@@ -147,17 +147,17 @@ class CheckpointFiles:
 
 
 def _made_from(run: OpenFolder, final: str) -> str | None:
-    """Return the staged folder that a checkpoint was made from; None where none is named."""
+    """Return the staged folder that a checkpoint was made from; None if its mark is absent."""
     try:
         with run.below(final) as target:
-            mark = target.read(MARKER, _LONGEST_MARK)
+            mark = target.read(MADE_FROM, _LONGEST_MARK)
         return None if mark is None else mark.decode()
     except (OSError, UnicodeDecodeError):
         return None
 
 
 def _link_missing(source: OpenFolder, target: OpenFolder) -> None:
-    """Give ``target`` the files of ``source`` that it lacks; readers of ``source`` keep theirs."""
+    """Link the files of ``source`` that ``target`` lacks; ``source`` keeps its files."""
     for above, folder in source.walk():
         files = [name for name in folder.names() if folder.is_file(name)]
         if not files:

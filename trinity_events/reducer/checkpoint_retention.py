@@ -1,4 +1,4 @@
-"""Removes old checkpoints and what failed saves left behind (invariant 6)."""
+"""Checkpoint retention: removes old checkpoints and abandoned saves (invariant 6)."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from ..checkpoint_layout import STAGING, StagedFolder, staged_path_of
 from ..core import MonitorState, plan_files
 from ..core.checkpoint_retention import is_of_this_line, removable_steps
-from ..core.completeness import STAGING
 from ..log import EventLog
-from .checkpoint_trash import CheckpointTrash, Staged
+from .checkpoint_trash import CheckpointTrash, epochs_made_in, origin_of
 from .live_state import LiveState
-from .origin import made_in, origin_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 GRACE = 600.0
-"""Seconds for which a staged folder must lie still before it counts as left behind."""
+"""Seconds without a change after which a staged folder may be removed."""
 LOOK = 60.0
-"""Seconds between two looks although no newer checkpoint is ready: readers let go meanwhile."""
+"""Longest pause between two checks, in seconds; readers may release a checkpoint meanwhile."""
 _BETWEEN = 1.0
-"""Seconds between two looks at least: while a backlog is folded every moment makes one newer."""
+"""Shortest pause between two checks, in seconds; a folded backlog has many ready steps."""
 
 
 class CheckpointRetention:
-    """Takes away, while its reducer leads, what nobody needs any more.
+    """Task of the leader that removes old checkpoints and abandoned saves.
 
-    In two phases, so that no reader finds half a checkpoint: a step that nobody holds is marked,
-    after which nobody can hold it, and only then moved away and removed.
+    It deletes in two phases, so that no reader finds half a checkpoint. First it marks a step
+    without a lease in the log, which refuses new leases of the step. Then it moves the folder to
+    the trash and removes it.
 
     Args:
         log: The run's log.
         trash: The run's folders.
-        token: The fencing token of our lead.
-        keep: How many of the newest ready checkpoints stay; 0 keeps all.
+        token: Fencing token of the lead.
+        keep: Number of the newest ready checkpoints to keep; 0 keeps all.
+        grace: Seconds without a change after which a staged folder may be removed.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class CheckpointRetention:
         self._failing = False
 
     async def run(self, live: LiveState) -> None:
-        """Look when a newer step is ready, and now and then."""
+        """Check whenever a newer step is ready, and periodically."""
         state = live.state
-        # What a leader before us died with: what may go is decided anew.
+        # Marks of a leader that died: this leader decides anew.
         await self._log.clear_deleting(self._token)
         while True:
             newest, looked = _newest(state), True
@@ -73,23 +74,23 @@ class CheckpointRetention:
                 await live.wait_until(lambda state, newest=newest: _newest(state) != newest)  # type: ignore[misc]
 
     async def look(self, state: MonitorState) -> bool:
-        """Remove what may go now. False when what is newest has not got its name yet.
+        """Remove what may be removed now; return False if the newest folder is not promoted yet.
 
-        What cannot be removed is kept in mind, and keeps nothing else.
+        A folder that cannot be removed is recorded as a fault, and does not stop the others.
         """
         self._faults.clear()
         needed = {one.needs for one in plan_files(state).iterations if one.needs is not None}
         if not await anyio.to_thread.run_sync(self._trash.has, needed):
             return False
         made = await anyio.to_thread.run_sync(self._trash.made)
-        epochs = await anyio.to_thread.run_sync(made_in, self._trash.folder, made)
+        epochs = await anyio.to_thread.run_sync(epochs_made_in, self._trash.folder, made)
         steps = removable_steps(state, epochs, self._keep)
         if steps:
             doomed = await self._log.mark_deleting(self._token, steps)
             try:
                 await self._remove({step: made[step] for step in sorted(doomed)})
             finally:
-                # Also when we are told to stop: a mark that stays would keep readers out.
+                # Also on cancellation: a mark that stays would lock readers out.
                 with anyio.move_on_after(1, shield=True):
                     await self._log.clear_deleting(self._token, doomed)
         staged = await anyio.to_thread.run_sync(self._trash.staged)
@@ -100,15 +101,15 @@ class CheckpointRetention:
         return True
 
     def _may_go(self, name: str, state: MonitorState) -> bool:
-        """Return True unless a staged folder is a checkpoint that another line of the run made."""
+        """Return True unless the folder is a checkpoint of another line of the run's epochs."""
         origin = origin_of(self._trash.folder / STAGING / name)
         return origin is None or is_of_this_line(state, origin.epoch, origin.step)
 
     async def _remove(self, folders: dict[int, int]) -> None:
         for step, identity in folders.items():
             moved = await self._try(self._trash.move, step, identity)
-            # Asked again: had we been stopped before the rename, another leader would have
-            # dropped our mark, and a reader might hold the step by now.
+            # Mark again: if this process stopped before the rename, another leader has cleared
+            # the mark, and a reader may hold a lease on the step by now.
             if moved is not None and step not in await self._log.mark_deleting(self._token, [step]):
                 await anyio.to_thread.run_sync(self._trash.restore, step, moved)
             elif moved is not None:
@@ -128,17 +129,17 @@ class CheckpointRetention:
 
 
 def left_behind(
-    state: MonitorState, staged: Iterable[Staged], made: Collection[int], keep: int
+    state: MonitorState, staged: Iterable[StagedFolder], made: Collection[int], keep: int
 ) -> list[str]:
-    """The staged folders that nothing is to become of.
+    """Return the staged folders that will never be promoted.
 
-    Those of an older epoch, or of a step that has all it will have; and what a checkpoint took
-    the place of, once that is gone too. Nothing that a running attempt may write to.
+    These are folders of an older epoch, folders of a settled step, and replaced folders whose
+    replacement is gone. A folder that a running attempt may write to is never among them.
     """
     planned = {promotion.staged for promotion in plan_files(state).promotions}
     found: list[str] = []
     for one in staged:
-        if f"{STAGING}/{one.name}" in planned:
+        if staged_path_of(one.name) in planned:
             continue
         over = _is_over(state, one)
         if one.replaced is not None:
@@ -148,7 +149,7 @@ def left_behind(
     return found
 
 
-def _is_over(state: MonitorState, one: Staged) -> bool:
+def _is_over(state: MonitorState, one: StagedFolder) -> bool:
     if one.epoch != state.epoch:
         return one.epoch < state.epoch
     found = state.steps.get(one.step)

@@ -1,49 +1,43 @@
-"""The folders of a run's checkpoint directory that nobody needs, and how they are taken away."""
+"""Two-phase removal of folders in a run's checkpoint directory."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
-from ..core import final_name
-from ..core.completeness import STAGING
+from ..checkpoint_layout import (
+    MADE_FROM,
+    STAGING,
+    TRASH,
+    StagedFolder,
+    final_name,
+    parse_final_name,
+    parse_made_from,
+    parse_staged_name,
+    parse_trashed_name,
+    trashed_name,
+)
 from ..open_folder import OpenFolder
-from .checkpoint_files import MARKER, CheckpointFiles
+from .checkpoint_files import CheckpointFiles
 
-TRASH = ".trash"
-"""Where folders are moved before they are removed, so that none is ever seen half removed."""
-
+_LONGEST_MARK = 4096
+"""Bytes read of a :data:`MADE_FROM` file; it holds one path."""
 _OTHERS_STAY = 60.0
-"""Seconds for which what another leader moved away is left to it: it may put it back."""
-
-_FINAL = re.compile(r"global_step_(\d+)")
-_STAGED = re.compile(r"epoch_(\d+)_step_(\d+)_[0-9a-f]+(?:\.replaced_global_step_(\d+))?")
-_MOVED = re.compile(rf"(?:{_FINAL.pattern}|{_STAGED.pattern})\.\d+\.(?P<token>\d+)")
-"""What was moved away: its name, when, and the fencing token of the lead."""
-
-
-class Staged(NamedTuple):
-    """A folder below the staging folder, as its maker named it."""
-
-    name: str
-    epoch: int
-    step: int
-    replaced: int | None
-    """The step whose place another folder took, when this is what was there."""
+"""Seconds before a folder that another leader moved is removed; that leader may restore it."""
 
 
 class CheckpointTrash:
-    """Takes folders of one run away: first by a rename, then for good.
+    """Trash of one run: moves folders below :data:`TRASH`, then removes them.
 
-    What the reducer did not make or did not name is never touched, and no link is followed.
+    It never touches folders that the reducer did not make or name, and follows no link.
 
     Args:
         files: The run's checkpoint directory.
-        token: The fencing token of our lead, by which we know what we moved.
+        token: Fencing token of the lead, which identifies the folders that this leader moved.
     """
 
     def __init__(self, files: CheckpointFiles, token: int) -> None:
@@ -52,23 +46,23 @@ class CheckpointTrash:
         self._token = token
 
     def made(self) -> dict[int, int]:
-        """The steps whose folder the reducer made, each with what identifies that folder."""
+        """Return the steps whose folder the reducer made, each with the folder's inode."""
         found: dict[int, int] = {}
         with self._opened() as run:
             for name in run.names() if run else ():
-                match = _FINAL.fullmatch(name)
-                if run and match and run.is_folder(name):
+                step = parse_final_name(name)
+                if run and step is not None and run.is_folder(name):
                     with run.below(name) as folder:
-                        if folder.is_file(MARKER):
-                            found[int(match[1])] = os.fstat(folder.descriptor).st_ino
+                        if folder.is_file(MADE_FROM):
+                            found[step] = os.fstat(folder.descriptor).st_ino
         return found
 
     def has(self, names: Iterable[str]) -> bool:
-        """Whether all these folders are there."""
+        """Return True if all these folders exist."""
         return all((self._files.folder / name).is_dir() for name in names)
 
     def move(self, step: int, identity: int) -> str | None:
-        """Move a step's folder away, if it is the one that was meant; returns its name there."""
+        """Move a step's folder to the trash if it has this inode; return its name there."""
         name = final_name(step)
         with self._files.lock, self._files.opened() as run:
             if not _is(run, name, identity):
@@ -77,30 +71,29 @@ class CheckpointTrash:
             with run.below(TRASH) as trash:
                 if _is(trash, moved, identity):
                     return moved
-        # We were stopped just before the rename, and another leader made the step anew.
+        # This process stopped just before the rename, and another leader made the step anew.
         self.restore(step, moved)
         return None
 
     def restore(self, step: int, moved: str) -> None:
-        """Give a step's folder its name again."""
+        """Move a step's folder out of the trash, unless the step has another folder by now."""
         name = final_name(step)
         with self._files.lock, self._files.opened() as run, run.below(TRASH) as trash:
             if run.stat(name) is None:
                 trash.rename(moved, run, name)
 
-    def staged(self) -> list[Staged]:
-        """What lies in the staging folder under a name that the coordinator gives."""
-        found: list[Staged] = []
+    def staged(self) -> list[StagedFolder]:
+        """Return the staged folders whose name the coordinator or the reducer gave."""
+        found: list[StagedFolder] = []
         with self._opened(STAGING) as staging:
             for name in staging.names() if staging else ():
-                match = _STAGED.fullmatch(name)
-                if staging and match and staging.is_folder(name):
-                    replaced = None if match[3] is None else int(match[3])
-                    found.append(Staged(name, int(match[1]), int(match[2]), replaced))
+                folder = parse_staged_name(name)
+                if staging and folder and staging.is_folder(name):
+                    found.append(folder)
         return found
 
     def move_staged(self, name: str, grace: float) -> None:
-        """Move a staged folder away, if nothing in it changed for ``grace`` seconds."""
+        """Move a staged folder to the trash if nothing in it changed for ``grace`` seconds."""
         with self._files.lock, self._files.opened() as run, run.below(STAGING) as staging:
             if staging.is_folder(name):
                 with staging.below(name) as folder:
@@ -109,13 +102,13 @@ class CheckpointTrash:
                     self._move(run, name, staging)
 
     def listed(self) -> list[str]:
-        """What is to be removed for good: what we moved away, or a leader before us left there."""
+        """Return the folders to remove: those of this leader, and old ones of other leaders."""
         found: list[str] = []
         with self._opened(TRASH) as trash:
             for name in trash.names() if trash else ():
-                match = _MOVED.fullmatch(name)
-                if trash and match and trash.is_folder(name):
-                    ours = int(match["token"]) == self._token
+                fence = parse_trashed_name(name)
+                if trash and fence is not None and trash.is_folder(name):
+                    ours = fence == self._token
                     with trash.below(name) as folder:
                         age = time.time() - os.fstat(folder.descriptor).st_ctime
                     if ours or age > _OTHERS_STAY:
@@ -123,19 +116,19 @@ class CheckpointTrash:
         return found
 
     def remove(self, name: str) -> None:
-        """Remove for good what was moved away."""
+        """Remove a folder from the trash and from the disk."""
         with self._files.opened() as run, run.below(TRASH) as trash:
             trash.remove(name)
 
     def _move(self, run: OpenFolder, name: str, folder: OpenFolder | None = None) -> str:
-        moved = f"{name}.{time.time_ns()}.{self._token}"
+        moved = trashed_name(name, time.time_ns(), self._token)
         with run.below(TRASH, create=True) as trash:
             (folder or run).rename(name, trash, moved)
         return moved
 
     @contextmanager
     def _opened(self, *names: str) -> Iterator[OpenFolder | None]:
-        """Open a folder of the run; None where it is not there."""
+        """Open a folder of the run; yield None if it is absent."""
         with ExitStack() as exits:
             folder = None
             with suppress(FileNotFoundError):
@@ -145,16 +138,48 @@ class CheckpointTrash:
 
 
 def _is(folder: OpenFolder, name: str, identity: int) -> bool:
-    """Return True if a folder has that name and is the one that is meant."""
+    """Return True if the name is that of a folder with this inode."""
     found = folder.stat(name)
     return found is not None and folder.is_folder(name) and found.st_ino == identity
 
 
 def _changed_at(folder: OpenFolder) -> float:
-    """When anything in the folder changed last, or it was renamed, by the file system's clock."""
+    """Return the time of the folder's last change or rename, by the file system's clock."""
     newest = os.fstat(folder.descriptor).st_ctime
     for _, below in folder.walk():
         for name in below.names():
             if (found := below.stat(name)) is not None:
                 newest = max(newest, found.st_mtime)
     return newest
+
+
+class Origin(NamedTuple):
+    """Epoch and step that a folder was saved for."""
+
+    epoch: int | None
+    """None if the name of the staged folder has another form."""
+    step: int
+
+
+def epochs_made_in(folder: Path, steps: Iterable[int]) -> dict[int, int | None]:
+    """Return each step with the epoch that made its final folder; None for an unknown epoch."""
+    found: dict[int, int | None] = {}
+    for step in steps:
+        origin = origin_of(folder / final_name(step))
+        found[step] = None if origin is None else origin.epoch
+    return found
+
+
+def origin_of(folder: Path) -> Origin | None:
+    """Return what a folder was saved for; None for a folder that never had a final name."""
+    try:
+        mark = os.open(folder / MADE_FROM, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        staged = parse_made_from(os.read(mark, _LONGEST_MARK).decode(errors="replace"))
+    except OSError:
+        return None
+    finally:
+        os.close(mark)
+    return Origin(staged.epoch, staged.step) if staged else Origin(None, 0)

@@ -1,4 +1,4 @@
-"""Consumer groups that are gone for ever: after a while the log waits for them no more."""
+"""Detach of idle consumer groups, so that the log can be trimmed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from .live_state import LiveState
 logger = logging.getLogger(__name__)
 
 LOOK = 60.0
-"""Seconds between two looks at the groups, at most."""
+"""Longest pause between two checks of the groups, in seconds."""
 
 
 class IdleGroups:
-    """Detaches groups that leave entries lying and asked for nothing for ``idle`` seconds.
+    """Task of the leader that detaches groups which are behind and idle for ``idle`` seconds.
 
-    A group that has dealt with every entry holds up nothing, and is left alone: its members may
-    be waiting, of which Redis 7.0 tells nothing. The silence of any other counts from when this
-    leader first saw entries that it has not dealt with. Before that the server may have been
-    down, so that no member could ask it.
+    A group that has acknowledged every entry does not keep the log from being trimmed, and stays.
+    Its members may wait in a blocking read, which Redis 7.0 does not report. The idle time of any
+    other group counts from when this leader first saw it behind. Before that, the server may
+    have been down, so that no member could read.
     """
 
-    def __init__(self, log: GroupedLog, voice: LeaderPublisher, token: int, idle: float) -> None:
+    def __init__(
+        self, log: GroupedLog, publisher: LeaderPublisher, token: int, idle: float
+    ) -> None:
         self._log = log
-        self._voice = voice
+        self._publisher = publisher
         self._token = token
         self._idle = idle
 
     async def run(self, live: LiveState) -> None:
-        """Look now and then, until another leads."""
+        """Check the groups periodically, until another reducer leads."""
         behind_since: dict[tuple[Stream, str], float] = {}
         while True:
             found = [(one, group) for one in Stream for group in await self._log.groups(one)]
@@ -54,8 +56,8 @@ class IdleGroups:
             await anyio.sleep(min(self._idle / 4, LOOK))
 
     async def _detach(self, stream: Stream, group: GroupInfo, live: LiveState) -> bool:
-        """Say it, then do it: a group is never gone in silence."""
-        said = await self._voice.publish(
+        """Publish the event, then destroy the group: no group disappears without an event."""
+        entry_id = await self._publisher.publish(
             ConsumerDetached(
                 group=group.shown,
                 stream=stream.value,
@@ -67,10 +69,10 @@ class IdleGroups:
             live.state,
             live.state.epoch,
         )
-        if said is None:
+        if entry_id is None:
             return False
         logger.warning(
-            "consumer group %s of the %s of run %s asked for nothing for %d s and is detached, "
+            "consumer group %s of the %s of run %s read nothing for %d s and is detached, "
             "with %d entries that it never acknowledged: subscribe again to go on from there",
             group.shown,
             stream.value,

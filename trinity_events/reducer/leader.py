@@ -1,4 +1,4 @@
-"""The lead of a run: one reducer at a time, another within one lease when it dies."""
+"""Leader election of a run: one reducer leads, and another takes over within one lease."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..core import MonitorState
 from ..log import EventLog, RedisEventLog, new_producer
 
 LEASE = 3.0
-"""Seconds after which the lead of a reducer that is silent may be taken."""
+"""Seconds without a renewal after which another reducer may lead."""
 
 
 class Leader:
-    """Takes and keeps the lead of one run. The token, not the lease, is what protects the log."""
+    """Leader lease of one run. The fencing token, not the lease, protects the log."""
 
     def __init__(self, log: RedisEventLog, lease: float = LEASE) -> None:
         self._log = log
@@ -24,7 +24,7 @@ class Leader:
         self.token = 0
 
     async def take(self) -> int:
-        """Wait until the lead is ours; returns the fencing token."""
+        """Wait until this reducer leads; return its fencing token."""
         while True:
             self.token, left = await self._log.lead(self._lease)
             if self.token:
@@ -32,22 +32,22 @@ class Leader:
             await anyio.sleep(left)
 
     async def keep(self) -> None:
-        """Renew until the lead is lost, then return."""
+        """Renew the lease until it is lost, then return."""
         while True:
             await anyio.sleep(self._lease / 3)
             if not await self._log.renew(self.token, self._lease):
                 return
 
     async def give_up(self) -> None:
-        """Let another lead at once."""
+        """Release the lease, so that another reducer can lead at once."""
         await self._log.renew(self.token, 0)
 
 
 class LeaderPublisher:
-    """Publishes the leader's own events: time that passed. Refused once another leads.
+    """Publisher of the leader's own events; the log refuses them once another reducer leads.
 
-    Each lead speaks as a producer of its own, whose sequences begin at 1; after a reply that was
-    lost the lead is given up, so that none is sent twice.
+    Each lead is a new producer, whose sequence begins at 1. After a lost reply the leader gives
+    up the lease instead of sending an event twice.
     """
 
     def __init__(self, log: EventLog, token: int) -> None:
@@ -58,7 +58,7 @@ class LeaderPublisher:
         self._order = anyio.Lock()
 
     async def publish(self, event: Event, state: MonitorState, epoch: int) -> str | None:
-        """Append the event in the epoch that it is of: its entry id, or None if another leads."""
+        """Append the event in an epoch; return its entry id, or None if another reducer leads."""
         async with self._order:
             self._sequence += 1
             envelope = Envelope(

@@ -1,4 +1,4 @@
-"""The state as the leader folds it, for those who work beside the folding."""
+"""Monitor state of the leader, observable by the tasks that run beside the fold."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ..core import MonitorState
 
 
 class LiveState:
-    """A state that moves on, and a way to wait for it."""
+    """Observable monitor state, which changes with every batch."""
 
     def __init__(self, state: MonitorState) -> None:
         self.state = state
-        """Only to be looked at, and not across an await."""
+        """Current state; readers do not modify it, and read it anew after an await."""
         self._moved: anyio.Event | None = None
 
     def notify(self) -> None:
-        """Wake those who wait, after entries were folded."""
+        """Wake the waiting tasks after entries were folded."""
         if self._moved is not None:
             self._moved.set()
             self._moved = None
 
     async def wait_until(self, met: Callable[[MonitorState], bool]) -> None:
-        """Wait until the state is as asked."""
+        """Wait until the state meets a condition."""
         while not met(self.state):
             if self._moved is None:
                 self._moved = anyio.Event()

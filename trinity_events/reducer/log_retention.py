@@ -1,4 +1,4 @@
-"""Keeping the log before it is trimmed (invariant 8)."""
+"""Log retention: archive entries before the server trims them (invariant 8)."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from ..replay import page_of
 logger = logging.getLogger(__name__)
 
 SEGMENT_ENTRIES = {Stream.EVENTS: 5_000, Stream.ANNOUNCEMENTS: 1_000}
-"""The most of a segment; an announcement lists what it rests on, and is larger than an event."""
+"""Most entries of one segment; announcements are larger, as they list their saves or parts."""
 LEFT_ENTRIES = SEGMENT_ENTRIES.copy()
-"""What stays on the server at least, for followers that are behind and ranks that publish seldom:
-a segment may be of one entry."""
+"""Fewest entries that stay on the server, for followers that are behind.
+
+A segment may hold a single entry, so a number of segments alone would not do.
+"""
 SEGMENT_BYTES = 32 << 20
-"""A segment is no longer than the page with which it has so many; all of it is in memory."""
+"""Bytes after which a segment takes no further page; a segment is built in memory."""
 _TRIM_EVERY = 10
-"""Segments of a long backlog; the server does nothing else while it trims."""
+"""Segments between two trims of a long backlog; a trim blocks the server."""
 
 
 class LogRetention:
-    """Archives a run's entries after each snapshot, then trims what the archive holds.
+    """Archiver of a run's log: after each snapshot it archives entries, and then trims them.
 
     Args:
         log: The run's log.
-        archive: The run's files.
-        token: The fencing token of our lead.
+        archive: The run's archive.
+        token: Fencing token of the lead.
     """
 
     def __init__(self, log: RedisEventLog, archive: Archive, token: int) -> None:
@@ -43,17 +45,17 @@ class LogRetention:
         self._failing = False
 
     async def begin(self) -> None:
-        """Take out of the archive what is not of the log that the server has.
+        """Remove unfinished segments, and set aside segments that belong to another log.
 
-        And what a leader that was killed while it archived has left. For a leader that begins:
-        nobody adds to the archive meanwhile, or only one that leads no more, and is refused.
+        A new leader calls this first. Only a former leader could add segments meanwhile, and the
+        server refuses its commits and trims.
         """
         try:
             await anyio.to_thread.run_sync(self._archive.clear_up)
             for stream in Stream:
                 await self._part_from_another_log(stream)
         except OSError as error:
-            logger.error("the archive %s cannot be looked at: %s", self._archive.folder, error)
+            logger.error("the archive %s cannot be read: %s", self._archive.folder, error)
 
     async def _part_from_another_log(self, stream: Stream) -> None:
         last = await anyio.to_thread.run_sync(self._archive.through, stream)
@@ -63,8 +65,8 @@ class LogRetention:
         aside = await anyio.to_thread.run_sync(self._archive.set_aside, stream, common, known)
         logger.error(
             "the server has no entry %s of the %s of %s, which was archived: it lost its data, or "
-            "failed over to a copy that had less. The run goes on from what the server has; what "
-            "was archived after %s is in %s",
+            "failed over to an older copy. The run continues from the server's last entry; the "
+            "entries archived after %s are in %s",
             last,
             stream.value,
             self._log.run_id,
@@ -73,9 +75,9 @@ class LogRetention:
         )
 
     async def __call__(self, position: str) -> bool:
-        """Archive up to the position of a snapshot; whether that was possible.
+        """Archive entries up to the position of a snapshot, then trim; return True on success.
 
-        On a full disk it is not, and nothing is trimmed.
+        On a full disk it returns False, and trims nothing.
         """
         try:
             for stream in Stream:
@@ -106,12 +108,12 @@ class LogRetention:
         await self._trim(stream, position)
 
     async def _goes_on(self, stream: Stream) -> tuple[str, bool]:
-        """After which entry the next segment is, and whether something may be missing before it."""
+        """Return the entry before the next segment, and True if earlier entries may be missing."""
         after = await anyio.to_thread.run_sync(self._archive.through, stream)
         left = await self._log.first_retained_id(stream)
         if left is None or number(after) >= number(before(left)):
             return after, False
-        # A run that was archived elsewhere for a while: who reads this is to be told.
+        # The run was archived elsewhere for a while: report the gap to the user.
         logger.error(
             "the %s of %s between %s and %s are not on the server any more and not in %s either: "
             "put the segments that have them there, or replay, export and verify will miss them",
@@ -130,12 +132,12 @@ class LogRetention:
         if limit is None:
             return
         if stream is Stream.EVENTS:
-            # An archive may be ahead of a server that lost its end: what is yet to fold stays.
+            # The archive may be ahead of a server that lost entries: unfolded entries stay.
             limit = min(limit, position, key=number)
         await self._log.trim(stream, limit, token=self._token)
 
     async def _segment(self, stream: Stream, after: str, through: str) -> list[Entry]:
-        """The next entries to keep; page by page, so that the folding has its turns."""
+        """Return the entries of the next segment; between two pages the fold can run."""
         segment: list[Entry] = []
         page, nbytes = PageSize(page_of(stream)), 0
         while len(segment) < SEGMENT_ENTRIES[stream] and nbytes < SEGMENT_BYTES:

@@ -1,4 +1,4 @@
-"""What the leading reducer is to insist on as time passes."""
+"""Policy of the leading reducer: deadlines, and what it keeps."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from ..core.limits import KEPT_COMPLETE_CHECKPOINTS
 from ..errors import TrinityError
 
 STEP_DEADLINE = 600.0
+"""Seconds after its commit at which an incomplete step fails, by default."""
 GROUP_IDLE = 86_400.0
+"""Seconds without a read after which an idle group is detached, by default."""
 KEEP_CHECKPOINTS = 2
+"""Number of ready checkpoints to keep, by default."""
 
 
 class InvalidPolicy(TrinityError):
-    """A policy that cannot be followed."""
+    """A policy value is out of range."""
 
 
 class Policy(Struct, frozen=True, kw_only=True):
-    """How long the reducer waits, and what it keeps.
+    """Deadlines of the reducer, and what it keeps.
 
     Attributes:
-        step_deadline: Seconds from a step's commit until it fails with what it lacks.
-        group_idle: Seconds of silence after which a consumer group holds up the log no more.
-        keep_checkpoints: How many of the newest ready checkpoints stay; 0 keeps all.
-        adopt_folders: Runs whose folder is taken over where it belongs to another log.
+        step_deadline: Seconds after its commit at which an incomplete step fails.
+        group_idle: Seconds without a read after which an idle consumer group is detached.
+        keep_checkpoints: Number of the newest ready checkpoints to keep; 0 keeps all.
+        adopt_folders: Runs whose folder is taken over if it belongs to another log.
     """
 
     step_deadline: float = STEP_DEADLINE

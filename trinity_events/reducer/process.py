@@ -1,4 +1,4 @@
-"""The reducer of one run as a process has it: it leads, and survives its server's absence."""
+"""Reducer of one run in this process: it takes the lead, and retries after server failures."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 ABSENCE: tuple[type[Exception], ...] = (redis.RedisError, *CONNECTION_ERRORS)
 IN_THE_WAY: tuple[type[Exception], ...] = (*ABSENCE, TrinityError)
 BREAK = 1.0
-"""Seconds, at most, before a server that is away is asked again."""
+"""Longest pause before an unreachable server is tried again, in seconds."""
 LONG_BREAK = 5.0
-"""Seconds before what a person must mend is tried again."""
+"""Seconds before a retry of a fault that a user must repair."""
 _FIRST_ENTRY = 3.0
-"""Seconds of one wait for a run's first entry."""
+"""Seconds of one blocking read for a run's first entry."""
 
 
 async def reduce_run(
@@ -55,11 +55,11 @@ async def reduce_run(
 ) -> None:
     """Lead and fold one run, for ever or until it is closed.
 
-    A lost lead is taken again, a lost server waited for. An error in one run is that run's
-    alone: it is logged, and tried again after a while.
+    The reducer takes a lost lead again, and waits for a lost server. It logs an error of the run
+    and retries after a pause, without affecting other runs.
     """
     log = RedisEventLog(client, run_id)
-    server = "" if root is None else address_of(client)  # it marks the folder, where there is one
+    server = "" if root is None else address_of(client)  # for the mark in the folder
     lead = _Lead(log, root, policy or Policy(), server=server)
     backoff = backoff_delays(BREAK)
     while True:
@@ -71,7 +71,7 @@ async def reduce_run(
         except* ABSENCE as errors:
             logger.warning("run %s waits for the server: %s", run_id, reply_text(_leaf(errors)))
         except* LogExhausted as errors:
-            logger.warning("run %s is about to be mended: %s", run_id, _leaf(errors))
+            logger.warning("run %s is about to be repaired: %s", run_id, _leaf(errors))
         except* TrinityError as errors:
             logger.error("run %s cannot be folded: %s", run_id, _leaf(errors))
             await anyio.sleep(LONG_BREAK)
@@ -83,7 +83,7 @@ async def reduce_run(
 
 
 class _Lead:
-    """One run as this process serves it, from one lead to the next."""
+    """Successive leads of one run in this process."""
 
     def __init__(
         self, log: RedisEventLog, root: Path | None, policy: Policy, *, server: str
@@ -102,7 +102,7 @@ class _Lead:
         self._reached = ORIGIN
 
     async def once(self, *, until_closed: bool) -> bool:
-        """Lead once; returns whether the run was closed, and not the lead lost."""
+        """Lead once; return True if the run was closed, False if the lead was lost."""
         leader = Leader(self._log)
         closed = False
         token = await leader.take()
@@ -131,7 +131,7 @@ class _Lead:
         return closed
 
     async def _own(self, owner: FolderOwner, files: CheckpointFiles) -> None:
-        """Mark the run's folder as this log's. Raises FolderTaken where it is another log's."""
+        """Mark the run's folder as this log's. Raises FolderTaken if it belongs to another log."""
         while (identity := await log_identity(self._log, owner.archive)) is None:
             await self._log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=_FIRST_ENTRY, limit=1)
         await self._log.keep_identity(identity)
@@ -141,11 +141,11 @@ class _Lead:
         except FolderTaken:
             raise
         except OSError as error:
-            # It is claimed again whenever it is used; until it can be, nothing in it is changed.
+            # Each use of the folder claims it again; without a claim, nothing in it changes.
             logger.error("the folder %s cannot be used: %s", files.folder, error)
 
     async def _tell_folder(self, files: CheckpointFiles, token: int) -> None:
-        """Let trainers hear of it where they write to another folder."""
+        """Publish the folder's mark, so that a trainer can detect that it writes elsewhere."""
 
         def mark() -> bytes:
             with files.opened(create=True) as run:
@@ -160,12 +160,12 @@ class _Lead:
 
     def _reducer(self, token: int, retention: LogRetention | None) -> Reducer:
         log, policy, archive = self._log, self._policy, self._archive
-        voice = LeaderPublisher(log, token)
-        clock = Timekeeper(log, voice, policy.step_deadline)
+        publisher = LeaderPublisher(log, token)
+        clock = Timekeeper(log, publisher, policy.step_deadline)
         beside = [
             clock.leases,
             clock.deadlines,
-            IdleGroups(log, voice, token, policy.group_idle).run,
+            IdleGroups(log, publisher, token, policy.group_idle).run,
         ]
         if self._files is not None:
             trash = CheckpointTrash(self._files, token)
@@ -182,18 +182,18 @@ class _Lead:
 
 
 def tune_process() -> None:
-    """Set this process up to fold: few collections of what does not die, short turns of threads.
+    """Tune the garbage collector, the thread switch interval and the limit of open files.
 
-    For a process that does nothing else. Threads that archive would hold up the folding for
-    whole turns of the interpreter. And with as many files as it may have: each run takes two
-    connections, and shells give a process 1,024 files.
+    Meant for a process that does nothing but fold. Few collections scan the long-lived state. A
+    short switch interval keeps archiving threads from delaying the fold. Each run takes two
+    connections, and a shell's default limit is 1,024 open files.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     sys.setswitchinterval(0.001)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError):  # some systems allow fewer than they say
+    with suppress(ValueError):  # some systems allow fewer than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 

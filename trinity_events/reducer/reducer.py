@@ -1,4 +1,4 @@
-"""One run's reducer: read, fold, commit, and bring the files in step."""
+"""Reducer of one run: read, fold, commit, and update the checkpoint files."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream,
 from ..log.page_size import TURN, in_turns
 from ..log.position import is_from_a_clock
 from ..replay import Work, fold, load_monitor
-from .background_job import BackgroundJob
+from .background_job import BackgroundJob, TaskResult
 from .checkpoint_files import CheckpointFiles
 from .live_state import LiveState
-from .task_result import TaskResult
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 5_000
-"""Entries after which there is a snapshot."""
+"""Entries after which the reducer writes a snapshot."""
 SNAPSHOT_BYTES = 32 << 20
-"""Bytes of entries after which there is one, however few they are."""
+"""Bytes of entries after which the reducer writes a snapshot."""
 SNAPSHOT_SECONDS = 1.0
-"""Seconds of folding after which there is one: the next leader repeats no more than that."""
+"""Seconds of folding after which it writes one; the next leader repeats no more than that."""
 BATCH = 2000
-"""Entries that are folded and committed at once, at most; of large ones, fewer: see PageSize."""
+"""Most entries of one batch; PageSize takes fewer large entries."""
 SLICE = TURN
-"""Entries that are folded before anyone else has a turn, at most: see in_turns."""
+"""Most entries folded before other tasks run; see :func:`in_turns`."""
 RECONCILE_EVERY = 1.0
-"""Seconds after which the files are compared with the state although nothing happened."""
+"""Seconds after which the files are compared with an unchanged state."""
 _SHORTEST_WAIT = 0.01
 KEEP_AGAIN = 10.0
-"""Seconds before archiving that failed is tried again."""
+"""Seconds before failed archiving is tried again."""
 _UNKEPT = 40
-"""Snapshots after which the log is archived although there is a backlog to fold; one that comes
-faster than it can be archived is folded no faster, so that the server is not filled. What was on
-the server when we began is folded first: it takes no more room there while it waits."""
+"""Snapshots after which the reducer archives despite a backlog.
+
+From then on the fold is no faster than archiving, so that new entries do not fill the server.
+Entries that the server held at the start are folded first, because they take no further memory.
+"""
 
 
 class _Step:
-    """What one batch made true, as it is gathered from its slices."""
+    """Announcements and dead letters of one batch, gathered from its slices."""
 
     def __init__(self, state: MonitorState) -> None:
         self.announcements: list[Envelope] = []
@@ -61,31 +62,31 @@ class _Step:
         self.forgotten = state.forgotten_through
 
     def moves_files(self, state: MonitorState) -> bool:
-        """Whether the plan of the files may be another than before; weights are in none."""
+        """Return True if the file plan may have changed; weights are in no plan."""
         if state.epoch != self.epoch or state.forgotten_through != self.forgotten:
             return True
         return any(getattr(e.event, "kind", "weights") != "weights" for e in self.announcements)
 
 
 class Reducer:
-    """Folds one run while it leads.
+    """Fold of one run while this process leads it.
 
-    While one batch is folded the next is being read and the commit of the former is on its way;
-    commits stay in order, and after one that is refused nothing more is sent. Work on the disk
-    is done beside it. Where nothing is left to fold, one event costs one wait and one commit.
+    While the reducer folds one batch, it reads the next and commits the last. Commits stay in
+    order, and after a refused commit it sends nothing more. Disk work runs beside the fold.
+    Without a backlog, one event costs one blocking read and one commit.
 
-    Everything it holds in memory can be loaded again, so that whenever it is in doubt (a reply
-    that was lost, a lead that was lost) it is thrown away and made anew.
+    The log can restore everything that the reducer holds in memory. After a lost reply or a lost
+    lead, the caller drops the reducer and makes a new one.
 
     Args:
         log: The run's log.
-        files: The run's checkpoint directory, if it has one.
-        token: The fencing token of our lead.
-        keep: Archives what came up to a position, that of a snapshot; called when there is time,
-            and again after a while when it returns False or raises.
-        archived: The events that are kept in files after a position.
-        beside: What else the leader does, given the state as it is folded.
-        reached: How far we know the log was folded before, to notice when that is lost.
+        files: The run's checkpoint directory; None without one.
+        token: Fencing token of the lead.
+        keep: Archives the log up to the position of a snapshot. The reducer calls it when idle,
+            and again after a pause if it returns False or raises.
+        archived: Reads the archived events after a position.
+        beside: Other tasks of the leader; each gets the live state.
+        reached: Last known position of the fold, to detect a server that lost entries.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Reducer:
         self._archived = archived
         self._beside = beside
         self.reached = reached
-        """The position of the last commit that was taken."""
+        """Position of the last commit that the log accepted."""
         self._decode = EnvelopeReader().decode
         self._batch = PageSize(BATCH)
         self._after = ORIGIN
@@ -119,11 +120,11 @@ class Reducer:
         self._stale = False
 
     async def run(self, *, until_closed: bool = False) -> bool:
-        """Fold until the log refuses us, because another leads or has gone further.
+        """Fold until the log refuses a commit, because another reducer leads or has gone further.
 
-        Told to, also until the run is closed and nothing more comes; returns whether it was.
-
-        Raises the client's errors. Whichever way it ends, what was folded does not count.
+        With ``until_closed``, also return once the run is closed and everything is archived.
+        Returns True in that case. Raises the client's errors. Entries folded without a commit do
+        not count.
         """
         try:
             async with anyio.create_task_group() as tasks:
@@ -139,45 +140,45 @@ class Reducer:
             return False
         self._tasks = tasks
         self._commit: TaskResult[bool] | None = None
-        self._file_chore, self._log_chore = (
-            BackgroundJob("bringing the files in step"),
+        self._file_job, self._archive_job = (
+            BackgroundJob("updating the checkpoint files"),
             BackgroundJob("archiving"),
         )
-        for beside in (self._file_chore.run, self._log_chore.run):
+        for beside in (self._file_job.run, self._archive_job.run):
             tasks.start_soon(beside)
         self._live = LiveState(monitor.state)
         for attend in self._beside:
             tasks.start_soon(attend, self._live)
-        self._wish_for_files(monitor.state)
+        self._submit_reconcile(monitor.state)
         closed = await self._fold_on(monitor, until_closed)
         if closed:
-            await self._file_chore.until_idle()
-            await self._log_chore.until_idle()
+            await self._file_job.until_idle()
+            await self._archive_job.until_idle()
         return closed
 
     async def _load(self) -> Monitor | None:
-        """Load the state to go on from; None when another leads."""
+        """Load the state to continue from; return None if another reducer leads."""
         loaded = await load_monitor(self._log, self._archived)
         self._since_snapshot, self._after = loaded.silent, loaded.position
         if position(loaded.position) < position(self.reached):
             logger.error(
-                "the log of %s was folded up to %s, but the server knows of %s only: it failed "
-                "over or lost its data, and what came between is lost; the run goes on from there",
+                "the log of %s was folded up to %s, but the server has only %s: it failed over or "
+                "lost its data; the entries between are lost, and the run continues from there",
                 self._log.run_id,
                 self.reached,
                 loaded.position,
             )
         self.reached = loaded.position
-        # First of all: a log that takes no more entries could not be told what is due.
+        # First of all: timeouts cannot be appended to a log that accepts no more entries.
         if await self._log.renumber(self._token, loaded.position) is None:
             return None
         self._began_before = await self._log.last_id()
-        # A leader before us may have died between its snapshot and archiving up to that.
+        # An earlier leader may have died between its snapshot and archiving up to it.
         self._snapshot_at, self._unkept = loaded.began, int(loaded.began != ORIGIN)
         return loaded.monitor
 
     async def _fold_on(self, monitor: Monitor, until_closed: bool) -> bool:
-        """Fold batch by batch; returns whether the run was closed, and not our commit refused."""
+        """Fold batches; return True if the run was closed, False if a commit was refused."""
         state = monitor.state
         asked = self._batch.limit
         found = await self._log.read(state.position, limit=asked)
@@ -189,8 +190,9 @@ class Reducer:
             nbytes = self._batch.learn(found)
             if len(found) == asked:
                 if self._unkept >= _UNKEPT and self._is_past_the_beginning(found[-1].id):
-                    await self._log_chore.until_idle()  # what is not archived stays on the server
-                    self._wish_to_keep()
+                    # Entries stay on the server until they are archived.
+                    await self._archive_job.until_idle()
+                    self._submit_archiving()
                 asked = self._batch.limit
                 more = partial(self._log.read, found[-1].id, limit=asked)
                 ahead = TaskResult(self._tasks, more)
@@ -202,20 +204,20 @@ class Reducer:
                 return False
             asked = self._batch.limit
             found = await self._wait(state, asked)
-            if not found and self._file_chore.is_idle:
+            if not found and self._file_job.is_idle:
                 over = state.closed is not None and not lease_holders(state)
                 if until_closed and over and self._is_kept:
                     return True
                 if position(await self._log.last_id()) < position(state.position):
-                    return False  # the server has less than it had: what is left is loaded
+                    return False  # the server lost entries: load the state anew
 
     async def _renumber(self, state: MonitorState, found: list[Entry]) -> bool:
-        """Have the log give entries ids of its clock. False when another leads."""
+        """Give entries ids of the server's clock; return False if another reducer leads."""
         renumbered = await self._log.renumber(self._token, state.position)
         if renumbered:
             logger.warning(
-                "run %s had entries with ids that no clock makes, such as %s: they were given "
-                "others, %d in all; docs/security.md says who can choose ids",
+                "run %s had entries with ids that no clock makes, such as %s: %d entries got new "
+                "ids; docs/security.md says which users can choose ids",
                 self._log.run_id,
                 found[-1].id,
                 renumbered,
@@ -226,16 +228,15 @@ class Reducer:
         return position(entry_id) > position(self._began_before)
 
     async def _wait(self, state: MonitorState, limit: int) -> list[Entry]:
-        """Wait for entries; all there was is folded and committed by now.
+        """Wait for entries, when all earlier entries are folded and committed.
 
-        Where it waits for a whole second, the files were reconciled too: the waits are short
-        while that is under way.
+        The waits are short while the files are being reconciled, and then last a second.
         """
         seconds = _SHORTEST_WAIT
         while True:
-            self._wish_to_keep()
-            self._look_at_files(state, 0.0)
-            if self._file_chore.is_idle or seconds > RECONCILE_EVERY:
+            self._submit_archiving()
+            self._reconcile_if_due(state, 0.0)
+            if self._file_job.is_idle or seconds > RECONCILE_EVERY:
                 seconds = RECONCILE_EVERY
             waited = await self._log.read_blocking(
                 {Stream.EVENTS: state.position}, seconds=seconds, limit=limit
@@ -245,7 +246,7 @@ class Reducer:
             seconds *= 2
 
     async def _step(self, monitor: Monitor, found: list[Entry], nbytes: int, *, last: bool) -> bool:
-        """Fold a batch and commit it; unless it is the ``last``, the commit is on its way only."""
+        """Fold a batch and commit it; wait for the commit only of the ``last`` batch."""
         state = monitor.state
         step = _Step(state)
         since = self._since_snapshot
@@ -270,11 +271,11 @@ class Reducer:
         if last:
             return await commit()
         self._commit = TaskResult(self._tasks, commit)
-        self._look_at_files(state, RECONCILE_EVERY)
+        self._reconcile_if_due(state, RECONCILE_EVERY)
         return True
 
     def _commit_of(self, step: _Step, state: MonitorState) -> Commit:
-        # A run that ends leaves its last state, for whoever looks at it afterwards.
+        # A run that ends leaves a snapshot of its last state, for later readers.
         ended = state.closed is not None and step.was_closed is None
         due = ended or _is_worth_a_snapshot(self._since_snapshot)
         if due:
@@ -307,11 +308,11 @@ class Reducer:
                 logger.info("%s", one.event)
         return True
 
-    def _wish_to_keep(self) -> None:
-        """Have the log archived up to the last snapshot, if that is new, or it failed before."""
+    def _submit_archiving(self) -> None:
+        """Submit archiving up to the last snapshot, if that is new or failed before."""
         if self._unkept and self._keep is not None and anyio.current_time() >= self._keep_at:
             self._unkept = 0
-            self._log_chore.submit_latest(
+            self._archive_job.submit_latest(
                 partial(self._keep_through, self._keep, self._snapshot_at)
             )
 
@@ -326,23 +327,23 @@ class Reducer:
 
     @property
     def _is_kept(self) -> bool:
-        """Whether nothing is left to archive, of what is to be."""
-        return self._keep is None or (self._log_chore.is_idle and not self._unkept)
+        """True if nothing is left to archive."""
+        return self._keep is None or (self._archive_job.is_idle and not self._unkept)
 
-    def _look_at_files(self, state: MonitorState, pause: float) -> None:
-        """Have the files reconciled once a second, and ``pause`` after they were when stale."""
+    def _reconcile_if_due(self, state: MonitorState, pause: float) -> None:
+        """Reconcile the files once a second, or ``pause`` seconds after the last time if stale."""
         since = anyio.current_time() - self._reconciled_at
         if since >= (pause if self._stale else RECONCILE_EVERY):
-            self._wish_for_files(state)
+            self._submit_reconcile(state)
 
-    def _wish_for_files(self, state: MonitorState) -> None:
+    def _submit_reconcile(self, state: MonitorState) -> None:
         self._reconciled_at, self._stale = anyio.current_time(), False
         if self._files is not None:
-            self._file_chore.submit_latest(partial(_reconcile, self._files, state))
+            self._file_job.submit_latest(partial(_reconcile, self._files, state))
 
 
 def _is_worth_a_snapshot(since: Work) -> bool:
-    """Return True where a new leader would have enough to repeat."""
+    """Return True if a new leader would have too much to repeat without a snapshot."""
     return (
         since.entries >= SNAPSHOT_EVERY
         or since.bytes >= SNAPSHOT_BYTES
@@ -351,11 +352,11 @@ def _is_worth_a_snapshot(since: Work) -> bool:
 
 
 async def _reconcile(files: CheckpointFiles, state: MonitorState) -> None:
-    # Planned when its turn comes, and not in the thread: the state goes on meanwhile.
+    # Plan here and not in the thread, because the fold changes the state meanwhile.
     await anyio.to_thread.run_sync(files.reconcile, plan_files(state))
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group: callers are told what failed, not how we are built."""
+    """Return the first error of a group, so that callers need not know the task groups."""
     first = errors.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first

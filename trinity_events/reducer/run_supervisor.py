@@ -1,4 +1,4 @@
-"""The reducer of every run of a server: who is at work goes before what is over."""
+"""Supervisor of all runs of a server; open runs go before closed ones."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .process import ABSENCE, BREAK, IN_THE_WAY, LONG_BREAK, reduce_run
 logger = logging.getLogger(__name__)
 
 LOOKS = 16
-"""Runs of which it is asked at once whether they are over."""
+"""Runs that are checked at once for being closed and folded."""
 AFTERWARDS = 8
-"""Runs that are over which are served at once. It takes each a second, and connections."""
+"""Closed runs that are served at once; each takes a second and two connections."""
 _AFTER_THE_END = 100
-"""Entries that may follow the end of a run for it to be over still."""
+"""Most entries after the end of a run that count as late events of a closed run."""
 _NOT_KNOWN: tuple[type[Exception], ...] = (*IN_THE_WAY, msgspec.DecodeError, UnicodeDecodeError)
 
 
@@ -44,10 +44,10 @@ async def reduce_all(
 ) -> None:
     """Serve one run, or every run of the index as it appears, until cancelled.
 
-    A server that goes away later is waited for. Raises ServerUnreachable, ServerTooOld and
-    InvalidUrl when there is none to begin with.
+    The supervisor waits for a server that goes away later. Raises ServerUnreachable, ServerTooOld
+    and InvalidUrl if there is no usable server at the start.
     """
-    # A step that was sent is never sent again: after a lost reply we reload.
+    # A commit is never sent twice: after a lost reply the reducer reloads its state.
     async with connect(url, retry=False) as client:
         started()
         await warn_of_eviction(client, url)
@@ -58,11 +58,10 @@ async def reduce_all(
 
 
 class _RunSupervisor:
-    """The runs that are served, and those that are over and wait for a look.
+    """Supervisor that serves open runs at once, and closed runs a few at a time.
 
-    The index keeps every run there ever was. What a leader before us left undone of one that is
-    over, such as its archiving, has time: taken up all at once, they would hold up those who
-    train for longer than a lease.
+    The index keeps every run that ever existed. Unfinished work of a closed run, such as its
+    archiving, can wait. All closed runs at once would delay open runs for longer than a lease.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class _RunSupervisor:
         self._served: set[str] = set()
         self._over: set[str] = set()
         self._left: set[str] = set()
-        """Runs that were served to their end; after a fault all are listed again."""
+        """Runs that were served to their end; after a fault the index lists them again."""
         self._looks = anyio.CapacityLimiter(LOOKS)
         self._afterwards = anyio.CapacityLimiter(AFTERWARDS)
 
     async def serve(self) -> None:
-        """Serve each run that is listed, until cancelled."""
+        """Serve each listed run, until cancelled."""
         async with anyio.create_task_group() as tasks:
             async for found in _patiently_watch(self._client):
                 tasks.start_soon(self._listed, found)
 
     async def _listed(self, run_id: str) -> None:
-        """A run that is opened is listed before and after: what is over now may not stay so."""
+        """Serve a listed run; a run is listed again when it is opened again."""
         async with self._looks:
             over = run_id not in self._served and await _is_over(self._log(run_id))
         if not over:
@@ -106,8 +105,8 @@ class _RunSupervisor:
             await reduce_run(
                 self._client, run_id, self._root, until_closed=True, policy=self._policy
             )
-            # Opened again it is listed again, and served again; what was listed while we were
-            # about to leave is in the log by now.
+            # A run that is opened again is listed and served again. If it was listed during
+            # this call, its log has further entries by now.
             self._served.discard(run_id)
             self._left.add(run_id)
             if not await _has_more(log):
@@ -118,7 +117,7 @@ class _RunSupervisor:
 
 
 async def _is_over(log: RedisEventLog) -> bool:
-    """Whether a run was closed, and all that was said of it is folded."""
+    """Return True if a run is closed and all its entries are folded."""
     try:
         snapshot, folded = await log.load()
         if snapshot is None:
@@ -135,16 +134,16 @@ async def _is_over(log: RedisEventLog) -> bool:
             return False
         return position(monitor.state.position) <= position(folded)
     except _NOT_KNOWN:
-        return False  # not known: who serves it says why
+        return False  # unknown: the reducer that serves the run logs the reason
 
 
 async def _has_more(log: RedisEventLog) -> bool:
     try:
         folded = (await log.load())[1]
-        # A log that lost its end is behind what was folded of it: there is nothing to serve.
+        # A log that lost entries ends before the folded position: there is nothing to serve.
         return position(folded) < position(await log.last_id())
     except IN_THE_WAY:
-        return True  # not known: look again
+        return True  # unknown: check again
 
 
 async def _patiently_watch(client: redis.asyncio.Redis) -> AsyncIterator[str]:

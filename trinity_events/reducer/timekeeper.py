@@ -1,4 +1,4 @@
-"""The leader's clock: tells the log that time has passed, so that the fold needs none."""
+"""Clock of the leader: publishes timeouts as events, so that the fold needs no clock."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from .live_state import LiveState
 logger = logging.getLogger(__name__)
 
 LOOK = 1.0
-"""Seconds within which it is noticed that there is something new to wait for."""
+"""Longest pause before a new lease or deadline is noticed, in seconds."""
 _SHORTEST = 0.02
 _LONGEST = 5.0
 
 
 class Timekeeper:
-    """Watches over leases and deadlines while its reducer leads.
+    """Task of the leader that watches leases and deadlines.
 
-    It asks for the server's clock only when there is something new to wait for, and says nothing
-    new before what it said last is folded, so that nothing is told twice.
+    It reads the server's clock only for a new commit. It publishes further events only after the
+    fold has taken the last ones, so that no timeout is published twice.
 
     Args:
         log: The run's log.
-        voice: Says what became due.
-        step_deadline: Seconds from a step's commit until it fails with what it lacks.
+        publisher: Publisher of the timeouts.
+        step_deadline: Seconds after its commit at which an incomplete step fails.
     """
 
-    def __init__(self, log: EventLog, voice: LeaderPublisher, step_deadline: float) -> None:
+    def __init__(self, log: EventLog, publisher: LeaderPublisher, step_deadline: float) -> None:
         self._log = log
-        self._voice = voice
+        self._publisher = publisher
         self._step_deadline = step_deadline
 
     async def leases(self, live: LiveState) -> None:
-        """Expire whoever was silent for its whole lease, since its last beat or since we lead.
+        """Expire each process without a heartbeat for its whole lease.
 
-        What the heartbeats were before we led is not known: nobody is expired for it.
+        A lease runs from the last heartbeat, or from the begin of this lead. Heartbeats before
+        this lead are unknown, so their absence expires no process.
         """
         beats: dict[str, float] = {}
         while True:
@@ -61,10 +62,10 @@ class Timekeeper:
             await anyio.sleep(max(_SHORTEST, min(period, _LONGEST)))
 
     async def deadlines(self, live: LiveState) -> None:
-        """Fail what is incomplete for too long after its commit.
+        """Fail each step that is incomplete at the deadline after its commit.
 
-        How old a commit is when we first see it, the server's clock says; from then on ours
-        does, which nobody sets.
+        The server's clock gives the age of a commit when this leader first sees it. From then on
+        the local monotonic clock counts, which cannot be set.
         """
         ends: dict[Waiting, float] = {}
         while True:
@@ -80,24 +81,24 @@ class Timekeeper:
     async def _ends(
         self, commits: Sequence[Waiting], known: Mapping[Waiting, float]
     ) -> dict[Waiting, float]:
-        """When each of them is overdue by our clock, of which some are known."""
+        """Return the local time at which each commit is overdue; ``known`` has earlier results."""
         ends = {one: known[one] for one in commits if one in known}
         if len(ends) < len(commits):
             server, ours = await self._log.now(), anyio.current_time()
             for one in commits:
-                # Entry ids never go back, but the server's clock may: then they are ahead of it.
+                # The server's clock may go back, but entry ids may not: an id can be ahead of it.
                 age = max(0.0, (server - one.committed_at) / 1000)
                 ends.setdefault(one, ours + self._step_deadline - age)
         return ends
 
     async def _tell(self, events: Sequence[Event], live: LiveState) -> bool:
-        """Say it, and wait until it is folded. False when another leads."""
+        """Publish events and wait until they are folded; return False if another reducer leads."""
         last, epoch = ORIGIN, live.state.epoch
         for event in events:
-            said = await self._voice.publish(event, live.state, epoch)
-            if said is None:
+            entry_id = await self._publisher.publish(event, live.state, epoch)
+            if entry_id is None:
                 return False
-            last = said
+            last = entry_id
             logger.info("%s", event)
         await live.wait_until(lambda state: position(state.position) >= position(last))
         return True

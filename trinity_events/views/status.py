@@ -11,7 +11,8 @@ from rich.text import Text
 
 from trinity_schemas import Kind
 
-from ..core import MonitorState, failures, final_name, unfinished
+from ..checkpoint_layout import final_name
+from ..core import MonitorState, failures, unfinished
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import KINDS, ExplorerState, TrainerWaits
 from ..log import position

@@ -18,7 +18,8 @@ from msgspec import Struct, field, structs
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
 from trinity_events.archive.ownership import own_folder
-from trinity_events.core import MonitorState, RunSummary, Summarizer, final_name
+from trinity_events.checkpoint_layout import final_name
+from trinity_events.core import MonitorState, RunSummary, Summarizer
 from trinity_events.error_text import cause_of
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import RedisEventLog, Stream, open_run

@@ -1,0 +1,159 @@
+"""Names of the folders and files in a run's directory. No I/O, no clock, no randomness.
+
+::
+
+    RUN/
+      .belongs_to                          the log that the directory belongs to
+      .reducer                             the reducer that uses the directory
+      latest_checkpointed_iteration.txt    newest step whose checkpoint is ready
+      latest_state_dict_iteration.txt      newest step whose state dict is ready
+      global_step_STEP/                    files of a ready step
+        .made_from                         staged folder that these files were saved to
+      .staging/
+        epoch_EPOCH_step_STEP_TOKEN/       files of a step that is not ready yet
+        FOLDER.replaced_global_step_STEP/  earlier files of a step that FOLDER replaced
+      .trash/
+        FOLDER.NANOSECONDS.FENCE/          folder that the reducer is about to remove
+      log/
+        STREAM.FIRST.LAST.COUNT.jsonl      archive segment
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from trinity_schemas import Kind
+
+STAGING = ".staging"
+"""Folder for the saves of steps that are not ready yet."""
+TRASH = ".trash"
+"""Folder for what the reducer is about to remove, so that no reader sees half a checkpoint."""
+ARCHIVE = "log"
+"""Folder for archive segments."""
+MADE_FROM = ".made_from"
+"""File in a final folder with the relative path of the staged folder that it was."""
+BELONGS_TO = ".belongs_to"
+"""File that identifies the log of the run."""
+REDUCER_MARK = ".reducer"
+"""File that identifies the reducer that uses the directory; the log's server holds a copy."""
+
+# Trinity-RFT and veRL read these names, with a decimal step and no newline.
+ITERATION_FILES: dict[Kind, str] = {
+    "state_dict": "latest_state_dict_iteration.txt",
+    "checkpoint": "latest_checkpointed_iteration.txt",
+}
+"""File that names the newest ready step of a kind."""
+
+_AFTER_GAP = "after-gap"
+_FINAL = re.compile(r"global_step_(\d+)")
+_STAGED = re.compile(r"epoch_(\d+)_step_(\d+)_[0-9a-f]+(?:\.replaced_global_step_(\d+))?")
+_TRASHED = re.compile(rf"(?:{_FINAL.pattern}|{_STAGED.pattern})\.\d+\.(?P<fence>\d+)")
+_MADE_FROM = re.compile(rf"{re.escape(STAGING)}/epoch_(\d{{1,18}})_step_(\d{{1,18}})_[0-9a-f]+")
+
+
+def final_name(step: int) -> str:
+    """Format the name of a ready step's folder, which Trinity-RFT and veRL read."""
+    return f"global_step_{step}"
+
+
+def parse_final_name(name: str) -> int | None:
+    """Return the step of a ready step's folder; None for any other name."""
+    match = _FINAL.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class StagedFolder(NamedTuple):
+    """Folder below :data:`STAGING`, by its name."""
+
+    name: str
+    epoch: int
+    step: int
+    replaced: int | None = None
+    """Step whose earlier files the folder holds; None for a folder that saves write to."""
+
+
+def staged_name(epoch: int, step: int, token: str) -> str:
+    """Format the name of a staged folder; the hexadecimal token tells attempts apart."""
+    return f"epoch_{epoch}_step_{step}_{token}"
+
+
+def replaced_name(staged: str, final: str) -> str:
+    """Format the name below :data:`STAGING` for a final folder that a staged one replaces."""
+    return f"{staged}.replaced_{final}"
+
+
+def parse_staged_name(name: str) -> StagedFolder | None:
+    """Parse the name of a folder below :data:`STAGING`; None for a foreign name."""
+    match = _STAGED.fullmatch(name)
+    if match is None:
+        return None
+    replaced = None if match[3] is None else int(match[3])
+    return StagedFolder(name, int(match[1]), int(match[2]), replaced)
+
+
+def staged_path_of(name: str) -> str:
+    """Return the path of a staged folder, relative to the run's directory."""
+    return f"{STAGING}/{name}"
+
+
+def staged_in(path: str | None) -> str | None:
+    """Return the staged folder that a relative path lies in; None outside of :data:`STAGING`."""
+    parts = path.split("/") if path else []
+    staged = len(parts) > 1 and parts[0] == STAGING and parts[1] not in ("", ".", "..")
+    return "/".join(parts[:2]) if staged else None
+
+
+def parse_made_from(mark: str) -> StagedFolder | None:
+    """Parse the content of a :data:`MADE_FROM` file; None for a path of another form."""
+    match = _MADE_FROM.fullmatch(mark)
+    if match is None:
+        return None
+    return StagedFolder(mark.removeprefix(f"{STAGING}/"), int(match[1]), int(match[2]))
+
+
+def trashed_name(name: str, nanoseconds: int, fence: int) -> str:
+    """Format the name below :data:`TRASH` for a folder that the leader with ``fence`` moves."""
+    return f"{name}.{nanoseconds}.{fence}"
+
+
+def parse_trashed_name(name: str) -> int | None:
+    """Return the fencing token of the leader that moved a folder; None for a foreign name."""
+    match = _TRASHED.fullmatch(name)
+    return int(match["fence"]) if match else None
+
+
+class SegmentName(NamedTuple):
+    """Parts of an archive segment's name; entries are given by their ids."""
+
+    stream: str
+    first: str
+    last: str
+    entries: int | None
+    """Number of entries; None in a name of an older format."""
+    after_gap: bool = False
+    """True if entries before ``first`` may be missing from the archive."""
+
+    def __str__(self) -> str:
+        gap = f".{_AFTER_GAP}" if self.after_gap else ""
+        return f"{self.stream}.{self.first}.{self.last}.{self.entries}{gap}.jsonl"
+
+
+def parse_segment_name(name: str) -> SegmentName:
+    """Parse the name of an archive segment. Raises ValueError for a foreign name."""
+    stream, first, last, *more, _ = name.split(".")
+    after_gap = more[-1:] == [_AFTER_GAP]
+    counts = more[:-1] if after_gap else more
+    if len(counts) > 1:
+        raise ValueError(f"{name} is not the name of an archive segment")
+    return SegmentName(stream, first, last, int(counts[0]) if counts else None, after_gap)
+
+
+def segment_pattern(stream: str) -> str:
+    """Return the glob pattern for the segments of a stream."""
+    return f"{stream}.*.jsonl"
+
+
+def is_unfinished_segment(name: str, stream: str) -> bool:
+    """Return True if the name is that of a stream's segment that a writer left unfinished."""
+    return name.startswith(f".{stream}.") and ".jsonl." in name
