@@ -416,7 +416,7 @@ async def test_a_failover_that_lost_the_end_is_told_to_followers(tmp_path, more)
                 [lost_or_new] = await publish(run, [3])
                 says = f"go on to {lost_or_new} without {lost}, which was read"
             else:
-                says = f"end at {kept[1]}, before {lost}, where this reader is"
+                says = f"end at {kept[1]}, before {lost}, the position of this reader"
             await anyio.sleep(0.2)
             with pytest.raises(LogLost, match=says):
                 await one(events)
