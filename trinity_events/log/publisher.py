@@ -136,8 +136,8 @@ class Publisher:
                     how = "refuses them"
                 which = "1 event is" if missing == 1 else f"{missing} events are"
                 raise PublishError(
-                    f"of what was published to run {self.run_id}, {which} not in the log, "
-                    f"since the server {how}: {self._why}"
+                    f"in run {self.run_id}, {which} not in the log, since the server {how}: "
+                    f"{self._why}"
                 )
 
     def close(self, deadline: float = 5.0) -> None:
@@ -170,7 +170,7 @@ class Publisher:
         if not self._outbox.put(payload):
             raise BufferFull(
                 f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "
-                f"events wait for the server already, which is all that is kept: {self._why}"
+                f"events wait for the server already, which fills the buffer: {self._why}"
             )
         self._changed.notify_all()
 

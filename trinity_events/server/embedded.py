@@ -86,7 +86,7 @@ class EmbeddedServer:
     def socket(self) -> Path:
         """Path of its socket; in a temporary folder if the home's path is too long for a socket.
 
-        Processes may have different temporary folders: that of the server's first process counts.
+        Processes may have different temporary folders: that of the server's starter counts.
         """
         path = self.data / "redis.sock"
         if _fits(path):
