@@ -252,7 +252,7 @@ class MemoryEventLog:
             return self._fence, lease
 
     async def renew(self, token: int, lease: float) -> bool:
-        """Extend the lead by ``lease`` seconds; 0 gives it up. Return False if it was lost."""
+        """Renew the lead for ``lease`` seconds; 0 gives it up. Return False if it was lost."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now = self._timer()

@@ -269,6 +269,6 @@ class RedisEventLog(RedisGroups):
         return of_leader(*await self._redis.mget(self.keys.leader, self.keys.folder))
 
     async def renew(self, token: int, lease: float) -> bool:
-        """Extend the lead by ``lease`` seconds; 0 gives it up. Return False if it was lost."""
+        """Renew the lead for ``lease`` seconds; 0 gives it up. Return False if it was lost."""
         kept = await self._run("renew", keys=[self.keys.leader], args=[token, int(lease * 1000)])
         return bool(int(kept))
