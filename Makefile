@@ -94,6 +94,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m trinity_schemas.documents --check
+	$(BIN)/python -m tests.lint.prose
 
 format: setup
 	$(BIN)/ruff format .

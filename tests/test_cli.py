@@ -163,7 +163,7 @@ async def test_status_says_in_a_sentence_that_nobody_is_there_and_runs_in_a_word
     await explorer.publish(ExplorerStatusChanged(status="running"))
     await anyio.sleep(liveness.ABANDONED_AFTER)
     shown = " ".join(cli("status", run_id, env={"COLUMNS": "300"}).stdout.split())
-    assert "Nobody seems to be there any more: the run is open, but no reducer leads it" in shown
+    assert "The run seems abandoned: it is open, but no reducer leads it" in shown
     assert "trainer silent at step 1" in shown
     assert "explorer-0 silent" in shown
     told = json.loads(cli("status", run_id, "--json").stdout)

@@ -190,7 +190,7 @@ async def test_a_member_of_a_group_that_was_detached_is_told_and_never_hangs(run
         await detach(run)
         with pytest.raises(GroupDetached, match="subscribe again, which goes on") as caught:
             await one(events)
-    assert f"may miss what came after {entries[0]}" in str(caught.value)
+    assert f"may have missed events after {entries[0]}" in str(caught.value)
 
 
 async def test_a_group_that_comes_back_is_given_again_what_it_never_acknowledged(run):
@@ -249,7 +249,7 @@ async def test_a_group_whose_server_lost_it_is_told(redis_url, run_id):
         async with run.subscribe(group="eval") as events:
             await (await one(events)).ack()
             await client.delete(run.log.keys.events)
-            with pytest.raises(GroupDetached, match=f"may miss what came after {first}"):
+            with pytest.raises(GroupDetached, match=f"may have missed events after {first}"):
                 await one(events)
 
 
@@ -416,7 +416,7 @@ async def test_a_failover_that_lost_the_end_is_told_to_followers(tmp_path, more)
                 [lost_or_new] = await publish(run, [3])
                 says = f"go on to {lost_or_new} without {lost}, which was read"
             else:
-                says = f"end at {kept[1]}, before {lost}, where this reader is"
+                says = f"end at {kept[1]}, before {lost}, the position of this reader"
             await anyio.sleep(0.2)
             with pytest.raises(LogLost, match=says):
                 await one(events)

@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line; whoever interrupts it, while it is loaded too, sees no traceback."""
+    """Run the command line; an interrupt, even during imports, prints no traceback."""
     for one in ending_signals():
         signal.signal(one, _end)
     try:
@@ -24,5 +24,5 @@ def main() -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """End in order: what a command has begun is cleared up, as when it fails."""
+    """Exit in order, so that the command cleans up as after an error."""
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""Gathers the commands, and turns what goes wrong into one sentence."""
+"""Application of all commands, which prints each error as one sentence."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .status import status
 from .tail import tail
 from .verify import verify
 
-# Commands of the workers' package, which this package does not import, come by entry point.
 PLUGINS = "trinity_events.commands"
+"""Entry point group of commands of other packages, which this package does not import."""
 
 
 def _tell_version(asked: bool) -> None:
@@ -38,7 +38,7 @@ def _tell_version(asked: bool) -> None:
 
 
 def build() -> typer.Typer:
-    """The application with every command that is installed."""
+    """Return the application with every installed command."""
     app = typer.Typer(
         name="trinity-events",
         callback=_trinity_events,
@@ -57,16 +57,17 @@ def build() -> typer.Typer:
 
 def _trinity_events(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Which it is.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version."),
     ] = False,
 ) -> None:
     """Event-driven checkpoint and weight-sync pipeline for RL post-training."""
 
 
 def run() -> None:
-    """Run the command line; a mistake of the user's is one sentence and exit status 1."""
+    """Run the command line; a user error prints one sentence and exits with status 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a terminal cannot show is written out, as it is on standard error anyway.
+        # Write out characters that the terminal cannot encode, as standard error does.
         sys.stdout.reconfigure(errors="backslashreplace")
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter("%(message)s"))
@@ -78,7 +79,7 @@ def run() -> None:
 
 
 def _in_a_sentence(error: Exception) -> str | None:
-    """Return what to tell the user of an error; None for a defect."""
+    """Return the message of an error; None for a defect of the program."""
     for one in _causes(error):
         cause = permission_error(one) or one
         if isinstance(cause, TrinityError):
@@ -94,7 +95,7 @@ def _in_a_sentence(error: Exception) -> str | None:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error, or the errors of its group."""
+    """Return the error, or the leaves of its group."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for one in error.exceptions for leaf in _causes(one)]
     return [error]

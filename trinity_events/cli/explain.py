@@ -24,20 +24,20 @@ from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of,
 
 
 class StepNotFound(TrinityError):
-    """Nothing is known of the step."""
+    """The run has no such step."""
 
 
 class NoStep(TrinityError):
-    """The argument is no step."""
+    """The argument is not a step."""
 
 
 class _Known(Struct, frozen=True, kw_only=True):
-    """Everything that is known of a step."""
+    """State of a run, with the outcomes of one step."""
 
     state: MonitorState
     now: int
     outcomes: list[Outcome]
-    """Announced outcomes; looked up where the state has the step no more."""
+    """Announced outcomes from the log, if the state no longer has the step."""
 
 
 def explain(
@@ -45,7 +45,7 @@ def explain(
         list[str],
         typer.Argument(
             metavar="[RUN] STEP",
-            help="The run's id, the newest when left out; the training step.",
+            help="The run's id, by default of the newest run; and the training step.",
             show_default=False,
         ),
     ],
@@ -53,9 +53,9 @@ def explain(
     redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Say what became of a step, or why it is not ready: what is missing, and since when.
+    """Explain the outcome of a step, or why it is not ready: what is missing, and since when.
 
-    One line a kind, the culprit first. What was settled long ago is looked up in the log.
+    Prints one line per kind, and the cause first. The outcome of an old step is read from the log.
 
     Example: trinity-events explain demo-1 100
 
@@ -122,7 +122,7 @@ async def _look_up(redis_url: str | None, run: str | None, step: int, root: Path
 
 
 async def _announced(log: RedisEventLog, archive: Archive, step: int) -> list[Outcome]:
-    """Return what became of a step, of each kind and epoch, as the log has it."""
+    """Return the outcome of each kind and epoch of a step, from the log."""
     found: dict[tuple[int, str], Outcome] = {}
     try:
         async for entry in whole_stream(log, Stream.ANNOUNCEMENTS, archive):

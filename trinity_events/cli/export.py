@@ -23,22 +23,22 @@ from .options import (
 
 
 class OutputUnusable(TrinityError):
-    """The file cannot be written."""
+    """The output file cannot be written."""
 
 
-File = Annotated[Path, typer.Argument(help="A file that export wrote.", show_default=False)]
+File = Annotated[Path, typer.Argument(help="File that export wrote.", show_default=False)]
 
 
 def export(
     run: RunArgument,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write; RUN.jsonl when left out."),
+        typer.Option("--output", "-o", help="File to write; by default RUN.jsonl."),
     ] = None,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Write a run's whole log to a file of JSON lines, archived entries included.
+    """Write a run's whole log to a file of JSON lines, with the archived entries.
 
     Example: trinity-events export demo-1 --output demo-1.jsonl
     """
@@ -53,7 +53,7 @@ def export(
 
 
 def import_(path: File, redis_url: RedisUrl = None) -> None:
-    """Put an exported run on a server, where status, tail, replay and the rest find it.
+    """Put an exported run on a server, so that status, tail, replay and other commands find it.
 
     Example: trinity-events import demo-1.jsonl
     """

@@ -1,4 +1,4 @@
-"""The last entries of a run that are asked for, from the server and the archive."""
+"""Last matching entries of a run, from the server and the archive."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ T = TypeVar("T")
 Found = tuple[Stream, Entry]
 
 _COUNTED = 1_000_000
-"""Entries of an archive that are looked back on; where more are asked for, all are given."""
+"""Maximum entries to count back in an archive; for a larger number all entries are printed."""
 
 
 class Begin(NamedTuple):
-    """Positions on the server after which the last entries begin that are asked for."""
+    """Positions on the server after which the last matching entries begin."""
 
     after: dict[Stream, str]
     all_there: bool
-    """False where fewer are left than are asked for, and a stream was trimmed."""
+    """False if a trimmed stream has fewer matching entries than asked for."""
 
 
 async def begin_of_last(log: RedisEventLog, lines: int | None, wanted: EventFilter) -> Begin:
-    """Return after which entry of each stream the last ones begin, as far as they are there."""
+    """Return the position in each stream after which the last matching entries begin."""
     after = {stream: await log.last_id(stream) for stream in Stream}
     if lines == 0:
         return Begin(after, True)
-    # At one position the announcement comes last.
+    # At one position, the announcement follows the event.
     back = {stream: _read_back(log, stream, lines, wanted) for stream in reversed(Stream)}
     found = 0
     async for stream, entry in _merged(back, max):
@@ -54,9 +54,9 @@ async def begin_of_last(log: RedisEventLog, lines: int | None, wanted: EventFilt
 async def last_entries(
     log: RedisEventLog, archive: Archive, begin: Begin, lines: int | None, wanted: EventFilter
 ) -> AsyncIterator[Found]:
-    """Yield the last entries that are asked for, in the order of their ids, of both streams.
+    """Yield the last matching entries of both streams, in the order of their ids.
 
-    Of the entries in between nothing is kept: they may be more than there is memory for.
+    The entries in between are not kept, since they may exceed the memory.
     """
     first = (0, 0), 0
     sources = partial(_from_server, log, dict(begin.after))
@@ -66,10 +66,10 @@ async def last_entries(
     elif not begin.all_there:
         tell(
             f"older entries of run {log.run_id} are archived in its checkpoint directory: "
-            "name that with --checkpoint-root"
+            "name it with --checkpoint-root"
         )
     found = (one async for one in _wanted(sources(), wanted) if stream_order(one) >= first)
-    # No more than were asked for, although more may come meanwhile.
+    # Stop at the number asked for, although new entries may come.
     async for one in _some(lines, found):
         yield one
 
@@ -90,7 +90,7 @@ def _from_archive(
 async def _first_of_last(
     sources: dict[Stream, AsyncIterator[Entry]], lines: int | None, wanted: EventFilter
 ) -> tuple[tuple[int, int], int]:
-    """Return the place of the first of the last entries that are asked for."""
+    """Return the sort key of the first of the last matching entries."""
     if lines is None or lines > _COUNTED:
         return (0, 0), 0
     last: deque[tuple[tuple[int, int], int]] = deque(maxlen=lines)
@@ -102,7 +102,7 @@ async def _first_of_last(
 async def _wanted(
     sources: dict[Stream, AsyncIterator[Entry]], wanted: EventFilter
 ) -> AsyncIterator[Found]:
-    """Yield what of the streams is asked for, in order."""
+    """Yield the matching entries of the streams, in order."""
     async for stream, entry in _merged(sources, min):
         if position(entry.id) > wanted.until:
             return
@@ -111,7 +111,7 @@ async def _wanted(
 
 
 def is_wanted(entry: Entry, wanted: EventFilter) -> bool:
-    """Return True if an entry is asked for; one that cannot be decoded is, where only time is."""
+    """Return True if an entry matches; an undecodable entry matches a filter of time alone."""
     if not wanted.in_time(position(entry.id)):
         return False
     if not wanted.asks:
@@ -121,7 +121,7 @@ def is_wanted(entry: Entry, wanted: EventFilter) -> bool:
 
 
 def decoded(entry: Entry) -> Envelope | ContractError:
-    """Return the envelope of an entry, or why it has none."""
+    """Return the envelope of an entry, or the error of its decoding."""
     try:
         return decode_envelope(entry.payload)
     except ContractError as error:
@@ -131,7 +131,7 @@ def decoded(entry: Entry) -> Envelope | ContractError:
 async def _read_back(
     log: RedisEventLog, stream: Stream, lines: int | None, wanted: EventFilter
 ) -> AsyncIterator[Entry]:
-    """Every entry of a stream up to the end of what is asked for, the newest first."""
+    """Yield the entries of a stream up to the end of the filter, newest first."""
     most = page_of(stream)
     page = PageSize(most if lines is None else min(most, lines))
     milliseconds, number = wanted.until
@@ -147,7 +147,7 @@ async def _read_back(
 async def _merged(
     streams: dict[Stream, AsyncIterator[Entry]], first: Callable[..., Stream]
 ) -> AsyncIterator[Found]:
-    """The entries of both streams, in the order of their ids."""
+    """Yield the entries of both streams, in the order of their ids."""
     heads = {stream: await anext(entries, None) for stream, entries in streams.items()}
     while there := {stream: entry for stream, entry in heads.items() if entry is not None}:
         stream = first(there, key=lambda one: position(there[one].id))
@@ -156,7 +156,7 @@ async def _merged(
 
 
 async def _some(count: int | None, found: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Yield at most ``count`` of them; all where there is no number."""
+    """Yield at most ``count`` entries; all if ``count`` is None."""
     left = count
     while left is None or left > 0:
         try:

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ RedisUrl = Annotated[
     typer.Option(
         "--redis-url",
         envvar="TRINITY_REDIS_URL",
-        help="Server of the event log; the embedded server when left out.",
+        help="Server of the event log; by default the embedded server.",
         show_default=False,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunArgument = Annotated[str, typer.Argument(help="The run's id.", show_default=False)]
 OptionalRun = Annotated[
-    str | None, typer.Argument(help="The run's id; the newest when left out.", show_default=False)
+    str | None, typer.Argument(help="The run's id; by default the newest run.", show_default=False)
 ]
 CheckpointRoot = Annotated[
     Path | None,
     typer.Option(
         "--checkpoint-root",
-        help="Folder with one checkpoint directory a run; below TRINITY_HOME when left out.",
+        help="Folder with one checkpoint directory per run; by default below TRINITY_HOME.",
         show_default=False,
     ),
 ]
 PIPE_WIDTH = 160
+"""Columns of output that is no terminal."""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every announcement.")]
 
 
 def checked_run(run: str) -> str:
-    """The run's id, if it can be one."""
+    """Return a valid run id. Raises InvalidRunId."""
     try:
         return check_run_id(run)
     except ValueError as error:
@@ -57,12 +58,12 @@ def checked_run(run: str) -> str:
 
 
 def checkpoint_root(given: Path | None) -> Path:
-    """The folder given, or the one below ``TRINITY_HOME``."""
+    """Return the given folder, or the default below ``TRINITY_HOME``."""
     return given or trinity_home() / "checkpoints"
 
 
 def log_to_stderr(*, verbose: bool) -> None:
-    """Logging for commands that run for long."""
+    """Send log records to standard error, for long-running commands."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
@@ -70,7 +71,7 @@ def log_to_stderr(*, verbose: bool) -> None:
 
 @asynccontextmanager
 async def client_of(redis_url: str | None) -> AsyncIterator[redis.asyncio.Redis]:
-    """A client of the server that was chosen."""
+    """Open a client of the chosen server."""
     with serving(redis_url) as url:
         async with connect(url) as client:
             yield client
@@ -78,26 +79,26 @@ async def client_of(redis_url: str | None) -> AsyncIterator[redis.asyncio.Redis]
 
 @asynccontextmanager
 async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisEventLog]:
-    """The log of a run that must be there."""
+    """Open the log of an existing run."""
     async with client_of(redis_url) as client:
         yield RedisEventLog(client, await require_run(client, run))
 
 
 def console(out: TextIO | None = None) -> Terminal:
-    """Standard output; wide where it is no terminal, so that a pipe or a file loses nothing."""
+    """Return a console on standard output; a pipe or file gets wide, uncut lines."""
     out = out or sys.stdout
     return Terminal(file=out, width=None if out.isatty() else PIPE_WIDTH)
 
 
 def print_json(value: Any, out: TextIO | None = None) -> None:
-    """Print one line of JSON on standard output; numbers that JSON does not have are null."""
+    """Print one line of JSON on standard output; NaN and infinity become null."""
     line = json.dumps(_finite(msgspec.to_builtins(value, str_keys=True)), allow_nan=False)
-    # The one control character that JSON leaves as it is.
+    # The only control character that JSON does not escape.
     say(line.replace("\x7f", r"\u007f"), file=out)
 
 
 def _finite(value: Any) -> Any:
-    """Return a value of which every NaN and infinity is None."""
+    """Return a value with None for every NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

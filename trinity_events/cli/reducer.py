@@ -30,7 +30,7 @@ StepDeadline = Annotated[
     typer.Option(
         "--step-deadline",
         metavar="SECONDS",
-        help="A step that is incomplete this long after its commit fails, with what it lacks.",
+        help="Fail a step that is incomplete this many seconds after its commit.",
     ),
 ]
 GroupIdle = Annotated[
@@ -38,7 +38,8 @@ GroupIdle = Annotated[
     typer.Option(
         "--group-idle",
         metavar="SECONDS",
-        help="A consumer group that asks for nothing this long holds up the log no more.",
+        help="Detach a consumer group after this many idle seconds, so that the log can be "
+        "trimmed.",
     ),
 ]
 KeepCheckpoints = Annotated[
@@ -46,7 +47,7 @@ KeepCheckpoints = Annotated[
     typer.Option(
         "--keep-checkpoints",
         metavar="N",
-        help="How many of the newest ready checkpoints to keep; 0 keeps all.",
+        help="Number of newest ready checkpoints to keep; 0 keeps all.",
     ),
 ]
 AdoptFolders = Annotated[
@@ -54,8 +55,8 @@ AdoptFolders = Annotated[
     typer.Option(
         "--adopt-folder",
         metavar="RUN",
-        help="Take over this run's folder where it belongs to another log, which is gone for good; "
-        "may be repeated.",
+        help="Take over this run's folder from another log, which must be gone for good; may be "
+        "repeated.",
         show_default=False,
     ),
 ]
@@ -64,7 +65,7 @@ AdoptFolders = Annotated[
 def reducer(
     run: Annotated[
         str | None,
-        typer.Option("--run", help="Serve this run alone; every run when left out."),
+        typer.Option("--run", help="Serve this run alone; by default every run."),
     ] = None,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
@@ -74,13 +75,13 @@ def reducer(
     adopt_folders: AdoptFolders = None,
     verbose: Verbose = False,
     lifeline: Annotated[
-        bool, typer.Option("--lifeline", help="End when standard input does.", hidden=True)
+        bool, typer.Option("--lifeline", help="End at the end of standard input.", hidden=True)
     ] = False,
 ) -> None:
-    """Run the reducer: fold the log, announce what became true, keep the iteration files.
+    """Run the reducer: fold the log, append announcements, update the iteration files.
 
-    Any number may run; one leads, and another takes over within seconds. Whoever leads also fails
-    steps that are late, removes old checkpoints, and lets go of consumers that are gone.
+    Any number of reducers may run. One leads, and another takes over within seconds. The leader
+    also fails late steps, deletes old checkpoints, and detaches idle consumer groups.
 
     Example: trinity-events reducer --redis-url redis://localhost:6379 --checkpoint-root /ckpt
 
@@ -103,7 +104,7 @@ def reducer(
 
 
 async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = False) -> None:
-    """Serve until it is asked to end: by a signal or, with a lifeline, the end of its input."""
+    """Serve until a signal comes or, with a lifeline, the end of standard input."""
     async with anyio.create_task_group() as tasks:
 
         async def stop_on_signal() -> None:

@@ -25,21 +25,21 @@ def replay(
         str | None,
         typer.Option(
             "--until",
-            help="Stop after this entry id, or when this step is first announced.",
+            help="Stop after this entry id, or at the first announcement of this step.",
             metavar="ID|STEP",
             show_default=False,
         ),
     ] = None,
     timeline: Annotated[
-        bool, typer.Option(help="Print every event with what it made true, before the state.")
+        bool, typer.Option(help="Print every event with its announcements, before the state.")
     ] = True,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Fold a log again, from its first event on, and show the state that it leads to.
+    """Fold a log again from its first event on, and show the resulting state.
 
-    A file needs no server.
+    With a file, no server is needed.
 
     Example: trinity-events replay demo-1 --until 40 --no-timeline
     """
@@ -73,7 +73,7 @@ async def _replay_run(
 
 
 def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
-    """Fold one entry; returns whether to go on."""
+    """Fold one entry; return False to stop."""
     for folded in replaying.feed([entry]):
         if show:
             _print(folded, (replaying.state.opened_at or 0) / 1000)

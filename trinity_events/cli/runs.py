@@ -14,13 +14,13 @@ from ..views.terminal import say, tell
 from .options import Json, RedisUrl, client_of, console, print_json
 
 _LOOKS = 16
-"""Runs that are asked for at once: each takes a dozen questions, and the server may be far."""
+"""Number of runs that are read at once: each takes a dozen requests to a distant server."""
 
 
 def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
-    """List the runs of a server, oldest first. One that cannot be read is told of, and passed over.
+    """List the runs of a server, oldest first; report a run that cannot be read, and go on.
 
-    The trainer of a run that is open although nobody seems to be there any more is silent.
+    The trainer of an abandoned run, which is open but has no live process, is shown as silent.
 
     Example: trinity-events runs
     """
@@ -29,7 +29,7 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
         print_json([_row(state, since) for state, since in found])
     elif found:
         shown = console()
-        # Too narrow for the ids and a little of the rest: then the terminal breaks the lines.
+        # In a terminal narrower than the ids and some columns, lines break.
         shown.width = max(shown.width, 57 + max(len(state.run_id) for state, _ in found))
         shown.print(runs_table(found))
     else:
@@ -37,7 +37,7 @@ def runs(redis_url: RedisUrl = None, as_json: Json = False) -> None:
 
 
 async def _states(redis_url: str | None) -> list[tuple[MonitorState, int | None]]:
-    """Each run's state, and since when nobody is there, as ``status`` has them."""
+    """Return each run's state, and the time since which it is abandoned, as in ``status``."""
     async with client_of(redis_url) as client:
         listed = await list_runs(client)
         found: dict[str, tuple[MonitorState, int | None]] = {}

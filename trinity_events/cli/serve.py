@@ -22,7 +22,7 @@ def serve(
     port: Annotated[
         int,
         typer.Option(
-            help="Loopback port to listen on too; 0 for the socket alone.", min=0, max=65_535
+            help="Loopback port to listen on too; 0 listens on the socket alone.", min=0, max=65_535
         ),
     ] = 0,
     root: CheckpointRoot = None,
@@ -34,7 +34,7 @@ def serve(
 ) -> None:
     """Run the embedded server and a reducer for all its runs, until interrupted.
 
-    For local development without Docker: other commands find the server by themselves.
+    For local development without Docker: other commands use this server by default.
 
     Example: trinity-events serve --port 6390
     """
@@ -58,6 +58,6 @@ def serve(
 
 
 def _say_at_once(text: str) -> None:
-    """Print text, also into a pipe: the command runs on."""
+    """Print text and flush it, since the command runs on."""
     say(text)
     sys.stdout.flush()

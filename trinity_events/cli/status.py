@@ -14,7 +14,7 @@ from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
 
 def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = False) -> None:
-    """Show what is ready, who serves which weights, and what a step waits for.
+    """Show the ready steps, the weights of each explorer, and what steps wait for.
 
     Example: trinity-events status demo-1
     """
@@ -29,7 +29,7 @@ def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = 
 async def _state(
     redis_url: str | None, run: str | None
 ) -> tuple[MonitorState, int | None, int | None]:
-    """The run's state, the time to count to while it is open, and since when nobody is there."""
+    """Return the run's state, the time now if it is open, and since when it is abandoned."""
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)

@@ -50,15 +50,15 @@ from .times import moment
 Found = tuple[Stream, Entry]
 
 LINES = 20
-"""Entries that are printed where neither a number nor a time is given."""
+"""Number of entries that are printed without --lines and --since."""
 
 
 class UnknownType(TrinityError):
-    """There is no event of that type."""
+    """There is no event of this type."""
 
 
 class BadFilter(TrinityError):
-    """The options contradict each other, or one of them makes no sense."""
+    """The options contradict each other, or one of them is invalid."""
 
 
 class _Asked(Struct, frozen=True, kw_only=True):
@@ -82,12 +82,12 @@ def tail(
             "--lines",
             "-n",
             min=0,
-            help="How many of the last entries to print; 20 when left out, or all since --since.",
+            help="Number of last entries to print; by default 20, or all since --since.",
             show_default=False,
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, until interrupted.")
+        bool, typer.Option("--follow", "-f", help="Go on with new entries, until interrupted.")
     ] = False,
     types: Annotated[
         list[str] | None,
@@ -121,8 +121,8 @@ def tail(
 ) -> None:
     """Print a run's last events and announcements (marked »), in the order of their ids.
 
-    Options that are given several times ask for any of what they name. What the server has no
-    longer is read from the archive.
+    An option that is repeated matches any of its values. Entries that the server no longer has
+    are read from the archive.
 
     Example: trinity-events tail demo-1 -n 50 --follow
 
@@ -142,7 +142,7 @@ def tail(
     )
     if follow and until is not None:
         raise BadFilter(
-            "--follow prints what comes, and --until ends before: leave one of them out"
+            "--follow prints new entries, and --until ends before them: leave one of them out"
         )
     anyio.run(_tail, redis_url, run, checkpoint_root(root), asked)
 
@@ -169,7 +169,7 @@ async def _follow(log: RedisEventLog, after: dict[Stream, str], printing: _Print
 
     async def read() -> list[Found]:
         nonlocal ahead, faults
-        if wait.faults > faults:  # what was read and not printed is read again
+        if wait.faults > faults:  # read again what was read and not printed
             ahead, faults = MergedReader(log, after), wait.faults
         return await ahead.read(seconds=5, limit=page.limit)
 
@@ -183,7 +183,7 @@ async def _follow(log: RedisEventLog, after: dict[Stream, str], printing: _Print
 
 
 async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, asked: _Asked) -> EventFilter:
-    """Return what is asked for, checked. Raises BadFilter, UnknownType and BadTime."""
+    """Return the filter of the options. Raises BadFilter, UnknownType and BadTime."""
     bounds = {}
     if asked.since is not None or asked.until is not None:
         now = await server_clock(client, log.keys.events)
@@ -219,14 +219,14 @@ def _steps(text: str) -> range:
 
 
 class _Printing:
-    """Prints the entries that are asked for."""
+    """Printer of the matching entries."""
 
     def __init__(self, wanted: EventFilter, *, as_json: bool) -> None:
         self._wanted = wanted
         self._as_json = as_json
 
     def one(self, stream: Stream, entry: Entry) -> None:
-        """Print an entry, if it is asked for."""
+        """Print an entry if it matches."""
         if is_wanted(entry, self._wanted):
             _print(stream, entry, decoded(entry), as_json=self._as_json)
 

@@ -1,4 +1,4 @@
-"""Moments as people type them: by the clock, by how long ago, or as an entry id."""
+"""Parser of moments: a clock time, a time ago, or an entry id."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _ENTRY = re.compile(r"\d{1,20}-\d{1,20}")
 
 
 class BadTime(TrinityError):
-    """The text is no moment."""
+    """The text is not a moment."""
 
 
 def moment(text: str, now: int, *, end: bool = False) -> tuple[int, int]:
-    """Return the position that a moment is.
+    """Return the position of a moment.
 
     Args:
         text: An entry id; a time ago, such as ``10m``; a time of today, such as ``18:29``; or a
             day with or without a time, such as ``2026-11-22 18:29``, in local time.
         now: Milliseconds of the server's clock.
-        end: Whether all of its millisecond is to be below the position.
+        end: True to place the position after all entries of its millisecond.
 
     Raises:
-        BadTime: when it is none of these.
+        BadTime: if it is none of these.
     """
     if _ENTRY.fullmatch(text):
         return position(text)

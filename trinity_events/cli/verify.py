@@ -26,14 +26,14 @@ OptionalRunOrFile = Annotated[
     str | None,
     typer.Argument(
         metavar="[RUN|FILE]",
-        help="A run, or a file that export wrote; the newest run when left out.",
+        help="A run, or a file that export wrote; by default the newest run.",
         show_default=False,
     ),
 ]
 
 
 class NoRoom(TrinityError):
-    """There is no place for a copy of the log."""
+    """There is no disk space for a copy of the log."""
 
 
 _STYLES = {"mismatch": "bold red", "anomaly": "yellow", "open": "dim"}
@@ -42,10 +42,10 @@ _STYLES = {"mismatch": "bold red", "anomaly": "yellow", "open": "dim"}
 def verify(
     run: RunOrFile, root: CheckpointRoot = None, redis_url: RedisUrl = None, as_json: Json = False
 ) -> None:
-    """Fold a log anew and compare: announcements, snapshot and iteration files must agree.
+    """Fold a log again, and compare announcements, snapshot and iteration files with the result.
 
-    Also lists duplicates, gaps, refused weights, and what was begun and never ended. Exits 1 on a
-    mismatch.
+    Also lists duplicates, gaps, refused weights, and saves that began and never ended. Exits
+    with 1 on a mismatch.
 
     Example: trinity-events verify demo-1
     """
@@ -63,7 +63,7 @@ def verify(
 
 
 def recorded_file(run_or_file: str) -> Path | None:
-    """The file that the argument names; None when it names a run."""
+    """Return the file that the argument names; None if it names a run."""
     path = Path(run_or_file)
     return path if path.suffix == ".jsonl" or path.is_file() else None
 
@@ -73,7 +73,10 @@ async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
     with TemporaryDirectory(prefix="trinity-events-") as room:
         path = Path(room) / "log.jsonl"
         async with log_of(redis_url, run) as log:
-            snapshot, _ = await log.load()  # before: one that is taken meanwhile may be later
+            (
+                snapshot,
+                _,
+            ) = await log.load()  # before the log: a snapshot taken meanwhile would be newer
             try:
                 await record_run(log, path, Archive(folder, run), bare_line)
             except NotWritten as error:

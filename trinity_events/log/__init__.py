@@ -1,4 +1,4 @@
-"""The append-only event log of a run: the port, Redis streams behind it, and those who write."""
+"""Append-only event log of a run: the port, its implementations and the publishers."""
 
 from .async_publisher import AsyncPublisher, open_run
 from .base import (

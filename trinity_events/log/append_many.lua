@@ -1,5 +1,5 @@
--- Appends events in their order, all or none: a server that becomes full or read-only between
--- two of them would put a later one into the log without the one before.
+-- Appends events in their order, all or none. A server that becomes full or read-only between
+-- two separate calls would take a later event without the one before.
 -- KEYS: events   ARGV: payloads
 local ids = {}
 for i = 1, #ARGV do ids[i] = redis.call('XADD', KEYS[1], '*', 'e', ARGV[i]) end

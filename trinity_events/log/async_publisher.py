@@ -1,4 +1,4 @@
-"""The publisher of asynchronous code, and how a run is opened."""
+"""Publisher for asynchronous code, and the opening of a run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LONGEST_PAUSE = 1.0
 class AsyncPublisher:
     """Publishes from asynchronous code, and waits until each event is in the log.
 
-    A retry after a reply that was lost is a duplicate to the fold.
+    After a lost reply it sends the event again; the fold ignores the duplicate.
 
     Args:
         log: The run's log.
-        epoch: The epoch that this process was given.
-        producer: Who publishes; no other publisher may be the same.
+        epoch: The epoch of this process.
+        producer: Identity of this publisher, which no other publisher may share.
         deadline: Seconds for which an event waits for a server that is away or full.
     """
 
@@ -55,15 +55,15 @@ class AsyncPublisher:
 
     @property
     def epoch(self) -> int:
-        """The epoch that it was given."""
+        """The epoch that its events carry."""
         return self._stamp.epoch
 
     async def publish(self, event: Event) -> str:
-        """Append the event; returns its entry id.
+        """Append the event; return its entry id.
 
         Raises:
-            PublishError: when no server took it within the deadline, or one refuses it.
-            ContractError: when the event breaks the contract.
+            PublishError: if no server took it within the deadline, or the server refuses it.
+            ContractError: if the event breaks the contract.
         """
         give_up = time.monotonic() + self._deadline
         what = f"{event_tag(event)} of run {self.log.run_id} was not published"
@@ -76,7 +76,7 @@ class AsyncPublisher:
                     self._deadline, lambda: self.log.append(payload), what, give_up=give_up
                 )
             except (redis.RedisError, OSError, KeyConflict) as error:
-                # Refused, so it is not in the log. After a fault it may be: its number is used.
+                # Refused, so not in the log. After a lost connection it may be: keep the number.
                 self._stamp.undo()
                 raise PublishError(f"{what}: {reply_text(error)}") from error
 
@@ -91,18 +91,18 @@ async def open_run(
     transport: ChosenTransport | None = None,
     deadline: float = 60.0,
 ) -> int:
-    """Take a new epoch of the run, from its beginning or from a step; returns the epoch.
+    """Open the next epoch of the run, from its beginning or from a step; return the epoch.
 
     ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
-    ``save_strategy`` says which saves may run side by side, ``transport`` how weights are to travel
-    and why so, for those who watch. A server that is away is waited for, for ``deadline`` seconds.
+    ``save_strategy`` tells which saves may run at the same time. ``transport`` shows users the
+    transport of the weights and the reason for it. ``deadline`` is in seconds.
 
-    Listed in the index first: a crash in between leaves an empty run, never an unlisted one.
-    And again after: a reducer that let go of the run just before hears of it.
+    The run is listed in the index before its first event: a crash in between leaves an empty run,
+    never an unlisted one. It is listed again after: a reducer that just dropped the run finds it.
 
     Raises:
-        PublishError: when no server took it in time.
-        PermissionDenied: when the server's access rules forbid it.
+        PublishError: if no server took the event in time.
+        PermissionDenied: if the server's access rules forbid it.
     """
     log = RedisEventLog(client, run_id)
     event: Event = RunOpened(config=config, save_strategy=save_strategy, transport=transport)
@@ -131,9 +131,9 @@ async def open_run(
 async def _within(
     deadline: float, step: Callable[[], Awaitable[T]], what: str, *, give_up: float
 ) -> T:
-    """What the step returns, tried again while its error is one that passes.
+    """Return the result of a request; retry it while its error is transient.
 
-    Raises PublishError when the time is over, and at once any error that does not pass.
+    Raises PublishError after the deadline, and any other error at once.
     """
     fault: Exception | None = None
     for pause in backoff_delays(_LONGEST_PAUSE):
@@ -142,7 +142,7 @@ async def _within(
                 return await step()
             except Exception as error:
                 if not is_transient(error):
-                    if fault is not None:  # what was asked before may have been done
+                    if fault is not None:  # an earlier attempt may have been done
                         raise PublishError(f"{what}: {reply_text(error)}") from error
                     raise
                 fault = error

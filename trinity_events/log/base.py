@@ -13,25 +13,24 @@ from trinity_schemas.identity import LONGEST_NAME
 from .position import ORIGIN
 
 DEAD_LETTERS_KEPT = 10_000
-"""The newest dead letters, at least so many of which a run keeps."""
+"""Number of newest dead letters that a run keeps, at least; older ones are trimmed."""
 
 DEAD_LETTER_BYTES = 16 << 10
-"""What is kept of a dead letter's bytes: with their number this bounds them. The log has it whole,
-under its entry id."""
+"""Bytes that are kept of one dead letter. The log has the whole entry under its entry id."""
 _REASON = 1000
-"""Characters that are kept of why it is one."""
+"""Characters that are kept of a dead letter's reason."""
 
 GRANT_KEPT = 3600.0
-"""Seconds for which a grant can be heard by the save that it was given to."""
+"""Seconds for which a save can read its grant."""
 
 
 class Stream(Enum):
     """The two streams of a run's log."""
 
     EVENTS = "events"
-    """What everyone publishes."""
+    """Events, which every process of the run publishes."""
     ANNOUNCEMENTS = "announcements"
-    """What the reducer alone writes, and subscribers listen to."""
+    """Announcements, which the reducer alone writes and subscribers read."""
 
 
 class Entry(NamedTuple):
@@ -42,44 +41,44 @@ class Entry(NamedTuple):
 
 
 class DeadLetter(NamedTuple):
-    """An entry that could not be decoded, and why."""
+    """An entry that could not be decoded or handled, with the reason."""
 
     entry: Entry
     reason: str
 
     @property
     def kept(self) -> DeadLetter:
-        """As it is put to the dead letters: the beginning of it."""
+        """The dead letter as it is stored, cut to its size limits."""
         entry = Entry(self.entry.id, bytes(self.entry.payload[:DEAD_LETTER_BYTES]))
         return DeadLetter(entry, self.reason[:_REASON])
 
 
 class Claimed(NamedTuple):
-    """What a member of a group took over, and what was given up and put to the dead letters."""
+    """Entries that a group member took over, and entries that became dead letters."""
 
     entries: list[Entry]
     dead: list[Entry]
 
 
 class GroupInfo(NamedTuple):
-    """How a consumer group stands."""
+    """State of a consumer group."""
 
     name: str
-    """Bytes of it that are no text are surrogates, as in names of files: see :attr:`shown`."""
+    """Bytes that are no text appear as surrogates, as in file names: see :attr:`shown`."""
     pending: int
-    """Entries that were given to a member and not acknowledged."""
+    """Number of entries that were delivered to a member and not acknowledged."""
     last_delivered: str
-    """The position up to which entries were given to anyone."""
+    """Position up to which entries were delivered to any member."""
     oldest_pending: str | None
     idle: float
-    """Seconds since any member asked for anything; since it was created, before any did."""
+    """Seconds since a member last read; since its creation if no member ever read."""
     members: int
     caught_up: bool
-    """True if its members were given every entry and have acknowledged them all."""
+    """True if its members received and acknowledged every entry."""
 
     @property
     def shown(self) -> str:
-        """Its name as events and logs can tell it: anyone can create a group of any name."""
+        """The name as printable text: any client can create a group of any name."""
         text = self.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
         return text[:LONGEST_NAME] or "(without a name)"
 
@@ -92,11 +91,11 @@ class CurrentAnnouncement(NamedTuple):
 
 
 class Commit(Struct, frozen=True, kw_only=True):
-    """One step of the reducer, taken whole or not at all.
+    """One step of the reducer, written whole or not at all.
 
-    ``announcements`` pairs each payload with the subject it is the newest of, if any;
-    ``retracted`` names subjects of which nothing stands any more; ``grants`` names the saves
-    whose turn has come, which those who wait for it are told at once.
+    ``announcements`` pairs each payload with the subject of which it is the newest, if any.
+    ``retracted`` names subjects without a current announcement. ``grants`` names the saves that
+    may begin; the workers that wait for them are told at once.
     """
 
     token: int
@@ -110,16 +109,16 @@ class Commit(Struct, frozen=True, kw_only=True):
 
 
 class EventLog(Protocol):
-    """One run's log.
+    """Log of one run.
 
     Positions are entry ids; reading begins after them. Methods raise the client's connection
-    errors, which the callers in this package turn into their own.
+    errors, which callers in this package convert to their own.
     """
 
     run_id: str
 
     async def append(self, payload: bytes) -> str:
-        """Append to the events; returns the entry id."""
+        """Append an event; return its entry id."""
         ...
 
     async def read(
@@ -130,126 +129,126 @@ class EventLog(Protocol):
         limit: int = 1000,
         through: str = "+",
     ) -> list[Entry]:
-        """Up to ``limit`` entries after a position, up to and with ``through``."""
+        """Return up to ``limit`` entries after a position, up to and including ``through``."""
         ...
 
     async def read_blocking(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
-        """As :meth:`read` on one or both streams, waiting on the server for them."""
+        """Return the entries of one or both streams; wait on the server while there are none."""
         ...
 
     async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
-        """The position of the newest entry."""
+        """Return the position of the newest entry."""
         ...
 
     async def first_retained_id(self, stream: Stream) -> str | None:
-        """The oldest entry of a stream that has lost older ones; None when it is whole."""
+        """Return the id of a trimmed stream's oldest entry; None if nothing was trimmed."""
         ...
 
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
-        """Take the next epoch and append its first event, in one script; returns the epoch."""
+        """Take the next epoch and append its first event, in one script; return the epoch."""
         ...
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
-        """The last announcement of every subject."""
+        """Return the last announcement of every subject."""
         ...
 
     async def load(self) -> tuple[bytes | None, str]:
-        """The reducer's last snapshot and its position."""
+        """Return the reducer's last snapshot and its position."""
         ...
 
     async def commit(self, commit: Commit) -> bool:
-        """Write a reducer's step. False when another reducer leads or has gone further."""
+        """Write a reducer's step; return False if another reducer leads or is further on."""
         ...
 
     async def append_leading(self, token: int, payload: bytes) -> str | None:
-        """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
+        """Append for the newest leader alone; return None if ``token`` is not its fence token."""
         ...
 
     async def renumber(self, token: int, after: str) -> int | None:
-        """Give events whose ids no clock makes ids of the clock, in their order; returns how many.
+        """Give new ids to events with ids past year 9999; return their number.
 
-        None when ``token`` is not the newest leader's. Nothing is changed where ``after``, up to
-        which events were folded, is itself such an id.
+        The order of the events stays. Return None if ``token`` is not the newest leader's. Nothing
+        changes if ``after``, the last folded position, is itself such an id.
         """
         ...
 
     async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
-        """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
+        """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""
         ...
 
     async def now(self) -> int:
-        """The server's clock in milliseconds, of which entry ids are made."""
+        """Return the server's clock in milliseconds, the time part of entry ids."""
         ...
 
     async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
-        """Keep a checkpoint from being removed for a while; again, to keep it longer.
+        """Take or extend a lease on a checkpoint, which the reducer then does not delete.
 
-        False when it is being removed. Whether it is there at all, only its folder tells.
+        Return False if the checkpoint is being deleted. Only its folder tells if it exists.
         """
         ...
 
     async def release_lease(self, step: int, who: str) -> None:
-        """Let go of a checkpoint."""
+        """Release the lease on a checkpoint."""
         ...
 
     async def mark_deleting(self, token: int, steps: Collection[int]) -> set[int]:
-        """Mark those of the checkpoints that nobody holds, for removal; returns which.
+        """Mark the checkpoints without a lease for deletion; return their steps.
 
-        None of them when ``token`` is not the newest leader's.
+        Mark none if ``token`` is not the newest leader's.
         """
         ...
 
     async def clear_deleting(self, token: int, steps: Collection[int] | None = None) -> bool:
-        """Forget the marks, or all: they are removed, or will not be. False when another leads."""
+        """Clear the deletion marks of some steps, or of all; return False if another leads."""
         ...
 
 
 class ConsumerGroup(Protocol):
-    """The consumer groups of one run's log: each entry goes to one member of a group."""
+    """Consumer groups of one run's log: each entry goes to one member of a group."""
 
     async def create_group(self, stream: Stream, group: str, after: str) -> None:
-        """Create a group that begins after a position; one that is there stays as it is."""
+        """Create a group that begins after a position; leave an existing group as it is."""
         ...
 
     async def read_group(
         self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
     ) -> list[Entry]:
-        """Give this member entries that no member was given yet, waiting for them.
+        """Give this member entries that no member was given yet; wait while there are none.
 
-        The group is not idle meanwhile, also where nothing comes.
+        A group with a waiting member is not idle, even if no entry comes.
         """
         ...
 
     async def claim(
         self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
     ) -> Claimed:
-        """Give this member what any member has left pending for ``idle`` seconds.
+        """Give this member the entries that stayed pending with any member for ``idle`` seconds.
 
-        What was given to members ``most`` times already is put to the dead letters instead.
+        An entry that was delivered ``most`` times becomes a dead letter instead.
         """
         ...
 
     async def groups(self, stream: Stream) -> list[GroupInfo]:
-        """Every group of a stream."""
+        """Return every group of a stream."""
         ...
 
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
-        """Let the log forget a group. False when ``token`` is not the newest leader's."""
+        """Remove a group from the log; return False if ``token`` is not the newest leader's."""
         ...
 
     async def forget_members(self, stream: Stream, group: str, idle: float) -> int:
-        """Forget members that have nothing pending and asked for nothing for so many seconds.
+        """Remove members with nothing pending that were idle for this many seconds.
 
-        The last one to ask stays: it tells how long the group has been idle.
+        The member that read last stays, since it shows how long the group has been idle.
         """
         ...
 
     async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
-        """Tell the group that an entry is dealt with."""
+        """Acknowledge an entry to the group."""
         ...
 
 
 class GroupedLog(EventLog, ConsumerGroup, Protocol):
-    """What a subscription needs of a log."""
+    """Event log with consumer groups, as a subscription reads it."""

@@ -1,5 +1,5 @@
--- Gives a member what any member has left pending for too long. What was given out too often
--- is acknowledged and put to the dead letters; what was trimmed meanwhile is only acknowledged.
+-- Gives a member the entries that stayed pending with any member for too long. An entry that was
+-- delivered too often is acknowledged and becomes a dead letter. A trimmed entry is acknowledged.
 -- KEYS: stream, dead
 -- ARGV: group, member, milliseconds, most deliveries, limit, dead letters kept, bytes of each
 local claimed, dead = {}, {}

@@ -1,4 +1,4 @@
--- Forgets marks of removal, for the newest leader alone.
+-- Clears deletion marks, for the newest leader alone.
 -- KEYS: doomed, fence   ARGV: token, steps or 'all'
 if redis.call('GET', KEYS[2]) ~= ARGV[1] then return 0 end
 if ARGV[2] == 'all' then redis.call('DEL', KEYS[1]) end

@@ -1,12 +1,12 @@
--- One step of the reducer, whole or not at all: only for the newest leader (the fence), only
--- from the position that it folded from. A reply that was lost is therefore safe to ask again:
+-- Writes one step of the reducer, whole or not at all: only for the newest leader (the fence),
+-- and only from the position that it folded from. After a lost reply a retry is therefore safe:
 -- the position has moved, and the reducer reloads.
--- A key that something else wrote is found before anything is written: an error in the middle
--- would leave what was written before it, and each further attempt would write that again.
+-- The script checks the types of all keys before it writes. An error in the middle would leave
+-- the writes before it, and each retry would repeat them.
 -- KEYS: position, fence, announcements, dead, snapshot, current, grant keys
 -- ARGV: token, after, position, snapshot or '', dead letters kept, milliseconds of a grant,
 --       k, k * retracted subject, n, n * (subject or '', payload), m * (id, reason, payload)
-local kept = {'string', 'string', 'stream', 'stream', nil, 'hash'} -- a snapshot replaces anything
+local kept = {'string', 'string', 'stream', 'stream', nil, 'hash'} -- snapshot: any
 for i, key in ipairs(KEYS) do
   local wanted = kept[i] or i > 6 and 'stream' or nil
   local found = redis.call('TYPE', key)['ok']

@@ -1,4 +1,4 @@
-"""Error replies: a server that refuses is there, and says why."""
+"""Error replies of a server, as text with a way out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _REPLIES = (
     redis.AuthenticationError,
     of_redis.AuthorizationError,
 )
-"""Types that the client has for replies, although some of them are of lost connections."""
+"""Types of the client for error replies; some derive from those of lost connections."""
 _NO_PLACE = "max number of clients reached"
-"""A reply for which the client has no type but that of lost connections."""
+"""Reply for which the client raises the error of a lost connection."""
 
 _IN_SCRIPT = re.compile(r" script: (?:\S+, )?on @user_script:\d+\.?$")
-"""The place in a script of ours that a reply names, which tells users nothing."""
+"""Place in a script that a reply names; it is cut off, since it tells users nothing."""
 
 
 class _Refusal(NamedTuple):
-    """A kind of error reply, by its code, and by its type where the client has one."""
+    """Kind of error reply, by its code, and by its type if the client has one."""
 
     code: str
     type: type[Exception] | None
@@ -42,12 +42,12 @@ _KNOWN = (
 
 
 def is_reply(error: BaseException) -> bool:
-    """Return True if a server sent this error, and so is there."""
+    """Return True if a server sent this error as a reply."""
     return isinstance(error, _REPLIES) or str(error).startswith(_NO_PLACE)
 
 
 def reply_text(error: BaseException) -> str:
-    """Return the error as text: a reply with its code, and with the way out where one is known."""
+    """Return the error as text; a reply has its code, and its way out if one is known."""
     text = _IN_SCRIPT.sub("", str(error)).rstrip(".")
     for code, of_type, way_out in _KNOWN:
         begins = is_reply(error) and text.startswith(f"{code} ")

@@ -1,5 +1,5 @@
--- Forgets members that have nothing pending and asked for nothing for long; but never the last
--- one to ask, which tells how long the group has been idle.
+-- Removes idle members with nothing pending, but never the member that read last: it shows how
+-- long the group has been idle.
 -- KEYS: stream   ARGV: group, milliseconds
 local members = redis.pcall('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])
 if members.err then return 0 end

@@ -1,5 +1,5 @@
--- How the groups of a stream stand: name, pending, last delivered, oldest pending or '',
--- milliseconds idle, members, whether there is nothing that it has not been given.
+-- Returns the state of each group of a stream: name, pending, last delivered, oldest pending or '',
+-- milliseconds idle, members, 1 if every entry was delivered.
 -- KEYS: stream   ARGV: the member that a group is created with
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
 local function named(list)
@@ -14,7 +14,7 @@ for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   local idle, members = 0, 0
   local consumers = redis.call('XINFO', 'CONSUMERS', KEYS[1], name)
   if #consumers == 0 then
-    -- Created by others: nothing says since when. It is given the member that ours begin with.
+    -- Another program created it, at an unknown time: it gets the first member of our groups.
     redis.call('XGROUP', 'CREATECONSUMER', KEYS[1], name, ARGV[1])
   end
   for number, member in ipairs(consumers) do
@@ -23,7 +23,7 @@ for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
     if number == 1 or fields['idle'] < idle then idle = fields['idle'] end
   end
   local oldest = redis.call('XPENDING', KEYS[1], name)[2] or ''
-  -- Others may have set a group beyond any position: then nothing can follow.
+  -- Another program may have set a group beyond any position: then no entry can follow.
   local undelivered = redis.pcall('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', 1)
   local given = (undelivered.err or #undelivered == 0) and 1 or 0
   found[#found + 1] = {name, group['pending'], last, oldest, idle, members, given}

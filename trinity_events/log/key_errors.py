@@ -1,4 +1,4 @@
-"""Keys of a run that something else wrote: which it is, and the way out, in one sentence."""
+"""Errors for keys of a run that another program wrote, each with its way out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_NUMBER = "value is not an integer"
 
 
 def naming_key_conflicts(log: type[C]) -> type[C]:
-    """Make the methods of a log raise KeyConflict where the server reports a wrong type."""
+    """Make the methods of a log raise KeyConflict if the server reports a wrong type."""
     for name, method in list(vars(log).items()):
         if iscoroutinefunction(method) and not name.startswith("_"):
             setattr(log, name, _naming(method))
@@ -54,21 +54,21 @@ def _naming(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
 
 
 def is_exhausted(error: redis.ResponseError) -> bool:
-    """Return True if a stream takes no more entries, since one has the largest id there is."""
+    """Return True if a stream takes no more entries, since one has the largest possible id."""
     return "exhausted the last possible ID" in str(error)
 
 
 def exhausted(what: str) -> LogExhausted:
-    """Return the error that says so."""
+    """Return the error for a log that takes no more entries."""
     return LogExhausted(
-        f"{what} takes no more entries, since somebody gave one the largest id there is: a reducer "
-        "mends that when it leads, so see that one runs, and who may write: docs/security.md"
+        f"{what} takes no more entries, since a writer gave one the largest possible id: start a "
+        "reducer, which repairs that when it leads, and see docs/security.md for who may write"
     )
 
 
 async def _conflict(client: Any, keys: RunKeys, said: str) -> KeyConflict | None:
-    """What to raise for an answer of the server; None when no key is to blame."""
-    if said.startswith(f"{_WRONG_TYPE} trinity:"):  # a script that looked before it wrote
+    """Return the error for a reply of the server; None if no key is the cause."""
+    if said.startswith(f"{_WRONG_TYPE} trinity:"):  # reply of a script that checks before it writes
         return KeyConflict(f"{said.removeprefix(_WRONG_TYPE).strip()}: {WAY_OUT}")
     if not said.startswith(_WRONG_TYPE) and _NO_NUMBER not in said:
         return None
@@ -83,13 +83,13 @@ async def _conflict(client: Any, keys: RunKeys, said: str) -> KeyConflict | None
     except KeyConflict as taken:
         return taken
     except redis.RedisError:
-        pass  # not allowed to look, or gone: the answer itself is told
+        pass  # no permission, or no server: the caller raises the reply itself
     return None
 
 
 @asynccontextmanager
 async def naming_wrong_type(client: Any, key: str, wanted: str) -> AsyncIterator[None]:
-    """Raise KeyConflict where the block hears that the key is of another type."""
+    """Raise KeyConflict if the block fails since the key is of another type."""
     try:
         yield
     except redis.ResponseError as error:
@@ -104,12 +104,12 @@ WAY_OUT = "something else wrote to this key; rename or delete it, and the run go
 
 
 def wrong_type(key: str, found: str, wanted: str) -> KeyConflict:
-    """What to raise for a key of another type."""
+    """Return the error for a key of another type."""
     return KeyConflict(f"{key} is a {found}, where the log keeps a {wanted}: {WAY_OUT}")
 
 
 def parse_number(key: str, value: bytes | None) -> int:
-    """The number that a key holds; 0 when there is none. Raises KeyConflict."""
+    """Return the number in a key; 0 if there is none. Raises KeyConflict."""
     try:
         return int(value or 0)
     except ValueError:
@@ -120,7 +120,7 @@ def parse_number(key: str, value: bytes | None) -> int:
 
 
 def parse_position(key: str, value: bytes) -> str:
-    """The position that a key holds. Raises KeyConflict."""
+    """Return the position in a key. Raises KeyConflict."""
     try:
         return _position(value)
     except ValueError:
@@ -132,7 +132,7 @@ def parse_position(key: str, value: bytes) -> str:
 
 
 def parse_announcement(key: str, field: bytes, value: bytes) -> tuple[str, str, bytes]:
-    """The subject, entry id and payload of what stands. Raises KeyConflict."""
+    """Return subject, entry id and payload of a current announcement. Raises KeyConflict."""
     entry_id, _, payload = value.partition(b" ")
     try:
         return field.decode(), _position(entry_id), payload
@@ -144,7 +144,7 @@ def parse_announcement(key: str, field: bytes, value: bytes) -> tuple[str, str, 
 
 
 def parse_dead_letter(key: str, at: bytes, fields: dict[bytes, bytes]) -> tuple[str, str, bytes]:
-    """The entry id, the reason and the payload of a dead letter. Raises KeyConflict."""
+    """Return entry id, reason and payload of a dead letter. Raises KeyConflict."""
     try:
         return _position(fields[b"id"]), fields[b"reason"].decode(), fields[b"e"]
     except (KeyError, ValueError):

@@ -1,8 +1,8 @@
--- Takes the lead if it is free. The fence is a counter that outlives every lease: what a former
--- leader still sends carries a smaller token and is refused.
+-- Takes the lead if it is free. The fence is a counter that outlives every lease: a write of a
+-- former leader carries a smaller token and is refused.
 -- KEYS: leader, fence   ARGV: lease in milliseconds
 local left = redis.call('PTTL', KEYS[1])
-if left > tonumber(ARGV[1]) then -- the server's clock was set back since: it lapses by that
+if left > tonumber(ARGV[1]) then -- the server's clock was set back: cap the lease
   left = tonumber(ARGV[1])
   redis.call('PEXPIRE', KEYS[1], left)
 end

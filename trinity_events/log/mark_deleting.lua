@@ -1,4 +1,4 @@
--- Marks checkpoints that nobody holds, for the newest leader alone; returns which.
+-- Marks checkpoints without a lease for deletion, for the newest leader alone; returns them.
 -- KEYS: holds, doomed, fence   ARGV: token, steps
 if redis.call('GET', KEYS[3]) ~= ARGV[1] then return {} end
 local time = redis.call('TIME')

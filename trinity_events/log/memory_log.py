@@ -1,4 +1,4 @@
-"""The in-memory twin of the event log, for unit tests: the server's semantics, no server."""
+"""In-memory event log for unit tests, with the semantics of the server."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ T = TypeVar("T")
 class MemoryEventLog:
     """One run's log in this process. Implements :class:`~trinity_events.log.EventLog`.
 
-    It has what :class:`~trinity_events.log.RedisEventLog` has beside that: the lead, and the
-    consumer groups of :class:`~trinity_events.log.ConsumerGroup`. Any thread and any
-    event loop may use it; whoever waits is woken by what is appended.
+    Like :class:`~trinity_events.log.RedisEventLog` it also has the lead, and the consumer groups
+    of :class:`~trinity_events.log.ConsumerGroup`. Any thread and any event loop may use it. An
+    append wakes the readers that wait.
 
     Args:
         run_id: The run.
-        clock: Unix time in seconds, of which entry ids are made.
-        timer: Seconds that only rise, by which leases and holds lapse.
+        clock: Unix time in seconds, the time part of entry ids.
+        timer: Monotonic seconds, by which leases lapse.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MemoryEventLog:
         self.keys = RunKeys.of(run_id)
         self._clock = clock
         self._timer = timer
-        # Held for moments only, and never while anything is awaited.
+        # Held briefly, and never across an await.
         self._lock = threading.Lock()
         self._granting = threading.Condition(self._lock)
         self._streams = {stream: MemoryStream() for stream in Stream}
@@ -70,36 +70,36 @@ class MemoryEventLog:
         self._snapshot: bytes | None = None
         self._standing: dict[str, Entry] = {}
         self._dead: list[DeadLetter] = []
-        self._lapse: dict[str, float] = {}  # of heartbeats
+        self._lapse: dict[str, float] = {}  # deadlines of heartbeats
         self._granted: dict[str, float] = {}
         self._holds: dict[tuple[int, str], float] = {}
         self._doomed: set[int] = set()
 
     async def append(self, payload: bytes) -> str:
-        """Append to the events; returns the entry id."""
+        """Append an event; return its entry id."""
         await anyio.lowlevel.checkpoint()
         return self.append_now(payload)
 
     def append_now(self, payload: bytes) -> str:
-        """As :meth:`append`, from any thread."""
+        """Append as :meth:`append`, from any thread."""
         with self._lock:
             return self._add(Stream.EVENTS, payload)
 
     def append_many_now(self, payloads: Sequence[bytes]) -> list[str]:
-        """Append to the events, in this order, all at once."""
+        """Append events in this order, all at once."""
         with self._lock:
             return [self._add(Stream.EVENTS, payload) for payload in payloads]
 
     async def append_leading(self, token: int, payload: bytes) -> str | None:
-        """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
+        """Append for the newest leader alone; return None if ``token`` is not its fence token."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             return self._add(Stream.EVENTS, payload) if self._leads(token) else None
 
     async def renumber(self, token: int, after: str) -> int | None:
-        """Renumber nothing: here all ids are of the clock. None when ``token`` is not the leader's.
+        """Return 0, or None if ``token`` is not the leader's: all ids here are of the clock.
 
-        As on a server otherwise, where writers may choose ids.
+        On a server, writers may choose ids.
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -113,7 +113,7 @@ class MemoryEventLog:
         limit: int = 1000,
         through: str = "+",
     ) -> list[Entry]:
-        """Up to ``limit`` entries after a position, up to and with ``through``."""
+        """Return up to ``limit`` entries after a position, up to and including ``through``."""
         await anyio.lowlevel.checkpoint()
         return self.read_now(after, stream=stream, limit=limit, through=through)
 
@@ -125,14 +125,14 @@ class MemoryEventLog:
         limit: int = 1000,
         through: str = "+",
     ) -> list[Entry]:
-        """As :meth:`read`, from any thread."""
+        """Read as :meth:`read`, from any thread."""
         with self._lock:
             return self._streams[stream].between(position(after), limit, through)
 
     async def read_blocking(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
-        """As :meth:`read` on one or both streams, waiting for them."""
+        """Return the entries of one or both streams; wait while there are none."""
 
         def take() -> list[tuple[Stream, Entry]]:
             return [
@@ -144,33 +144,33 @@ class MemoryEventLog:
         return await self._until_some(take, seconds)
 
     async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
-        """The position of the newest entry."""
+        """Return the position of the newest entry."""
         await anyio.lowlevel.checkpoint()
         return self.last_id_now(stream)
 
     def last_id_now(self, stream: Stream = Stream.EVENTS) -> str:
-        """As :meth:`last_id`, from any thread."""
+        """Return the position of the newest entry, from any thread."""
         with self._lock:
             found = self._streams[stream].entries
             return found[-1].id if found else ORIGIN
 
     async def exists(self) -> bool:
-        """Whether anything was ever written to it."""
+        """Return True if the log has an entry, or ever had one."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             return self._streams[Stream.EVENTS].last > (0, 0)
 
     def epoch_now(self) -> int:
-        """The run's newest epoch, from any thread."""
+        """Return the run's newest epoch, from any thread."""
         with self._lock:
             return self._epoch
 
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
-        """Take the next epoch and append its first event, at once; returns the epoch."""
+        """Take the next epoch and append its first event, at once; return the epoch."""
         await anyio.lowlevel.checkpoint()
         while True:
             epoch = self._epoch + 1
-            first = payload(epoch)  # not under the lock: it is the caller's code
+            first = payload(epoch)  # outside the lock: this calls code of the caller
             with self._lock:
                 if self._epoch + 1 == epoch:
                     self._epoch = epoch
@@ -178,7 +178,7 @@ class MemoryEventLog:
                     return epoch
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
-        """The last announcement of every subject."""
+        """Return the last announcement of every subject."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             return [
@@ -186,13 +186,13 @@ class MemoryEventLog:
             ]
 
     async def load(self) -> tuple[bytes | None, str]:
-        """The reducer's last snapshot and its position."""
+        """Return the reducer's last snapshot and its position."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             return self._snapshot, self._position
 
     async def commit(self, commit: Commit) -> bool:
-        """Write a reducer's step. False when another reducer leads or has gone further."""
+        """Write a reducer's step; return False if another reducer leads or is further on."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             if not self._leads(commit.token) or commit.after != self._position:
@@ -211,9 +211,9 @@ class MemoryEventLog:
             return True
 
     async def trim(self, stream: Stream, limit: str, *, token: int | None = None) -> int:
-        """Drop entries below ``limit`` that no group still needs; returns how many.
+        """Drop entries below ``limit`` that no group still needs; return their number.
 
-        Given a ``token`` that is not the newest leader's, none.
+        Drop none if ``token`` is given and is not the newest leader's.
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -222,7 +222,7 @@ class MemoryEventLog:
             return self._streams[stream].trim(position(limit))
 
     async def first_retained_id(self, stream: Stream) -> str | None:
-        """The oldest entry of a stream that has lost older ones; None when it is whole."""
+        """Return the id of a trimmed stream's oldest entry; None if nothing was trimmed."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             found = self._streams[stream]
@@ -231,13 +231,16 @@ class MemoryEventLog:
             return found.entries[0].id if found.entries else entry_id(found.last)
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """The entries that could not be decoded, and why."""
+        """Return the entries that could not be decoded, each with its reason."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             return list(self._dead)
 
     async def lead(self, lease: float) -> tuple[int, float]:
-        """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""
+        """Take the lead for ``lease`` seconds.
+
+        Return a fence token; or 0, and the seconds that the lease of another leader has left.
+        """
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now = self._timer()
@@ -249,7 +252,7 @@ class MemoryEventLog:
             return self._fence, lease
 
     async def renew(self, token: int, lease: float) -> bool:
-        """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""
+        """Renew the lead for ``lease`` seconds; 0 gives it up. Return False if it was lost."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now = self._timer()
@@ -259,12 +262,12 @@ class MemoryEventLog:
             return True
 
     async def now(self) -> int:
-        """The clock in milliseconds, of which entry ids are made."""
+        """Return the clock in milliseconds, the time part of entry ids."""
         await anyio.lowlevel.checkpoint()
         return int(self._clock() * 1000)
 
     async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
-        """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
+        """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now = self._timer()
@@ -272,7 +275,7 @@ class MemoryEventLog:
             return {one: seconds for one, seconds in left.items() if seconds > 0}
 
     def beat_now(self, incarnation: str, lease: float) -> None:
-        """Keep a process alive to the reducer for ``lease`` more seconds, from any thread."""
+        """Renew a process's heartbeat for ``lease`` seconds, from any thread."""
         with self._lock:
             now = self._timer()
             self._lapse = {one: until for one, until in self._lapse.items() if until > now}
@@ -284,16 +287,16 @@ class MemoryEventLog:
             self._lapse.pop(incarnation, None)
 
     def granted_now(self, save_id: str, seconds: float) -> bool:
-        """Wait in this thread until a save's turn has come; False when it has not in time."""
+        """Wait in this thread until a save is granted its turn; return False if too late."""
         with self._granting:
             return self._granting.wait_for(
                 lambda: self._granted.get(save_id, 0.0) > self._timer(), seconds
             )
 
     async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
-        """Keep a checkpoint from being removed for a while; again, to keep it longer.
+        """Take or extend a lease on a checkpoint, which the reducer then does not delete.
 
-        False when it is being removed. Whether it is there at all, only its folder tells.
+        Return False if the checkpoint is being deleted. Only its folder tells if it exists.
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -303,15 +306,15 @@ class MemoryEventLog:
             return True
 
     async def release_lease(self, step: int, who: str) -> None:
-        """Let go of a checkpoint."""
+        """Release the lease on a checkpoint."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             self._holds.pop((step, who), None)
 
     async def mark_deleting(self, token: int, steps: Collection[int]) -> set[int]:
-        """Mark those of the checkpoints that nobody holds, for removal; returns which.
+        """Mark the checkpoints without a lease for deletion; return their steps.
 
-        None of them when ``token`` is not the newest leader's.
+        Mark none if ``token`` is not the newest leader's.
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -324,7 +327,7 @@ class MemoryEventLog:
             return doomed
 
     async def clear_deleting(self, token: int, steps: Collection[int] | None = None) -> bool:
-        """Forget the marks, or all: they are removed, or will not be. False when another leads."""
+        """Clear the deletion marks of some steps, or of all; return False if another leads."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             if not self._leads(token):
@@ -333,7 +336,7 @@ class MemoryEventLog:
             return True
 
     async def create_group(self, stream: Stream, group: str, after: str) -> None:
-        """Create a group that begins after a position; one that is there stays as it is."""
+        """Create a group that begins after a position; leave an existing group as it is."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             created = MemoryGroup(position(after), self._timer())
@@ -342,7 +345,7 @@ class MemoryEventLog:
     async def read_group(
         self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
     ) -> list[Entry]:
-        """Give this member entries that no member was given yet, waiting for them."""
+        """Give this member entries that no member was given yet; wait while there are none."""
 
         def take() -> list[Entry]:
             state = self._group(stream, group)
@@ -355,9 +358,9 @@ class MemoryEventLog:
     async def claim(
         self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
     ) -> Claimed:
-        """Give this member what any member has left pending for ``idle`` seconds.
+        """Give this member the entries that stayed pending with any member for ``idle`` seconds.
 
-        What was given to members ``most`` times already is put to the dead letters instead.
+        An entry that was delivered ``most`` times becomes a dead letter instead.
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -370,14 +373,14 @@ class MemoryEventLog:
             return claimed
 
     async def groups(self, stream: Stream) -> list[GroupInfo]:
-        """Every group of a stream."""
+        """Return every group of a stream."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             now, found = self._timer(), self._streams[stream]
             return [found.info(name, now) for name in sorted(found.groups)]
 
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
-        """Let the log forget a group. False when ``token`` is not the newest leader's."""
+        """Remove a group from the log; return False if ``token`` is not the newest leader's."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             if not self._leads(token):
@@ -387,9 +390,9 @@ class MemoryEventLog:
             return True
 
     async def forget_members(self, stream: Stream, group: str, idle: float) -> int:
-        """Forget members that have nothing pending and asked for nothing for so many seconds.
+        """Remove members with nothing pending that were idle for this many seconds.
 
-        The last one to ask stays: it tells how long the group has been idle.
+        The member that read last stays, since it shows how long the group has been idle.
         """
         await anyio.lowlevel.checkpoint()
         with self._lock:
@@ -397,7 +400,7 @@ class MemoryEventLog:
             return 0 if known is None else known.forget_members(self._timer(), idle)
 
     async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
-        """Tell the group that an entry is dealt with."""
+        """Acknowledge an entry to the group."""
         await anyio.lowlevel.checkpoint()
         with self._lock:
             known = self._streams[stream].groups.get(group)
@@ -408,7 +411,7 @@ class MemoryEventLog:
         try:
             return self._streams[stream].groups[group]
         except KeyError:
-            # What the server says, in the error that callers know from there.
+            # The error that the server raises.
             raise redis.ResponseError(f"NOGROUP no group {group!r} of {stream.value}") from None
 
     def _leads(self, token: int) -> bool:
@@ -432,12 +435,12 @@ class MemoryEventLog:
 
     def _wake(self) -> None:
         for waiter, loop in self._waiting.items():
-            with suppress(RuntimeError):  # its loop was closed under it: no one waits any more
+            with suppress(RuntimeError):  # its loop was closed: no reader waits on it
                 loop.call_soon_threadsafe(_done, waiter)
         self._waiting.clear()
 
     async def _until_some(self, take: Callable[[], list[T]], seconds: float) -> list[T]:
-        """What ``take`` finds, now or after any append within the time."""
+        """Return the result of ``take``, now or after an append within the time."""
         await anyio.lowlevel.checkpoint()
         loop = asyncio.get_running_loop()
         with anyio.move_on_after(max(0.001, seconds)):
@@ -456,9 +459,9 @@ class MemoryEventLog:
 
 
 class SyncMemoryEventLog(SyncEventLog):
-    """The synchronous face of a :class:`MemoryEventLog`, for code that runs in worker threads.
+    """Synchronous client of a :class:`MemoryEventLog`, for code that runs in worker threads.
 
-    It never waits for an event loop, so that a save may also run on the loop's own thread.
+    It never waits for an event loop, so a save may also run on the loop's own thread.
     """
 
     remote = False
@@ -469,37 +472,37 @@ class SyncMemoryEventLog(SyncEventLog):
         self._log = log
 
     def append(self, payload: bytes) -> str:
-        """Append to the events; returns the entry id."""
+        """Append an event; return its entry id."""
         return self._log.append_now(payload)
 
     def append_many(self, payloads: Sequence[bytes]) -> list[str]:
-        """Append to the events, in this order, all at once; returns the entry ids."""
+        """Append events in this order, all at once; return their entry ids."""
         return self._log.append_many_now(payloads)
 
     def beat(self, incarnation: str, lease: float) -> None:
-        """Keep a process alive to the reducer for ``lease`` more seconds."""
+        """Renew a process's heartbeat for ``lease`` seconds."""
         self._log.beat_now(incarnation, lease)
 
     def rest(self, incarnation: str) -> None:
-        """End a process's heartbeat: it has nothing more to be failed for."""
+        """End a process's heartbeat, once it has no running save that could fail."""
         self._log.rest_now(incarnation)
 
     def granted(self, save_id: str, seconds: float) -> bool:
-        """Wait until a save's turn has come; False when it has not after so many seconds."""
+        """Wait until a save is granted its turn; return False if it is not in time."""
         return self._log.granted_now(save_id, seconds)
 
     def read(
         self, after: str = ORIGIN, *, stream: Stream = Stream.EVENTS, limit: int = 1000
     ) -> list[Entry]:
-        """Up to ``limit`` entries after a position."""
+        """Return up to ``limit`` entries after a position."""
         return self._log.read_now(after, stream=stream, limit=limit)
 
     def epoch(self) -> int:
-        """The run's newest epoch; 0 before any."""
+        """Return the run's newest epoch; 0 if none was opened."""
         return self._log.epoch_now()
 
     def leaders_folder(self) -> bytes | None:
-        """Return None: no reducer in memory tells where its folder is."""
+        """Return None: an in-memory reducer does not describe its folder."""
         return None
 
     def close(self) -> None:

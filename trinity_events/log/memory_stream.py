@@ -1,4 +1,4 @@
-"""One stream of the in-memory log with its groups: pure, and told the time."""
+"""One stream of the in-memory log with its groups: pure; callers pass the time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ At = tuple[int, int]
 
 
 class Pending(Struct):
-    """An entry that a member of a group was given and has not acknowledged."""
+    """Entry that was delivered to a group member and is not acknowledged."""
 
     entry: Entry
     member: str
@@ -22,14 +22,14 @@ class Pending(Struct):
 
 
 class MemoryGroup(Struct):
-    """A consumer group."""
+    """Consumer group of a stream in memory."""
 
     last: At
-    """The newest entry that was given to anyone."""
+    """Position of the newest entry that was delivered to any member."""
     created: float
     pending: dict[At, Pending] = field(default_factory=dict)
     members: dict[str, float] = field(default_factory=dict)
-    """When each of them last asked for anything."""
+    """Time of each member's last read, in seconds."""
 
     def give(self, entries: list[Entry], member: str, now: float) -> None:
         """Give a member entries that no member was given yet."""
@@ -39,7 +39,10 @@ class MemoryGroup(Struct):
             self.pending[self.last] = Pending(entry, member, now)
 
     def claim(self, member: str, now: float, idle: float, most: int, limit: int) -> Claimed:
-        """Give a member what was left pending for so long; give up what was given too often."""
+        """Give a member the entries that are pending for ``idle`` seconds.
+
+        An entry that was delivered ``most`` times is given up instead.
+        """
         claimed = Claimed([], [])
         for at in [at for at in sorted(self.pending) if now - self.pending[at].since >= idle]:
             one = self.pending[at]
@@ -55,7 +58,7 @@ class MemoryGroup(Struct):
         return claimed
 
     def forget_members(self, now: float, idle: float) -> int:
-        """Forget those with nothing pending that are idle, but never the last one to ask."""
+        """Remove idle members with nothing pending, but never the member that read last."""
         busy = {one.member for one in self.pending.values()}
         freshest = max(self.members, key=lambda name: self.members[name], default=None)
         gone = [
@@ -68,7 +71,7 @@ class MemoryGroup(Struct):
         return len(gone)
 
     def info(self, name: str, now: float, *, undelivered: bool) -> GroupInfo:
-        """Return how the group stands, of a stream that has undelivered entries or none."""
+        """Return the state of the group; ``undelivered`` tells if its stream has new entries."""
         oldest = min(self.pending, default=None)
         return GroupInfo(
             name=name,
@@ -82,17 +85,17 @@ class MemoryGroup(Struct):
 
 
 class MemoryStream(Struct):
-    """Entries in order, and the groups that read them."""
+    """Entries of a stream in order, and its groups."""
 
     entries: list[Entry] = field(default_factory=list)
     positions: list[At] = field(default_factory=list)
     groups: dict[str, MemoryGroup] = field(default_factory=dict)
     last: At = (0, 0)
-    """The newest position there ever was."""
+    """Newest position that any entry ever had."""
     trimmed: bool = False
 
     def add(self, payload: bytes, milliseconds: int) -> str:
-        """Append; the id is above the last one, also when the clock went back."""
+        """Append a payload; its id is above the last one, even if the clock went back."""
         at = max((milliseconds, 0), (self.last[0], self.last[1] + 1))
         entry = Entry(entry_id(at), bytes(payload))
         self.last = at
@@ -101,7 +104,7 @@ class MemoryStream(Struct):
         return entry.id
 
     def between(self, after: At, limit: int, through: str = "+") -> list[Entry]:
-        """Up to so many entries after a position, up to and with another."""
+        """Return up to ``limit`` entries after a position, up to and including ``through``."""
         first = bisect_right(self.positions, after)
         end = len(self.entries)
         if through != "+":
@@ -109,12 +112,12 @@ class MemoryStream(Struct):
         return self.entries[first : min(end, first + limit)]
 
     def info(self, name: str, now: float) -> GroupInfo:
-        """Return how one of its groups stands."""
+        """Return the state of one of the groups."""
         group = self.groups[name]
         return group.info(name, now, undelivered=bool(self.between(group.last, 1)))
 
     def trim(self, limit: At) -> int:
-        """Drop what is below the limit and needed by no group."""
+        """Drop entries below the limit that no group needs; return their number."""
         for group in self.groups.values():
             limit = min(limit, group.last, *group.pending)
         dropped = bisect_left(self.positions, limit)
@@ -124,5 +127,5 @@ class MemoryStream(Struct):
 
 
 def entry_id(at: At) -> str:
-    """A position as the id of its entry."""
+    """Return the entry id of a position."""
     return f"{at[0]}-{at[1]}"

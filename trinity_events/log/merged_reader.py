@@ -1,4 +1,4 @@
-"""Entries of several streams of a log, in the order of their ids, as they come."""
+"""Reader of several streams of a log, which merges their entries by id."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .base import Entry, EventLog, Stream
 from .position import position
 
 _SETTLED = 0.002
-"""Seconds after which the server's clock has left the millisecond in which an entry was read."""
+"""Seconds after which the server's clock is past the millisecond of an entry just read."""
 _LAST = 2**64 - 1
 
 Found = tuple[Stream, Entry]
 
 
 def stream_order(found: Found) -> tuple[tuple[int, int], int]:
-    """Return by what entries are sorted: at one id, the announcement follows the event."""
+    """Return the sort key of an entry: at one id, the announcement follows the event."""
     stream, entry = found
     return position(entry.id), _RANK[stream]
 
@@ -26,15 +26,16 @@ _RANK = {stream: rank for rank, stream in enumerate(Stream)}
 
 
 class MergedReader:
-    """Reads streams of one log together, and gives their entries in the order of their ids.
+    """Reads several streams of one log, and yields their entries in the order of their ids.
 
-    The streams are stamped by one clock, but read apart. An entry is held back until the clock has
-    left its millisecond and every stream was read to the end of that, so that none with a lower id
-    can follow it. Where the server's clock goes back, each stream is in order and they may not be.
+    One clock stamps the streams, but each is read by itself. The reader holds an entry back until
+    the clock is past its millisecond and every stream was read to the end of that millisecond.
+    Then no entry with a lower id can follow. If the server's clock goes back, only the order
+    within each stream is kept.
 
     Args:
         log: The log.
-        after: The streams to read, with the position of each that reading begins after.
+        after: The streams to read, each with the position after which reading begins.
     """
 
     def __init__(self, log: EventLog, after: Mapping[Stream, str]) -> None:
@@ -43,7 +44,7 @@ class MergedReader:
         self._held: list[Found] = []
 
     async def read(self, *, seconds: float, limit: int) -> list[Found]:
-        """Return what comes next; nothing where that does not come within so many seconds."""
+        """Return the next entries; none if none comes within ``seconds``."""
         if len(self._after) == 1:
             return self._read(
                 await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
@@ -63,14 +64,14 @@ class MergedReader:
         return given
 
     async def _read_through(self, through: int, limit: int) -> tuple[int, int]:
-        """Read a page of each stream up to a millisecond; return up to where all are known."""
+        """Read a page of each stream up to a millisecond; return the position that all reached."""
         known = (through, _LAST)
         for stream, after in list(self._after.items()):
             page = await self._log.read(
                 after, stream=stream, through=f"{through}-{_LAST}", limit=limit
             )
             self._held += self._read([(stream, entry) for entry in page])
-            if len(page) >= limit:  # it may have more
+            if len(page) >= limit:  # the stream may have more
                 known = min(known, position(page[-1].id))
         return known
 

@@ -1,4 +1,4 @@
-"""What a publisher has yet to send: a bounded queue in order, of which nothing is lost."""
+"""Outbox of a publisher: a bounded queue of unconfirmed events, in order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _BYTES_AT_ONCE = 1 << 20
 
 
 class Outbox:
-    """Payloads that no server took yet, oldest first.
+    """Payloads that no server confirmed yet, oldest first.
 
-    What is sent stays until it is known to be taken. For one thread at a time.
+    A sent payload stays until the server confirms it. It is used by one thread at a time.
 
     Args:
         capacity: Payloads that it holds at most.
-        capacity_bytes: Their bytes at most.
+        capacity_bytes: Bytes of those events at most.
     """
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
@@ -24,18 +24,18 @@ class Outbox:
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self.accepted = 0
-        """How many were ever put in."""
+        """Number of payloads that were ever put in."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def taken(self) -> int:
-        """How many a server took."""
+        """Number of payloads that a server confirmed."""
         return self.accepted - len(self._waiting)
 
     def put(self, payload: bytes) -> bool:
-        """Put one in at the end. False when there is no room, and then it is not in."""
+        """Append a payload; return False if there is no room for it."""
         full = self._bytes + len(payload) > self._capacity_bytes
         if full or len(self._waiting) >= self._capacity:
             return False
@@ -45,7 +45,7 @@ class Outbox:
         return True
 
     def batch(self) -> list[bytes]:
-        """The oldest, as many as are sent at once; one at least, unless it is empty."""
+        """Return the oldest payloads to send at once; at least one unless the outbox is empty."""
         found: list[bytes] = []
         size = 0
         for payload in self._waiting:
@@ -56,6 +56,6 @@ class Outbox:
         return found
 
     def drop(self, count: int) -> None:
-        """Forget the oldest: they were taken."""
+        """Remove the oldest payloads, which the server confirmed."""
         for _ in range(count):
             self._bytes -= len(self._waiting.popleft())

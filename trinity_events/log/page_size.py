@@ -1,4 +1,4 @@
-"""How many entries to read, and to fold, at once: bounded in bytes, not in number alone."""
+"""Sizes of the pages that are read and folded at once, bounded in number and bytes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Iterator, Sequence
 from .base import Entry
 
 PAGE_BYTES = 16 << 20
-"""What a page comes to at most, as far as its entries are as large as those before them."""
+"""Maximum bytes of a page, if its entries have the size of those before."""
 TURN = 125
-"""Entries that are folded before anyone else in the loop has a turn, at most: a lead is to be kept
-meanwhile, and the next page comes in as many pieces as a socket holds."""
+"""Maximum entries that are folded before other tasks of the event loop run. They renew the lead,
+and receive the next page in pieces of a socket buffer."""
 TURN_BYTES = 1 << 20
-"""Bytes of those entries at most; one that is larger has a turn of its own. To find out that 4 MiB
-are garbage takes 15 ms."""
+"""Maximum bytes of those entries; a larger entry is folded by itself. To reject 4 MiB of garbage
+takes 15 ms."""
 _FIRST = 16
-"""Entries of the first page, whose size nobody knows: an event may take 4 MiB."""
+"""Entries of the first page, before sizes are known: an event may take 4 MiB."""
 _GROWTH = 4
+"""Maximum factor by which the limit grows from one page to the next."""
 
 
 class PageSize:
-    """The number to ask for, learnt from what came: servers bound their replies by number alone.
+    """Number of entries to ask for, learnt from earlier pages: servers limit replies by number.
 
     Args:
-        most: The most entries at once, however small.
+        most: Maximum entries of a page, however small they are.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,7 +32,7 @@ class PageSize:
         self.limit = min(_FIRST, most)
 
     def learn(self, page: Sequence[Entry]) -> int:
-        """Note how large the entries are that came; returns their bytes."""
+        """Adapt the limit to the sizes of a page's entries; return their bytes."""
         if not page:
             return 0
         nbytes = sum(len(entry.payload) for entry in page)
@@ -41,9 +42,9 @@ class PageSize:
 
 
 def in_turns(page: Sequence[Entry], nbytes: int, most: int = TURN) -> Iterator[Sequence[Entry]]:
-    """Cut a page of so many bytes into what is folded at once, at most ``most`` entries.
+    """Cut a page into turns, each of at most ``most`` entries, by the mean size of its entries.
 
-    By their mean size: to look at each again would take as long as a tenth of the folding.
+    To measure each entry again would take a tenth of the time of the fold.
     """
     each = max(1, min(most, TURN_BYTES * len(page) // max(1, nbytes)))
     for start in range(0, len(page), each):

@@ -1,4 +1,4 @@
-"""The publisher of synchronous code: it numbers what it is given, and sends it in order."""
+"""Publisher for synchronous code: it numbers events and sends them in order."""
 
 from __future__ import annotations
 
@@ -22,32 +22,45 @@ from .sync_log import SyncEventLog
 logger = logging.getLogger(__name__)
 
 CAPACITY = 4096
-"""Events that a publisher holds at most while no server takes them."""
+"""Events that a publisher buffers at most while no server takes them."""
 CAPACITY_BYTES = 16 << 20
+"""Bytes of those events at most."""
 LONGEST_PAUSE = 1.0
-"""Seconds between two attempts to reach a server, at most."""
+"""Maximum seconds between two attempts to reach a server."""
 EXIT_DEADLINE = 5.0
-"""Seconds that a process waits at its end for what its publishers still hold, all together."""
+"""Seconds that an exiting process waits for the events that its publishers still buffer."""
 
 _LINGER = 5.0
+<<<<<<< HEAD
 """Seconds for which a sender keeps a publisher that has nothing to send and no other user."""
+=======
+"""Seconds for which the sending thread waits for another event before it ends."""
+>>>>>>> p5
 
 
 class Publisher:
-    """Publishes from any thread, and never makes it wait for the server.
+    """Publishes from any thread without waiting for the server.
 
+<<<<<<< HEAD
     Events are numbered as they are published and sent in that order by a thread of its own, which
     waits out a server that is away, full or read-only. What was sent and not confirmed is sent
     again: to the fold it is a duplicate. Only :meth:`flush` tells that all of it is in the log.
     A process that ends closes its publishers, within :data:`EXIT_DEADLINE` seconds. In a process
     that was forked from this one, make another: the thread and the connection stay here.
+=======
+    Events are numbered as they are published. A sending thread sends them in that order, and
+    retries while the server is away, full or read-only. An unconfirmed event is sent again; the
+    fold ignores the duplicate. :meth:`flush` returns once every event is in the log. An exiting
+    process waits for that too, for :data:`EXIT_DEADLINE` seconds. A forked process needs its own
+    publisher: the thread and the connection stay in the parent.
+>>>>>>> p5
 
     Args:
         log: The run's log.
-        epoch: The epoch that this process was given.
-        producer: Who publishes; no other publisher may be the same.
-        capacity: Events that it holds at most.
-        capacity_bytes: Their bytes at most.
+        epoch: The epoch of this process.
+        producer: Identity of this publisher, which no other publisher may share.
+        capacity: Events that it buffers at most.
+        capacity_bytes: Bytes of those events at most.
     """
 
     def __init__(
@@ -67,40 +80,38 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._fault: Exception | None = None
         self._attempts = 0
-        self._refused = 0  # the number of the last attempt that was
+        self._refused = 0  # number of the last refused attempt
         self._hurried = False
         self._closed = False
         _open.add(self)
 
     @property
     def run_id(self) -> str:
-        """The run that it publishes to."""
+        """The run of its log."""
         return self._stamp.run_id
 
     @property
     def epoch(self) -> int:
-        """The epoch that it was given."""
+        """The epoch that its events carry."""
         return self._stamp.epoch
 
     @property
     def producer(self) -> Producer:
-        """Who it publishes as."""
+        """The producer that its events name."""
         return self._stamp.producer
 
     @property
     def backlog(self) -> int:
-        """How many events were published that are not known to be in the log."""
+        """Number of published events that are not known to be in the log."""
         return len(self._outbox)
 
     def publish(self, event: Event) -> None:
-        """Take an event to send it; returns at once.
+        """Buffer an event for the sending thread; return at once.
 
         Raises:
-            BufferFull: when it holds as much as it may; the event was not taken, and leaves no
-                gap.
-            PublishError: when the server refuses what was published before; neither was this
-                taken.
-            ContractError: when the event breaks the contract.
+            BufferFull: if the buffer is full; the event was not taken, and leaves no gap.
+            PublishError: if the server refuses earlier events; this one was not taken either.
+            ContractError: if the event breaks the contract.
         """
         self._check_process()
         with self._changed:
@@ -116,16 +127,17 @@ class Publisher:
                 raise
 
     def flush(self, deadline: float) -> None:
-        """Wait until all that was published is in the log.
+        """Wait until every published event is in the log.
 
-        Raises PublishError, which names what is not, and why, after ``deadline`` seconds, or as
-        soon as the server refuses it. It is kept all the same, and tried again.
+        Raises PublishError after ``deadline`` seconds, or as soon as the server refuses an event.
+        The error counts the missing events and gives the reason. They stay buffered and are
+        sent again.
         """
         self._check_process()
         with self._changed:
             until, begun = self._outbox.accepted, self._attempts
             self._hurry()
-            # What was refused before now may be allowed by now: another attempt tells.
+            # The server may accept by now what it refused before: wait for another attempt.
             self._changed.wait_for(
                 lambda: self._outbox.taken >= until or self._refused > begun or self._is_over,
                 deadline,
@@ -137,14 +149,14 @@ class Publisher:
                     how = "refuses them"
                 which = "1 event is" if missing == 1 else f"{missing} events are"
                 raise PublishError(
-                    f"of what was published to run {self.run_id}, {which} not in the log, "
-                    f"since the server {how}: {self._why}"
+                    f"in run {self.run_id}, {which} not in the log, since the server {how}: "
+                    f"{self._why}"
                 )
 
     def close(self, deadline: float = 5.0) -> None:
-        """Flush, and end the thread that sends; the log stays open. Raises as :meth:`flush`.
+        """Flush, and end the sending thread; the log stays open. Raises as :meth:`flush`.
 
-        Nothing can be published any more. What was not taken in time is dropped.
+        Later calls of :meth:`publish` fail. Events not taken in time are dropped.
         """
         give_up = time.monotonic() + deadline
         try:
@@ -161,15 +173,26 @@ class Publisher:
         if not self.log.remote:
             self.log.append(payload)
             return
+<<<<<<< HEAD
         if self._thread is None:  # before it is put in: what cannot be sent is not taken
             self._thread = self._start_sender(event)
+=======
+        # Start the thread before the put: an exiting process can start none.
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._send, name=f"publish-{self.producer.role}", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+>>>>>>> p5
         if not self._outbox.put(payload):
             raise BufferFull(
                 f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "
-                f"events wait for the server already, which is all that is kept: {self._why}"
+                f"events wait for the server already, which fills the buffer: {self._why}"
             )
         self._changed.notify_all()
 
+<<<<<<< HEAD
     def _start_sender(self, event: Event) -> threading.Thread:
         """Start the thread that sends for as long as the publisher is open and in use.
 
@@ -188,11 +211,15 @@ class Publisher:
 
     def _send(self) -> bool:
         """Send what there is, batch by batch, each until it is taken; False once it is closed."""
+=======
+    def _send(self) -> None:
+        """Send batch by batch, each until the server takes it, in the sending thread."""
+>>>>>>> p5
         faults = backoff_delays(LONGEST_PAUSE)
         while batch := self._next_batch():
             try:
                 self.log.append_many(batch)
-            except Exception as error:  # nobody would hear of it in this thread
+            except Exception as error:  # no caller would see it in this thread
                 self._note(error)
                 self._pause(next(faults))
             else:
@@ -204,7 +231,11 @@ class Publisher:
         return self._thread is not None
 
     def _next_batch(self) -> list[bytes]:
+<<<<<<< HEAD
         """Return what to send; empty when there was nothing for a while, or it was closed."""
+=======
+        """Return the next batch; empty if the thread is to end."""
+>>>>>>> p5
         with self._changed:
             self._changed.wait_for(lambda: len(self._outbox) or self._closed, _LINGER)
             batch = [] if self._closed else self._outbox.batch()
@@ -218,7 +249,7 @@ class Publisher:
         with self._changed:
             if self._fault is None:
                 logger.warning(
-                    "what run %s is told waits for the server: %s", self.run_id, reply_text(error)
+                    "events of run %s wait for the server: %s", self.run_id, reply_text(error)
                 )
             self._fault = error
             if self._is_refused:
@@ -267,11 +298,16 @@ _open: WeakSet[Publisher] = WeakSet()
 
 
 @atexit.register
+<<<<<<< HEAD
 def _close_all() -> None:
     """Close what is still open; threads that are no daemons have ended by now.
 
     Finalizers run later, when no thread does: what they publish is refused at once.
     """
+=======
+def _flush_all() -> None:
+    """Flush the open publishers at exit; threads that are no daemons have ended by now."""
+>>>>>>> p5
     give_up = time.monotonic() + EXIT_DEADLINE
     for publisher in list(_open):
         if publisher._process == os.getpid() and not publisher._closed:

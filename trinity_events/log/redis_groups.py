@@ -1,4 +1,4 @@
-"""The consumer groups of a log on Redis streams."""
+"""Consumer groups of a log on Redis streams."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .scripts import Scripts
 
 _KEPT = (DEAD_LETTERS_KEPT, DEAD_LETTER_BYTES)
 _TRACE_EVERY = 1.0
-"""Seconds after which a member that reads leaves a trace again: how exact its idle time is."""
+"""Seconds between two traces of a reading member; the resolution of its idle time."""
 _AFTER_ALL = f"{2**64 - 1}-{2**64 - 2}"
-"""The position after which there is nothing; the very last one means new entries to the server."""
+"""The last position but one, after which nothing is pending; the last one means new entries."""
 _FIRST_MEMBER = "-"
-"""With which a group is created, so that the server knows since when it has been idle."""
+"""Member that a group is created with, so that the server counts the group's idle time."""
 
 
 @naming_key_conflicts
@@ -41,13 +41,13 @@ class RedisGroups:
         self._redis: Any = client
         self._run = Scripts(client)
         self._traces: dict[tuple[Stream, str, str], float] = {}
-        """When the server last noted a member of a group that reads here, by our clock."""
+        """Local time of the last trace of each member that reads here, in seconds."""
 
     def _key(self, stream: Stream) -> str:
         return self.keys.events if stream is Stream.EVENTS else self.keys.announcements
 
     async def create_group(self, stream: Stream, group: str, after: str) -> None:
-        """Create a group that begins after a position; one that is there stays as it is."""
+        """Create a group that begins after a position; leave an existing group as it is."""
         await self._run(
             "create_group", keys=[self._key(stream)], args=[group, after, _FIRST_MEMBER]
         )
@@ -55,9 +55,9 @@ class RedisGroups:
     async def read_group(
         self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
     ) -> list[Entry]:
-        """Give this member entries that no member was given yet, waiting on the server.
+        """Give this member entries that no member was given yet; wait on the server for them.
 
-        The group is not idle meanwhile, also where nothing comes.
+        A group with a waiting member is not idle, even if no entry comes.
         """
         await self._leave_trace(stream, group, member)
         reply = await self._redis.xreadgroup(
@@ -73,10 +73,10 @@ class RedisGroups:
         return found
 
     async def _leave_trace(self, stream: Stream, group: str, member: str) -> None:
-        """Have the server note that the member is there, unless it did a moment ago.
+        """Reset the member's idle time on the server, unless that was done a moment ago.
 
-        Redis 7.0 notes no member that waits for entries, nor one that no entry came for. It does
-        note a member that reads its own pending entries, here those after the last possible one.
+        Redis 7.0 resets it neither for a member that waits, nor for one that gets no entry. It
+        resets it for a member that reads its own pending entries: here, those after the last.
         """
         now = time.monotonic()
         if now - self._traces.get((stream, group, member), -math.inf) < _TRACE_EVERY:
@@ -87,9 +87,9 @@ class RedisGroups:
     async def claim(
         self, stream: Stream, group: str, member: str, *, idle: float, most: int, limit: int = 100
     ) -> Claimed:
-        """Give this member what any member has left pending for ``idle`` seconds.
+        """Give this member the entries that stayed pending with any member for ``idle`` seconds.
 
-        What was given to members ``most`` times already is put to the dead letters instead.
+        An entry that was delivered ``most`` times becomes a dead letter instead.
         """
         claimed, dead = await self._run(
             "claim",
@@ -99,11 +99,11 @@ class RedisGroups:
         return Claimed(flat_entries(claimed), flat_entries(dead))
 
     async def ack(self, stream: Stream, group: str, entry_id: str) -> None:
-        """Tell the group that an entry is dealt with."""
+        """Acknowledge an entry to the group."""
         await self._redis.xack(self._key(stream), group, entry_id)
 
     async def groups(self, stream: Stream) -> list[GroupInfo]:
-        """Every group of a stream."""
+        """Return every group of a stream."""
         found = await self._run("groups", keys=[self._key(stream)], args=[_FIRST_MEMBER])
         return [
             GroupInfo(
@@ -119,14 +119,14 @@ class RedisGroups:
         ]
 
     async def destroy_group(self, stream: Stream, group: str, *, token: int) -> bool:
-        """Let the log forget a group. False when ``token`` is not the newest leader's."""
+        """Remove a group from the log; return False if ``token`` is not the newest leader's."""
         keys = [self._key(stream), self.keys.fence]
         return bool(await self._run("destroy_group", keys=keys, args=[token, _raw(group)]))
 
     async def forget_members(self, stream: Stream, group: str, idle: float) -> int:
-        """Forget members that have nothing pending and asked for nothing for so many seconds.
+        """Remove members with nothing pending that were idle for this many seconds.
 
-        The last one to ask stays: it tells how long the group has been idle.
+        The member that read last stays, since it shows how long the group has been idle.
         """
         keys = [self._key(stream)]
         args = [_raw(group), int(idle * 1000)]
@@ -134,5 +134,5 @@ class RedisGroups:
 
 
 def _raw(group: str) -> bytes:
-    """A group's name as the server has it."""
+    """Return the bytes of a group's name on the server."""
     return group.encode(errors="surrogateescape")

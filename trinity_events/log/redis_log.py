@@ -37,11 +37,11 @@ from .redis_replies import FIELD, entries, flat_entries
 class RedisEventLog(RedisGroups):
     """One run's log on a server. Implements :class:`~trinity_events.log.EventLog`.
 
-    Methods raise KeyConflict for a key of the run that something else wrote.
+    Methods raise KeyConflict for a key of the run that another program wrote.
     """
 
     async def append(self, payload: bytes) -> str:
-        """Append to the events; returns the entry id."""
+        """Append an event; return its entry id."""
         entry_id: bytes = await self._redis.xadd(self.keys.events, {FIELD: payload})
         return entry_id.decode()
 
@@ -53,13 +53,13 @@ class RedisEventLog(RedisGroups):
         limit: int = 1000,
         through: str = "+",
     ) -> list[Entry]:
-        """Up to ``limit`` entries after a position, up to and with ``through``."""
-        if after == LAST_ID:  # servers answer that as an error
+        """Return up to ``limit`` entries after a position, up to and including ``through``."""
+        if after == LAST_ID:  # a server answers this with an error
             return []
         key, first = self._key(stream), f"({after}"
         if isinstance(self._redis, redis.asyncio.RedisCluster):
             return entries(await self._redis.xrange(key, min=first, max=through, count=limit))
-        # By its name in bytes, of which the client knows no parser: see flat_entries.
+        # The name is bytes, for which the client has no parser: see flat_entries.
         return flat_entries(
             await self._redis.execute_command(b"XRANGE", key, first, through, b"COUNT", limit)
         )
@@ -72,14 +72,17 @@ class RedisEventLog(RedisGroups):
         limit: int = 1000,
         inclusive: bool = False,
     ) -> list[Entry]:
-        """Up to ``limit`` entries before a position, the newest first; or from it on back."""
+        """Return up to ``limit`` entries before a position, newest first.
+
+        ``inclusive`` adds the entry at the position itself.
+        """
         last = before if before == "+" or inclusive else f"({before}"
         return entries(await self._redis.xrevrange(self._key(stream), max=last, count=limit))
 
     async def read_blocking(
         self, after: dict[Stream, str], *, seconds: float, limit: int = 1000
     ) -> list[tuple[Stream, Entry]]:
-        """As :meth:`read` on one or both streams, waiting on the server for them."""
+        """Return the entries of one or both streams; wait on the server while there are none."""
         streams = {self._key(stream): stream for stream in after}
         reply = await self._redis.xread(
             {key: after[stream] for key, stream in streams.items()},
@@ -91,25 +94,25 @@ class RedisEventLog(RedisGroups):
         ]
 
     async def last_id(self, stream: Stream = Stream.EVENTS) -> str:
-        """The position of the newest entry."""
+        """Return the position of the newest entry."""
         newest = entries(await self._redis.xrevrange(self._key(stream), count=1))
         return newest[0].id if newest else ORIGIN
 
     async def exists(self) -> bool:
-        """Whether anything was ever written to it."""
+        """Return True if the log has an entry, or ever had one."""
         return bool(await self._redis.exists(self.keys.events))
 
     async def identity(self) -> str | None:
-        """Return which log it is, as :meth:`keep_identity` kept it."""
+        """Return the identity of the log that :meth:`keep_identity` stored."""
         found: bytes | None = await self._redis.get(self.keys.identity)
         return None if found is None else found.decode(errors="replace")
 
     async def keep_identity(self, identity: str) -> None:
-        """Keep which log it is, for when its first entry is trimmed. What is kept stays."""
+        """Store the log's identity, unless one is stored; it outlives the first entry."""
         await self._redis.set(self.keys.identity, identity, nx=True)
 
     async def open_epoch(self, payload: Callable[[int], bytes]) -> int:
-        """Take the next epoch and append its first event, in one script; returns the epoch."""
+        """Take the next epoch and append its first event, in one script; return the epoch."""
         epoch = parse_number(self.keys.epoch, await self._redis.get(self.keys.epoch)) + 1
         while True:
             keys = [self.keys.epoch, self.keys.events]
@@ -119,7 +122,7 @@ class RedisEventLog(RedisGroups):
             epoch = int(taken) + 1
 
     async def current_announcements(self) -> list[CurrentAnnouncement]:
-        """The last announcement of every subject."""
+        """Return the last announcement of every subject."""
         found: list[CurrentAnnouncement] = []
         for field, value in (await self._redis.hgetall(self.keys.current)).items():
             subject, entry_id, payload = parse_announcement(self.keys.current, field, value)
@@ -127,20 +130,20 @@ class RedisEventLog(RedisGroups):
         return found
 
     async def load(self) -> tuple[bytes | None, str]:
-        """The reducer's last snapshot and its position."""
+        """Return the reducer's last snapshot and its position."""
         key = self.keys.position
         snapshot, position = await self._redis.mget(self.keys.snapshot, key)
         if position is None:
-            # So it is also said of a key that is no string.
+            # MGET also answers None for a key that is no string.
             if (found := (await self._redis.type(key)).decode()) not in ("none", "string"):
                 raise wrong_type(key, found, "string")
             return snapshot, ORIGIN
         return snapshot, parse_position(key, position)
 
     async def commit(self, commit: Commit) -> bool:
-        """Write a reducer's step. False when another reducer leads or has gone further.
+        """Write a reducer's step; return False if another reducer leads or is further on.
 
-        With nothing written when a key is of another type.
+        A key of another type raises KeyConflict, and nothing is written.
         """
         keys = self.keys
         args: list[Any] = [commit.token, commit.after, commit.position, commit.snapshot or b""]
@@ -158,23 +161,23 @@ class RedisEventLog(RedisGroups):
         return bool(await self._run("commit", keys=written, args=args) == b"ok")
 
     async def append_leading(self, token: int, payload: bytes) -> str | None:
-        """As :meth:`append`, for the newest leader alone; None when ``token`` is not its."""
+        """Append for the newest leader alone; return None if ``token`` is not its fence token."""
         keys = [self.keys.events, self.keys.fence]
         entry_id: bytes | None = await self._run("append_leading", keys=keys, args=[token, payload])
         return entry_id.decode() if entry_id else None
 
     async def renumber(self, token: int, after: str) -> int | None:
-        """Give events whose ids no clock makes ids of the clock, in their order; returns how many.
+        """Give new ids to events with ids past year 9999; return their number.
 
-        None when ``token`` is not the newest leader's. Nothing is changed where ``after``, up to
-        which events were folded, is itself such an id.
+        The order of the events stays. Return None if ``token`` is not the newest leader's. Nothing
+        changes if ``after``, the last folded position, is itself such an id.
         """
         keys = [self.keys.events, f"{self.keys.events}:renumbered", self.keys.fence]
         found = int(await self._run("renumber", keys=keys, args=[f"{LATEST + 1}-0", after, token]))
         return None if found < 0 else found
 
     async def heartbeat_ttls(self, incarnations: Collection[str]) -> dict[str, float]:
-        """Those of them whose heartbeat has not lapsed, and in how many seconds it does."""
+        """Return the seconds left of each heartbeat that has not lapsed, by incarnation."""
         asked = list(incarnations)
         if not asked:
             return {}
@@ -182,18 +185,18 @@ class RedisEventLog(RedisGroups):
             for one in asked:
                 pipeline.pttl(heartbeat_key(self.run_id, one))
             left = await pipeline.execute()
-        # -2: it is not there; -1: it never lapses, as no process of ours leaves it.
+        # -2: there is no key; -1: the key never lapses, which no process of ours writes.
         there = ((one, ms) for one, ms in zip(asked, left, strict=True) if ms != -2)
         return {one: math.inf if ms < 0 else ms / 1000 for one, ms in there}
 
     async def now(self) -> int:
-        """The server's clock in milliseconds, of which entry ids are made."""
+        """Return the server's clock in milliseconds, the time part of entry ids."""
         return int(await self._run("now", keys=[self.keys.events]))
 
     async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
-        """Keep a checkpoint from being removed for a while; again, to keep it longer.
+        """Take or extend a lease on a checkpoint, which the reducer then does not delete.
 
-        False when it is being removed. Whether it is there at all, only its folder tells.
+        Return False if the checkpoint is being deleted. Only its folder tells if it exists.
         """
         keys = [self.keys.holds, self.keys.doomed]
         return bool(
@@ -201,13 +204,13 @@ class RedisEventLog(RedisGroups):
         )
 
     async def release_lease(self, step: int, who: str) -> None:
-        """Let go of a checkpoint."""
+        """Release the lease on a checkpoint."""
         await self._redis.zrem(self.keys.holds, f"{step} {who}")
 
     async def mark_deleting(self, token: int, steps: Collection[int]) -> set[int]:
-        """Mark those of the checkpoints that nobody holds, for removal; returns which.
+        """Mark the checkpoints without a lease for deletion; return their steps.
 
-        None of them when ``token`` is not the newest leader's.
+        Mark none if ``token`` is not the newest leader's.
         """
         keys = [self.keys.holds, self.keys.doomed, self.keys.fence]
         return {
@@ -215,22 +218,22 @@ class RedisEventLog(RedisGroups):
         }
 
     async def clear_deleting(self, token: int, steps: Collection[int] | None = None) -> bool:
-        """Forget the marks, or all: they are removed, or will not be. False when another leads."""
+        """Clear the deletion marks of some steps, or of all; return False if another leads."""
         keys = [self.keys.doomed, self.keys.fence]
         args = [token, "all"] if steps is None else [token, *steps]
         return bool(await self._run("clear_deleting", keys=keys, args=args))
 
     async def trim(self, stream: Stream, limit: str, *, token: int | None = None) -> int:
-        """Drop entries below ``limit`` that no group still needs; returns how many.
+        """Drop entries below ``limit`` that no group still needs; return their number.
 
-        Given a ``token`` that is not the newest leader's, none.
+        Drop none if ``token`` is given and is not the newest leader's.
         """
         keys = [self._key(stream), self.keys.fence]
         args = [limit, "" if token is None else token]
         return int(await self._run("trim", keys=keys, args=args))
 
     async def first_retained_id(self, stream: Stream) -> str | None:
-        """The oldest entry of a stream that has lost older ones; None when it is whole."""
+        """Return the id of a trimmed stream's oldest entry; None if nothing was trimmed."""
         if not await self._redis.exists(self._key(stream)):
             return None
         info = await self._redis.xinfo_stream(self._key(stream))
@@ -241,7 +244,7 @@ class RedisEventLog(RedisGroups):
         return left.decode()
 
     async def dead_letters(self) -> list[DeadLetter]:
-        """The entries that could not be decoded, and why."""
+        """Return the entries that could not be decoded, each with its reason."""
         found: list[DeadLetter] = []
         for at, fields in await self._redis.xrange(self.keys.dead):
             entry_id, reason, payload = parse_dead_letter(self.keys.dead, at, fields)
@@ -249,20 +252,23 @@ class RedisEventLog(RedisGroups):
         return found
 
     async def lead(self, lease: float) -> tuple[int, float]:
-        """Take the lead for ``lease`` seconds: a token, or 0 and how long another still has it."""
+        """Take the lead for ``lease`` seconds.
+
+        Return a fence token; or 0, and the seconds that the lease of another leader has left.
+        """
         keys = [self.keys.leader, self.keys.fence]
         token, left = await self._run("lead", keys=keys, args=[int(lease * 1000)])
         return int(token), int(left) / 1000
 
     async def tell_folder(self, told: bytes) -> None:
-        """Say which folder the leader uses for the run's checkpoints."""
+        """Store the folder that the leader uses for the run's checkpoints."""
         await self._redis.set(self.keys.folder, told)
 
     async def leaders_folder(self) -> bytes | None:
-        """Return what the leader said of its folder; None while nobody leads, or has said it."""
+        """Return the leader's description of its folder; None without a leader or description."""
         return of_leader(*await self._redis.mget(self.keys.leader, self.keys.folder))
 
     async def renew(self, token: int, lease: float) -> bool:
-        """Keep the lead for ``lease`` more seconds; 0 gives it up. False when it was lost."""
+        """Renew the lead for ``lease`` seconds; 0 gives it up. Return False if it was lost."""
         kept = await self._run("renew", keys=[self.keys.leader], args=[token, int(lease * 1000)])
         return bool(int(kept))

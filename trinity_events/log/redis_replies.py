@@ -1,4 +1,4 @@
-"""Entries out of the server's replies."""
+"""Parsers of the server's replies with stream entries."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from .base import Entry
 
 FIELD = b"e"
-"""The field of a stream entry that holds the event."""
+"""Field of a stream entry that holds the event."""
 
 _new = tuple.__new__
 
 
 def entries(reply: Any) -> list[Entry]:
-    """Entries as clients parse them; one without our field reads as empty bytes."""
+    """Return entries from parsed replies; an entry without our field has empty bytes."""
     return [Entry(entry_id.decode(), (fields or {}).get(FIELD, b"")) for entry_id, fields in reply]
 
 
 def flat_entries(reply: Any) -> list[Entry]:
-    """Entries as the server sends them, each with a list of fields and values.
+    """Return entries from raw replies, which have a flat list of fields and values.
 
-    The reducer spends a good part of its time here: hence no dict, and no call for each entry.
+    The reducer spends much of its time here: hence no dict, and no call for each entry.
     """
     return [
         _new(Entry, (entry_id.decode(), fields[1] if fields[0] == FIELD else _payload(fields)))

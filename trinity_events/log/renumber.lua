@@ -1,18 +1,18 @@
--- Gives entries whose ids no clock makes new ids, in their order, and all others the same as before.
--- The ids that a stream hands out follow its largest one, also when that was removed: the stream is
--- made anew, with its groups and what they have pending.
--- KEYS: stream, the same to be, fence (where there is a leader)
--- ARGV: the first id that no clock makes, position up to which ids stay, token or ''
+-- Gives new ids, in order, to entries with ids past year 9999; all other ids stay.
+-- A stream continues from its largest id ever, even if that entry was removed. The script
+-- therefore writes the stream anew, with its groups and their pending entries.
+-- KEYS: stream, temporary stream, fence (if there is a leader)
+-- ARGV: the first id past year 9999, position up to which ids stay, token or ''
 if KEYS[3] and redis.call('GET', KEYS[3]) ~= ARGV[3] then return -1 end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 local PAGE = 500
-local MOST_FIELDS = 200 -- ours have one; a call takes some thousands of words
+local MOST_FIELDS = 200 -- our entries have one; a call takes some thousands of arguments
 local function named(list)
   local fields = {}
   for i = 1, #list, 2 do fields[list[i]] = list[i + 1] end
   return fields
 end
-local function below(a, b) -- as text: numbers here have fewer digits than ids
+local function below(a, b) -- compares as text: Lua numbers have fewer digits than ids
   local am, an = a:match('^(%d+)-(%d+)$')
   local bm, bn = b:match('^(%d+)-(%d+)$')
   if am == bm then am, bm = an, bn end

@@ -1,4 +1,4 @@
-"""Which errors of a client pass by waiting, and for how long to wait."""
+"""Transient errors of a client, and the delays between retries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import LogExhausted
 _SHORTEST = 0.05
 
 CONNECTION_ERRORS: tuple[type[Exception], ...] = (
-    redis.ConnectionError,  # a server that is loading or has no place for us is one, too
+    redis.ConnectionError,  # includes a server that is loading or has no free connection
     redis.TimeoutError,
     redis.ReadOnlyError,
     redis.OutOfMemoryError,
@@ -22,21 +22,21 @@ CONNECTION_ERRORS: tuple[type[Exception], ...] = (
     of_redis.TryAgainError,
     of_redis.MovedError,
     of_redis.AskError,
-    of_redis.RedisClusterException,  # none of a cluster's nodes answers
+    of_redis.RedisClusterException,  # no node of the cluster answers
     OSError,
 )
-"""What says that the server could not be asked, or cannot take anything now.
+"""Errors of a server that could not be reached, or cannot take writes now.
 
-Errors of authentication are among them by their base class alone: ask :func:`is_transient`.
+Authentication errors are included by their base class alone: ask :func:`is_transient`.
 """
 
 _REFUSED = (redis.AuthenticationError, of_redis.AuthorizationError)
 _PASSING = ("MISCONF", "NOREPLICAS", "BUSY ", "LOADING", "MASTERDOWN")
-"""Answers that clients have no type for: a full disk, too few replicas, a script that runs."""
+"""Reply codes without a type in the client: a full disk, too few replicas, a running script."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether to try again later may help; else the server has refused for good."""
+    """Return True if a later retry may help; False if the server refuses for good."""
     if isinstance(error, _REFUSED):
         return False
     if isinstance(error, (*CONNECTION_ERRORS, LogExhausted)):
@@ -45,10 +45,10 @@ def is_transient(error: BaseException) -> bool:
 
 
 def backoff_delays(most: float) -> Iterator[float]:
-    """Seconds to wait before each further attempt, without end.
+    """Yield the seconds to wait before each further attempt, without end.
 
-    Drawn from the whole of a span that doubles from 50 ms to ``most``, so that those who lost
-    the server at one moment do not all come back at one moment.
+    Each delay is random within a span that doubles from 50 ms to ``most`` seconds. Clients that
+    lost the server at one moment thus do not all return at one moment.
     """
     span = min(_SHORTEST, most)
     while True:

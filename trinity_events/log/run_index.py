@@ -1,4 +1,4 @@
-"""The index of runs: a stream, so that new runs are waited for and not polled for."""
+"""Index of runs: a stream, so that readers wait for new runs without polling."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .scripts import Scripts
 
 _FIELD = b"run"
 _RENUMBERED = f"trinity:{{{RUN_INDEX}}}:renumbered"
-"""On the node of a cluster that has the index, by its hash tag."""
+"""Temporary key of the renumbering; its hash tag puts it on the cluster node of the index."""
 
 
 async def add_run(client: redis.asyncio.Redis, run_id: str) -> None:
-    """List a run. Listing one again changes nothing for readers."""
+    """List a run; readers ignore a repeated listing."""
     async with naming_wrong_type(client, RUN_INDEX, "stream"):
         await client.xadd(RUN_INDEX, {_FIELD: check_run_id(run_id)})
 
 
 async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
-    """Every run of the server, with the Unix time of its last opening, oldest first."""
+    """Return every run of the server with the Unix time of its last opening, oldest first."""
     async with naming_wrong_type(client, RUN_INDEX, "stream"):
         reply: Any = await client.xrange(RUN_INDEX)
     found: dict[str, float] = {}
@@ -44,10 +44,10 @@ async def require_run(
     run_id: str | None,
     way_out: str = "list them with: trinity-events runs",
 ) -> str:
-    """The run asked for, or the newest.
+    """Return the id of the run asked for, or of the newest run.
 
     Raises:
-        RunNotFound: when the server knows of no such run, naming the nearest.
+        RunNotFound: if the server has no such run; the error names the nearest one.
     """
     runs = await list_runs(client)
     if run_id is None:
@@ -64,12 +64,12 @@ async def require_run(
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like one that may be mistyped, if any is."""
+    """Return the known name most similar to a mistyped one; None if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(known), 1, 0.6)), None)
 
 
 def _nearest(run_id: str, runs: Iterable[str]) -> str:
-    """Return which run may be meant, or the newest, for a sentence."""
+    """Return the part of a sentence that names the nearest run, or the newest ones."""
     known = list(runs)
     nearest = nearest_name(run_id, known)
     if nearest is not None:
@@ -80,10 +80,10 @@ def _nearest(run_id: str, runs: Iterable[str]) -> str:
 async def watch_runs(
     client: redis.asyncio.Redis, *, renumbering: bool = False
 ) -> AsyncIterator[str]:
-    """Every listing of a run: those that are there, then those that come; repeats included.
+    """Yield every listing of a run, old and new, repeats included.
 
-    Those that may write to the index mend it by ``renumbering``, where a listing has an id that no
-    clock makes.
+    ``renumbering`` repairs the index if a listing has an id past year 9999. It needs the right
+    to write to the index.
     """
     after = "0-0"
     connection: Any = client
@@ -102,14 +102,14 @@ async def watch_runs(
 
 
 async def renumber_index(client: redis.asyncio.Redis) -> None:
-    """Give listings whose ids no clock makes ids of the clock, so that runs can be listed again."""
+    """Give new ids to listings with ids past year 9999, so that runs can be listed again."""
     async with naming_wrong_type(client, RUN_INDEX, "stream"):
         keys = [RUN_INDEX, _RENUMBERED]
         await Scripts(client)("renumber", keys=keys, args=[f"{LATEST + 1}-0", ORIGIN, ""])
 
 
 def _run_id(fields: dict[bytes, bytes] | None) -> str | None:
-    """The run of an index entry; None when someone else wrote it."""
+    """Return the run of an index entry; None if another program wrote the entry."""
     try:
         return check_run_id((fields or {})[_FIELD].decode())
     except (KeyError, ValueError):

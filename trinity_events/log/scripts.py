@@ -1,4 +1,4 @@
-"""Scripts that lie beside our modules, on a server."""
+"""Lua scripts of the packages, run on a server."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _text(name: str, package: str) -> str:
 def lua_script(
     client: redis.Redis | redis.asyncio.Redis, name: str, package: str = __package__
 ) -> Any:
-    """One of the scripts of a package, this one by default, as the client has them."""
+    """Return the source of a script of a package, by default of this one."""
     return client.register_script(_text(name, package))
 
 
 class Scripts:
-    """Runs scripts by name; each is sent whole once, and then named by its digest.
+    """Runs scripts by name; each is sent once as text, and later called by its digest.
 
-    What a call returns is the client's: an awaitable of an asynchronous one.
+    A call returns the client's result, which an asynchronous client makes an awaitable.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Scripts:
         self._made: dict[str, Any] = {}
 
     def __call__(self, name: str, *, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
-        """Run a script."""
+        """Run a script with its keys and arguments."""
         made = self._made.get(name)
         if made is None:
             made = self._made[name] = lua_script(self._client, name, self._package)

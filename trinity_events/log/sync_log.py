@@ -1,4 +1,4 @@
-"""The synchronous face of the log, for code that runs in worker threads."""
+"""Synchronous client of the log, for code that runs in worker threads."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .redis_replies import FIELD, entries
 from .scripts import Scripts
 
 _LONGEST_WAIT = 3.0
-"""Seconds for which the server is asked to wait at once: less than a connection may be silent."""
+"""Seconds that one request waits on the server, at most; below the socket's deadline."""
 
 
 class SyncEventLog:
     """Appends to and reads one run's log. One client serves any number of threads.
 
-    Methods raise the client's errors: :mod:`trinity_events.log.retry` tells which of them pass;
-    and KeyConflict for a key of the run that something else wrote.
+    Methods raise the client's errors; :mod:`trinity_events.log.retry` tells which are transient.
+    They raise KeyConflict for a key of the run that another program wrote.
     """
 
     remote = True
-    """Whether appending may take time and fail, so that it is done in another thread."""
+    """True if an append may block or fail, so that another thread does it."""
 
     def __init__(self, client: redis.Redis, run_id: str) -> None:
         self.run_id = run_id
@@ -39,13 +39,13 @@ class SyncEventLog:
         self._run = Scripts(client)
 
     def append(self, payload: bytes) -> str:
-        """Append to the events; returns the entry id."""
+        """Append an event; return its entry id."""
         with self._naming():
             entry_id: bytes = self._redis.xadd(self.keys.events, {FIELD: payload})
         return entry_id.decode()
 
     def append_many(self, payloads: Sequence[bytes]) -> list[str]:
-        """Append to the events, in this order, all or none; returns the entry ids."""
+        """Append events in this order, all or none; return their entry ids."""
         if not payloads:
             return []
         with self._naming():
@@ -55,24 +55,24 @@ class SyncEventLog:
     def read(
         self, after: str = ORIGIN, *, stream: Stream = Stream.EVENTS, limit: int = 1000
     ) -> list[Entry]:
-        """Up to ``limit`` entries after a position."""
-        if after == LAST_ID:  # servers answer that as an error
+        """Return up to ``limit`` entries after a position."""
+        if after == LAST_ID:  # a server answers this with an error
             return []
         key = self.keys.events if stream is Stream.EVENTS else self.keys.announcements
         return entries(self._redis.xrange(key, min=f"({after}", count=limit))
 
     def beat(self, incarnation: str, lease: float) -> None:
-        """Keep a process alive to the reducer for ``lease`` more seconds."""
+        """Renew a process's heartbeat for ``lease`` seconds."""
         self._redis.set(heartbeat_key(self.run_id, incarnation), b"", px=max(1, int(lease * 1000)))
 
     def rest(self, incarnation: str) -> None:
-        """End a process's heartbeat: it has nothing more to be failed for."""
+        """End a process's heartbeat, once it has no running save that could fail."""
         self._redis.delete(heartbeat_key(self.run_id, incarnation))
 
     def granted(self, save_id: str, seconds: float) -> bool:
-        """Wait until a save's turn has come; False when it has not after so many seconds.
+        """Wait until a save is granted its turn; return False if it is not in time.
 
-        A grant can be heard again, by whoever lost the first reply.
+        A worker that lost the first reply can read the grant again.
         """
         until = time.monotonic() + seconds
         while True:
@@ -85,11 +85,11 @@ class SyncEventLog:
                 return False
 
     def epoch(self) -> int:
-        """The run's newest epoch; 0 before any."""
+        """Return the run's newest epoch; 0 if none was opened."""
         return parse_number(self.keys.epoch, self._redis.get(self.keys.epoch))
 
     def leaders_folder(self) -> bytes | None:
-        """Return what the leader said of its folder; None while nobody leads, or has said it."""
+        """Return the leader's description of its folder; None without a leader or description."""
         return of_leader(*self._redis.mget(self.keys.leader, self.keys.folder))
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class SyncEventLog:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Say that it is the key of the events which is of another type."""
+        """Raise KeyConflict if the key of the events is of another type."""
         try:
             yield
         except redis.ResponseError as error:

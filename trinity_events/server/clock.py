@@ -1,4 +1,4 @@
-"""The clock of a run's server, as whoever may only read can ask for it."""
+"""Clock of a run's server, for users with read permission."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import redis.asyncio
 
 
 async def server_clock(client: Any, key: str) -> int:
-    """The milliseconds of the server that the key is on, of which entry ids are made.
+    """Return the clock of a key's server in milliseconds, the time part of entry ids.
 
-    Not by a script, which viewers may not run.
+    It uses INFO, since viewers may not run scripts.
     """
     where: dict[str, Any] = {}
     if isinstance(client, redis.asyncio.RedisCluster):

@@ -1,4 +1,4 @@
-"""Clients for a URL, checked, with errors in plain words."""
+"""Checked clients for a URL, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ __all__ = ["OLDEST_SERVER", "SOCKET_DEADLINE", "redacted"]
 T = TypeVar("T")
 
 OLDEST_SERVER = (7, 0)
+"""Oldest version of a server that is accepted."""
+"""Oldest version of a server that is accepted."""
 _PATIENCE = 2.0
-"""Seconds for which a server may be starting."""
+"""Seconds for which a client waits for a server that is starting."""
 _LONGEST_PAUSE = 0.5
+"""Maximum seconds between two attempts."""
 _ERRORS = (redis.RedisError, RedisClusterException, OSError)
 
 
@@ -41,11 +44,11 @@ _ERRORS = (redis.RedisError, RedisClusterException, OSError)
 async def connect(
     url: str, *, retry: bool = True, setting: Setting = LOG_SERVER
 ) -> AsyncIterator[redis.asyncio.Redis]:
-    """A checked client of a server or of a cluster, closed on leaving.
+    """Open a checked client of a server or cluster, and close it on leaving.
 
-    ``retry=False`` never sends a command twice: for whoever must know what an ambiguous reply
-    means. ``setting`` is what names the server. Raises InvalidUrl, ServerUnreachable, ServerTooOld
-    and PermissionDenied; the last also for what the block is not allowed to do.
+    ``retry=False`` never sends a command twice, for callers that handle a lost reply themselves.
+    ``setting`` is the option that names the server. Raises InvalidUrl, ServerUnreachable,
+    ServerTooOld and PermissionDenied; the last also for a request of the block.
     """
     client = await _opened(url, retry, setting)
     try:
@@ -79,7 +82,7 @@ async def _opened(url: str, retry: bool, setting: Setting) -> redis.asyncio.Redi
 
 
 async def _patiently(url: str, setting: Setting, ask: Callable[[], Awaitable[T]]) -> T:
-    """What a server answers, which may just be starting."""
+    """Return the answer of a server, which may be starting."""
     give_up = anyio.current_time() + _PATIENCE
     for pause in backoff_delays(_LONGEST_PAUSE):
         try:
@@ -88,11 +91,11 @@ async def _patiently(url: str, setting: Setting, ask: Callable[[], Awaitable[T]]
             if not is_transient(error) or anyio.current_time() > give_up:
                 raise _refused(url, setting, error) from None
         await anyio.sleep(pause)
-    raise AssertionError("pauses end")
+    raise AssertionError("backoff_delays ended")
 
 
 def open_client(url: str, *, setting: Setting = LOG_SERVER) -> redis.Redis:
-    """A synchronous client of a server or of a cluster, for worker threads; the caller closes it.
+    """Open a synchronous client of a server or cluster; the caller closes it.
 
     Raises InvalidUrl, ServerUnreachable and PermissionDenied.
     """
@@ -113,12 +116,12 @@ def _patiently_sync(url: str, setting: Setting, ask: Callable[[], T]) -> T:
             if not is_transient(error) or time.monotonic() > give_up:
                 raise _refused(url, setting, error) from None
         time.sleep(pause)
-    raise AssertionError("pauses end")
+    raise AssertionError("backoff_delays ended")
 
 
 @contextmanager
 def connect_sync(url: str, *, setting: Setting = LOG_SERVER) -> Iterator[redis.Redis]:
-    """As :func:`connect`, synchronous."""
+    """Open a synchronous client, checked as by :func:`connect`."""
     with open_client(url, setting=setting) as client:
         check_server(url, setting, _patiently_sync(url, setting, lambda: client.info("server")))
         try:
@@ -128,7 +131,7 @@ def connect_sync(url: str, *, setting: Setting = LOG_SERVER) -> Iterator[redis.R
 
 
 def check_server(url: str, setting: Setting, info: dict[str, Any]) -> None:
-    """Refuse a server that lacks what the pipeline relies on. Raises ServerTooOld."""
+    """Raise ServerTooOld if the server is older than 7.0."""
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST_SERVER:
         raise ServerTooOld(

@@ -1,4 +1,4 @@
-"""The format that an append-only file was written in, and by which server."""
+"""Format of an append-only file, and the server that wrote it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 APPEND_ONLY_FOLDER = "appendonlydir"
-"""The folder of the append-only file, in a server's own."""
+"""Name of the append-only file's folder in a server's folder."""
 _HEADER_BYTES = 256
 _MAGIC = re.compile(rb"(REDIS|VALKEY)(\d{3,4})(?=\xfa|\xfe|\xff)")
 _WRITER = re.compile(rb"\xfa.(redis|valkey)-ver.(\d+(?:\.\d+)*)", re.DOTALL)
 _READ_BY_ALL = 10
-"""Newest format of the name REDIS that Redis 7.0 reads."""
+"""Newest format named REDIS that Redis 7.0 reads."""
 _READ_SINCE_7_2 = 11
-"""Newest format of the name REDIS that Redis 7.2 and every Valkey read."""
+"""Newest format named REDIS that Redis 7.2 and every Valkey read."""
 
 
 class DataFormat(NamedTuple):
-    """The header of an append-only file's base, which the server that wrote it leaves there."""
+    """Header of an append-only file's base file, which names the server that wrote it."""
 
     name: str
     number: int
@@ -32,8 +32,8 @@ class DataFormat(NamedTuple):
     def is_read_by(self, product: str, version: tuple[int, ...]) -> bool:
         """Return True if a server of this product and version is known to read the format.
 
-        Redis and Valkey read what an older version of themselves wrote. They share the formats
-        up to that of Redis 7.2, which Valkey was forked from.
+        Redis and Valkey read the files of older versions of themselves. They share the formats
+        up to that of Redis 7.2, from which Valkey was forked.
         """
         if self.name == "REDIS" and self.number <= _READ_BY_ALL:
             return True
@@ -43,9 +43,9 @@ class DataFormat(NamedTuple):
 
 
 def read_format(folder: Path) -> DataFormat | None:
-    """Return the format of the append-only file in a server's folder, or None if none is told.
+    """Return the format of the append-only file in a server's folder.
 
-    Nothing is told by a folder without an append-only file, or by a base that is damaged.
+    Return None if the folder has no append-only file, or if its base file is damaged.
     """
     bases = list((folder / APPEND_ONLY_FOLDER).glob("appendonly.aof.*.base.rdb"))
     try:
@@ -56,7 +56,7 @@ def read_format(folder: Path) -> DataFormat | None:
 
 
 def _sequence(base: Path) -> int:
-    """Return the number of a base, of which a rewrite makes the next."""
+    """Return the sequence number of a base file; each rewrite makes the next one."""
     return int(base.name.split(".")[2])
 
 

@@ -1,4 +1,4 @@
-"""A deadline, and what is done when the server cannot be asked meanwhile."""
+"""Deadline of a wait, which retries while the server is away."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .acl_errors import permission_error
 T = TypeVar("T")
 
 LONGEST_PAUSE = 2.0
-"""Seconds between two attempts to reach a server, at most."""
+"""Maximum seconds between two attempts to reach a server."""
 _GRACE = 1.0
-"""Seconds that a server has beyond the deadline to say that nothing came."""
+"""Seconds beyond the deadline in which a server may still answer that nothing came."""
 
 logger = logging.getLogger(__name__)
 
 
 class Deadline:
-    """Waits for one thing after another, each within the deadline.
+    """Deadline for each of several successive waits.
 
     Args:
-        deadline: Seconds for each; None waits as long as it takes.
-        missing: What to say when it passes. It may be changed when more is known.
-        advice: What to look at then, where the server answers.
+        deadline: Seconds for each wait; None waits forever.
+        missing: Text of the error after the deadline; callers may change it as they know more.
+        advice: Text added to the error if the server answers.
     """
 
     def __init__(self, deadline: float | None, missing: str, advice: str = "") -> None:
@@ -38,16 +38,16 @@ class Deadline:
         self.missing = missing
         self._advice = f": {advice}" if advice else ""
         self.faults = 0
-        """How often the server could not be asked."""
+        """Number of failed requests to the server."""
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew: what was waited for came."""
+        """Restart the deadline for the next wait."""
         self._give_up = anyio.current_time() + self._deadline
         self._fault: BaseException | None = None
 
     def left(self) -> float:
-        """Seconds to wait at most. Raises DeadlineExceeded when there are none."""
+        """Return the seconds left. Raises DeadlineExceeded if there are none."""
         left = self._give_up - anyio.current_time()
         if left <= 0:
             why = self.why() or self._advice
@@ -55,17 +55,14 @@ class Deadline:
         return left
 
     def why(self) -> str:
-        """Return why the server could not be asked, to be added to a sentence.
-
-        Empty where it could.
-        """
+        """Return the last connection error as the end of a sentence; empty without one."""
         if self._fault is None:
             return ""
         verb = "refuses" if is_reply(self._fault) else "does not answer"
         return f": the server {verb} ({reply_text(self._fault)})"
 
     async def ask(self, question: Callable[[], Awaitable[T]]) -> T:
-        """The answer of a server, which is waited for while it is not there."""
+        """Return the answer of a server; retry while the server is away."""
         pause = backoff_delays(LONGEST_PAUSE)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""A Redis-compatible server of our own, shared by every command that uses one home folder."""
+"""Embedded Redis-compatible server, shared by all commands of one home folder."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 
 START_DEADLINE = 20.0
 FREE_DEADLINE = 10.0
-"""Seconds that a server is given to end that does not answer any more."""
+"""Seconds to wait for the end of a server that does not answer any more."""
 PID_FILE = "redis.pid"
 _LOG_READ = 1 << 20
-"""Bytes of a server's log that are read for why it did not start."""
+"""Bytes of a server's log that are read for the reason of a failed start."""
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 _KEEPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")))
 
 
 def trinity_home() -> Path:
-    """Where the embedded server and the demo keep their data: ``TRINITY_HOME``, or in $HOME."""
+    """Return the folder of the embedded server and the demo: ``TRINITY_HOME``, or in $HOME."""
     configured = os.environ.get("TRINITY_HOME")
     return Path(configured or "~/.trinity-events").expanduser().resolve()
 
@@ -53,7 +53,7 @@ def _fits(path: Path) -> bool:
 
 
 class _State(Enum):
-    """State of a server as its socket tells."""
+    """State of a server as seen on its socket."""
 
     ABSENT = auto()
     LOADING = auto()
@@ -61,20 +61,20 @@ class _State(Enum):
 
 
 class EmbeddedServer:
-    """The server of one home folder.
+    """Embedded server of one home folder.
 
-    It runs detached. Every user holds a shared lock on ``users.lock`` while it uses the server,
-    and the last one to leave stops it; what is killed lets go by dying, and if it was the last, a
-    small process beside the server (``reaper.py``) stops it. Starting and stopping is decided
-    under ``start.lock``, so that no one attaches to a server that is going away.
+    It runs detached. Every user process holds a shared lock on ``users.lock`` while it uses the
+    server, and the last one stops it. The kernel releases the lock of a killed process. If that
+    was the last one, a small process beside the server (``reaper.py``) stops it. Processes start
+    and stop the server under ``start.lock``, so none attaches to a server that is ending.
 
-    The server itself holds ``server.lock`` for as long as it lives, so that no second one is ever
-    started on its files, although its socket cannot be found.
+    The server itself holds ``server.lock`` while it runs. So no second server is started on its
+    files, even if its socket cannot be found.
 
     Args:
         home: The folder.
-        name: Which of the home's servers: its subfolder.
-        durable: Whether it keeps an append-only file.
+        name: Subfolder of the home, one for each of its servers.
+        durable: True if it keeps an append-only file.
     """
 
     def __init__(self, home: Path, name: str = "redis", *, durable: bool = True) -> None:
@@ -84,10 +84,9 @@ class EmbeddedServer:
 
     @property
     def socket(self) -> Path:
-        """Where it listens; in a temporary folder when the home's path is too long for a socket.
+        """Path of its socket; in a temporary folder if the home's path is too long for a socket.
 
-        Which folder is for temporary files is each process's own affair: what the server was
-        started with counts.
+        Processes may have different temporary folders: that of the server's starter counts.
         """
         path = self.data / "redis.sock"
         if _fits(path):
@@ -99,7 +98,7 @@ class EmbeddedServer:
 
     @property
     def _elsewhere(self) -> Path:
-        """A link to the socket, where that is not in the home."""
+        """Link in the home to a socket outside it."""
         return self.data / "redis.sock.elsewhere"
 
     @property
@@ -111,15 +110,15 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Its URL."""
+        """URL of its socket."""
         return f"unix://{quote(str(self.socket))}"
 
     @contextmanager
     def attached(self) -> Iterator[str]:
-        """Use the server, started if it is not running; yields its URL."""
+        """Start the server unless it runs, and use it; yield its URL."""
         try:
             make_private(self.data)
-            # To be read as well: over NFS nobody shares a lock on what he only writes.
+            # Opened for reading too: NFS grants no shared lock on a write-only file.
             users = open_private(self.data / "users.lock")
         except OSError as error:
             raise ServerUnreachable(
@@ -140,10 +139,10 @@ class EmbeddedServer:
 
     @contextmanager
     def listening(self, port: int) -> Iterator[str]:
-        """Have the server, which we use, listen on a loopback port too; yields that URL.
+        """Make the attached server listen on a loopback port too; yield the URL.
 
-        It can have but one. Whoever asks for the one that it has shares it, and the last of them
-        closes it: others may go on with the server, which nobody is to reach by a port of ours.
+        A server has one port at most. Processes that ask for the same port share it, and the last
+        of them closes it. Other processes may use the server further, without the port.
         """
         with open_private(self.data / "port.lock") as users:
             with self._deciding(), probe(self.socket) as client:
@@ -186,21 +185,21 @@ class EmbeddedServer:
 
     @contextmanager
     def _deciding_at_the_end(self) -> Iterator[bool]:
-        """As :meth:`_deciding`, for what has done its work; False where that cannot be had.
+        """Take the start lock as :meth:`_deciding`; yield False if it is not free in time.
 
-        Then the keeper stops the server, once it can decide.
+        Then the reaper stops the server, once it has the lock.
         """
         with ExitStack() as exits:
             try:
                 exits.enter_context(self._deciding())
             except ServerUnreachable as error:
-                logger.warning("the embedded server is left to its keeper: %s", error)
+                logger.warning("the embedded server is left to its reaper: %s", error)
                 yield False
                 return
             yield True
 
     def _lock(self, file: IO[str], how: int) -> None:
-        """Take a lock within its deadline. Raises ServerUnreachable, naming who holds it."""
+        """Take a lock within its deadline. Raises ServerUnreachable, which names the holder."""
         try:
             lock(file.fileno(), Path(file.name), how)
         except LockHeld as error:
@@ -210,7 +209,7 @@ class EmbeddedServer:
             ) from None
 
     def _answers(self) -> bool:
-        """Return True if a server is there: an error reply and silence come from one, too.
+        """Return True if a server listens, also if it answers an error or nothing.
 
         A second server on its files would destroy them.
         """
@@ -229,7 +228,7 @@ class EmbeddedServer:
         return _State.THERE
 
     def _start(self) -> None:
-        """Start it, unless it is there and was only slow to answer."""
+        """Start the server, unless it runs and was only slow to answer."""
         with open_private(self.data / "server.lock") as lives:
             if not self._is_free(lives):
                 return
@@ -238,9 +237,9 @@ class EmbeddedServer:
         self._have_it_kept()
 
     def _is_free(self, lives: IO[str]) -> bool:
-        """Wait until no server has our files, or the one that has them answers; whether none has.
+        """Wait until no server has the files, or their server answers; return True if none has.
 
-        One that is about to end has them a little longer than its socket.
+        An ending server keeps the files a little longer than its socket.
         """
         give_up = time.monotonic() + FREE_DEADLINE
         while not unused(lives):
@@ -256,16 +255,16 @@ class EmbeddedServer:
         return True
 
     def _who(self) -> str:
-        """The server, by its process."""
+        """Return the process of the server, for a message."""
         try:
             return f"(process {int((self.data / PID_FILE).read_text())}) "
         except (OSError, ValueError):
             return ""
 
     def _place_socket(self) -> None:
-        """Have a place for the socket that nobody else can write to, and tell it to others.
+        """Make a socket folder that other users cannot write to, and link it in the home.
 
-        Under the lock: who stops the server before takes its folder away.
+        It needs the start lock, since a process that stops the server removes the folder.
         """
         try:
             self._make_place()
@@ -303,8 +302,8 @@ class EmbeddedServer:
             *("--logfile", str(self._log), "--daemonize", "yes"),
             *("--pidfile", str(self.data / PID_FILE)),
         ]
-        # It daemonizes itself: it outlives us on purpose, and leaves us no child to reap. It is
-        # given the lock, which ends with it, whichever way that is.
+        # The server daemonizes: it outlives this process, which has no child to reap. It inherits
+        # the lock, which the kernel releases when the server ends.
         started = subprocess.run(  # noqa: S603
             command,
             stdin=subprocess.DEVNULL,
@@ -314,7 +313,7 @@ class EmbeddedServer:
             pass_fds=(lives.fileno(),),
             umask=UMASK,
         )
-        lives.close()  # so that the server alone has it
+        lives.close()  # so that the server alone holds it
         if started.returncode != 0 or not self._comes_up():
             said = self._logged_since(logged)
             raise ServerUnreachable(
@@ -323,7 +322,7 @@ class EmbeddedServer:
             )
 
     def _comes_up(self) -> bool:
-        """Wait until the server has read its data. Return False if it ends, or says nothing."""
+        """Wait until the server has read its data; return False if it ends or does not answer."""
         give_up = time.monotonic() + START_DEADLINE
         while (state := self._state()) is not _State.THERE:
             if state is _State.LOADING:
@@ -334,7 +333,7 @@ class EmbeddedServer:
         return True
 
     def _has_ended(self) -> bool:
-        """Return True if no server holds the lock that it was given."""
+        """Return True if no server holds the server lock."""
         with open_private(self.data / "server.lock") as lives:
             return unused(lives)
 
@@ -349,7 +348,7 @@ class EmbeddedServer:
             return 0
 
     def _logged_since(self, size: int) -> str:
-        """Return the part of the server's log after its first bytes, as far as it can be read."""
+        """Return the server's log after an offset; empty if it cannot be read."""
         try:
             with self._log.open("rb") as log:
                 log.seek(size)
@@ -358,7 +357,7 @@ class EmbeddedServer:
             return ""
 
     def _have_it_kept(self) -> None:
-        """Have it stopped when its users are gone without a word; it works without that, too."""
+        """Start the reaper of the server; the server works without one, too."""
         with suppress(redis.RedisError, OSError), probe(self.socket) as client:
             server = client.info("server")["process_id"]
             subprocess.run(  # noqa: S603

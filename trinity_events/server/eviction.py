@@ -1,4 +1,4 @@
-"""A warning of servers that may drop keys which the pipeline relies on."""
+"""Warning about servers that may evict keys of the pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAFE = "noeviction"
 async def warn_of_eviction(
     client: redis.asyncio.Redis, url: str, *, setting: Setting = LOG_SERVER
 ) -> None:
-    """Warn if the server has an eviction policy. Say nothing where it cannot be asked."""
+    """Warn if the server has an eviction policy; do nothing if it cannot be asked."""
     with suppress(redis.RedisError, RedisClusterException, OSError):
         for policy in sorted(await _policies(client) - {_SAFE}):
             logger.warning(
@@ -34,7 +34,7 @@ async def warn_of_eviction(
 
 
 async def _policies(client: Any) -> set[str]:
-    """Return the policies of the server, or of all primaries of a cluster."""
+    """Return the eviction policies of the server, or of all primaries of a cluster."""
     if not isinstance(client, redis.asyncio.RedisCluster):
         return {(await client.info("memory"))["maxmemory_policy"]}
     found = await client.info("memory", target_nodes=redis.asyncio.RedisCluster.PRIMARIES)

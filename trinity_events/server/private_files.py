@@ -1,4 +1,4 @@
-"""Folders and files of the home, which are for its user alone."""
+"""Folders and files of the home, which its user alone can access."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ UMASK = 0o077
 
 
 def make_home(home: Path) -> None:
-    """Create the home for its user alone. One that is there stays as it is: it may hold more."""
+    """Create the home for its user alone; leave an existing home as it is."""
     home.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder of the home, with the home; close one of this user's to others."""
+    """Create a folder of the home, and the home; remove other users' access to it."""
     make_home(folder.parent)
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     found = folder.stat()
@@ -26,7 +26,7 @@ def make_private(folder: Path) -> None:
 
 
 def open_private(path: Path, mode: str = "a+") -> IO[str]:
-    """Open a file of the home, created for its user alone; a link in its place is not followed."""
+    """Open a file of the home, created for its user alone; do not follow a link."""
     return open(path, mode, opener=_opener)
 
 

@@ -1,9 +1,9 @@
-"""Stops an embedded server that nobody uses any more, because its users were killed.
+"""Reaper of an embedded server: stops it after its last user process was killed.
 
-A script of its own, which imports nothing but the standard library, so that it costs little while
-the server runs: ``python reaper.py FOLDER SOCKET PID``. Who leaves in order stops the server
-itself; this is for those who could not. What is asked is what they ask: whether anybody still
-holds the lock of the users, under the lock of those who decide.
+The last user process stops the server itself when it exits in order. The reaper acts for killed
+ones. Like a user process it takes ``start.lock``, then tests if any process still holds
+``users.lock``. It is a script that imports only the standard library, since it runs as long as
+the server: ``python reaper.py FOLDER SOCKET PID``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 
 LOOK = 1.0
-"""Seconds after which it is looked whether anybody is there, or the server has gone."""
+"""Seconds between two checks for user processes and for the server."""
 STOP = 20.0
-"""Seconds that the server is given to end; nobody is let in meanwhile."""
+"""Seconds that the server may take to end; no process can attach meanwhile."""
 
 
 def keep(folder: Path, path: str, server: int) -> None:
-    """Wait until the server has gone, or nobody uses it: then stop it."""
-    # Opened once: a folder that is removed meanwhile is not to come back.
+    """Wait until the server has ended or has no user process; stop it in the second case."""
+    # Opened once, so that a folder that is removed meanwhile does not come back.
     with (
         (folder / "users.lock").open("a+") as users,
         (folder / "start.lock").open("a") as deciding,
@@ -35,8 +35,8 @@ def keep(folder: Path, path: str, server: int) -> None:
             fcntl.flock(deciding, fcntl.LOCK_EX)
             try:
                 if unused(users):
-                    # Without its socket, which somebody has removed, it is told by its number,
-                    # as long as that is its own: a server holds its lock until it has gone.
+                    # If its socket was removed, signal its process, as long as the number is its
+                    # own: a server holds its lock until it ends.
                     if not _stop(path) and not unused(lives):
                         os.kill(server, signal.SIGTERM)
                     leave_no_folder(folder, Path(path))
@@ -48,7 +48,7 @@ def keep(folder: Path, path: str, server: int) -> None:
 
 
 def unused(users: object) -> bool:
-    """Whether nobody else holds the users' lock, which is taken then."""
+    """Take the users' lock; return False if another process holds it."""
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
     except BlockingIOError:
@@ -57,9 +57,9 @@ def unused(users: object) -> bool:
 
 
 def leave_no_folder(data: Path, path: Path) -> None:
-    """Remove the folder of a socket that is not with the data of the server, which has ended."""
+    """Remove the socket folder of an ended server, unless it is the data folder."""
     if path.parent != data:
-        with suppress(OSError):  # a server that was killed has left its socket
+        with suppress(OSError):  # a killed server leaves its socket
             path.parent.rmdir()
 
 
@@ -72,13 +72,13 @@ def _runs(server: int) -> bool:
 
 
 def _stop(path: str) -> bool:
-    """Ask it to end; false when nothing listens there."""
+    """Ask the server to end; return False if no server listens on the socket."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(STOP)
             connection.connect(path)
             connection.sendall(b"SHUTDOWN NOSAVE\r\n")
-            connection.recv(64)  # its end, by which it has gone
+            connection.recv(64)  # returns once the server has ended
     except (FileNotFoundError, ConnectionRefusedError):
         return False
     except OSError:
@@ -87,7 +87,7 @@ def _stop(path: str) -> bool:
 
 
 if __name__ == "__main__":
-    # Detached as the server is: it outlives who starts it, and leaves nobody a child to reap.
+    # Detached like the server: it outlives its parent, which has no child to reap.
     if os.fork() == 0:
         os.setsid()
         keep(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

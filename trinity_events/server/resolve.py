@@ -1,4 +1,4 @@
-"""The order in which a command chooses its server."""
+"""Choice of the server that a command uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .url import LOG_SERVER, WEIGHTS_SERVER
 
 @contextmanager
 def serving(redis_url: str | None) -> Iterator[str]:
-    """The URL given, else ``TRINITY_REDIS_URL``, else that of the embedded server, attached."""
+    """Yield the given URL, else ``TRINITY_REDIS_URL``, else that of the embedded server."""
     url = redis_url or os.environ.get(LOG_SERVER.variable)
     if url:
         yield url
@@ -23,10 +23,10 @@ def serving(redis_url: str | None) -> Iterator[str]:
 
 @contextmanager
 def serving_weights(weights_url: str | None, redis_url: str) -> Iterator[str]:
-    """The server of the weight chunks: the URL given, or ``TRINITY_WEIGHTS_REDIS_URL``.
+    """Yield the URL of the weights server: as given, or ``TRINITY_WEIGHTS_REDIS_URL``.
 
-    Else, beside the embedded log server, a second one that keeps no file; beside any other log
-    server, that server itself.
+    Without either, an embedded log server gets a second embedded server, which keeps no file. Any
+    other log server also takes the chunks.
     """
     url = weights_url or os.environ.get(WEIGHTS_SERVER.variable)
     embedded = EmbeddedServer(trinity_home())

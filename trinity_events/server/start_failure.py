@@ -1,4 +1,4 @@
-"""The reason for which an embedded server did not start, and the way out."""
+"""Reason for the failed start of an embedded server, with the way out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from .binary import BINARY_VARIABLE, ServerBinary
 from .data_format import APPEND_ONLY_FOLDER, read_format
 
-_ROOM = 64 * 1024  # bytes that a server cannot do without
+_ROOM = 64 * 1024  # bytes that a server needs at least
 _ELSEWHERE = "set TRINITY_HOME to another folder"
 _LINE = re.compile(r"^\d+:\w \d+ \w+ \d{4} [\d:.]+ # (.+)$", re.MULTILINE)
 _HARMLESS = ("oO0O", "WARNING", "Configuration loaded", "Server initialized", "Redis version")
@@ -18,14 +18,14 @@ _DAMAGE = ("append only file", "Internal error in RDB", "AOF", "loading DB", "Wr
 
 
 def explain_failure(binary: ServerBinary, folder: Path, said: str) -> str:
-    """Return why a server did not start on a folder.
+    """Return the reason for which a server did not start on a folder.
 
     Args:
         binary: The server.
-        folder: The folder that has its files.
-        said: The part of its log that it wrote since it was started.
+        folder: The folder of its files.
+        said: The part of its log since the start.
     """
-    if shutil.disk_usage(folder).free < _ROOM:  # its own log has nothing then
+    if shutil.disk_usage(folder).free < _ROOM:  # the server could not write its log
         return f"the disk of {folder} is full: make room, or set TRINITY_HOME to another"
     written = read_format(folder)
     if written is not None and not binary.reads(written):
@@ -43,7 +43,7 @@ def explain_failure(binary: ServerBinary, folder: Path, said: str) -> str:
 
 
 def _fatal_line(said: str) -> str | None:
-    """Return the last line of a log that tells of an error."""
+    """Return the last line of a log that reports an error."""
     lines = [line for line in _LINE.findall(said) if not line.startswith(_HARMLESS)]
     return lines[-1] if lines else None
 

@@ -1,4 +1,4 @@
-"""URLs of servers: which there are, and how they are shown."""
+"""URLs of servers: parsing, and their form without secrets."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _SHOWN = frozenset(
     (*_FILES, "ssl_cert_reqs", "ssl_check_hostname", "ssl_ciphers", "ssl_min_version")
 ) | {"db", "username", "client_name", "socket_connect_timeout"}
 _OPTIONS = _SHOWN | {"password", "ssl_password"}
-"""Options that a URL may set; others change what replies are, or what is sent twice."""
+"""Options that a URL may set; others would change the replies or the retries."""
 _DATABASE = re.compile(r"/?|/[0-9]+", re.ASCII)
 _HIDDEN = "***"
 
 
 class Setting(NamedTuple):
-    """What names a server, and what becomes of it where that is left out."""
+    """Option and variable that name a server, with the default without them."""
 
     option: str
     variable: str
     instead: str
     keeps: str
-    """The keys that the pipeline has on it, for a sentence."""
+    """Keys of the pipeline on that server, for a sentence."""
 
     @property
     def way_out(self) -> str:
-        """What to do about a server that is not what it should be."""
+        """Advice for an unsuitable server, for an error."""
         return f"leave {self.option} ({self.variable}) out {self.instead}"
 
 
@@ -53,19 +53,19 @@ WEIGHTS_SERVER = Setting(
 
 
 class ServerUrl(NamedTuple):
-    """A URL as the client library takes it, and what it cannot say."""
+    """URL in the form of the client library, with the nodes of a cluster."""
 
     url: str
     cluster: bool
-    """Whether it names a cluster; any other may turn out to be one."""
+    """True if the URL names a cluster; without it the server may still be one."""
     more: tuple[tuple[str, int], ...]
-    """Further nodes of the cluster to begin with."""
+    """Further start nodes of the cluster."""
 
 
 def parse(url: str) -> ServerUrl:
-    """Return the URL as the client library takes it. Raises InvalidUrl.
+    """Return the URL in the form of the client library. Raises InvalidUrl.
 
-    Whatever the client library would pass over or guess is refused here.
+    It refuses every part of a URL that the client library would ignore or guess.
     """
     _refuse_unencoded(url)
     try:
@@ -102,9 +102,9 @@ def parse(url: str) -> ServerUrl:
 
 
 def redacted(url: str) -> str:
-    """Return the URL without its secrets, fit for a message.
+    """Return the URL without its secrets, for a message.
 
-    Where a password may have unencoded characters, nothing but the scheme is shown.
+    If a password may have unencoded characters, only the scheme is shown.
     """
     scheme, mark, rest = url.partition("://")
     if not mark:
@@ -127,18 +127,18 @@ def _redacted_option(option: str) -> str:
 
 
 def _is_unencoded(url: str) -> bool:
-    """Return True if an at sign or a number sign stands where only an encoded one may."""
+    """Return True if an at sign or number sign stands unencoded."""
     scheme, _, rest = url.partition("://")
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
     if "#" in rest:
         return True
     if scheme == "unix" and not authority:
-        return False  # that of a path
+        return False  # the at sign is part of a path
     return "@" in rest[len(authority) :]
 
 
 def _refuse_unencoded(url: str) -> None:
-    """Raise InvalidUrl where the client library would take a part of a password for the host."""
+    """Raise InvalidUrl if the client library would take a part of a password for the host."""
     if "://" in url and _is_unencoded(url):
         raise InvalidUrl(
             f"{redacted(url)} has a /, ?, # or @ in its password, user or options that is not "
@@ -147,7 +147,7 @@ def _refuse_unencoded(url: str) -> None:
 
 
 def _check_options(url: str, query: str) -> None:
-    """Raise InvalidUrl for an option that is not the user's to set."""
+    """Raise InvalidUrl for an option that users may not set."""
     for option in query.split("&") if query else []:
         name, equals, value = option.partition("=")
         if equals and value and unquote(name) in _OPTIONS:
@@ -160,7 +160,7 @@ def _check_options(url: str, query: str) -> None:
 
 
 def _check_database(url: str, path: str, options: dict[str, str]) -> None:
-    """Raise InvalidUrl for what is no number of a database: the client would take 0."""
+    """Raise InvalidUrl for a database that is no number: the client would take 0."""
     number = options.get("db")
     wrong = not _DATABASE.fullmatch(path)
     if number is not None:
@@ -173,7 +173,7 @@ def _check_database(url: str, path: str, options: dict[str, str]) -> None:
 
 
 def _check_files(url: str, options: dict[str, str]) -> None:
-    """Raise InvalidUrl for a file that is not there: the client would call it an absent server."""
+    """Raise InvalidUrl for a missing file, which the client would report as an absent server."""
     for option in _FILES:
         path = options.get(option)
         if path is None:

@@ -1,4 +1,4 @@
-"""Subscriptions: what became true in a run, as an asynchronous iterator."""
+"""Subscriptions: events and announcements of a run, as an asynchronous iterator."""
 
 from .context import BLOCK
 from .delivered import Delivered

@@ -1,4 +1,4 @@
-"""What one subscription reads: a stream of a run's log, and which of its events it wants."""
+"""Context of one subscription: the log it reads, its filter and its deadline."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .delivered import Delivered
 E = TypeVar("E", bound=Struct)
 
 BLOCK = 5.0
-"""Seconds that one read waits on the server; below the socket's own deadline."""
+"""Seconds that one read waits on the server; below the socket's deadline."""
 
 
 class EventFilter(Generic[E]):
-    """The events that a subscriber asked for."""
+    """Filter for the events that a subscriber asked for."""
 
     def __init__(self, run: str, types: tuple[type[E], ...]) -> None:
         asked = {_stream_of(event_type) for event_type in types}
@@ -30,17 +30,17 @@ class EventFilter(Generic[E]):
 
     @property
     def tags(self) -> str:
-        """Their names, for a sentence."""
+        """The names of the event types, for a sentence."""
         return " or ".join(event_tag(one) for one in self.types)
 
     def deliver(
         self, entry: Entry, ack: Callable[[], Awaitable[None]] | None = None
     ) -> Delivered[E] | None:
-        """The entry as the subscriber gets it; None when it is not one of them."""
+        """Return the entry as the subscriber gets it; None if the filter rejects it."""
         try:
             envelope = decode_envelope(entry.payload)
         except ContractError:
-            return None  # the reducer puts it to the dead letters
+            return None  # the reducer makes it a dead letter
         event = envelope.event
         if envelope.run_id != self.run or not isinstance(event, self.types):
             return None
@@ -48,7 +48,7 @@ class EventFilter(Generic[E]):
 
 
 class SubscriptionContext(Generic[E]):
-    """One subscription at work: its log, what it wants of it, and how long it waits."""
+    """Log, filter and deadline of an open subscription."""
 
     def __init__(self, log: GroupedLog, wanted: EventFilter[E], deadline: float | None) -> None:
         self.log = log
@@ -62,7 +62,7 @@ class SubscriptionContext(Generic[E]):
         )
 
     def block(self) -> float:
-        """Seconds that the next read may wait on the server."""
+        """Return the seconds that the next read may wait on the server."""
         return min(self.wait.left(), BLOCK)
 
     @property
@@ -72,9 +72,10 @@ class SubscriptionContext(Generic[E]):
         return stream
 
     async def current_announcements(self) -> tuple[dict[Stream, str], list[Entry]]:
-        """The positions to go on from, and the announcements that stand now, oldest first.
+        """Return the positions to read from, and the current announcements, oldest first.
 
-        The positions are read first: what is announced in between is in both, and told once.
+        The positions are read first. An announcement in between is found in both, and the caller
+        delivers it once.
         """
         after = {stream: await self.log.last_id(stream) for stream in self.streams}
         if Stream.ANNOUNCEMENTS not in self.streams:

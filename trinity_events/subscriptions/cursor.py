@@ -1,4 +1,4 @@
-"""Where a reader is in a stream, and whether the server still has what follows."""
+"""Cursor of a reader in a stream, which detects that following entries were lost."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ..errors import LogLost
 from ..log import ORIGIN, EventLog, Stream, before, position
 
 CHECK_EVERY = 0.1
-"""Seconds after which a reader looks for its place again: no server is replaced in less."""
+"""Seconds between two checks of a cursor; a failover of the server takes longer."""
 
 
 class StreamCursor:
-    """A position that must not be lost without a word.
+    """Position of a reader in a stream, whose loss raises an error.
 
-    What was read last must still be there. Where it is not, the log was trimmed past it, or the
-    server lost its end: it failed over to a replica that had less, or lost its data.
+    The entry that was read last must still exist. If it does not, the log was trimmed past it, or
+    the server lost its end: it lost its data, or failed over to a replica that had less.
 
     Args:
         log: The log that is read.
-        stream: Which of its streams.
+        stream: The stream of the log.
         after: The position.
-        asked_for: Whether the subscriber named it, and so wants all that follows; else it is
-            where the log began, or ended, when it was asked.
+        asked_for: True if the subscriber named the position, and so wants all that follows. False
+            if it is the beginning or end of the stream at the time of the subscription.
     """
 
     def __init__(self, log: EventLog, stream: Stream, after: str, *, asked_for: bool) -> None:
@@ -36,13 +36,13 @@ class StreamCursor:
         self._check_at = -math.inf if asked_for else anyio.current_time() + CHECK_EVERY
 
     def passed(self, entry_id: str) -> None:
-        """This entry was read."""
+        """Advance to an entry that was read."""
         self.after = entry_id
         self._read = True
         self._anywhere = False
 
     async def check(self, *, now: bool = False) -> None:
-        """Raise LogLost if what follows the place may be gone; asks seldom unless it must."""
+        """Raise LogLost if following entries may be lost; ask the server seldom unless ``now``."""
         if self._anywhere or not (now or anyio.current_time() >= self._check_at):
             return
         await self._look()
@@ -57,14 +57,14 @@ class StreamCursor:
         end = max(await self._log.last_id(self._stream), left or ORIGIN, key=position)
         if position(end) < position(self.after) and not await self._of_another_stream():
             raise LogLost(self._shortened(end))
-        # Read again: a stream that was trimmed to nothing has its last entry nowhere but in `left`.
+        # Read again: of a stream that was trimmed to nothing, only `left` has the last entry.
         if self._read and self.after != left and not await self._there():
             raise LogLost(self._rewritten(end))
 
     async def _of_another_stream(self) -> bool:
-        """Whether the run reached the place that was asked for, which need not be of this stream.
+        """Return True if the position asked for is within another stream of the run.
 
-        `tail` prints the entries of both, and their ids are by the same clock.
+        `tail` prints the entries of both streams, and one clock makes their ids.
         """
         ends = [] if self._read else [await self._log.last_id(stream) for stream in Stream]
         return any(position(self.after) <= position(end) for end in ends)
@@ -85,7 +85,7 @@ class StreamCursor:
 
     def _shortened(self, end: str) -> str:
         return (
-            f"the {self._of_run} end at {end}, before {self.after}, where this reader is: "
+            f"the {self._of_run} end at {end}, before {self.after}, the position of this reader: "
             "the server lost its data, or failed over to a replica that had less; "
             f'subscribe again from "current", or from "{end}" for all that is new'
         )
@@ -93,7 +93,7 @@ class StreamCursor:
     def _rewritten(self, end: str) -> str:
         return (
             f"the {self._of_run} go on to {end} without {self.after}, which was read: the server "
-            "failed over to a replica that had less, and others have written since; "
+            "failed over to a replica that had less, and new entries were written since; "
             'subscribe again from "current", or from an earlier position for all that is new'
         )
 

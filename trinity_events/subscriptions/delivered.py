@@ -1,4 +1,4 @@
-"""An event as a subscriber gets it."""
+"""Event as a subscriber gets it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ E = TypeVar("E", bound=Struct)
 
 
 class Delivered(Generic[E]):
-    """An event as a subscriber gets it; the event's fields can be read through it."""
+    """Event as a subscriber gets it; attributes of the event can be read on it."""
 
     def __init__(
         self,
@@ -23,18 +23,18 @@ class Delivered(Generic[E]):
         ack: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.entry_id = entry_id
-        """Its position, from which a subscription may start again."""
+        """Position of the event, from which a subscription may start again."""
         self.envelope = envelope
         self.event = event
         self._ack = ack
 
     async def ack(self) -> None:
-        """Tell the group that the event is dealt with; without a group, do nothing."""
+        """Acknowledge the event to the group; without a group, do nothing."""
         if self._ack is not None:
             await self._ack()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "event":  # not set yet, as while it is copied
+        if name == "event":  # not set yet, for example while it is copied
             raise AttributeError(name)
         return getattr(self.event, name)
 

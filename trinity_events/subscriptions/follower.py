@@ -1,4 +1,4 @@
-"""A follower of one's own: every event, in order, from a position on."""
+"""Follower of a run: every event, in order, from a position on."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ E = TypeVar("E", bound=Struct)
 
 
 async def follow(reading: SubscriptionContext[E], start: str) -> AsyncIterator[Delivered[E]]:
-    """What there is from ``start`` on, and what comes.
+    """Yield the events from ``start`` on, and then each new one.
 
     Raises:
-        LogLost: when entries that follow what was read are gone.
-        DeadlineExceeded: when nothing came in time.
+        LogLost: if entries that follow the last one read are gone.
+        DeadlineExceeded: if no event came in time.
     """
     reading.wait.renew()
     standing: list[Entry] = []
     if start == "current":
         after, standing = await reading.wait.ask(reading.current_announcements)
-    elif start == "beginning":  # of what is still on the server
+    elif start == "beginning":  # the oldest entry that is still on the server
         after = dict.fromkeys(reading.streams, ORIGIN)
     else:
         after = await reading.wait.ask(lambda: _positions(reading, start))
@@ -49,10 +49,10 @@ async def follow(reading: SubscriptionContext[E], start: str) -> AsyncIterator[D
 
 
 async def _positions(reading: SubscriptionContext[E], start: str) -> dict[Stream, str]:
-    """Return where each stream is to be read from, for all that follows one id.
+    """Return the position in each stream after which to read, to get all entries after one id.
 
-    An event and an announcement may have the same id. Which of them was given last is not known
-    then: the announcement, which follows the event, is given once more.
+    An event and an announcement may have the same id. Then the follower cannot know which of them
+    was delivered last, and delivers the announcement, which follows the event, once more.
     """
     positions = dict.fromkeys(reading.streams, start)
     if len(reading.streams) > 1:
@@ -66,7 +66,7 @@ async def _positions(reading: SubscriptionContext[E], start: str) -> dict[Stream
 
 
 class _Cursors(Generic[E]):
-    """The place of a follower in each of its streams, and what comes next of them."""
+    """Cursors of a follower, one for each of its streams."""
 
     def __init__(
         self, reading: SubscriptionContext[E], after: dict[Stream, str], *, asked_for: bool
@@ -80,21 +80,21 @@ class _Cursors(Generic[E]):
         self._page = PageSize(min(page_of(stream) for stream in reading.streams))
 
     def passed(self, stream: Stream, entry_id: str) -> None:
-        """Note that an entry was given."""
+        """Advance the cursor of a stream to a delivered entry."""
         self._places[stream].passed(entry_id)
 
     async def next(self) -> list[tuple[Stream, Entry]]:
-        """Return what comes next, in the order of its ids.
+        """Return the next entries, in the order of their ids.
 
         Raises:
-            LogLost: when entries that follow what was given are gone.
-            DeadlineExceeded: when nothing came in time.
+            LogLost: if entries that follow the last one delivered are gone.
+            DeadlineExceeded: if no entry came in time.
         """
         wait = self._reading.wait
         faults = wait.faults
 
         async def read() -> list[tuple[Stream, Entry]]:
-            # After a fault it may be another server, such as a replica that was promoted.
+            # After a fault this may be another server, such as a promoted replica.
             again = wait.faults > faults
             if again:
                 after = {stream: place.after for stream, place in self._places.items()}

@@ -1,4 +1,4 @@
-"""Where a consumer group begins, goes on, or was lost."""
+"""Cursor of a consumer group: its start, and its continuation after it was detached."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class GroupCursor(Generic[E]):
-    """Creates the group, and says so when it is gone.
+    """Cursor of a consumer group; creates the group, and reports its loss.
 
-    A group that was idle for too long is detached by the reducer: the log is trimmed without it.
-    When it comes back it goes on before the oldest entry that it never acknowledged, or else
-    where it was, if all that follows is still there. If it is not, its user is told, and chooses a
-    position to go on from.
+    The reducer detaches a group that was idle for too long, so that the log can be trimmed. A
+    returning group goes on before the oldest entry that it never acknowledged, or else at its
+    last position. If following entries are gone, GroupDetached asks the user for a position.
     """
 
     def __init__(self, reading: SubscriptionContext[E], group: str, start: str) -> None:
@@ -33,14 +32,14 @@ class GroupCursor(Generic[E]):
         self._group = group
         self._start = start
         self.last = ORIGIN if start in ("beginning", "current") else start
-        """What this member was given last."""
+        """Id of the last entry that this member received."""
 
     async def create(self) -> None:
-        """Create the group if it is not there.
+        """Create the group unless it exists.
 
         Raises:
-            GroupDetached: when it was, and may have missed events meanwhile.
-            LogLost: when what follows the position to begin from is gone.
+            GroupDetached: if the group was detached and may have missed events.
+            LogLost: if entries that follow its start are gone.
         """
         log, stream = self._reading.log, self._reading.stream
         if any(one.name == self._group for one in await log.groups(stream)):
@@ -48,14 +47,14 @@ class GroupCursor(Generic[E]):
         await log.create_group(stream, self._group, await self._beginning())
 
     async def gone(self) -> GroupDetached:
-        """What to raise when the server does not know the group any more."""
+        """Return the error for a group that the server no longer has."""
         detached = await self._detached()
         if detached is not None and (lost := await self._lost(detached)) is not None:
             return lost
         return GroupDetached(
             f"consumer group {self._group} of run {self._run} is no longer on the server, and "
-            f"may miss what came after {self.last}: it was idle for too long, someone destroyed "
-            "it, or the server lost its data; subscribe again, which goes on where it can"
+            f"may have missed events after {self.last}: it was idle too long, a client destroyed "
+            "it, or the server lost its data; subscribe again to go on from its last position"
         )
 
     async def _beginning(self) -> str:
@@ -74,18 +73,18 @@ class GroupCursor(Generic[E]):
         after, standing = await self._reading.current_announcements()
         last = after[stream]
         wanted = [entry for entry in standing if self._reading.filter.deliver(entry) is not None]
-        # Just before the oldest of what stands, so that it is delivered too.
+        # Just before the oldest current announcement, so that it is delivered too.
         return before(wanted[0].id) if wanted else last
 
     async def _detached(self) -> DetachedConsumer | None:
         try:
             state = await current_state(self._reading.log)
         except SnapshotUnreadable:
-            return None  # of a later version: its users are told by the reducer
+            return None  # written by a later version, which the reducer reports
         return state.detached.get(f"{self._reading.stream.value}/{self._group}")
 
     async def _lost(self, detached: DetachedConsumer) -> GroupDetached | None:
-        """What to raise where the group cannot go on with all that it has not dealt with."""
+        """Return the error for a group that lost unacknowledged entries; None if it lost none."""
         left = await self._reading.log.first_retained_id(self._reading.stream)
         goes_on = _goes_on(detached)
         if left is not None and position(goes_on) < position(before(left)):
@@ -118,5 +117,5 @@ class GroupCursor(Generic[E]):
 
 
 def _goes_on(detached: DetachedConsumer) -> str:
-    """The position after which is all that the group has not dealt with, as far as is known."""
+    """Return the position before the group's first unacknowledged entry, as far as known."""
     return before(detached.oldest_pending) if detached.oldest_pending else detached.position

@@ -1,4 +1,4 @@
-"""A member of a consumer group: its share of the events, each until it is acknowledged."""
+"""Member of a consumer group, which receives a share of the events."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .group_cursor import GroupCursor
 E = TypeVar("E", bound=Struct)
 
 CLAIM_AFTER = 60.0
-"""Seconds after which what a member of a group left pending is taken over by another."""
+"""Seconds after which another member takes over a pending event."""
 MAX_DELIVERIES = 5
-"""How often an event is given to members that do not acknowledge it."""
+"""Number of deliveries after which an unacknowledged event becomes a dead letter."""
 FORGET_AFTER = 3600.0
-"""Seconds after which a member that is gone, and left nothing pending, is forgotten."""
+"""Seconds after which an idle member with nothing pending is removed from its group."""
 
 logger = logging.getLogger(__name__)
 
 
 class GroupSettings(NamedTuple):
-    """Which group, and how it shares its events."""
+    """Name, start and delivery limits of a consumer group."""
 
     name: str
     start: str
@@ -41,12 +41,12 @@ class GroupSettings(NamedTuple):
 async def consume_group(
     reading: SubscriptionContext[E], group: GroupSettings
 ) -> AsyncIterator[Delivered[E]]:
-    """This member's share.
+    """Yield the events that the group gives to a new member.
 
     Raises:
-        GroupDetached: when the group is gone, and may have missed events.
-        LogLost: when it is to begin at a position that is gone.
-        DeadlineExceeded: when nothing came in time.
+        GroupDetached: if the group is gone, and may have missed events.
+        LogLost: if entries that follow its start are gone.
+        DeadlineExceeded: if no event came in time.
     """
     reading.wait.renew()
     member = _Member(reading, group)
@@ -62,7 +62,7 @@ async def consume_group(
 
 
 class _Member(Generic[E]):
-    """Takes entries one at a time: what waited in our hands would be taken for left pending."""
+    """Member that takes one entry at a time: another would take over entries that wait here."""
 
     def __init__(self, reading: SubscriptionContext[E], group: GroupSettings) -> None:
         self._reading = reading
@@ -75,7 +75,7 @@ class _Member(Generic[E]):
         await self._reading.wait.ask(self._place.create)
 
     async def next(self) -> Entry:
-        """The next entry that is ours."""
+        """Return the next entry for this member."""
         while True:
             try:
                 found = await self._reading.wait.ask(self._some)
@@ -95,7 +95,7 @@ class _Member(Generic[E]):
         if now >= self._claim_at:
             if found := await self._claim():
                 return found
-            # Not with every read: what was left is taken over half as much later at most.
+            # Not with every read: a takeover is delayed by half of claim_after at most.
             self._claim_at = now + self._group.claim_after / 2
         return await self._reading.log.read_group(
             self._reading.stream,
@@ -106,7 +106,7 @@ class _Member(Generic[E]):
         )
 
     async def _claim(self) -> list[Entry]:
-        """What another has left, if any; what was given out too often is given up."""
+        """Take over entries that stayed pending; give up those that were delivered too often."""
         while True:
             claimed = await self._reading.log.claim(
                 self._reading.stream,
@@ -119,7 +119,7 @@ class _Member(Generic[E]):
             for entry in claimed.dead:
                 logger.error(
                     "%s of run %s was given to group %s %d times and never acknowledged: "
-                    "it is with the dead letters",
+                    "it is a dead letter now",
                     entry.id,
                     self._reading.filter.run,
                     self._group.name,
@@ -132,7 +132,7 @@ class _Member(Generic[E]):
         await self._reading.log.forget_members(self._reading.stream, self._group.name, FORGET_AFTER)
 
     def acknowledge(self, entry_id: str) -> Callable[[], Awaitable[None]]:
-        """What tells the group that the entry is dealt with, as soon as the server answers."""
+        """Return a function that acknowledges the entry, and waits for a server that is away."""
         reading, group = self._reading, self._group.name
 
         async def ack() -> None:

@@ -1,4 +1,4 @@
-"""What a user subscribes with."""
+"""Entry point of subscriptions: :func:`subscribe`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from .group_member import CLAIM_AFTER, MAX_DELIVERIES, GroupSettings, consume_gr
 E = TypeVar("E", bound=Struct)
 
 OpenLog = Callable[[], AbstractAsyncContextManager[GroupedLog]]
-"""Opens the log that a subscription reads while it is entered."""
+"""Function that opens the log of a subscription, as an asynchronous context manager."""
 
 
 class Subscription(Generic[E]):
-    """Made by :func:`subscribe`: an asynchronous context manager and iterator."""
+    """Subscription to a run: an asynchronous context manager and iterator.
+
+    Made by :func:`subscribe`.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Subscription(Generic[E]):
         try:
             return await anext(self._iterator)
         except StopAsyncIteration:
-            # It goes on for ever, or raises; what is silent after that would be a loss unheard.
+            # The iterator never ends without an error: a silent end would hide a loss.
             raise RuntimeError(
                 "this subscription has ended with the error that it raised: subscribe again, "
                 "from the last entry_id that you have"
@@ -99,46 +102,46 @@ def subscribe(
 ) -> Subscription[E]:
     """Subscribe to a run's events of the given types.
 
-    Without a group, a follower of one's own: it starts from ``"current"`` (the newest
-    announcement of each kind, then what comes), ``"beginning"`` (of what the server still has),
-    or a position (an entry id, exclusive).
+    Without a group, the subscriber is a follower, which gets every event. It starts from
+    ``"current"`` (the newest announcement of each kind, then new ones), ``"beginning"`` (the
+    oldest entry on the server), or a position (an entry id, exclusive).
 
-    With a group, one logical consumer of any number of members. ``start`` counts when the group
-    is created. Each event goes to one member, one at a time, and what a member did not ``ack()``
-    within ``claim_after`` seconds goes to another: at least once. So ``claim_after`` must be more
-    than handling an event ever takes, or a slow member's event is handled by others too. An
-    event that nobody acknowledged after ``max_deliveries`` goes to the run's dead letters, and
-    the group goes on.
+    With a group, any number of members act as one consumer. ``start`` applies when the group is
+    created. Each event goes to one member, and each member has one event at a time. An event
+    without ``ack()`` within ``claim_after`` seconds goes to another member: delivery is at least
+    once. ``claim_after`` must exceed the time that an event takes to handle. Otherwise two
+    members handle the event of a slow one. After ``max_deliveries`` without an ``ack()`` the
+    event becomes a dead letter of the run, and the group goes on.
 
-    A server that is gone is waited for, like an event.
+    A subscription waits for a server that is away, as it waits for an event.
 
     Args:
         run: The run's id.
         types: Event types: announcements (``StepReady``...), events (``SaveStarted``...), or
             both, which come in the order of their ids, as ``tail`` prints them. None means all
-            announcements. A group takes those of one of the two streams.
-        start: Where to begin.
+            announcements. A group reads one of the two streams.
+        start: The position or the word to start from.
         group: Name of a consumer group.
-        wait_for_run: Whether to wait for a run of which the server does not know yet.
+        wait_for_run: True to wait for a run that was not opened yet.
         redis_url: The server; without it ``TRINITY_REDIS_URL``, else the embedded one.
-        deadline: Seconds to wait for the next event; None waits as long as it takes.
+        deadline: Seconds to wait for the next event; None waits forever.
         claim_after: Seconds after which another member's pending events are taken over.
-        max_deliveries: How often an event is given to members that do not acknowledge it.
+        max_deliveries: Deliveries after which an unacknowledged event becomes a dead letter.
 
     Raises:
-        DeadlineExceeded: from the iterator, when the deadline passes without an event.
-        LogLost: from the iterator, when entries that follow the last one, or ``start``, are
+        DeadlineExceeded: from the iterator, if the deadline passes without an event.
+        LogLost: from the iterator, if entries that follow the last one, or ``start``, are
             gone: trimmed, or lost in a failover.
-        GroupDetached: from the iterator, when the group was given up and may have missed events.
-        RunNotFound: on entering, where the server knows of no such run; it names the nearest one.
+        GroupDetached: from the iterator, if the group was detached and may have missed events.
+        RunNotFound: on entering, if the server has no such run; it names the nearest one.
         ServerUnreachable, ServerTooOld, InvalidUrl, PermissionDenied: on entering.
-        ValueError: for a start, a mixture of types or a group's name that makes no sense.
+        ValueError: for an invalid start, mixture of types, or name of a group.
     """
 
     @asynccontextmanager
     async def open_log() -> AsyncIterator[GroupedLog]:
         with serving(redis_url) as url:
-            # No retries out of sight: after a fault it is looked whether the log is the same.
+            # No hidden retries: after a fault the cursor checks that the log is the same.
             async with connect(url, retry=False) as client:
                 log = RedisEventLog(client, run)
                 if not wait_for_run and not await log.exists():
@@ -171,7 +174,7 @@ def subscription_on(
     claim_after: float,
     max_deliveries: int = MAX_DELIVERIES,
 ) -> Subscription[E]:
-    """As :func:`subscribe`, on a log of any kind."""
+    """Subscribe as :func:`subscribe`, on a log of any kind."""
     if start not in ("current", "beginning"):
         try:
             position(start)

@@ -1,4 +1,4 @@
-"""The in-memory twin of the pipeline, for unit tests of what works with it: no server, no torch."""
+"""In-memory pipeline for unit tests of its users, without a server and without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: pytest loads the plugin beside this in every session, also in those without us.
+    # Imported on first use: pytest loads the plugin beside this in every session.
     if name in _HOMES:
         return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,23 +36,22 @@ from ..subscriptions import CLAIM_AFTER, MAX_DELIVERIES, Subscription, subscript
 E = TypeVar("E", bound=Struct)
 
 DEADLINE = 10.0
-"""Seconds after which a wait gives up, and its test fails with what was missing."""
+"""Seconds after which a wait fails its test with what was missing."""
 _LEASE = 365 * 86400.0
 _DIGEST = "sha256:" + "0" * 64
 
 
 class Pipeline:
-    """A run of which everything is in memory: ``async with Pipeline("run") as run:``.
+    """Run in memory: ``async with Pipeline("run") as run:``.
 
-    The log is a twin of the one on a server, with which it passes the same contract tests; the
-    reducer, the fold, the subscriptions, the coordinator and the checkpoint files are the real
-    ones. Entering opens the run's next epoch and starts the reducer, leaving stops it; the log
-    can be read afterwards.
+    The in-memory log passes the same contract tests as the log on a server. The reducer, the
+    fold, the subscriptions, the coordinator and the checkpoint files are the real ones. Entering
+    opens the run's next epoch and starts the reducer; leaving stops it. The log stays readable.
 
     Args:
         run_id: The run.
         checkpoint_folder: The run's checkpoint directory, whose files follow the state.
-        log: The log; another pipeline's, to go on with its run.
+        log: The log; that of another pipeline goes on with its run.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Pipeline:
 
     @property
     def epoch(self) -> int:
-        """The epoch that was opened last; what publishers made from now on are given."""
+        """The epoch that was opened last, which new publishers get."""
         if not self._epoch:
             raise RuntimeError(
                 "the pipeline is not running: enter it with: async with pipeline as run"
@@ -96,8 +95,8 @@ class Pipeline:
             raise RuntimeError(f"another pipeline runs on the log of {self.run_id}: leave it first")
         await self._open(RunOpened())
         self._scope, self._idle_at = anyio.CancelScope(), None
-        # Neither a task group, since fixtures are torn down in another task, nor task.cancel(),
-        # which would not wait for a thread that is writing files.
+        # No task group, since fixtures are torn down in another task; and no task.cancel(), which
+        # would not wait for a thread that is writing files.
         self._reducer = asyncio.create_task(self._reduce(self._scope))
         self._reducer.add_done_callback(lambda _: self._turned.set())
         return self
@@ -118,13 +117,13 @@ class Pipeline:
             raise outcome
 
     def publisher(self, role: str, rank: int = 0) -> AsyncPublisher:
-        """A publisher in the present epoch; each is a process of its own to the run."""
+        """Return a publisher in the present epoch, with a producer of its own."""
         return AsyncPublisher(self.log, self.epoch, new_producer(role, rank))
 
     def coordinator(self, role: str = "actor", rank: int = 0) -> CheckpointCoordinator:
-        """A worker's coordinator in the present epoch; its saves really run in threads.
+        """Return a worker's coordinator in the present epoch; its saves run in real threads.
 
-        End with its ``wait_all()``: leaving the pipeline does not wait for saves.
+        Call its ``wait_all()`` at the end: leaving the pipeline does not wait for saves.
         """
         log = SyncMemoryEventLog(self.log)
         publisher = Publisher(log, self.epoch, new_producer(role, rank))
@@ -140,9 +139,9 @@ class Pipeline:
         claim_after: float = CLAIM_AFTER,
         max_deliveries: int = MAX_DELIVERIES,
     ) -> Subscription[E]:
-        """As :func:`trinity_events.subscribe` for this run, but with a deadline.
+        """Subscribe to this run as :func:`trinity_events.subscribe`, but with a deadline.
 
-        The run is always known here, so ``wait_for_run`` changes nothing.
+        The run always exists here, so ``wait_for_run`` has no effect.
         """
         return subscription_on(
             lambda: nullcontext(self.log),
@@ -157,23 +156,23 @@ class Pipeline:
 
     @property
     def state(self) -> MonitorState:
-        """The run's state after the newest event: a copy, which stays as it is."""
+        """Copy of the run's state after the newest event."""
         return decode_state(encode_state(self._folded()))
 
     @property
     def events(self) -> list[Event]:
-        """What was published, oldest first."""
+        """Published events, oldest first."""
         return self._said(Stream.EVENTS)
 
     @property
     def announcements(self) -> list[Event]:
-        """What the reducer announced, oldest first; see :meth:`settled`."""
+        """Announcements of the reducer, oldest first; see :meth:`settled`."""
         return self._said(Stream.ANNOUNCEMENTS)
 
     async def settled(self, deadline: float = DEADLINE) -> None:
-        """Wait until all that was published is folded and announced, and the files follow.
+        """Wait until every published event is folded and announced, and the files follow.
 
-        Raises DeadlineExceeded, and what the reducer failed with.
+        Raises DeadlineExceeded, or the error of the reducer.
         """
         with anyio.move_on_after(deadline):
             while not self._is_settled():
@@ -186,12 +185,12 @@ class Pipeline:
         )
 
     async def resume(self, step: int) -> int:
-        """Open the next epoch from a step, as a trainer that was started again; returns it."""
+        """Open the next epoch from a step, as a restarted trainer does; return the epoch."""
         await self._open(RunResumed(step=step))
         return self.epoch
 
     async def make_ready(self, step: int, kind: Kind = "weights") -> None:
-        """Publish what a trainer does to make a step ready, with no bytes behind it; settles."""
+        """Publish the events that make a step ready, without data; wait until they are settled."""
         if self._trainer is None or self._trainer.epoch != self.epoch:
             self._trainer = self.publisher("trainer")
         registrations: tuple[Registration, ...] = ()
@@ -215,7 +214,7 @@ class Pipeline:
 
     async def _reduce(self, scope: anyio.CancelScope) -> None:
         with scope:
-            # It has the port's methods by delegation, which the type checker does not see.
+            # _Watched delegates the port's methods, which the type checker does not see.
             log = cast(EventLog, _Watched(self.log, self._idle))
             await Reducer(log, self._files, self._token).run()
             raise RuntimeError(f"the reducer of run {self.run_id} lost its lead")
@@ -244,9 +243,9 @@ class Pipeline:
 
 
 class _Watched:
-    """The log as the reducer has it; tells when the reducer waits for more.
+    """Log of the reducer, which reports when the reducer waits for new entries.
 
-    It waits only when it has folded and committed all there was, and the files were reconciled.
+    The reducer waits only after it folded and committed every entry, and reconciled the files.
     """
 
     def __init__(self, log: MemoryEventLog, idle: Any) -> None:
@@ -264,7 +263,7 @@ class _Watched:
 
 
 class _Files(CheckpointFiles):
-    """The run's directory, and the plan that it last followed."""
+    """Checkpoint files of a run, with the last plan that they followed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder.parent, folder.name)

@@ -1,4 +1,4 @@
-"""The pytest plugin: one fixture. Nothing but pytest is imported until a test asks for it."""
+"""Pytest plugin with one fixture, which imports the pipeline on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def trinity_pipeline(tmp_path: Path) -> Pipeline:
-    """A pipeline in memory, to be entered: ``async with trinity_pipeline as run:``."""
+    """Return a pipeline in memory; enter it: ``async with trinity_pipeline as run:``."""
     from .pipeline import Pipeline
 
     return Pipeline("test", checkpoint_folder=tmp_path / "checkpoints")

@@ -1,4 +1,4 @@
-"""What people see: text for terminals, and JSON. Views only read what the core computed."""
+"""Views of a run for users: text for terminals, and JSON. They only read what the core computed."""
 
 from .as_json import seconds, state_as_json
 from .lines import event_line

@@ -1,4 +1,4 @@
-"""A run's state for programs: every time in seconds, since 1970 where it is a moment."""
+"""State of a run as JSON: all times in seconds, moments since 1970."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_EXPLORER = ("applied_at", "heard_at", "requested_at")
 
 
 def state_as_json(state: MonitorState) -> dict[str, Any]:
-    """Return the state as plain dictionaries and lists; the fold itself counts milliseconds."""
+    """Return the state as plain dictionaries and lists, with seconds for its milliseconds."""
     built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
     _in_seconds(built, *_OF_RUN)
     if built.get("trainer_waits") is not None:
@@ -34,7 +34,7 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
 
 
 def seconds(milliseconds: int | None) -> float | None:
-    """Return a moment in seconds since 1970, as JSON has them."""
+    """Return a moment in seconds since 1970."""
     return None if milliseconds is None else milliseconds / 1000
 
 

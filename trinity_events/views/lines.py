@@ -1,4 +1,4 @@
-"""One event, one line."""
+"""Formatting of an event as one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .times import time_of_day
 
 
 def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = None) -> str:
-    """The entry as a line: id, time, who, what."""
+    """Return the entry as a line: id, time, producer, event and fields."""
     at = position(entry_id)[0]
     when = time_of_day(at) if run_start is None else f"{at / 1000 - run_start:+9.3f}s"
     event = envelope.event
@@ -48,7 +48,7 @@ def _value(value: Any) -> str:  # noqa: PLR0911
         case str() if ":" in value and " " not in value and len(value) > 32:
             return value[:16] + "…"  # a digest
         case str():
-            return " ".join(value.split())  # on one line, as all of it
+            return " ".join(value.split())  # keeps the event on one line
         case _ if hasattr(value, "epoch") and hasattr(value, "step"):
             return f"{value.epoch}/{value.step}"
         case _ if hasattr(value, "__struct_fields__"):

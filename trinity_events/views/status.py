@@ -1,4 +1,4 @@
-"""A run's state, and the list of runs, as tables."""
+"""Tables of a run's state, and of the list of runs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from .terminal import visible
 from .times import date_and_time
 
 _NAMED = 8
-"""Explorers that are named; of more, the number is told."""
+"""Number of explorers that are named; the others are counted."""
 
 
 def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
-    """One line a run. In a narrow terminal other columns are cut, and the ids stay whole.
+    """Return a table with one line per run. A narrow terminal cuts columns, but never the ids.
 
     Args:
-        runs: The state of each, with the milliseconds of its last entry where nobody is there any
-            more.
+        runs: The state of each run; an abandoned run also has the milliseconds of its last entry.
     """
     table = Table(box=None, pad_edge=False)
     for column in ("RUN", "OPENED", "EPOCH", "TRAINER", "STEP", *(kind.upper() for kind in KINDS)):
-        # Columns that need not stay on one line are what a table takes room from first.
+        # A table first narrows the columns that may break into lines.
         table.add_column(column, no_wrap=column in ("RUN", "OPENED"))
     for state, silent_since in runs:
         table.add_row(
@@ -49,13 +48,13 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
 def status_panel(
     state: MonitorState, *, now: int | None = None, silent_since: int | None = None
 ) -> RenderableType:
-    """Everything about one run that one looks for first.
+    """Return the panel of one run's state.
 
     Args:
         state: The run's state.
-        now: Milliseconds of the server's clock to which ages are counted, where the run is looked
-            at as it is; by default those of the last entry.
-        silent_since: The milliseconds of its last entry, where nobody is there any more.
+        now: Milliseconds of the server's clock, to which ages are counted; by default those of
+            the last entry.
+        silent_since: The milliseconds of the last entry of an abandoned run; else None.
     """
     silent = silent_since is not None
     head = Text.assemble(
@@ -83,7 +82,7 @@ def status_panel(
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
-        about.append(Text(_nobody(state, silent_since), style="red"))
+        about.append(Text(_abandoned(state, silent_since), style="red"))
     if silent or state.closed in ("failed", "interrupted"):
         about.append(Text(_next_step(state), style="red"))
     failed = [Text(visible(one.sentence, lines=False), style="red") for one in failures(state)]
@@ -135,7 +134,7 @@ def _refusals(state: MonitorState) -> list[Text]:
 def _explorer_status(
     state: MonitorState, name: str, explorer: ExplorerState, *, silent: bool
 ) -> str:
-    """Return what became of an explorer; one is lost only if the run's end names it."""
+    """Return the status of an explorer; it is lost only if the run's end names it."""
     if explorer.status == "stopped":
         return "stopped"
     if silent:
@@ -157,22 +156,22 @@ def _anomalies(state: MonitorState) -> list[Text]:
     ]
 
 
-def _nobody(state: MonitorState, since: int | None) -> str:
-    # Between steps a trainer shows no sign of life: without a reducer it may be there, and slow.
+def _abandoned(state: MonitorState, since: int | None) -> str:
+    # A trainer publishes nothing between steps: without a reducer it may be slow.
     return (
-        "Nobody seems to be there any more: the run is open, but no reducer leads it, and none of "
-        f"its processes was heard of since {date_and_time(since)}."
+        "The run seems abandoned: it is open, but no reducer leads it, and no process of it has "
+        f"sent a sign of life since {date_and_time(since)}."
     )
 
 
 def _waits(state: MonitorState, waits: TrainerWaits, now: int | None) -> str:
-    """Return for whom the trainer waits and since when, and when each was last heard of."""
+    """Return the processes that the trainer waits for, since when, and the last sign of each."""
     named = ", ".join(_first_names(waits.missing)) or "its explorers"
     heard = [f"{one} {_heard(state.explorers.get(one), now)}" for one in waits.missing[:_NAMED]]
     return (
         f"The trainer waits for the {waits.what} of step {waits.step} from {named} since "
-        f"{_moment(waits.since, now)}: {waits.have} of {waits.expected} were there when it last "
-        f"said so. Last heard of: {', '.join(heard) or 'none'}."
+        f"{_moment(waits.since, now)}: {waits.have} of {waits.expected} were there in its last "
+        f"report. Last heard of: {', '.join(heard) or 'none'}."
     )
 
 
@@ -187,13 +186,13 @@ def _first_names(names: tuple[str, ...]) -> list[str]:
 
 
 def _moment(milliseconds: int, now: int | None) -> str:
-    """Return a moment, and how long ago it was where that is known."""
+    """Return a moment, and its age if ``now`` is known."""
     ago = "" if now is None else f" ({_ago(now - milliseconds)})"
     return f"{date_and_time(milliseconds)}{ago}"
 
 
 def _next_step(state: MonitorState) -> str:
-    """Return what is there to go on with after a run that did not finish."""
+    """Return the sentence on the newest checkpoint of a run that did not finish."""
     pointer = state.ready.get("checkpoint")
     newest = "No checkpoint is ready"
     if pointer is not None:

@@ -1,7 +1,6 @@
-"""The one place through which text reaches a terminal.
+"""Output to terminals, which shows control characters instead of sending them.
 
-Escape sequences in names and messages, which any writer of a run can choose, are shown there and
-never obeyed.
+Every text passes here, since any writer of a run can put escape sequences into names and messages.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rich.segment import Segment
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]", re.UNICODE
 )
-"""Control characters other than line feed and tab, and those that turn the direction of text."""
+"""Control characters except line feed and tab, and characters that change text direction."""
 _NEW_CELL = re.compile("[\t\n]")
 
 
@@ -26,8 +25,8 @@ def visible(text: str, *, lines: bool = True) -> str:
     r"""Return the text with control characters written out, as \x1b.
 
     Args:
-        text: The text, as anyone may have chosen it.
-        lines: Whether it may have several lines and tabs; else they are written out, too.
+        text: The text, from any writer.
+        lines: True to keep line feeds and tabs; False to write them out, too.
     """
     shown = _OBEYED.sub(_written_out, text)
     return shown if lines else _NEW_CELL.sub(_written_out, shown)
@@ -48,12 +47,12 @@ def tell(text: str) -> None:
 
 
 class Terminal(Console):
-    """A console whose own styles are all that a terminal obeys; text is no markup.
+    """Console that sends its own styles alone; text is no markup.
 
     Args:
-        stderr: Whether it writes to standard error.
-        width: Columns; those of the terminal when left out.
-        file: Where it writes instead.
+        stderr: True to write to standard error.
+        width: Columns; by default those of the terminal.
+        file: File to write to instead.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class Terminal(Console):
 
 
 class LogFormatter(logging.Formatter):
-    """Formats log records; what they quote is shown, and never obeyed."""
+    """Formatter of log records, which writes out control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record and its traceback."""
+        """Return the text of a record and its traceback."""
         return visible(super().format(record))

@@ -1,4 +1,4 @@
-"""Times as people read them, also those that no calendar of the standard library has."""
+"""Formatting of times, also of years past 9999."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..log.position import LATEST
 
 _CYCLE_YEARS = 400
 _CYCLE = 146_097 * 86_400_000
-"""Milliseconds in 400 years, after which the calendar repeats itself."""
+"""Milliseconds in 400 years, after which the calendar repeats."""
 
 
 def date_and_time(milliseconds: int | None) -> str:
@@ -21,7 +21,7 @@ def date_and_time(milliseconds: int | None) -> str:
 
 
 def time_of_day(milliseconds: int) -> str:
-    """Return the local time of the day; the whole date where no clock made it."""
+    """Return the local time of the day; the whole date for a time past year 9999."""
     if milliseconds > LATEST:
         return date_and_time(milliseconds)
     return datetime.fromtimestamp(milliseconds / 1000).strftime("%H:%M:%S.%f")[:-3]
