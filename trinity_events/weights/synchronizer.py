@@ -39,6 +39,7 @@ from .install import check_fit, install
 from .load import BaseRequired, load_version
 from .part_attempt import PartAttempt
 from .partial_loads import PartialLoads
+from .publication import Publication
 from .publish import PartWriter, PublishedPartReport
 from .pull import pull_version
 from .pulled_version import PulledVersion, Selection
@@ -213,6 +214,23 @@ class Synchronizer(CollectiveGroups):
             VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._transport)
         )
 
+    def publication(
+        self,
+        global_step: int,
+        rank: int = 0,
+        *,
+        ranks: Iterable[int] | None = None,
+        subset: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Publication:
+        """Return one rank's part of a version, to be used in a ``with`` block.
+
+        Tensors are added one by one. The part is published when the block ends; a block that raises
+        publishes the failure and discards the part. With ``ranks`` it opens the version too, as
+        :meth:`open_version`. ``subset`` and ``dtype`` are those of :meth:`part_writer`.
+        """
+        return Publication(self, global_step, rank, ranks=ranks, subset=subset, dtype=dtype)
+
     def part_writer(
         self,
         global_step: int,
@@ -286,34 +304,13 @@ class Synchronizer(CollectiveGroups):
         Floating-point tensors are sent in ``dtype``, such as the dtype that explorers serve in;
         digests are of the bytes sent. A failure is published and raised, and the part discarded.
         """
-        began = time.monotonic()
-        writer: PartWriter | None = None
-        try:
-            writer = self.part_writer(global_step, rank, subset=subset, dtype=dtype)
-            if isinstance(named_tensors, Mapping):
-                named_tensors = named_tensors.items()
+        if isinstance(named_tensors, Mapping):
+            named_tensors = named_tensors.items()
+        with self.publication(global_step, rank, subset=subset, dtype=dtype) as part:
+            part.begin()
             for name, tensor in named_tensors:
-                writer.add(name, tensor)
-            report = writer.seal()
-            self.part_published(global_step, rank, report, time.monotonic() - began)
-        except BaseException as error:
-            self._give_up(global_step, rank, writer, error)
-            raise
-        return report
-
-    def _give_up(
-        self, step: int, rank: int, writer: PartWriter | None, error: BaseException
-    ) -> None:
-        """Say what failed and take back what was sent, as far as the servers still answer."""
-        try:
-            self.part_failed(step, rank, error)
-        except Exception:
-            logger.exception("step %d: that the part failed could not be published", step)
-        try:
-            if writer is not None:
-                writer.discard()
-        except Exception:
-            logger.exception("step %d: the failed part could not be cleaned up", step)
+                part.add(name, tensor)
+            return part.publish()
 
     def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
         """Publish that a part failed, with the reason."""
