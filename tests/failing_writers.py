@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from trinity_events import Synchronizer
@@ -21,15 +23,15 @@ class FailsAtThirdTensor(PartWriter):
 class FailingSynchronizer(Synchronizer):
     """Fails on every rank that publishes."""
 
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+    def part_writer(self, global_step: int, rank: int, **options: Any) -> PartWriter:
         return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
 
 
 class FailsOnRank1(Synchronizer):
     """Fails on rank 1 alone, which has said that it begins."""
 
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
-        writer = super().part_writer(global_step, rank)
+    def part_writer(self, global_step: int, rank: int, **options: Any) -> PartWriter:
+        writer = super().part_writer(global_step, rank, **options)
         if rank != 1:
             return writer
         return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)

@@ -236,7 +236,7 @@ def test_a_shard_that_the_model_has_not_is_found_before_anything_changes(ranks, 
     before = {name: one.detach().clone() for name, one in model.items()}
     tensors = later
     event = published(ranks, tensors, 1)
-    with pytest.raises(ModelDiffers, match="'columns' with what changed of it"):
+    with pytest.raises(ModelDiffers, match="'columns' with its delta applied"):
         apply(stores, run_id, model, event, have)
     assert_has(model, before)
     apply(stores, run_id, model, event, InstalledBases())

@@ -400,9 +400,9 @@ class HeldSynchronizer(Synchronizer):
 
     gate: threading.Event
 
-    def part_writer(self, global_step: int, rank: int) -> PartWriter:
+    def part_writer(self, global_step: int, rank: int, **options: Any) -> PartWriter:
         assert self.gate.wait(20)
-        return super().part_writer(global_step, rank)
+        return super().part_writer(global_step, rank, **options)
 
 
 def upload_snapshot_then_train(rank: Rank, step: int) -> list[tuple[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from .install import Fit, adopt, check_fit, install
 from .load import load_version
+from .publication import Publication
 from .publish import PartWriter, PublishedPartReport
 from .pull import pull_version
 from .pulled_version import PulledVersion, Selection
@@ -26,6 +27,7 @@ __all__ = [
     "PartSink",
     "PartSource",
     "PartWriter",
+    "Publication",
     "PublishedPartReport",
     "PulledVersion",
     "RayStore",

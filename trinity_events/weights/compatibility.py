@@ -1,4 +1,4 @@
-"""Whether a version's tensors fit those of a model."""
+"""Compare a version's tensors with those of a model: names, dtypes, shapes and memory."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ..errors import IncompatibleWeights
 from .tensors import DTYPES, is_freed
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What torch puts into the names of a module that it wraps."""
+"""Prefixes that torch adds to the names of a module that it wraps."""
 _MARK = "_mod"
-"""What they have in common: models of many tensors are looked through at every version."""
+"""Text common to all wrappers, a fast test for models of many tensors."""
 
 _Place: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 
 def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a version fills, by all of their names: parameters, and saved buffers.
+    """Return the tensors that a version fills, under every name: parameters, and saved buffers.
 
-    Those of a module that is compiled, or wrapped otherwise, have their plain names too.
+    The tensors of a compiled or otherwise wrapped module are listed under plain names too.
 
-    Raises IncompatibleWeights when one is on the meta device: it has nothing to be filled.
+    Raises IncompatibleWeights for a tensor on the meta device, which has no memory to fill.
     """
     targets: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    # Some wrappers say plain names in a state dict alone.
+    # Some wrappers use plain names only in a state dict.
     saved = {plain_name(name) for name in (module.state_dict(keep_vars=True) if buffers else ())}
     targets |= {name: buffer for name, buffer in buffers.items() if plain_name(name) in saved}
     wrapped = {plain_name(name): target for name, target in targets.items() if _MARK in name}
     targets = wrapped | targets
     for name, target in targets.items():
-        if target.is_meta:  # copies into it do nothing, and say nothing
+        if target.is_meta:  # a copy into it does nothing and raises nothing
             raise IncompatibleWeights(
                 f"{name!r} has no memory in the model (meta device): materialize it first"
             )
@@ -45,7 +45,7 @@ def targets_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain_name(name: str) -> str:
-    """The name in the model as it was before it was wrapped."""
+    """Return the name of a tensor as it was before the module was wrapped."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -59,16 +59,16 @@ def compatible_target(
     *,
     cast: bool = False,
 ) -> torch.Tensor:
-    """Return the model's tensor that one of the version fills.
+    """Return the model's tensor that a tensor of the version fills.
 
     Args:
         targets: The model's tensors.
-        name: Of the version's tensor.
-        dtype: Of the version's tensor.
-        shape: Of what the version has for the model's tensor.
-        cast: Whether the model's tensor may be of another floating-point dtype.
+        name: Name of the version's tensor.
+        dtype: Dtype of the version's tensor.
+        shape: Shape that the version has for the model's tensor.
+        cast: Allow another floating-point dtype in the model.
 
-    Raises IncompatibleWeights, in words.
+    Raises IncompatibleWeights when the tensor is missing or does not fit.
     """
     target = targets.get(name)
     if target is None:
@@ -94,7 +94,7 @@ def compatible_target(
 
 
 def is_cast(targets: Mapping[str, torch.Tensor], manifests: Iterable[WeightManifest]) -> bool:
-    """Return True if the model has some of a version's tensors in another dtype."""
+    """Return True if any of the version's tensors has another dtype in the model."""
     return any(
         targets[entry.name].dtype != DTYPES[entry.dtype]
         for manifest in manifests
@@ -104,7 +104,7 @@ def is_cast(targets: Mapping[str, torch.Tensor], manifests: Iterable[WeightManif
 
 
 def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
-    """Raise IncompatibleWeights when the model needs what is not among these names, tied or not."""
+    """Raise IncompatibleWeights when the model needs a tensor that these names do not cover."""
     name = first_uncovered(targets, names, targets)
     if name is not None:
         raise IncompatibleWeights(f"the version has no {name!r}, which the model needs")
@@ -113,7 +113,7 @@ def check_covered(targets: Mapping[str, torch.Tensor], names: Collection[str]) -
 def first_uncovered(
     targets: Mapping[str, torch.Tensor], names: Collection[str], of: Collection[str]
 ) -> str | None:
-    """The first ``of`` these that is not among the names, and is not tied to one of them."""
+    """Return the first of the names ``of`` that no given name covers, by itself or by a tie."""
     left = {name: one for name, one in _left(targets, names).items() if name in of}
     if not left:
         return None
@@ -122,9 +122,9 @@ def first_uncovered(
 
 
 def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
-    """Which others have the memory of one of these without being the same tensor, and of which.
+    """Map each other tensor that shares the memory of a named tensor to that tensor's name.
 
-    Raises IncompatibleWeights for one that has some of that memory, but lies otherwise in it.
+    Raises IncompatibleWeights when the other tensor has a different layout in that memory.
     """
     left = {} if len(names) == len(targets) else _left(targets, names)
     if not left:
@@ -146,7 +146,7 @@ def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[st
 
 
 def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
-    """Those of these names that are one tensor in the model, such as tied embeddings."""
+    """Group the names that are one tensor in the model, such as tied embeddings."""
     if len({targets[name].data_ptr() for name in names}) == len(names):
         return []
     found: dict[object, list[str]] = {}
@@ -159,7 +159,7 @@ def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -
 
 
 def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Those with elements that are not among the names, nor the same tensor as one of them."""
+    """Return the nonempty tensors that are neither named nor the same object as a named one."""
     brought = {id(targets[name]) for name in names}
     return {
         name: target
@@ -169,12 +169,12 @@ def _left(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[s
 
 
 class _Memory:
-    """The memory of some tensors, to find what is tied to them without being the same."""
+    """Memory ranges of some tensors, used to find other tensors that are tied to them."""
 
     def __init__(self, tensors: Collection[torch.Tensor]) -> None:
         spans: list[tuple[int, int]] = []
         self._places: set[_Place] = set()
-        """Of those between whose elements there may be what they have not."""
+        """Layouts of the tensors whose elements are not dense in memory."""
         for tensor in tensors:
             if _is_dense(tensor):
                 begin = tensor.data_ptr()
@@ -186,9 +186,9 @@ class _Memory:
         self._ends = list(accumulate((end for _, end in spans), max))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether all of a tensor lies in that of one of them."""
+        """Return True if the whole tensor lies in the memory of these tensors."""
         begin = tensor.data_ptr()
-        if not begin:  # a subclass that does not say where its elements lie
+        if not begin:  # a subclass that does not expose its address
             return False
         before = bisect_right(self._begins, begin)
         most = self._ends[before - 1] if before else 0
@@ -198,18 +198,18 @@ class _Memory:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    """What two tensors have in common that have the same elements."""
+    """Return a key that is equal for two tensors with the same elements in memory."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """How many bytes there are from its first element to the end of its last."""
+    """Return the number of bytes from the first element to the end of the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie together, in whatever order of its dimensions."""
+    """Return True if the elements are dense in memory, in any order of the dimensions."""
     if tensor.is_contiguous():
         return True
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -1,4 +1,4 @@
-"""Which bytes of a part belong where in a model, chunk by chunk."""
+"""Plan of copies from the bytes of a part, chunk by chunk, into the tensors of a model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 class CopyTarget:
-    """Where the bytes of one tensor of the model go: to itself, or to memory beside it.
+    """Destination of the bytes of one tensor: the model's tensor itself, or a host buffer.
 
-    Such memory is there from the tensor's first byte to its last, for one that is on a GPU, or
-    whose elements do not lie together, or that has another dtype than what comes. Several threads
-    may bring some.
+    A host buffer is used when the tensor is on a GPU, is not contiguous, or has another dtype. It
+    is allocated with the first byte and released with the last. Several threads may write.
 
     Args:
         target: The tensor of the model.
-        dtype: Of what comes; by default the tensor's.
+        dtype: Dtype of the incoming bytes; by default the tensor's.
     """
 
     def __init__(self, target: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -41,25 +40,25 @@ class CopyTarget:
         self._plain = self._alike and is_plain(self._target)
         self._left = target.numel() * self._dtype.itemsize
         self._filled = self._target if self._plain else _NOTHING
-        """What is filled first."""
+        """The tensor that receives the bytes: the model's tensor, or the host buffer."""
         self._memory: memoryview | None = None
         self._stream = (
             torch.cuda.stream(torch.cuda.current_stream(target.device))
             if target.is_cuda
             else nullcontext()
         )
-        """The caller's: what it told the GPU before comes before the copy."""
+        """Stream of the caller, so that the copy follows the GPU work that the caller submitted."""
         self._lock = threading.Lock()
 
     def memory_at(self, at: int, nbytes: int) -> memoryview:
-        """Where so many of its bytes go, row-major."""
+        """Return the memory of ``nbytes`` row-major bytes from offset ``at``."""
         if self._memory is None:
             self._begin()
             self._memory = as_bytes(self._filled)
         return self._memory[at : at + nbytes]
 
     def bring(self, at: int, source: int, nbytes: int) -> None:
-        """Copy so many of its bytes, which are verified, from an address."""
+        """Copy verified bytes from an address to offset ``at``."""
         if not self._plain:
             self._begin()
         copy_bytes(self._filled.data_ptr() + at, source, nbytes)
@@ -67,14 +66,14 @@ class CopyTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor is."""
+        """Device of the model's tensor."""
         return self._target.device
 
     def copy(self, at: int, data: torch.Tensor) -> None:
-        """Copy bytes of a device, which are verified; to a target on a device they stay there.
+        """Copy verified bytes from a device; for a target on a device they do not pass the host.
 
         Args:
-            at: Where they go.
+            at: Offset in the tensor, in bytes.
             data: uint8 [bytes].
         """
         if self._alike and is_row_major(self._target):
@@ -85,13 +84,13 @@ class CopyTarget:
             self.note_copied(len(data))
 
     def note_copied(self, nbytes: int) -> None:
-        """So many bytes more are in their rooms, and verified."""
+        """Count verified bytes; the last ones trigger the copy from the host buffer."""
         if self._plain:
             return
         with self._lock:
             self._left -= nbytes
             if not self._left:
-                # A thread has a mode and a stream of its own.
+                # Inference mode and current stream are per thread.
                 mode = torch.inference_mode(self._target.is_inference())
                 with mode, torch.no_grad(), self._stream:
                     self._target.copy_(self._filled)
@@ -105,10 +104,10 @@ class CopyTarget:
 
 
 class PlannedSlice(NamedTuple):
-    """What of a part's tensor, or shard, belongs into the model's."""
+    """Slice of a part's tensor, or shard, that a tensor of the model needs."""
 
     offset: int
-    """Of the tensor in the part."""
+    """Offset of the tensor in the part, in bytes."""
     target: CopyTarget
     held: TensorSlice
     box: TensorSlice
@@ -117,17 +116,17 @@ class PlannedSlice(NamedTuple):
 
 
 class ByteRange(NamedTuple):
-    """Bytes that lie together in a part, and in a tensor of the model."""
+    """Range of bytes that is contiguous in a part and in a tensor of the model."""
 
     begin: int
-    """In the part, or in a chunk of it."""
+    """Offset in the chunk, in bytes."""
     nbytes: int
     target: CopyTarget
     at: int
 
     @property
     def memory(self) -> memoryview:
-        """Where they go."""
+        """Memory that receives the bytes."""
         return self.target.memory_at(self.at, self.nbytes)
 
 
@@ -138,9 +137,9 @@ def plan_copies(
     *,
     cast: bool = False,
 ) -> list[list[PlannedSlice]]:
-    """Return what of each part goes where in these tensors of a model, in the order of its bytes.
+    """Plan the copies from each part into these tensors, in the order of the part's bytes.
 
-    With ``cast``, floating-point tensors may be of another dtype in the model.
+    With ``cast``, floating-point tensors may have another dtype in the model.
     """
     pieces: dict[str, list[tuple[int, Piece]]] = {}
     for number, manifest in enumerate(manifests):
@@ -173,7 +172,9 @@ def _plan_tensor(
     box, dtype = selected_slice(name, shards, wanted), shards[0].entry.dtype
     target = compatible_target(targets, name, dtype, box.shape, cast=cast)
     landing, itemsize = CopyTarget(target, DTYPES[dtype]), DTYPES[dtype].itemsize
-    if len(shards) == 1 and shards[0].entry.begins is None:  # no shards: all of it is there
+    if (
+        len(shards) == 1 and shards[0].entry.begins is None
+    ):  # no shards: one piece is the whole tensor
         number, piece = pieces[0]
         plan[number].append(
             PlannedSlice(piece.entry.offset, landing, piece.box, box, box, itemsize)
@@ -186,7 +187,7 @@ def _plan_tensor(
 
 
 def about_to_change(module: torch.nn.Module) -> None:
-    """Let autograd know that the parameters change."""
+    """Tell autograd that the parameters change."""
     torch.autograd.graph.increment_version(
         [one for one in module.parameters() if not one.is_inference()]
     )
@@ -195,7 +196,7 @@ def about_to_change(module: torch.nn.Module) -> None:
 def by_chunk(
     sizes: Sequence[int], plan: list[PlannedSlice]
 ) -> Iterator[tuple[int, list[ByteRange]]]:
-    """Chunks of which something is wanted, and what, by where it begins in them."""
+    """Yield the number of each chunk that is needed, with the byte ranges to copy from it."""
     index, begin = -1, 0
     end = 0
     found: list[ByteRange] = []

@@ -1,4 +1,4 @@
-"""Installing a pulled version in a model, in place."""
+"""Install a pulled version in a model, in place."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from .tensors import DTYPES, as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
 
 _LARGE = 64 << 10
-"""Bytes from which on a copy may be another thread's."""
+"""Bytes from which a copy may run in another thread."""
 _PIECE = 2 << 20
+"""Bytes of one job of a thread; larger copies are split."""
 
 
 class Fit(NamedTuple):
-    """What is to be copied where. It holds as long as the version is held."""
+    """Copies that install a version. Valid as long as the version is held."""
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    """Targets, or views of them, and what goes into each: where bytes cannot simply be copied."""
+    """Target (or view of one) and source of each copy that needs torch."""
     plain: list[torch.Tensor]
-    """Targets, or views of them, whose bytes lie together, as do those of what goes into them."""
+    """Targets (or views) that are contiguous, as their sources are."""
     copies: list[tuple[int, int, int]]
-    """What goes into them: to which address, from which, how many bytes."""
+    """Target address, source address and size in bytes of each plain copy."""
     held: list[torch.Tensor]
-    """What lies at some of them, where that is not the version's own memory."""
+    """Sources of plain copies that are not the version's own memory, kept alive here."""
     deltas: list[tuple[torch.Tensor, memoryview]]
-    """Targets, or views of them, and what is laid over each once everything is copied."""
+    """Target (or view) and delta, applied once everything is copied."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Have a target, or a view of one, copied into."""
+        """Add a copy into a target or a view of one."""
         together = is_plain(target) and is_plain(source) and not target.is_inference()
         if together and target.dtype == source.dtype:
             self.plain.append(target)
@@ -51,25 +52,23 @@ class Fit(NamedTuple):
 
 
 def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = False) -> Fit:
-    """Pair every parameter with what the version has of it, before anything is changed.
+    """Pair every parameter with its tensors of the version, before anything is changed.
 
-    A parameter that shares memory with one that the version has (tied embeddings) needs no
-    tensor of its own. Of a version that was pulled in part, the model needs what was wanted: a
-    parameter then is as large as the wanted box. Of one that is a subset, such as an adapter, the
-    model needs what it brings.
+    A parameter that shares memory with a published one (tied embeddings) needs no tensor of its
+    own. For a version that was pulled in part, each parameter has the shape of the selected slice.
+    A subset, such as an adapter, needs to cover only its own tensors.
 
-    What is there as a delta is digested as it will be: over what it rests on where that was pulled,
-    else over what the model has.
+    The digest of a delta is checked on its result: over the pulled base, or else over the model's
+    tensor.
 
-    With ``cast``, floating-point tensors may be of another dtype in the model, and are converted as
-    they are copied.
+    With ``cast``, floating-point tensors may have another dtype in the model; the copy converts
+    them.
 
     Raises:
-        IncompatibleWeights: when names, shapes or dtypes do not fit, shards leave a hole in a
-            tensor or overlap, or what is one tensor in the model is two that differ, naming the
-            first.
-        ModelDiffers: when the model has not what the version rests on.
-        CorruptVersion: when what the version rests on does not make it.
+        IncompatibleWeights: when names, shapes or dtypes do not fit, when shards overlap or leave
+            a hole, or when one tensor of the model comes as two that differ. It names the first.
+        ModelDiffers: when the model does not hold the base of the version.
+        CorruptVersion: when the pulled base and the delta do not give the published tensor.
     """
     return _check_fit(targets_of(module), version, cast=cast)
 
@@ -110,10 +109,10 @@ def _check_fit(
 
 
 def install(fit: Fit) -> None:
-    """Copy everything to where it belongs, and lay over it what changed.
+    """Copy everything into the model, then apply the deltas.
 
-    By addresses where that is possible: torch's own copy costs many times a small one, and is
-    slower than the C library's for large ones. An engine is held meanwhile, so all cores may help.
+    Plain copies go by address: torch's copy costs many times a small memmove, and is slower than
+    the C library for large copies. The engine is paused meanwhile, so all cores may help.
     """
     large: list[tuple[int, int, int]] = []
     for to, source, nbytes in fit.copies:
@@ -131,15 +130,14 @@ def install(fit: Fit) -> None:
 
 
 def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
-    """Let the module serve from the version's own memory: nothing is copied.
+    """Let the module serve from the version's own memory, without a copy.
 
-    For those who only read: memory of a transport may not be written to. The module's tensors are
-    what they are for as long as the version is held, so hold it until the next one is adopted.
-    A tensor that is tied to one of the version's and does not come itself gets the same memory.
+    The module must only read: memory of a transport may not be written to. Its tensors are valid
+    as long as the version is held, so hold it until the next one is adopted. An unpublished tensor
+    that is tied to a published one gets the same memory.
 
-    Raises as :func:`check_fit`, and IncompatibleWeights for shards, which lie apart, for what is
-    tied to some of a tensor only, or lies otherwise than it, and does not come itself, and for
-    tensors of the module that keep their elements elsewhere than at their address.
+    Raises as :func:`check_fit`. Raises IncompatibleWeights for shards, for an unpublished tensor
+    that is tied to a published one with another layout, and for wrappers of tensors.
     """
     targets = targets_of(module)
     _check_fit(targets, version)
@@ -149,10 +147,10 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
             raise IncompatibleWeights(
                 f"{entry.name!r} comes in shards: they have to be copied together"
             )
-    came = dict(version.tensors())  # all of them first: one may not be what it was
+    came = dict(version.tensors())  # all first: one of them may be corrupt
     others = tied(targets, came)
     for name, tensor in came.items():
-        if tensor.numel() and not targets[name].data_ptr():  # a wrapper would go on with its own
+        if tensor.numel() and not targets[name].data_ptr():  # a wrapper would keep its own memory
             raise IncompatibleWeights(
                 f"{name!r} wraps another tensor in the model: it has to be copied"
             )
@@ -168,10 +166,10 @@ def adopt(module: torch.nn.Module, version: PulledVersion) -> None:
 
 
 def _rebind(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Let a tensor of the model have another one's memory."""
+    """Point a tensor of the model at the memory of another tensor."""
     made_for_inference = target.is_inference()
     if tensor.is_inference() != made_for_inference:  # else torch refuses to compute with the target
-        with torch.inference_mode(made_for_inference):  # a view would be what it is a view of
+        with torch.inference_mode(made_for_inference):  # a view would inherit the mode of its base
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             storage, at = tensor.untyped_storage(), tensor.storage_offset()
             tensor = empty.set_(storage, at, tensor.shape, tensor.stride())
@@ -179,7 +177,7 @@ def _rebind(target: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _content(version: PulledVersion, name: str) -> dict[Shape, str]:
-    """Digests of what goes into one of the model's tensors, by where each begins in it."""
+    """Return the digests of the slices that fill a tensor of the model, by their offsets."""
     pieces = version.by_name()[name]
     box = selected_slice(name, pieces, None if version.wanted is None else version.wanted[name])
     found: dict[Shape, str] = {}
@@ -187,7 +185,7 @@ def _content(version: PulledVersion, name: str) -> dict[Shape, str]:
         at = tuple(mine - its for mine, its in zip(part.offsets, box.offsets, strict=True))
         if piece.entry.encoding == "dense" or part != piece.box:
             found[at] = digest(as_bytes(piece.tensor()[part.inside(piece.box)]))
-        else:  # it has that of all its bytes
+        else:  # the entry has the digest of all its bytes
             assert piece.entry.digest is not None
             found[at] = piece.entry.digest
     return found
@@ -235,7 +233,7 @@ def _fit_pieces(
         view = target.detach()[part.inside(box)]
         if not alike and piece.entry.encoding != "dense" and piece.base is None:
             raise ModelDiffers(
-                f"{name!r} is {target.dtype} in the model: no delta can be laid over it"
+                f"{name!r} is {target.dtype} in the model: no delta can be applied to it"
             )
         if not alike or piece.entry.encoding == "dense" or part != piece.box:
             fit.copy(view, piece.tensor()[part.inside(piece.box)])

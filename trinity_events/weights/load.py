@@ -1,8 +1,8 @@
-"""Loading a version into a model that nobody serves from, with no room for the version itself.
+"""Load a version into an idle model, without memory for the version itself.
 
-Whoever serves meanwhile must not see half of it, and so holds all of it before any is copied: see
-:mod:`~trinity_events.weights.install`. Here each chunk goes straight to where it belongs, and is
-verified there: what fails on the way leaves a model that has some of each.
+A serving model must not see half of a version, so all of it is verified before any is copied: see
+:mod:`~trinity_events.weights.install`. Here each chunk is copied straight into the model and is
+verified there. A failure on the way leaves a model with bytes of two versions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .verify_model import check_installed
 
 
 class BaseRequired(Exception):
-    """The version rests on another one, or has one tensor of the model twice: it must be pulled."""
+    """The version is a delta, or has one tensor of the model twice: it must be pulled first."""
 
 
 class _Part(NamedTuple):
@@ -58,28 +58,28 @@ def load_version(
     *,
     cast: bool = False,
 ) -> list[WeightManifest]:
-    """Fill a module with what an announcement names; returns the manifests of its parts.
+    """Fill a module with the announced version, and return the manifests of its parts.
 
-    It needs memory for one chunk, and for one tensor where those of the module are on a GPU, or
-    do not lie row-major; its transport may have some more on the way.
+    Memory use is one chunk, and one tensor if the module's tensors are on a GPU or not row-major.
+    The transport may use more for chunks in flight.
 
     Args:
         store: Where the version's parts are.
         run_id: The run.
         ready: The announcement.
-        module: What is filled.
-        wanted: Which tensors, and which boxes of them; only chunks with some of that are read.
-        ahead: What is in the module already, and where the rest belongs.
-        torn: What is not whole in the module, which is brought up to date.
-        cast: Whether floating-point tensors may be of another dtype in the module. Each such one
-            needs memory for itself, in the version's dtype.
+        module: The module to fill.
+        wanted: Tensors to load, and the slice of each; only chunks that contain them are read.
+        ahead: Bytes of the version that are in the module already, and the plan for the rest.
+        torn: Tensors of the module that are not whole; updated here.
+        cast: Allow another floating-point dtype in the module. Each such tensor takes memory for
+            itself, in the version's dtype.
 
     Raises:
-        Based: when it is a delta, or brings one tensor of the module under two names, which have
-            to be compared, before anything is changed.
-        VersionUnavailable, IncompatibleWeights: before anything is changed, when it is not there
-            or does not fit; the first also later, when some of it goes.
-        CorruptVersion: when what is there is not what was announced; the module has some of it.
+        BaseRequired: before any change, for a delta, and for a version that brings one tensor of
+            the module under two names, which must be compared.
+        VersionUnavailable: when the version is gone, before or during the load.
+        IncompatibleWeights: before any change, when the version does not fit.
+        CorruptVersion: when the stored bytes are not those announced; the module holds some.
     """
     with ExitStack() as held:
         parts = [_opened(store, held, run_id, ready, index) for index in range(len(ready.parts))]
@@ -123,7 +123,7 @@ def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, i
 
 
 def _fill(part: _Part, plan: list[PlannedSlice]) -> None:
-    """Bring one part's bytes to where they belong."""
+    """Copy one part into the model."""
     sizes = [chunk.nbytes for chunk in part.manifest.chunks]
     if isinstance(part.source, ZeroCopySource):
         _receive(part, part.source, sizes, plan)
@@ -131,7 +131,7 @@ def _fill(part: _Part, plan: list[PlannedSlice]) -> None:
     if isinstance(part.source, TensorSource):
         _copy(part, part.source, sizes, plan)
         return
-    # They lie in memory already: each chunk is verified there, and copied while it is in the cache.
+    # The source is in memory: each chunk is verified there, and copied while it is in the cache.
     wanted = dict(by_chunk(sizes, plan))
 
     def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
@@ -143,7 +143,7 @@ def _fill(part: _Part, plan: list[PlannedSlice]) -> None:
 
 
 def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[PlannedSlice]) -> None:
-    """Bring to where they belong the bytes of a part that lies on a device."""
+    """Copy a part that lies on a device into the model."""
     wanted = dict(by_chunk(sizes, plan))
     came = 0
     for index, data, digested in source.each(sizes, wanted):
@@ -158,14 +158,14 @@ def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[Planne
 
 
 def _finish(part: _Part, ahead: SpeculativeLoad) -> None:
-    """Bring to where they belong what was not there before the part was whole."""
+    """Copy the chunks that were not in the model before the part was sealed."""
     sizes = [chunk.nbytes for chunk in part.manifest.chunks]
     taken = ahead.taken(part.ref)
 
     def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
         verified = _verified(part, index, data, digested)
         if index >= taken or digested != part.manifest.chunks[index].digest:
-            ahead.bring(part.ref, index, verified)  # it was not when it was digested
+            ahead.bring(part.ref, index, verified)  # the chunk was written after it was digested
 
     assert not isinstance(part.source, TensorSource)
     part.source.read(sizes, take, ahead.chunks(part.ref))
@@ -175,7 +175,7 @@ def _receive(
     part: _Part, source: ZeroCopySource, sizes: list[int], plan: list[PlannedSlice]
 ) -> None:
     beside = memoryview(bytearray(max(sizes, default=0)))
-    """For bytes that nobody wants, but that are of a chunk which is digested as a whole."""
+    """Scratch memory for bytes that are not selected but belong to a digested chunk."""
     coming: deque[list[ByteRange]] = deque()
 
     def rooms() -> Iterator[ChunkBuffers]:
@@ -195,7 +195,7 @@ def _receive(
 
 
 def _verified(part: _Part, index: int, data: memoryview | None, digested: str | None) -> memoryview:
-    """A chunk of a part that lies in memory, once it is what was published."""
+    """Return a chunk that lies in memory, once its digest matches the manifest."""
     found = memoryview(b"") if data is None else data
     _check(part, index, None if data is None else len(data), digested, [found])
     return found
@@ -208,7 +208,7 @@ def _check(
         raise VersionUnavailable(f"chunk {index} of the {part.ref} is no longer there")
     chunk = part.manifest.chunks[index]
     if length == chunk.nbytes and digested != chunk.digest:
-        seen = Digesting()  # what was digested too early is no proof of a fault
+        seen = Digesting()  # a digest taken before the seal is no proof of a fault
         for piece in pieces:
             seen.update(piece)
         digested = seen.digest()

@@ -1,4 +1,4 @@
-"""A rank that publishes, as the log hears of it: alive, done, or failed."""
+"""Attempt of a rank at publishing its part, as the log records it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..log import Publisher
 
 
 class PartAttempt:
-    """One attempt at a rank's part of a version. It says that its process lives while it lasts.
+    """One attempt at a rank's part of a version. It sends heartbeats while it lasts.
 
     Args:
-        publisher: Tells the log.
-        step: The version's.
-        role: The process's.
-        rank: The process's.
-        lease: Seconds of silence after which the process is taken for dead.
+        publisher: Publishes the events of the attempt.
+        step: Step of the version.
+        role: Role of the process.
+        rank: Rank of the process.
+        lease: Seconds without a heartbeat after which the reducer takes the process for dead.
     """
 
     def __init__(self, publisher: Publisher, step: int, role: str, rank: int, lease: float) -> None:
@@ -34,16 +34,16 @@ class PartAttempt:
         self._beating = ExitStack()
 
     def begin(self) -> None:
-        """Say that it begins."""
+        """Publish the start of the attempt, and begin the heartbeats."""
         heart = Heartbeat.of(self._publisher, self._lease)
-        # Nobody is waited for: who was heard of just now has a whole lease to be heard of again.
+        # No wait for the first heartbeat: the start event begins a whole lease.
         self._beating.enter_context(heart.beating(self._publisher, patience=0.0))
         self._publisher.publish(self._begun)
 
     def end(self) -> None:
-        """It is over: the process need not be alive for it, once what it said is in the log."""
+        """End the heartbeats, once the events of the attempt are in the log."""
         self._beating.close()
 
     def failure(self, error: BaseException, *, followed: bool = False) -> SaveFailed:
-        """What there is to say of its failure; of a ``followed`` one others say why."""
+        """Return the failure event; ``followed`` defers the reason to another rank's event."""
         return self._attempt.fail(error, followed=followed)

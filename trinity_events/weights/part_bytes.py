@@ -1,4 +1,4 @@
-"""The bytes of a part, where its transport has them."""
+"""Bytes of a part, in the memory of its transport."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .tensors import DTYPES, as_buffer
 
 
 class PartBytes:
-    """Looked at by where they are in the part; they may lie in several pieces, no tensor in two.
+    """View of a part's bytes by offset; there may be several pieces, but no tensor spans two.
 
     Args:
-        pieces: They follow each other in the part.
+        pieces: Consecutive pieces of the part.
     """
 
     def __init__(self, pieces: Sequence[memoryview | torch.Tensor]) -> None:
@@ -29,30 +29,30 @@ class PartBytes:
             if len(piece)
         ]
         self.on_host = all(piece.is_cpu for piece in self._pieces)
-        """Whether they lie in the host's memory."""
+        """True if all bytes are in host memory."""
         self._addresses = [piece.data_ptr() for piece in self._pieces]
         self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        """The pieces again, by their number, as elements of a dtype."""
+        """Views of the pieces as elements of a dtype, by piece number and dtype."""
         self._ends = list(accumulate(len(piece) for piece in self._pieces))
 
     def address(self, begin: int, nbytes: int) -> int:
-        """Where so many bytes lie. Raises CorruptVersion when they do not lie together."""
+        """Return the address of a range of bytes. Raises CorruptVersion if it is not contiguous."""
         if not nbytes:
             return 0
         at, inside = self._find(begin, nbytes)
         return self._addresses[at] + inside
 
     def span(self, begin: int, nbytes: int) -> torch.Tensor:
-        """A view of so many bytes, uint8 [nbytes]. Raises as :meth:`address`."""
+        """Return a view of a range of bytes, uint8 [nbytes]. Raises as :meth:`address`."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         at, inside = self._find(begin, nbytes)
         return self._pieces[at][inside : inside + nbytes]
 
     def tensor(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """A view of the elements that begin there, row-major. Raises as :meth:`address`.
+        """Return a view of row-major elements from offset ``begin``. Raises as :meth:`address`.
 
-        A copy where they are not aligned to their size.
+        The result is a copy if the elements are not aligned to their size.
         """
         count, itemsize = math.prod(shape), dtype.itemsize
         if not count:
@@ -65,11 +65,11 @@ class PartBytes:
         if typed is None:
             whole = self._pieces[at][: len(self._pieces[at]) // itemsize * itemsize]
             typed = self._typed[at, dtype] = whole.view(dtype)
-        # One call of torch's for what takes three in steps: there may be very many tensors.
+        # One call of torch instead of three: a part may have very many tensors.
         return typed.as_strided(shape, _row_major(shape), inside // itemsize)
 
     def _find(self, begin: int, nbytes: int) -> tuple[int, int]:
-        """Which piece they are in, and where."""
+        """Return the piece that holds a range of bytes, and the offset in it."""
         at = bisect_right(self._ends, begin)
         if at == len(self._ends) or begin + nbytes > self._ends[at]:
             raise CorruptVersion(
@@ -79,11 +79,11 @@ class PartBytes:
 
 
 def as_tensor(buffer: PartBytes, entry: TensorEntry) -> torch.Tensor:
-    """The tensor that ``entry`` describes, a view of the part's bytes where alignment allows.
+    """Return the tensor that ``entry`` describes, a view if its alignment allows.
 
     Args:
         buffer: The part's bytes.
-        entry: Where the tensor lies in it.
+        entry: Entry of the tensor in the manifest.
     """
     return buffer.tensor(entry.offset, DTYPES[entry.dtype], entry.shape)
 

@@ -1,4 +1,4 @@
-"""What of a model may hold some of a version that never became whole there."""
+"""Track tensors left partially overwritten by an interrupted load."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .compatibility import first_uncovered, targets_of
 
 
 class PartialLoads:
-    """Which tensors of which models, until a version brings all of them.
+    """Partially overwritten tensors of each model, until a version fills all of them.
 
-    A version of some tensors, such as an adapter's, makes no model whole whose others are torn.
+    A subset, such as an adapter, does not repair a model whose other tensors are torn.
     """
 
     def __init__(self) -> None:
         self._torn: list[tuple[ref[torch.nn.Module], set[str]]] = []
 
     def add(self, module: torch.nn.Module, names: Collection[str]) -> None:
-        """These of its tensors may hold anything."""
+        """Record that these tensors of the module may hold any bytes."""
         if names:
             kept = [one for one in self._torn if one[0]() not in (None, module)]
             self._torn = [*kept, (ref(module), self._of(module) | set(names))]
 
     @contextmanager
     def until_whole(self, module: torch.nn.Module, names: Collection[str]) -> Iterator[None]:
-        """In the block these tensors are filled, all of each.
+        """Track these tensors as torn until the block, which fills them, has ended.
 
-        Raises IncompatibleWeights before it when others are torn, which are not tied to these.
+        Raises IncompatibleWeights at the start if other tensors, not tied to these, are torn.
         """
         torn = self._of(module)
         if not torn <= set(names):

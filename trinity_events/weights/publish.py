@@ -1,4 +1,4 @@
-"""Publishing one rank's part of a version, chunk by chunk."""
+"""Publish one rank's part of a version, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -35,49 +35,48 @@ from .transports.base import ChunkStore, PartRef, SegmentedSink, TensorSink, Zer
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _ZEROS_AT = address(_ZEROS)
 _LARGE = 1 << 20
-"""Bytes of a tensor from which on it is sent from where it lies, where the transport can do so.
+"""Bytes from which a tensor is sent without a copy, if the transport supports that.
 
-Many small chunks cost more than the copies that they save.
+Below it, many small chunks cost more than the copies that they save.
 """
 _LONGEST_NAME, _MOST_DIMENSIONS = 256, 32
-"""As the contract has them, by which readers would refuse the whole part."""
+"""Characters and dimensions that the contract allows; readers refuse a part beyond them."""
 _LONG = 8 << 20
-"""Bytes of a tensor whose memory is let go of at once, and not by the next one."""
+"""Bytes from which a sent tensor's memory is released at once, not with the next tensor."""
 
 
 class PublishedPartReport(Struct, frozen=True, kw_only=True):
-    """What was published."""
+    """Summary of a published part."""
 
     manifest_digest: str
     bytes: int
     tensors: int
     chunks: int
     delta: PartDelta | None = None
-    """Where the part is not full: what of it travelled."""
+    """Counts of the delta; None for a full part."""
 
 
 class PartWriter:
-    """Takes tensors one by one and lays them end to end, in the room that the transport gives.
+    """Writer of one part: appends tensors to the memory that the transport reserves.
 
-    Each begins at a multiple of :data:`~trinity_schemas.ALIGNMENT`: what is aligned is copied a
-    fifth faster, and can be looked at where it lies.
+    Each tensor begins at a multiple of :data:`~trinity_schemas.ALIGNMENT`: aligned tensors are
+    copied a fifth faster, and readers can view them in place.
 
-    Each chunk is digested as soon as it is full. Where the transport keeps tensors on their device,
-    it lays them there itself, and digests them there.
+    Each chunk is digested as soon as it is full. A transport that keeps tensors on their device
+    copies and digests them there itself.
 
     Args:
-        store: Where the part goes.
-        part: Which part it is.
-        chunk_bytes: Largest size of a chunk; by default what is best for the transport.
-        subset: Whether the version is of some of the model's tensors, such as an adapter's.
-        last: What the rank last published, so that only what changed of it travels; it has begun
-            the part already. Without it all tensors travel in full.
-        tensor_digests: Whether the manifest has a digest of each tensor too, by which it can be
-            compared wherever it is.
-        dtype: Of all floating-point tensors as they travel; by default each keeps its own. Digests
-            are of what travels.
+        store: Store that receives the part.
+        part: Run, epoch, step and rank of the part.
+        chunk_bytes: Largest size of a chunk; by default the transport's choice.
+        subset: The version has only some of the model's tensors, such as an adapter.
+        last: Tracker of the rank's last version, from which deltas are made; its ``begin`` was
+            called for the part. Without it, all tensors are sent in full.
+        tensor_digests: Add a digest of each tensor to the manifest, to verify models with.
+        dtype: Floating-point dtype to send in; by default each tensor keeps its own. Digests are
+            of the bytes sent.
 
-    Raises TypeError for a dtype that is no floating-point one, or cannot travel.
+    Raises TypeError if ``dtype`` is not a floating-point dtype of the contract.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class PartWriter:
         self._pieces = self._sink if isinstance(self._sink, SegmentedSink) else None
         self._room: memoryview | None = None
         self._address = self._size = 0
-        """Of the room."""
+        """Address and size of the reserved memory, in bytes."""
         self._filled = 0
         self._offset = 0
         self._tensors: list[TensorEntry] = []
@@ -118,13 +117,13 @@ class PartWriter:
     def add(self, name: str, tensor: torch.Tensor, place: ShardOffset | None = None) -> None:
         """Append a tensor, or a shard of one.
 
-        Raises TypeError for a dtype that cannot travel, and ValueError for a name that cannot, and
-        for a tensor without memory.
+        Raises TypeError for a dtype outside the contract. Raises ValueError for a name outside the
+        contract, and for a tensor without memory.
 
         Args:
             name: The tensor's name.
-            tensor: Its elements; of a shard, those that this rank has.
-            place: Of a shard: where it lies, in a tensor of which shape.
+            tensor: The elements of the tensor, or of this rank's shard.
+            place: Offset of a shard, and the shape of the whole tensor; None for a whole tensor.
         """
         if self._dtype is not None and tensor.is_floating_point():
             _check_memory(name, tensor)
@@ -166,7 +165,7 @@ class PartWriter:
             self._append(entry, address(data), len(data))
 
     def _append(self, entry: TensorEntry, source: int, nbytes: int) -> None:
-        """Append what lies at an address; it stays there until this returns."""
+        """Append bytes from an address, which must stay valid until this returns."""
         self._tensors.append(entry)
         if entry.offset != self._offset:
             self._copy(_ZEROS_AT, entry.offset - self._offset)
@@ -191,7 +190,7 @@ class PartWriter:
                 self._put()
 
     def _send(self, entry: TensorEntry, sink: ZeroCopySink, data: memoryview) -> None:
-        """Append a large tensor from where it lies, in chunks of its own."""
+        """Append a large tensor without a copy, in chunks of its own."""
         self._append(entry, 0, 0)
         if self._filled:
             self._put()
@@ -203,7 +202,7 @@ class PartWriter:
             sink.settle()
 
     def seal(self) -> PublishedPartReport:
-        """Put what is left and the manifest: from now on the part can be read."""
+        """Send the last chunk and the manifest; from now on the part can be read."""
         if self._on_device is not None:
             self._chunks = self._on_device.chunks(self._offset)
         elif self._filled:
@@ -235,7 +234,7 @@ class PartWriter:
         return self._part._replace(epoch=base.epoch, step=base.step)
 
     def discard(self) -> None:
-        """Take back what was put of a part that will not be sealed."""
+        """Delete the chunks of a part that will not be sealed."""
         if self._last is not None:
             self._last.forget()
         self._sink.discard()
@@ -248,7 +247,7 @@ class PartWriter:
     def _put(self) -> None:
         assert self._room is not None
         data = self._room[: self._filled]
-        if self._direct is not None:  # digests it while it is sent
+        if self._direct is not None:  # the sink digests while it sends
             self._chunks.append(Chunk(nbytes=len(data), digest=self._direct.send(data)))
         else:
             self._chunks.append(Chunk(nbytes=len(data), digest=digest(data)))
@@ -263,5 +262,5 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def manifest_digest(manifest: Buffer) -> str:
-    """The digest that seals an encoded manifest, and through it every chunk."""
+    """Return the digest that seals an encoded manifest, and through it every chunk."""
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}"

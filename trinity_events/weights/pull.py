@@ -1,4 +1,4 @@
-"""Pulling a version: every tensor of it, verified, or an error (invariant 7)."""
+"""Pull a version: every tensor of it, verified, or an error (invariant 7)."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def pull_version(
     wanted: Selection | None = None,
     have: Collection[str] = (),
 ) -> Iterator[PulledVersion]:
-    """Hold the version that an announcement names, and what it rests on where it is a delta.
+    """Hold the announced version, and the base of a delta, until the block ends.
 
-    Its tensors may lie in the transport's own memory, where they stay as they are until the block
-    ends: copy what is wanted for longer.
+    The tensors may lie in the transport's own memory, and are valid until the block ends: copy
+    those that are needed for longer.
 
     Args:
-        store: Where its parts are.
+        store: Store that has the parts.
         run_id: The run.
         ready: The announcement.
-        wanted: What of it; only chunks that hold some of that are read and verified, and all that a
-            tensor takes that is there as a delta.
-        have: Manifest digests of full parts that need not be pulled, since deltas on them will be
-            laid over what the caller has. Of no use where only some is wanted.
+        wanted: Tensors to pull, and the slice of each. Only chunks that contain them are read and
+            verified; a tensor stored as a delta is read as a whole.
+        have: Manifest digests of full parts that the caller's model holds, so that deltas can be
+            applied to it without their base. Ignored with ``wanted``.
 
     Raises:
-        VersionUnavailable: when it, or some of it, is no longer there.
-        CorruptVersion: when what is there is not what was announced.
+        VersionUnavailable: when the version, or a chunk of it, is gone.
+        CorruptVersion: when the stored bytes are not those announced.
     """
     if ready.kind != "weights" or ready.version_digest is None:
         raise ValueError(f"step-ready of kind {ready.kind} announces no weight version")
@@ -89,7 +89,7 @@ def pull_version(
 def _read_base(
     store: ChunkStore, held: ExitStack, part: PartRef, base: PartBase, keys: Container[Key]
 ) -> FullPart:
-    """The full part that one rests on, with what is in it of these tensors."""
+    """Read the full part that is the base of a delta, with the bytes of these tensors."""
     at = part._replace(epoch=base.epoch, step=base.step)
     source = store.open(at)
     if source is None:
@@ -110,20 +110,20 @@ def _read_part(
     announced: PublishedPart,
     chunks: Callable[[WeightManifest], Container[int]] | None = None,
 ) -> tuple[WeightManifest, PartBytes]:
-    """A part, or those chunks of it that are told by its manifest."""
+    """Read a part, or the chunks of it that ``chunks`` selects by the manifest."""
     manifest = read_manifest(source.manifest, part, announced)
 
     def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
         if data is None:
             raise VersionUnavailable(f"chunk {index} of the {part} is no longer there")
         chunk = manifest.chunks[index]
-        # What was digested too early is no proof of a fault.
+        # A digest taken before the seal is no proof of a fault.
         if digested == chunk.digest and len(data) == chunk.nbytes:
             return
         if len(data) != chunk.nbytes or digest(data) != chunk.digest:
             raise _corrupt(part, index)
 
-    # Sized by a manifest whose digest the log vouches for, and whose sums were checked.
+    # The sizes are safe: the manifest's digest is from the log, and its sums were checked.
     sizes = [chunk.nbytes for chunk in manifest.chunks]
     wanted = None if chunks is None else chunks(manifest)
     if isinstance(source, TensorSource):
@@ -145,12 +145,12 @@ def _corrupt(part: PartRef, index: int) -> CorruptVersion:
 
 
 def wanted_chunks(manifest: WeightManifest, wanted: Selection) -> set[int]:
-    """Which chunks of a part hold bytes of what is wanted."""
+    """Return the numbers of the chunks that contain selected bytes."""
     gap = min((chunk.nbytes for chunk in manifest.chunks), default=0)
 
     def spans() -> Iterator[tuple[int, int]]:
         for entry, held, inner in _wanted_entries(manifest, wanted):
-            if entry.encoding != "dense":  # what changed is laid over all of it
+            if entry.encoding != "dense":  # a delta applies to the whole tensor
                 yield entry.offset, entry.offset + entry.stored
                 continue
             for begin, end in byte_spans(held, inner, DTYPES[entry.dtype].itemsize, gap):
@@ -162,7 +162,7 @@ def wanted_chunks(manifest: WeightManifest, wanted: Selection) -> set[int]:
 def _wanted_entries(
     manifest: WeightManifest, wanted: Selection
 ) -> Iterator[tuple[TensorEntry, TensorSlice, TensorSlice]]:
-    """Tensors of which something is wanted: what is there of each, and what of that is wanted."""
+    """Yield each selected entry, with the slice that it holds and the selected slice of that."""
     for entry in manifest.tensors:
         if entry.name not in wanted:
             continue
@@ -175,7 +175,7 @@ def _wanted_entries(
 
 
 def _changed(manifest: WeightManifest, wanted: Selection | None) -> set[Key]:
-    """Tensors that are wanted and are there as a delta."""
+    """Return the keys of the selected tensors that are stored as a delta."""
     entries: Iterable[TensorEntry] = manifest.tensors
     if wanted is not None:
         entries = (entry for entry, _, _ in _wanted_entries(manifest, wanted))
@@ -183,14 +183,14 @@ def _changed(manifest: WeightManifest, wanted: Selection | None) -> set[Key]:
 
 
 def _chunks_of(manifest: WeightManifest, keys: Container[Key]) -> set[int]:
-    """Which chunks of a full part hold bytes of these tensors."""
+    """Return the numbers of the chunks of a full part that contain these tensors."""
     entries = (entry for entry in manifest.tensors if entry.key in keys)
     spans = ((entry.offset, entry.offset + entry.part_bytes) for entry in entries)
     return _chunks_with(manifest, spans)
 
 
 def _chunks_with(manifest: WeightManifest, spans: Iterable[tuple[int, int]]) -> set[int]:
-    """Which chunks of a part hold its bytes from ``begin`` to ``end``."""
+    """Return the numbers of the chunks that contain any of these spans of bytes."""
     ends = list(accumulate(chunk.nbytes for chunk in manifest.chunks))
     found: set[int] = set()
     for begin, end in spans:
@@ -200,7 +200,7 @@ def _chunks_with(manifest: WeightManifest, spans: Iterable[tuple[int, int]]) -> 
 
 
 def read_manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
-    """The manifest, once its digest is the announced one; raises CorruptVersion otherwise."""
+    """Decode and check a manifest. Raises CorruptVersion unless it is the announced one."""
     if manifest_digest(raw) != announced.manifest_digest:
         what = f"the manifest of the {part} is not the one that was announced"
         raise CorruptVersion(what, part.rank)

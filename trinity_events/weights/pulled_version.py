@@ -1,4 +1,4 @@
-"""A version that was pulled: what there is of each of its tensors, in how many pieces."""
+"""Pulled version: the pieces of each of its tensors, and the tensors assembled from them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from .slices import TensorSlice, contains, coverage_error, full_slice, intersect
 from .tensors import DTYPES
 
 Selection: TypeAlias = Mapping[str, TensorSlice | None]
-"""Tensors by name, and of each the part that is wanted; None is all of it."""
+"""Selected tensors by name, each with the selected slice; None is the whole tensor."""
 
 
 class PulledVersion(NamedTuple):
-    """A version, whole and verified, for as long as it is held."""
+    """A whole, verified version. Valid as long as it is held."""
 
     ref: StepRef
     digest: str
     bytes: int
-    """Of the whole version, and of what it rests on where that was pulled too."""
+    """Size of the version, and of its base if that was pulled too."""
     parts: tuple[tuple[WeightManifest, PartBytes], ...]
-    """Each part's manifest and its bytes, undefined where nothing is wanted."""
+    """Manifest and bytes of each part; bytes outside the selection are undefined."""
     bases: tuple[FullPart | None, ...]
-    """Of each part, the full one that it rests on; None when it is full, or was not pulled."""
+    """Base of each part; None if the part is full or its base was not pulled."""
     wanted: Selection | None = None
-    """What was asked for; None is everything."""
+    """Selection that was pulled; None is everything."""
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors that are wanted."""
+        """Names of all selected tensors."""
         if self.wanted is not None:
             return self.wanted.keys()
         return names_in(manifest for manifest, _ in self.parts)
 
     def by_name(self) -> dict[str, list[Piece]]:
-        """What there is of every tensor that is wanted: one piece, or the shards of several ranks.
+        """Return the pieces of each selected tensor: a whole tensor, or the shards of ranks.
 
-        Raises IncompatibleWeights when something that is wanted is not in the version.
+        Raises IncompatibleWeights when a selected tensor is not in the version.
         """
         found: dict[str, list[Piece]] = {}
         for (manifest, buffer), base in zip(self.parts, self.bases, strict=True):
@@ -57,17 +57,17 @@ class PulledVersion(NamedTuple):
         return {name: found[name] for name in self.wanted}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, views of the pulled bytes where they lie together: for reading alone.
+        """Yield names and read-only tensors, views of the pulled bytes if these are contiguous.
 
-        Of what is there as a delta they are copies, made as they are asked for.
+        Tensors assembled from shards or deltas are copies, made when the iterator reaches them.
 
-        Raises IncompatibleWeights when shards leave a hole in a tensor, overlap, or do not agree on
-        it, or it has not the box that is wanted, and CorruptVersion when what changed does not make
-        what was published.
+        Raises IncompatibleWeights when shards overlap, leave a hole or disagree on a tensor, and
+        for a selected slice outside the tensor. Raises CorruptVersion when a delta does not give
+        the published tensor.
         """
         if self.wanted is None and len(self.parts) == 1:
             [(manifest, buffer)], [base] = self.parts, self.bases
-            if all(entry.begins is None for entry in manifest.tensors):  # nothing to put together
+            if all(entry.begins is None for entry in manifest.tensors):  # no shards to assemble
                 for entry in manifest.tensors:
                     yield entry.name, reconstructed(entry, buffer, base)
                 return
@@ -80,38 +80,38 @@ class PulledVersion(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one part has of a tensor."""
+    """One part's share of a tensor."""
 
     entry: TensorEntry
     buffer: PartBytes
-    """The part's."""
+    """Bytes of the part."""
     base: FullPart | None = None
-    """What the part rests on, where it was pulled."""
+    """Base of the part, if it was pulled."""
 
     @property
     def box(self) -> TensorSlice:
-        """Which part of the tensor it is."""
+        """Slice of the tensor that the piece holds."""
         return slice_of(self.entry)
 
     def tensor(self) -> torch.Tensor:
-        """Its elements, a view where alignment allows and it is no delta."""
+        """Return the elements, a view if they are dense and aligned."""
         return reconstructed(self.entry, self.buffer, self.base)
 
 
 def names_in(manifests: Iterable[WeightManifest]) -> Collection[str]:
-    """Of all tensors of a version's parts."""
+    """Return the names of all tensors in the parts of a version."""
     return {entry.name for manifest in manifests for entry in manifest.tensors}
 
 
 def slice_of(entry: TensorEntry) -> TensorSlice:
-    """Which part of a tensor an entry of a manifest is."""
+    """Return the slice of its tensor that an entry of a manifest holds."""
     return (
         full_slice(entry.shape) if entry.begins is None else TensorSlice(entry.begins, entry.shape)
     )
 
 
 def shape_of(name: str, pieces: list[Piece]) -> tuple[int, ...]:
-    """The whole tensor's shape. Raises IncompatibleWeights when the pieces do not agree on it."""
+    """Return the whole tensor's shape. Raises IncompatibleWeights if the pieces disagree on it."""
     said = {(one.entry.dtype, one.entry.global_shape or one.entry.shape) for one in pieces}
     if len(said) > 1:
         raise IncompatibleWeights(f"{name!r} is several things in the version: {sorted(said)}")
@@ -119,10 +119,9 @@ def shape_of(name: str, pieces: list[Piece]) -> tuple[int, ...]:
 
 
 def selected_slice(name: str, pieces: list[Piece], wanted: TensorSlice | None) -> TensorSlice:
-    """Which part of a tensor is wanted; None is all of it.
+    """Return the selected slice of a tensor; ``wanted`` None selects the whole tensor.
 
-    Raises IncompatibleWeights when the pieces do not agree on what they are of, or that has no such
-    part.
+    Raises IncompatibleWeights if the pieces disagree on the tensor, or the slice is outside it.
     """
     if len(pieces) > 1 and any(piece.entry.begins is None for piece in pieces):
         raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
@@ -140,9 +139,9 @@ def selected_slice(name: str, pieces: list[Piece], wanted: TensorSlice | None) -
 def shares(
     name: str, pieces: list[Piece], wanted: TensorSlice
 ) -> Iterator[tuple[TensorSlice, Piece]]:
-    """What each piece has of the wanted box.
+    """Yield each piece that meets the selected slice, with the slice that they have in common.
 
-    Raises IncompatibleWeights when together they do not have all of it, or some of it twice.
+    Raises IncompatibleWeights unless the pieces cover the selected slice exactly once.
     """
     fault = coverage_error(wanted, [piece.box for piece in pieces])
     if fault is not None:
@@ -155,7 +154,7 @@ def shares(
 
 def _assembled(name: str, pieces: list[Piece], wanted: TensorSlice | None) -> torch.Tensor:
     box = selected_slice(name, pieces, wanted)
-    parts = list(shares(name, pieces, box))  # they have what the room is made for
+    parts = list(shares(name, pieces, box))  # checked before the memory is allocated
     made = torch.empty(box.shape, dtype=DTYPES[pieces[0].entry.dtype], device="cpu")
     for part, piece in parts:
         made[part.inside(box)] = piece.tensor()[part.inside(piece.box)]

@@ -1,4 +1,4 @@
-"""Which versions of a run stand, as a publisher hears from the reducer."""
+"""Versions of a run that are ready, as a publisher learns from the announcements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..replay import announced
 
 
 class ReadyVersions:
-    """What was announced, and is not retired, as far as it was heard of."""
+    """Versions that were announced ready and are not retired, as of the last read."""
 
     def __init__(self) -> None:
         self._read_through = ORIGIN
@@ -21,7 +21,7 @@ class ReadyVersions:
         return version in self._ready
 
     def retired(self, log: SyncEventLog) -> Iterator[StepRef]:
-        """Hear what was announced since the last time: the versions that were retired."""
+        """Read the announcements since the last call, and yield the versions that were retired."""
         for entry in announced(log, self._read_through):
             event = _event(entry.payload)
             if isinstance(event, VersionRetired):
@@ -34,7 +34,7 @@ class ReadyVersions:
 
 
 def _event(payload: bytes) -> object:
-    """The event of an entry; None for one of a later version of the contract."""
+    """Return the event of an entry; None for an event of a later contract."""
     try:
         return decode_envelope(payload).event
     except ContractError:

@@ -1,4 +1,4 @@
-"""Boxes of tensors: who holds which part of one, what two have in common, which bytes that is.
+"""Slices of tensors: intersection, coverage, and the bytes of one slice inside another.
 
 Pure arithmetic on whole numbers; dimensions are counted in elements.
 """
@@ -14,18 +14,18 @@ Shape = tuple[int, ...]
 
 
 class TensorSlice(NamedTuple):
-    """A part of a tensor: where it begins in each dimension, and how far it goes."""
+    """Slice of a tensor: its offset and its size in each dimension."""
 
     offsets: Shape
     shape: Shape
 
     @property
     def volume(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def inside(self, outer: TensorSlice) -> tuple[slice, ...]:
-        """Where it is in a tensor that holds ``outer``."""
+        """Return the index of this slice in a tensor that holds ``outer``."""
         begins = [mine - its for mine, its in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(
             slice(begin, begin + size) for begin, size in zip(begins, self.shape, strict=True)
@@ -33,19 +33,19 @@ class TensorSlice(NamedTuple):
 
 
 class ShardOffset(NamedTuple):
-    """Where a shard lies: where it begins in each dimension of a tensor of this shape."""
+    """Offset of a shard in each dimension, and the shape of the whole tensor."""
 
     begins: Shape
     global_shape: Shape
 
 
 def full_slice(shape: Sequence[int]) -> TensorSlice:
-    """All of a tensor of this shape."""
+    """Return the slice that is all of a tensor of this shape."""
     return TensorSlice((0,) * len(shape), tuple(shape))
 
 
 def contains(outer: TensorSlice, box: TensorSlice) -> bool:
-    """Whether all of the box lies in another."""
+    """Return True if the slice lies inside another."""
     return len(outer.shape) == len(box.shape) and all(
         begin <= mine and mine + size <= begin + most
         for begin, most, mine, size in zip(*outer, *box, strict=True)
@@ -53,7 +53,7 @@ def contains(outer: TensorSlice, box: TensorSlice) -> bool:
 
 
 def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
-    """What two boxes of one tensor have in common; None when that is nothing."""
+    """Return the intersection of two slices of one tensor; None if it is empty."""
     offsets, shape = [], []
     for begin, size, its_begin, its_size in zip(*one, *other, strict=True):
         low, high = max(begin, its_begin), min(begin + size, its_begin + its_size)
@@ -65,11 +65,11 @@ def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
 
 
 def coverage_error(wanted: TensorSlice, boxes: Sequence[TensorSlice]) -> str | None:
-    """Why these boxes do not make up the wanted one, each element once; None when they do."""
+    """Say why these slices do not cover the wanted one exactly once; None if they do."""
     parts = sorted(
         part for part in (intersection(wanted, box) for box in boxes) if part is not None
     )
-    # Sorted by their first dimension: only those that begin before one ends there can meet it.
+    # Sorted by the first dimension: only slices that begin before this one ends can meet it.
     for index, one in enumerate(parts):
         end = one.offsets[0] + one.shape[0] if one.shape else 1
         for other in parts[index + 1 :]:
@@ -84,17 +84,17 @@ def coverage_error(wanted: TensorSlice, boxes: Sequence[TensorSlice]) -> str | N
 def contiguous_runs(
     held: TensorSlice, outer: TensorSlice, inner: TensorSlice, itemsize: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Which bytes of a row-major tensor that holds ``held`` go where in one that holds ``outer``.
+    """Yield the runs of bytes of ``inner`` that are contiguous in two row-major tensors.
 
-    Of ``inner``, which both have: where each run begins in the one and in the other, and how many
-    bytes it is, in ascending order.
+    The source tensor holds ``held``, the target tensor holds ``outer``. Each run is its offset in
+    the source, its offset in the target, and its size in bytes, in ascending order.
     """
     if not inner.volume:
         return
     if held == outer == inner:
         yield 0, 0, itemsize * inner.volume
         return
-    # Behind this dimension both have what inner has, so that its elements lie together.
+    # After this dimension all three have the same shape, so that the elements are contiguous.
     last = len(inner.shape)
     while last and inner.shape[last - 1] == held.shape[last - 1] == outer.shape[last - 1]:
         last -= 1
@@ -117,9 +117,9 @@ def contiguous_runs(
 
 
 def chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where one of ``parts`` even chunks of a dimension begins, and its size, as torch cuts them.
+    """Return the begin and the size of one of ``parts`` even chunks, cut as torch cuts them.
 
-    The last ones may be shorter, or empty.
+    The last chunks may be shorter, or empty.
     """
     most = -(-size // parts)
     begin = min(size, most * index)
@@ -129,10 +129,10 @@ def chunk_of(size: int, parts: int, index: int) -> tuple[int, int]:
 def byte_spans(
     held: TensorSlice, inner: TensorSlice, itemsize: int, gap: int
 ) -> Iterator[tuple[int, int]]:
-    """Where the bytes of ``inner`` are in those of a row-major tensor that holds ``held``.
+    """Yield the spans of the bytes of ``inner`` in a row-major tensor that holds ``held``.
 
-    Spans ``(begin, end)`` in ascending order. What lies less than ``gap`` bytes apart is one span:
-    nobody reads less than that.
+    Each span is ``(begin, end)``, in ascending order. Spans less than ``gap`` bytes apart are
+    merged: a read is never smaller than that.
     """
     strides = [itemsize * math.prod(held.shape[index + 1 :]) for index in range(len(held.shape))]
     starts = [mine - its for mine, its in zip(inner.offsets, held.offsets, strict=True)]
@@ -141,7 +141,7 @@ def byte_spans(
         rest = range(dimension, len(strides))
         first = base + sum(starts[index] * strides[index] for index in rest)
         reach = sum((inner.shape[index] - 1) * strides[index] for index in rest)
-        # Within one step of this dimension nothing is further apart than the step is long.
+        # Within one step of this dimension no two bytes are further apart than its stride.
         if dimension == len(strides) or strides[dimension] <= gap or _dense(dimension):
             yield first, first + reach + itemsize
             return

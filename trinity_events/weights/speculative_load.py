@@ -1,8 +1,8 @@
-"""Filling a model with a version that is still being published, by the layout of the last one.
+"""Fill an idle model with a version that is still being published, by the last version's layout.
 
-Nobody vouches yet for what is written, and the manifest that says where it belongs comes last. So
-it is brought to where the same bytes of the version before belonged. Once the version is announced
-and its manifest says the same, all that is left is to compare digests; else it is loaded anew.
+The bytes are not verified yet, and the manifest with their layout comes last. Each chunk is
+therefore written to where the same chunk of the version before belonged. Once the version is
+announced with the same layout, only the digests are left to compare; else it is loaded again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .transports.base import PartRef, Take, Taker
 
 
 class _Copy(NamedTuple):
-    """Bytes that lie together in a chunk, and in the model."""
+    """Copy of bytes that are contiguous in a chunk and in the model."""
 
     target: int
     source: int
-    """From where the chunk begins."""
+    """Offset in the chunk, in bytes."""
     nbytes: int
 
 
@@ -38,43 +38,42 @@ class _Layout(NamedTuple):
 
 
 class _Filling(Struct):
-    """A part that is brought to where it belongs."""
+    """A part whose chunks are being written into the model."""
 
     plan: dict[int, list[_Copy]]
-    """Of each chunk, what belongs where."""
+    """Copies of each chunk, by its number."""
     taken: int = 0
-    """How many of its first chunks are there."""
+    """Number of the part's first chunks that were written."""
 
 
 class SpeculativeLoad:
-    """Where the bytes of the next version belong, as far as the last one tells.
+    """Predicted layout of the next version in a model, and the chunks written by it.
 
-    For one thread, but for :meth:`bring`.
-
-    Only for models on the CPU: what goes to a GPU is put together beside it first.
+    Not thread-safe, except :meth:`bring`. For models on the CPU only: the load of a model on a GPU
+    assembles its tensors in host memory first.
     """
 
     def __init__(self) -> None:
         self._layout: _Layout | None = None
         self._targets: dict[str, torch.Tensor] = {}
-        """They keep the memory that is written to, should the module have another meanwhile."""
+        """Keep the memory alive that is written to, in case the module replaces its tensors."""
         self._plans: dict[int, dict[int, list[_Copy]]] = {}
-        """By rank."""
+        """Copies of each chunk, by rank."""
         self._fillings: dict[PartRef, _Filling] = {}
         self._took = False
 
     def note(self, module: torch.nn.Module, manifests: Sequence[WeightManifest]) -> None:
-        """A version was loaded, all of it: so the next one will lie, presumably."""
+        """Remember the layout of a full version that was loaded, as a prediction for the next."""
         if any(manifest.base is not None or manifest.subset for manifest in manifests):
             self._layout = None
         elif not self._is_of(module, manifests):
-            # What is one tensor in the module, and two in the version, has to be compared.
+            # One tensor of the module under two names of the version has to be compared.
             twice = brought_twice(targets_of(module), names_in(manifests))
             self._layout = None if twice else _Layout(ref(module), manifests)
             self._plans = {}
 
     def begin(self, module: torch.nn.Module) -> Taker | None:
-        """What takes the next version as it comes; None when it is not known where it belongs."""
+        """Return a callback that writes incoming chunks into the module; None without a layout."""
         self.abandon()
         self._took = False
         if self._layout is None or self._layout.module() is not module or not self._aim(module):
@@ -83,17 +82,17 @@ class SpeculativeLoad:
         return self._begin_part
 
     def forget(self) -> None:
-        """Nothing is known of where the next version belongs: the last one was converted."""
+        """Drop the layout, because the last version was converted to other dtypes."""
         self.abandon()
         self._layout = None
 
     def abandon(self) -> None:
-        """Count on nothing that was taken: the module may be changed by others."""
+        """Disregard the chunks written so far, because other code may change the module."""
         self._fillings = {}
 
     @property
     def took(self) -> Collection[str]:
-        """Tensors that may have something of what was taken since it began."""
+        """Names of the tensors that chunks written since :meth:`begin` may have changed."""
         if not self._took or self._layout is None:
             return ()
         return names_in(self._layout.manifests)
@@ -101,7 +100,7 @@ class SpeculativeLoad:
     def leads(
         self, parts: Sequence[PartRef], module: torch.nn.Module, manifests: Sequence[WeightManifest]
     ) -> bool:
-        """Whether parts with these manifests belong where it brings them, and has brought some."""
+        """Return True if these manifests have the predicted layout, and prepare their parts."""
         if not self._is_of(module, manifests) or not self._aim(module):
             return False
         for part in parts:
@@ -110,34 +109,34 @@ class SpeculativeLoad:
         return True
 
     def chunks(self, part: PartRef) -> Collection[int]:
-        """Those with bytes that belong into the model."""
+        """Return the numbers of the chunks that the model needs."""
         return self._fillings[part].plan.keys()
 
     def taken(self, part: PartRef) -> int:
-        """How many of the part's first chunks are where they belong, whatever was in them."""
+        """Return the number of the part's first chunks that were written, unverified."""
         return self._fillings[part].taken
 
     def take(self, part: PartRef, index: int, data: memoryview) -> None:
-        """Bring the next chunk's bytes to where they belong, whatever is in them."""
+        """Write the next chunk into the model, unverified."""
         self._took = True
         self.bring(part, index, data)
         self._fillings[part].taken = index + 1
 
     def bring(self, part: PartRef, index: int, data: memoryview) -> None:
-        """Bring a chunk's bytes to where they belong; several threads may."""
+        """Copy a chunk into the model. Thread-safe."""
         begin = address(data)
         for target, source, nbytes in self._fillings[part].plan.get(index, ()):
             copy_bytes(target, begin + source, nbytes)
 
     def _begin_part(self, part: PartRef) -> Take:
         sizes = self._sizes(part.rank)
-        self._fillings.pop(part, None)  # of an attempt that was given up
+        self._fillings.pop(part, None)  # from an abandoned attempt
         if sizes:
             self._fillings[part] = _Filling(self._plan(part.rank))
 
         def take(index: int, data: memoryview) -> None:
             if part not in self._fillings:
-                return  # it lies otherwise than the last one, or nobody knows how
+                return  # the layout is unknown, or differs from the last one
             if index < len(sizes) and len(data) == sizes[index]:
                 self.take(part, index, data)
             else:
@@ -146,9 +145,9 @@ class SpeculativeLoad:
         return take
 
     def _aim(self, module: torch.nn.Module) -> bool:
-        """Whether the module's tensors can be filled where they lie.
+        """Return True if the module's tensors can be filled in place.
 
-        Where they lie otherwise than before, plans are gone, and what was taken does not count.
+        If their memory has changed, the plans and the chunks written so far are dropped.
         """
         targets = targets_of(module)
         if not all(map(is_plain, targets.values())):
@@ -171,7 +170,7 @@ class SpeculativeLoad:
         return self._plans[rank]
 
     def _sizes(self, rank: int) -> list[int]:
-        """Of the chunks that a rank's part has, presumably."""
+        """Return the predicted sizes of the chunks of a rank's part."""
         manifests = () if self._layout is None else self._layout.manifests
         return next((_sizes(manifest) for manifest in manifests if manifest.rank == rank), [])
 
@@ -193,7 +192,7 @@ def _sizes(manifest: WeightManifest) -> list[int]:
 
 
 def _lie_alike(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    """Whether tensors of the same names lie in the same memory, as the same."""
+    """Return True if both have the same names, with the same memory, shapes and dtypes."""
     return some.keys() == others.keys() and all(
         one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.dtype == other.dtype
         for one, other in ((one, others[name]) for name, one in some.items())

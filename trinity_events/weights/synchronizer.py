@@ -39,6 +39,7 @@ from .install import check_fit, install
 from .load import BaseRequired, load_version
 from .part_attempt import PartAttempt
 from .partial_loads import PartialLoads
+from .publication import Publication
 from .publish import PartWriter, PublishedPartReport
 from .pull import pull_version
 from .pulled_version import PulledVersion, Selection
@@ -53,37 +54,37 @@ from .verify_model import check_installed
 logger = logging.getLogger(__name__)
 
 FLUSH_DEADLINE = 10.0
-"""Seconds that the log is given to take what was said."""
+"""Seconds that ``flush`` waits for the log to accept the published events."""
 
 
 class Synchronizer(CollectiveGroups):
-    """Memory-based weight sync of one run, as one process of it.
+    """Client of one process of a run, for memory-based weight sync.
 
-    Picklable: what it connects to, it connects to in the process where it is used. Methods are
-    synchronous and may be called from any thread, one at a time.
+    Picklable: it connects to its servers in the process where it is used. Methods are synchronous
+    and may be called from any thread, one at a time.
 
     Args:
         run_id: The run.
-        epoch: The epoch of the run that the process belongs to; explorers give 0.
-        redis_url: The server of the log; without it ``TRINITY_REDIS_URL``, else the embedded one.
-        weights_url: The server of the chunks; without it ``TRINITY_WEIGHTS_REDIS_URL``, else
-            beside the embedded server one that keeps no file, and beside another that one itself.
-        role: The process's role, in its events.
-        rank: The process's rank in that role.
-        transport: How its versions travel: over the chunks' server, through this host's shared
-            memory, a Ray cluster's object store, a collective group, or the memory of a GPU that
-            all of them see. Those who pull follow what the log says of each version.
-        chunk_bytes: Largest size of a chunk; by default what is best for the transport.
-        group_timeout: Seconds within which a dead peer of a collective group is an error.
-        full_every: Versions from one that is published in full to the next, at most; between them
-            only what changed travels, where that is less. 1 publishes all in full; more keeps a
-            copy of what this process published last.
-        tensor_digests: Whether each tensor that it publishes is digested by itself too. Whoever
-            applies or loads such a version digests its model's own tensors before it says so.
-        dtype: In which it publishes floating-point tensors; by default each in its own.
-        lease: Seconds of silence after which a process that publishes is taken for dead.
+        epoch: Epoch of the run that the process belongs to; explorers give 0.
+        redis_url: Server of the log; by default ``TRINITY_REDIS_URL``, else the embedded server.
+        weights_url: Server of the chunks; by default ``TRINITY_WEIGHTS_REDIS_URL``, else the
+            server of the log. The embedded server has a second one without files for them.
+        role: Role of the process in its events.
+        rank: Rank of the process in that role.
+        transport: Transport of the versions that it publishes: the server of the chunks, this
+            host's shared memory, a Ray cluster's object store, a collective group, or the memory
+            of a GPU that all processes see. Readers follow the log's record of each version.
+        chunk_bytes: Largest size of a chunk; by default the transport's choice.
+        group_timeout: Seconds after which a silent peer of a collective group is an error.
+        full_every: Maximum number of versions from one full version to the next; between them
+            deltas are sent if they are smaller. 1 publishes every version in full; more keeps a
+            copy of the last published version.
+        tensor_digests: Publish a digest of each tensor too. A reader that applies or loads such a
+            version digests its model's own tensors before it reports the version.
+        dtype: Floating-point dtype to publish in; by default each tensor keeps its own.
+        lease: Seconds without a heartbeat after which a publisher is taken for dead.
 
-    Raises ValueError for a transport that there is not.
+    Raises ValueError for an unknown transport.
     """
 
     def __init__(
@@ -124,17 +125,17 @@ class Synchronizer(CollectiveGroups):
 
     def _disconnect(self) -> None:
         self._servers = ExitStack()
-        """Those of ours that we use, for as long as we do."""
+        """Embedded servers in use."""
         self._log_url: str | None = None
         self._publisher_made: Publisher | None = None
         self._stores = Stores(
             self.run_id, self._connected, f"{self._role}-{self._rank}", self._group_timeout
         )
         self._attempts: dict[int, PartAttempt] = {}
-        """By rank."""
+        """Running attempts by rank."""
         self._ranks: set[int] = set()
-        """That published from here."""
-        self._standing = ReadyVersions()
+        """Ranks that published from this process."""
+        self._ready_versions = ReadyVersions()
         self._last: dict[int, LastPublished] = {}
         self._installed = InstalledBases()
         self._ahead = SpeculativeLoad()
@@ -143,7 +144,7 @@ class Synchronizer(CollectiveGroups):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         own = ("_servers", "_log_url", "_publisher_made", "_stores", "_attempts", "_ranks")
-        for name in (*own, "_standing", "_last", "_installed", "_ahead", "_torn"):
+        for name in (*own, "_ready_versions", "_last", "_installed", "_ahead", "_torn"):
             del state[name]
         return state
 
@@ -152,7 +153,7 @@ class Synchronizer(CollectiveGroups):
         self._disconnect()
 
     def bind(self, role: str, rank: int) -> Synchronizer:
-        """The same client, speaking as another process."""
+        """Return the same client with the role and the rank of another process."""
         return Synchronizer(
             self.run_id,
             self.epoch,
@@ -171,22 +172,22 @@ class Synchronizer(CollectiveGroups):
 
     @property
     def producer(self) -> Producer:
-        """Who this process is in the log."""
+        """Producer of this process's events."""
         return self._publisher.producer
 
     def flush(self, deadline: float = FLUSH_DEADLINE) -> None:
-        """Wait until all that was said is in the log; calls that say something return before.
+        """Wait until all published events are in the log; other methods do not wait.
 
-        Raises PublishError, which names what the log did not take within ``deadline`` seconds.
+        Raises PublishError, which names the events not accepted within ``deadline`` seconds.
         """
         self._publisher.flush(deadline)
 
     def close(self) -> None:
         """Close the connections; a later call opens them again.
 
-        What it published through shared memory, or a GPU's, is gone then.
+        Versions published through shared memory, or GPU memory, are freed.
 
-        Raises PublishError when the log did not take all that was said.
+        Raises PublishError when the log did not accept all events.
         """
         publisher, stores, servers = self._publisher_made, self._stores, self._servers
         for rank in list(self._attempts):
@@ -202,16 +203,33 @@ class Synchronizer(CollectiveGroups):
                 stores.close()
 
     def tell(self, event: ExplorerStatusChanged) -> None:
-        """Say how this explorer is."""
+        """Publish the status of this explorer."""
         self._publisher.publish(event)
 
     # --- publishing ------------------------------------------------------------------------
 
     def open_version(self, global_step: int, ranks: Iterable[int] = (0,)) -> None:
-        """Say that these ranks will publish a version; one process of the trainer does."""
+        """Publish that these ranks will publish a version. Called by one rank of the trainer."""
         self._publisher.publish(
             VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._transport)
         )
+
+    def publication(
+        self,
+        global_step: int,
+        rank: int = 0,
+        *,
+        ranks: Iterable[int] | None = None,
+        subset: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Publication:
+        """Return one rank's part of a version, to be used in a ``with`` block.
+
+        Tensors are added one by one. The part is published when the block ends; a block that raises
+        publishes the failure and discards the part. With ``ranks`` it opens the version too, as
+        :meth:`open_version`. ``subset`` and ``dtype`` are those of :meth:`part_writer`.
+        """
+        return Publication(self, global_step, rank, ranks=ranks, subset=subset, dtype=dtype)
 
     def part_writer(
         self,
@@ -221,12 +239,12 @@ class Synchronizer(CollectiveGroups):
         subset: bool = False,
         dtype: torch.dtype | None = None,
     ) -> PartWriter:
-        """A writer of one rank's part, after freeing what is here of retired versions.
+        """Return a writer of one rank's part, after freeing this process's retired versions.
 
-        A ``subset`` brings some of the model's tensors, such as an adapter's; others stay.
-        Floating-point tensors travel in ``dtype``, by default in the client's.
+        A ``subset`` has some of the model's tensors, such as an adapter's; others stay as they are.
+        Floating-point tensors are sent in ``dtype``, by default the client's.
 
-        The log is told that the rank publishes, and hears that its process is alive until
+        This publishes the start of the attempt, and sends heartbeats until
         :meth:`part_published`, :meth:`part_failed` or :meth:`part_given_up`.
         """
         self._ranks.add(rank)
@@ -251,7 +269,7 @@ class Synchronizer(CollectiveGroups):
     def part_published(
         self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
     ) -> None:
-        """Say that a part is whole. ``seconds`` is how long the training loop was held."""
+        """Publish that a part is whole. ``seconds`` is the stall of the training loop."""
         attempt = self._taken(global_step, rank)
         try:
             self._publisher.publish(
@@ -280,44 +298,22 @@ class Synchronizer(CollectiveGroups):
         subset: bool = False,
         dtype: torch.dtype | None = None,
     ) -> PublishedPartReport:
-        """Publish one rank's part, of a state dict or from an iterator that needs no other rank.
+        """Publish one rank's part from a state dict, or from an iterator without collectives.
 
-        A ``subset`` brings some of the model's tensors, such as an adapter's: whoever applies it
-        keeps the others. Floating-point tensors travel in ``dtype``, such as the one that explorers
-        serve in; digests are of what travels. What fails is told to the log and raised; nothing of
-        the part is left.
+        A ``subset`` has some of the model's tensors, such as an adapter's; readers keep the others.
+        Floating-point tensors are sent in ``dtype``, such as the dtype that explorers serve in;
+        digests are of the bytes sent. A failure is published and raised, and the part discarded.
         """
-        began = time.monotonic()
-        writer: PartWriter | None = None
-        try:
-            writer = self.part_writer(global_step, rank, subset=subset, dtype=dtype)
-            if isinstance(named_tensors, Mapping):
-                named_tensors = named_tensors.items()
+        if isinstance(named_tensors, Mapping):
+            named_tensors = named_tensors.items()
+        with self.publication(global_step, rank, subset=subset, dtype=dtype) as part:
+            part.begin()
             for name, tensor in named_tensors:
-                writer.add(name, tensor)
-            report = writer.seal()
-            self.part_published(global_step, rank, report, time.monotonic() - began)
-        except BaseException as error:
-            self._give_up(global_step, rank, writer, error)
-            raise
-        return report
-
-    def _give_up(
-        self, step: int, rank: int, writer: PartWriter | None, error: BaseException
-    ) -> None:
-        """Say what failed and take back what was sent, as far as the servers still answer."""
-        try:
-            self.part_failed(step, rank, error)
-        except Exception:
-            logger.exception("step %d: that the part failed could not be published", step)
-        try:
-            if writer is not None:
-                writer.discard()
-        except Exception:
-            logger.exception("step %d: the failed part could not be cleaned up", step)
+                part.add(name, tensor)
+            return part.publish()
 
     def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
-        """Say that a part will not come, and why."""
+        """Publish that a part failed, with the reason."""
         attempt = self._taken(global_step, rank) or self._attempt(global_step, rank)
         try:
             self._publisher.publish(attempt.failure(error))
@@ -325,7 +321,7 @@ class Synchronizer(CollectiveGroups):
             attempt.end()
 
     def part_given_up(self, rank: int) -> None:
-        """Say that what this rank was publishing will not come, where others say why."""
+        """Publish that the rank gave up its part; another rank's event has the reason."""
         attempt = self._attempts.pop(rank, None)
         if attempt is not None:
             try:
@@ -335,7 +331,7 @@ class Synchronizer(CollectiveGroups):
                 attempt.end()
 
     def commit(self, global_step: int, metrics: dict[str, float] | None = None) -> None:
-        """Say that all parts of the version are under way, or done; the trainer does."""
+        """Publish that all parts of the version are dispatched. Called by the trainer."""
         self._publisher.publish(
             StepCommitted(step=global_step, kind="weights", metrics=metrics or {})
         )
@@ -350,25 +346,25 @@ class Synchronizer(CollectiveGroups):
         deadline: float,
         into: torch.nn.Module | None = None,
     ) -> Ended | None:
-        """Verify a version while it is still being published, where its transport allows that.
+        """Verify a version while it is still being published, if its transport supports that.
 
-        What it is good for is that :meth:`pull`, once the version is announced, has less left to
-        do; nothing is promised of a version that is not sealed, and nothing of it is installed.
+        A :meth:`pull` after the announcement then has less left to do. The version is not sealed
+        yet, and is not installed.
 
-        A module that nobody serves from may take what comes: then :meth:`load` has next to nothing
-        left to do, but until then the module has some of a version that may never be whole. That
-        needs to know where bytes belong, from a full version that was loaded or applied before,
-        and is of no use for deltas.
+        An idle module may be filled at the same time, so that :meth:`load` has next to nothing
+        left to do. Until that load, the module may hold bytes of a version that never becomes
+        whole. The layout comes from a full version that was loaded or applied before; deltas
+        cannot be written so.
 
         Args:
-            epoch: The epoch of the version.
-            opened: Which ranks publish it, and how it travels.
-            stop: Set by another thread, ends it.
-            deadline: Seconds after which it gives up, as when the publisher died.
-            into: The module to fill, if any; on the CPU.
+            epoch: Epoch of the version.
+            opened: Event that opened the version, with its ranks and its transport.
+            stop: Ends the prefetch when another thread sets it.
+            deadline: Seconds after which the prefetch ends, such as when the publisher died.
+            into: Idle module on the CPU to fill, if any.
 
         Returns:
-            How it ended; None when the transport has nothing that could be read along.
+            How the prefetch ended; None if the transport does not support it.
         """
         store = self._store_of(opened.transport)
         if not isinstance(store, SupportsPrefetch):
@@ -388,16 +384,15 @@ class Synchronizer(CollectiveGroups):
     def pull(
         self, ready: StepReady, wanted: Selection | None = None, have: Collection[str] = ()
     ) -> Iterator[PulledVersion]:
-        """Hold the version that an announcement names: that one, whole, verified, or an error.
+        """Hold exactly the announced version, whole and verified, until the block ends.
 
-        Its tensors are for reading, and until the block ends. Of some tensors by name, or of a
-        box of each, only chunks that hold some of that are read: ``wanted`` says which. What it
-        rests on, where it is a delta, is held too, but for the full parts whose manifest digests
-        the caller has, and wants whole.
+        Its tensors are read-only. ``wanted`` selects tensors by name, or a slice of each; only
+        chunks that contain them are read. The base of a delta is held too, except the full parts
+        whose manifest digests are in ``have``.
 
         Raises:
-            VersionUnavailable: when it is no longer there; a newer one is, or will be.
-            CorruptVersion: when what is there is not what was announced.
+            VersionUnavailable: when the version is gone; a newer one is ready, or will be.
+            CorruptVersion: when the stored bytes are not those announced.
         """
         self._ahead.abandon()
         store = self._store_of(ready.transport or RedisChunkStore.name)
@@ -417,17 +412,17 @@ class Synchronizer(CollectiveGroups):
     ) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
 
-        Nothing of the module changes before all that is wanted of the version is here, verified
-        and known to fit: shards are put together in the module itself. Of a version that is wanted
-        in part, the other parameters stay as they are.
+        The module changes only once all selected tensors are here, verified and known to fit.
+        Shards are assembled in the module itself. Parameters outside the selection stay as they
+        are.
 
         Args:
-            module: Where to.
+            module: The module to update.
             ready: The announcement.
-            wanted: Names, and of each the box that the module's parameter holds, or None for all
-                of it; by default the whole version.
-            cast: Whether floating-point tensors of another dtype than the module's are converted.
-                They are verified as they came; a delta brings what it rests on each time.
+            wanted: Selected names, each with the slice that the module's parameter holds, or None
+                for the whole tensor; by default the whole version.
+            cast: Convert floating-point tensors of another dtype than the module's. They are
+                verified before the conversion; a delta is pulled with its base each time.
 
         Raises as :meth:`pull`, and IncompatibleWeights.
         """
@@ -435,7 +430,9 @@ class Synchronizer(CollectiveGroups):
         try:
             return self._apply(module, ready, wanted, self._installed.fulls(module), began, cast)
         except ModelDiffers as differs:
-            logger.warning("step %d is taken with all that it rests on: %s", ready.step, differs)
+            logger.warning(
+                "step %d: pulling the version again with its base: %s", ready.step, differs
+            )
             return self._apply(module, ready, wanted, (), began, cast)
 
     def _apply(
@@ -466,12 +463,12 @@ class Synchronizer(CollectiveGroups):
         return phases
 
     def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
-        """Say that this process serves a version, which somebody else installed as it was pulled.
+        """Publish that this process serves a pulled version, which other code installed whole.
 
         Args:
-            version: What it serves, all of it.
-            verified_at: When its last byte was verified, Unix seconds.
-            phases: How long what took.
+            version: The version.
+            verified_at: Unix time in seconds at which the last byte was verified.
+            phases: Seconds of each phase.
         """
         self._publisher.publish(
             WeightsApplied(
@@ -491,16 +488,16 @@ class Synchronizer(CollectiveGroups):
         *,
         cast: bool = False,
     ) -> AppliedPhases:
-        """Fill a module that nobody serves from yet, such as a late joiner's, and report it.
+        """Fill an idle module, such as a late joiner's, and report the version.
 
-        As :meth:`apply`, but with no room for the version: each chunk goes straight to where it
-        belongs, and is verified there. So what fails midway leaves the module with some of it:
-        nobody may serve from it then before another version is whole. Deltas are applied, and so is
-        what brings one tensor of the module under two names: whether they agree is looked at first.
-        With ``cast``, a tensor of another dtype than the module's is put together beside it.
+        As :meth:`apply`, but without memory for the version: each chunk is copied straight into
+        the module, and is verified there. After a failure midway the module must not serve before
+        another version is whole. Deltas are applied by :meth:`apply`, as is a version that brings
+        one tensor of the module under two names, which must be compared first. With ``cast``, a
+        tensor of another dtype than the module's is assembled beside it.
 
-        Raises as :meth:`apply`, which like this refuses a version that leaves out some of what a
-        version that never became whole may have left its bytes in.
+        Raises as :meth:`apply`. Both refuse a version that leaves out a tensor that an interrupted
+        load may have partially overwritten.
         """
         began = time.monotonic()
         store = self._store_of(ready.transport or RedisChunkStore.name)
@@ -531,14 +528,14 @@ class Synchronizer(CollectiveGroups):
         )
         return phases
 
-    # --- what it stands on -----------------------------------------------------------------
+    # --- connections and attempts ----------------------------------------------------------
 
     @contextmanager
     def _telling_refusals(self, ready: StepReady) -> Iterator[None]:
-        """Tell the log of a version that is refused in the block."""
+        """Publish a refusal if the block finds the version corrupt."""
         try:
             yield
-        except ModelDiffers:  # which says nothing of the version
+        except ModelDiffers:  # the fault is in the model, not in the version
             raise
         except CorruptVersion as error:
             event = VersionRefused(
@@ -550,14 +547,14 @@ class Synchronizer(CollectiveGroups):
             try:
                 self._publisher.publish(event)
             except Exception:
-                logger.exception("step %d: that it was refused could not be published", ready.step)
+                logger.exception("step %d: the refusal could not be published", ready.step)
             raise
 
     def _attempt(self, step: int, rank: int) -> PartAttempt:
         return PartAttempt(self._publisher, step, self._role, rank, self._lease)
 
     def _taken(self, step: int, rank: int) -> PartAttempt | None:
-        """The rank's attempt at the step, which is over with what is said now."""
+        """Remove and return the rank's attempt at the step, whose last event comes now."""
         attempt = self._attempts.get(rank)
         return self._attempts.pop(rank) if attempt is not None and attempt.step == step else None
 
@@ -571,20 +568,20 @@ class Synchronizer(CollectiveGroups):
 
     @property
     def _log_server(self) -> str:
-        """Its URL, found when it is first asked for."""
+        """URL of the log's server, resolved at first use."""
         if self._log_url is None:
             self._log_url = self._servers.enter_context(serving(self._redis_url))
         return self._log_url
 
     def _connected(self) -> redis.Redis:
-        """A client to the server of the chunks."""
+        """Connect to the server of the chunks."""
         log = self._log_server
         url = self._servers.enter_context(serving_weights(self._weights_url, log))
         return open_client(url, setting=LOG_SERVER if url == log else WEIGHTS_SERVER)
 
     @property
     def _store(self) -> ChunkStore:
-        """Where this process publishes."""
+        """Store that this process publishes to."""
         return self._store_of(self._transport)
 
     def _store_of(self, transport: str) -> ChunkStore:
@@ -594,23 +591,25 @@ class Synchronizer(CollectiveGroups):
         return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
 
     def _free_retired(self) -> None:
-        """Free the parts from here of the versions that the reducer has retired since last time.
+        """Free this process's parts of the versions retired since the last call.
 
-        And hear which are ready. While the log's server is away, training goes on, and what is
-        said waits for it; what was retired is heard of with a later version.
+        The call also learns which versions are ready. While the log's server is away, training
+        goes on, and the parts are freed at a later version.
         """
         try:
-            for version in self._standing.retired(self._publisher.log):
+            for version in self._ready_versions.retired(self._publisher.log):
                 for rank in self._ranks:
                     self._store.delete(self._part(version.step, rank, version.epoch))
         except (redis.ConnectionError, redis.TimeoutError) as error:
             if not is_transient(error):
                 raise
-            logger.warning("which versions may go is not known: the server is away (%s)", error)
+            logger.warning(
+                "retired versions are not freed yet: the log's server is away (%s)", error
+            )
 
     def _is_lasting(self, part: PartRef) -> bool:
-        """Whether readers are sure to find a part: it is ready, not retired, and there."""
-        if StepRef(part.epoch, part.step) not in self._standing:
+        """Return True if readers are sure to find a part: ready, not retired, and stored."""
+        if StepRef(part.epoch, part.step) not in self._ready_versions:
             return False
         source = self._store.open(part)
         if source is None:

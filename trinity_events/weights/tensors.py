@@ -1,4 +1,4 @@
-"""Tensors as bytes and back, bit for bit."""
+"""Conversion of tensors to bytes and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in a manifest. Raises TypeError for one that cannot travel."""
+    """Return the dtype's name in a manifest. Raises TypeError for a dtype outside the contract."""
     name = _NAMES.get(dtype)
     if name is None:
         raise TypeError(f"tensors of dtype {dtype} cannot be published")
@@ -43,17 +43,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements and no memory, as what gave it back for a while leaves it.
+    """Return True if a tensor has elements but no memory, as an offloading engine leaves it.
 
-    Of subclasses nobody knows: they may keep their elements anywhere.
+    Return False for subclasses, which may keep their elements anywhere.
     """
     return type(tensor) in _PLAIN and not tensor.data_ptr() and tensor.numel() > 0
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie row-major from its address on, on whatever device.
+    """Return True if the elements are row-major from the tensor's address, on any device.
 
-    Subclasses may keep them anywhere.
+    Return False for subclasses, which may keep their elements anywhere.
     """
     return (
         type(tensor) in _PLAIN
@@ -64,83 +64,83 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie so in this process's memory."""
+    """Return True if the elements are row-major in host memory."""
     return tensor.is_cpu and is_row_major(tensor)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor for :func:`is_plain`; a copy only when it is not on the CPU or not contiguous.
+    """Return the tensor, or a copy of it, such that :func:`is_plain` holds.
 
-    What every rank holds a part of is gathered: a collective.
+    A DTensor is gathered, which is a collective.
     """
     return tensor if is_plain(tensor) else on_host(as_dense(tensor))
 
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its elements row-major, on its device; gathered as :func:`as_plain`."""
+    """Return the tensor row-major on its device; a DTensor is gathered as in :func:`as_plain`."""
     gather = getattr(tensor, "full_tensor", None)
     if gather is not None:
         tensor = gather()
     dense = tensor.detach().resolve_neg().contiguous().as_subclass(torch.Tensor)
     if type(dense) is torch.Tensor:
         return dense
-    # A wrapper has no elements at its address, which is 0: it says them by its own copy.
+    # A wrapper has no elements at its address, which is 0; only its own copy reads them.
     return torch.empty(dense.shape, dtype=dense.dtype, device=dense.device).copy_(dense)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements, row-major; a copy only where :func:`as_plain` makes one."""
+    """Return the row-major elements; a copy only if :func:`as_plain` makes one."""
     return flat_bytes(as_plain(tensor)).numpy().data
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A row-major tensor's own memory, uint8 [bytes], on any device."""
+    """Return a row-major tensor's own memory, uint8 [bytes], on any device."""
     flat = tensor.detach().reshape(-1)
-    if flat.stride() != (1,):  # a single element may have any
+    if flat.stride() != (1,):  # a single element may have any stride
         flat = flat.as_strided(flat.shape, (1,))
-    # view() refuses tensors of no elements.
+    # view() refuses tensors without elements.
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def address(memory: memoryview) -> int:
-    """Where memory begins."""
+    """Return the address of the first byte; 0 for empty memory."""
     if not len(memory):
         return 0
     if memory.readonly:
         return int(np.frombuffer(memory, np.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a tenth of the time
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a tenth of the time of numpy
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copy between two addresses; other threads may go on meanwhile."""
+    """Copy between two addresses, with the GIL released."""
     ctypes.memmove(target, source, nbytes)
 
 
 def as_buffer(memory: memoryview) -> torch.Tensor:
-    """Memory as a tensor, uint8 [bytes], which keeps it; nothing is copied."""
+    """Return memory as a tensor, uint8 [bytes], which keeps it alive. Nothing is copied."""
     if not len(memory):
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     array = np.frombuffer(memory, np.uint8)
     if array.flags.writeable:
         return torch.from_numpy(array)
-    # Torch knows no tensors that are for reading alone, and warns of such memory.
+    # Torch has no read-only tensors, and warns about read-only memory.
     borrowed = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
     borrowed.owner = array  # type: ignore[attr-defined]
     return torch.frombuffer(borrowed, dtype=torch.uint8)
 
 
 def digest(data: Buffer) -> str:
-    """XXH3 of 128 bits: finds what broke by accident, at the speed of memory."""
+    """Return the XXH3 digest of 128 bits: it detects accidents, at the speed of memory."""
     return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
 
 
 class Digesting:
-    """The digest of what comes piece by piece, each of which is best still in the cache."""
+    """Incremental digest of pieces; fastest while each piece is still in the cache."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
         self.update = self._state.update
 
     def digest(self) -> str:
-        """Of all that came."""
+        """Return the digest of all pieces so far."""
         return f"xxh3:{self._state.hexdigest()}"

@@ -1,4 +1,4 @@
-"""Doing what takes as long as its bytes take to be moved, in several threads."""
+"""Run jobs that are bound by memory bandwidth in several threads."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 _WORTH = 8 << 20
-"""Bytes from which on threads are worth their start."""
+"""Bytes from which several threads save time."""
 _MOST = 4
+"""Maximum number of threads."""
 
 Job = TypeVar("Job")
 
 
 def in_threads(do: Callable[[Sequence[Job]], None], jobs: Sequence[Job], nbytes: int) -> None:
-    """Do all jobs, in shares; raises what one of the shares raised, once all have ended.
+    """Run all jobs, divided among threads. Raises the error of a share once all have ended.
 
     Args:
-        do: Does some of them, in their order; it lets other threads go on while it moves bytes.
-        jobs: All of them.
-        nbytes: What they move together.
+        do: Runs a share of the jobs, in their order; it releases the GIL while it moves bytes.
+        jobs: All jobs.
+        nbytes: Number of bytes that all jobs move.
     """
     threads = min(_MOST, len(os.sched_getaffinity(0)))
     if threads == 1 or nbytes < _WORTH:

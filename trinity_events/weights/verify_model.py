@@ -1,7 +1,7 @@
-"""Whether a model has what was published, tensor by tensor.
+"""Verify that a model holds the published tensors.
 
-Chunks are verified where they are read. What lies between that and the model's own memory, or was
-done to the model since, is seen only by digesting the model's tensors themselves.
+Chunks are verified where they are read. A fault between there and the model's memory, or a later
+change of the model, shows only in a digest of the model's own tensors.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def check_installed(
     *,
     cast: bool = False,
 ) -> int:
-    """Digest the model's tensors, and compare that with what their publisher digested.
+    """Compare digests of the model's tensors with the publisher's.
 
-    Only of versions that were published with digests of their tensors, and only those tensors, or
-    shards of them, that came in full and that the model holds all of.
+    The version needs digests of its tensors. Only dense tensors, and dense shards, that the model
+    holds in full are compared.
 
     Args:
         module: The model.
-        manifests: Of the version's parts.
-        wanted: What of the version the model has, as it was pulled.
-        cast: Whether some may be of another dtype in the model; these are not compared.
+        manifests: Manifests of the version's parts.
+        wanted: Selection that the version was pulled with.
+        cast: Skip the tensors that have another dtype in the model.
 
     Returns:
-        How many tensors and shards were compared: 0 where there is nothing to compare with.
+        Number of tensors and shards that were compared; 0 without digests.
 
     Raises:
-        CorruptVersion: naming the first that is not what was published.
+        CorruptVersion: naming the first tensor that differs.
     """
     digested = [
         (entry, manifest.step)

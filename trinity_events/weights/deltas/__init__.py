@@ -1,1 +1,1 @@
-"""What changed between two versions, and the versions made of it."""
+"""Deltas between versions, and the versions reconstructed from them."""

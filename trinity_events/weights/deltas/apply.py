@@ -1,4 +1,4 @@
-"""Installing a version that may rest on what the model has: only what changed is written."""
+"""Apply deltas to the tensors of a model that holds their base."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .encoding import decoded, overwrite, words
 from .reconstruct import based, delta_of, differs, makes
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Of as many bytes; torch has few operations on the unsigned ones."""
+"""Dtype by element size in bytes; torch has few operations on unsigned dtypes."""
 
 
 class ModelDiffers(CorruptVersion):
-    """What changed does not make what was published: the model has not what was installed."""
+    """The delta does not give the published tensor: the model is not as it was installed."""
 
 
 class InstalledBases:
-    """Which full parts lie under what a model has, so that deltas on them may be laid over it."""
+    """Full parts under the version that a model holds, so that deltas can be applied to it."""
 
     def __init__(self) -> None:
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._fulls: frozenset[str] = frozenset()
 
     def fulls(self, module: torch.nn.Module) -> Collection[str]:
-        """Their manifest digests; none for another model than the last."""
+        """Return their manifest digests; none for another model than the last."""
         known = self._module is not None and self._module() is module
         return self._fulls if known else ()
 
     def forget(self) -> None:
-        """Nothing is sure of the model any more."""
+        """Forget the model: its content is not known any more."""
         self._module, self._fulls = None, frozenset()
 
     def note(self, module: torch.nn.Module, ready: StepReady, version: PulledVersion) -> None:
-        """The model has this version, all of it."""
+        """Record that the model holds the whole version."""
         self._module = weakref.ref(module)
         self._fulls = frozenset(
             manifest.base.manifest_digest if manifest.base else announced.manifest_digest
@@ -49,19 +49,18 @@ class InstalledBases:
 
 
 def checked(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None, memoryview]:
-    """What makes a delta's tensor, or shard, in a model; nothing of its size is kept for it.
+    """Verify a delta of a tensor, or shard, before it is applied; no copy of the tensor is made.
 
     Args:
-        target: Where it goes, of the same shape.
-        piece: What there is of it, as a delta.
+        target: The model's tensor, of the same shape.
+        piece: The delta.
 
     Returns:
-        What is copied first, None where that is what the target has already; and what is laid over
-        it then.
+        The base to copy first, or None if the target holds it already; and the delta to apply.
 
     Raises:
-        ModelDiffers: when what the target has does not make it.
-        CorruptVersion: when what it rests on does not make it.
+        ModelDiffers: when the target and the delta do not give the published tensor.
+        CorruptVersion: when the pulled base and the delta do not give it.
     """
     entry, buffer, base = piece
     source = None if base is None else based(entry, base)
@@ -72,12 +71,12 @@ def checked(target: torch.Tensor, piece: Piece) -> tuple[torch.Tensor | None, me
 
 
 def overlay(target: torch.Tensor, delta: memoryview) -> None:
-    """Write what changed into a tensor of any strides, on any device."""
+    """Apply a delta to a tensor of any strides, on any device."""
     itemsize = target.element_size()
     if not target.is_contiguous():
         copied = target.detach().cpu().contiguous()
         overwrite(words(as_bytes(copied), itemsize), delta)
-        target.detach().copy_(copied)  # of one made in inference mode that alone may be written
+        target.detach().copy_(copied)  # a tensor made in inference mode is written only so
         return
     flat = target.detach().reshape(-1).view(_SIGNED[itemsize])
     for start, positions, values in decoded(delta, flat.numel(), itemsize):

@@ -1,9 +1,9 @@
-"""What changed of a tensor, as positions and values: pure functions on bytes.
+"""Encoding of a delta as positions and values: pure functions on bytes.
 
 Elements are compared by their bits, so that NaN, -0.0 and every dtype are exact. A delta holds
 the changed elements block by block, each block's positions in the smallest of three forms: the
 gaps between them in bytes, the gaps in pairs of bytes, or one bit for each element of the block.
-To apply it is to overwrite: once or twice gives the same, whatever was at these positions before.
+Applying it overwrites elements, so that applying it twice gives the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Positions = npt.NDArray[Any]
 """Positions in a block, rising, int64 or uint32 [changed]."""
 
 BLOCK = 1 << 18
-"""Elements of a block: part of the format. What a block takes fits in the processor's cache."""
+"""Elements of a block: part of the format. A block fits in the processor's cache."""
 
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 _HEADER = np.dtype([("form", "u1"), ("changed", "<u4"), ("position_bytes", "<u4")])
@@ -35,23 +35,23 @@ class Changes(NamedTuple):
     """The changed elements of one block."""
 
     start: int
-    """The tensor's element at which the block begins."""
+    """Index of the block's first element in the tensor."""
     positions: Positions
     values: Words
 
 
 def words(data: memoryview, itemsize: int) -> Words:
-    """Bytes as elements of ``itemsize`` bytes; a view of the same memory."""
+    """Return bytes as elements of ``itemsize`` bytes, a view of the same memory."""
     return np.frombuffer(data, np.uint8).view(_WORDS[itemsize])
 
 
 def blocks(elements: int) -> range:
-    """Where the blocks of so many elements begin."""
+    """Return the first element of each block of a tensor with ``elements`` elements."""
     return range(0, elements, BLOCK)
 
 
 def encoded(changes: list[Changes], elements: int, itemsize: int) -> bytes:
-    """The delta of a tensor of so many elements, from what changed of each of its blocks."""
+    """Encode the delta of a tensor from the changes of its blocks."""
     header = np.zeros(len(blocks(elements)), _HEADER)
     sections: list[bytes] = []
     for start, positions, values in changes:
@@ -62,17 +62,17 @@ def encoded(changes: list[Changes], elements: int, itemsize: int) -> bytes:
 
 
 def decoded(delta: memoryview, elements: int, itemsize: int) -> Iterator[Changes]:
-    """What changed, block by block; blocks without changes are left out.
+    """Yield the changes block by block; blocks without changes are left out.
 
-    What is allocated is bounded by the size of a block, whatever the bytes say.
+    Each allocation is bounded by the size of a block, even for corrupt bytes.
 
     Args:
-        delta: As made by :func:`encoded`.
-        elements: Of the tensor.
+        delta: Output of :func:`encoded`.
+        elements: Elements of the tensor.
         itemsize: Bytes of one element.
 
     Raises:
-        CorruptVersion: when the bytes are no delta of such a tensor.
+        CorruptVersion: when the bytes are not a delta of such a tensor.
     """
     count = -(-elements // BLOCK)
     offset = count * _HEADER.itemsize
@@ -98,14 +98,14 @@ def overwrite(target: Words, delta: memoryview) -> None:
     """Write the changed elements into ``target``, [elements] of the tensor's own element size.
 
     Raises:
-        CorruptVersion: as :func:`decoded`; blocks before the broken one are written then.
+        CorruptVersion: as :func:`decoded`, after the blocks before the corrupt one are written.
     """
     for start, positions, values in decoded(delta, len(target), target.itemsize):
         target[start : start + BLOCK][positions] = values
 
 
 def digest_with(base: Words, delta: memoryview) -> str:
-    """The digest of ``base`` as :func:`overwrite` would leave it; nothing is written.
+    """Return the digest that ``base`` would have after :func:`overwrite`. Nothing is written.
 
     Raises:
         CorruptVersion: as :func:`decoded`.
@@ -122,7 +122,7 @@ def digest_with(base: Words, delta: memoryview) -> str:
 
 
 def _coded(positions: Positions, size: int) -> tuple[int, bytes]:
-    """Positions in the smallest form that they have."""
+    """Encode positions in the smallest of the three forms."""
     gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
     lengths = {form: _length(gaps, dtype) for form, dtype in _GAPS.items()}
     form = min(lengths, key=lengths.__getitem__)
@@ -140,7 +140,7 @@ def _length(gaps: Positions, dtype: np.dtype[Any]) -> int:
 
 
 def _coded_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
-    """Gaps as numbers below the largest, which stands for so many elements and none changed."""
+    """Encode gaps; the dtype's largest number stands for that many unchanged elements."""
     most = np.iinfo(dtype).max
     ends = np.cumsum(gaps // most + 1) - 1
     coded = np.full(int(ends[-1]) + 1 if len(ends) else 0, most, dtype)
@@ -149,7 +149,7 @@ def _coded_gaps(gaps: Positions, dtype: np.dtype[Any]) -> bytes:
 
 
 def _decoded(coded: memoryview, form: int, changed: int, size: int) -> Positions:
-    """Positions below ``size``, as many as were changed and rising."""
+    """Decode ``changed`` rising positions below ``size``."""
     if changed > size:
         raise CorruptVersion(f"a block of {size} elements has {changed} changed ones")
     if form == _BITS:
@@ -170,7 +170,7 @@ def _decoded_bits(coded: memoryview, size: int) -> Positions:
 
 
 def _decoded_gaps(coded: memoryview, dtype: np.dtype[Any], size: int) -> Positions:
-    """Each number that is not the largest is a position: so many elements after the last one."""
+    """Decode gaps; each number but the largest ends a gap, so that a position follows."""
     if len(coded) > 2 * size + 2 or len(coded) % dtype.itemsize:
         raise CorruptVersion("the gaps of a delta are more than its block has elements")
     gaps = np.frombuffer(coded, dtype)

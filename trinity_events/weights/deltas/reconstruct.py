@@ -1,4 +1,4 @@
-"""Tensors of a version that rests on another: what it changes, over what it rests on."""
+"""Reconstruct the tensors of a delta version from the delta and its base."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ..tensors import as_bytes, digest
 from .encoding import digest_with, overwrite, words
 
 Key: TypeAlias = tuple[str, tuple[int, ...] | None]
-"""A tensor's name, and where its shard begins."""
+"""Name of a tensor, and the offsets of its shard."""
 
 
 class FullPart(NamedTuple):
-    """A part that others rest on."""
+    """A full part, the base of delta parts."""
 
     manifest: WeightManifest
     entries: dict[Key, TensorEntry]
-    """Of its manifest, by their keys."""
+    """Entries of the manifest, by key."""
     buffer: PartBytes
-    """Undefined where nothing rests on it."""
+    """Bytes of the part; only tensors with a delta were read, others are undefined."""
 
 
 def reconstructed(entry: TensorEntry, buffer: PartBytes, base: FullPart | None) -> torch.Tensor:
-    """A tensor, or a shard of one, whole and verified; a view where it is dense.
+    """Return a tensor, or a shard, whole and verified; a view if it is dense.
 
     Args:
-        entry: Where and how it lies in the part.
-        buffer: The part's bytes.
-        base: The full part that it rests on.
+        entry: Entry of the tensor in the manifest.
+        buffer: Bytes of the part.
+        base: Base of the part.
 
     Raises:
-        CorruptVersion: when what it changes does not make what was published.
+        CorruptVersion: when base and delta do not give the published tensor.
     """
     if entry.encoding == "dense":
         return as_tensor(buffer, entry)
@@ -52,7 +52,7 @@ def reconstructed(entry: TensorEntry, buffer: PartBytes, base: FullPart | None) 
 
 
 def based(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
-    """The tensor that one is a delta of. Raises CorruptVersion when there is no such one."""
+    """Return the base of a tensor. Raises CorruptVersion if the base part does not have it."""
     if base is None:
         raise ValueError(f"the version was pulled without what {entry.name!r} rests on")
     found = base.entries.get(entry.key)
@@ -62,12 +62,12 @@ def based(entry: TensorEntry, base: FullPart | None) -> torch.Tensor:
 
 
 def delta_of(entry: TensorEntry, buffer: PartBytes) -> memoryview:
-    """The bytes that say what changed of a tensor; none where nothing did."""
+    """Return the delta of a tensor; empty if nothing changed."""
     return as_bytes(buffer.span(entry.offset, entry.part_bytes))
 
 
 def makes(entry: TensorEntry, tensor: torch.Tensor, delta: memoryview) -> bool:
-    """Whether the delta, over this tensor, makes what was published; nothing is written."""
+    """Return True if the delta gives the published tensor over this one. Nothing is written."""
     data = as_bytes(tensor)
     if entry.encoding == "skip":
         return digest(data) == entry.digest
@@ -75,5 +75,5 @@ def makes(entry: TensorEntry, tensor: torch.Tensor, delta: memoryview) -> bool:
 
 
 def differs(entry: TensorEntry) -> str:
-    """What to say when it does not."""
-    return f"{entry.name!r} with what changed of it is not what was published"
+    """Return the error text for a delta that does not give the published tensor."""
+    return f"{entry.name!r} with its delta applied is not the published tensor"

@@ -1,8 +1,8 @@
-"""What a rank last published, and what changed of it since the last version that was full.
+"""Tracker of a rank's published tensors, and of the elements changed since the full version.
 
 A delta rests on the last full version, never on another delta. It holds every element that changed
-at any time since then, also one that changed back: so it may be laid over the full version or over
-any version since, and nobody ever needs more than two of them.
+at any time since then, also one that changed back. It can therefore be applied to the full version
+or to any version since, and a reader never needs more than two versions.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from .encoding import BLOCK, Changes, Positions, Words, blocks, encoded, words
 from .reconstruct import Key
 
 MOST_OF_A_TENSOR = 0.5
-"""Share of a tensor's bytes above which its delta is not worth the work on both sides."""
+"""Share of a tensor's bytes above which the tensor is sent in full, not as a delta."""
 
 
 class LastPublished:
-    """One rank's versions of one run, one after the other.
+    """Tracker of one rank's versions of one run.
 
     It keeps one copy of all tensors, and four bytes for each element that changed since the last
-    full version. A version is full when ``full_every`` versions began since the last full one, when
-    the deltas since then took as many bytes as a full version does, when names, shapes, dtypes or
-    the ranks' shares of tensors changed, when the version before was given up, and when the last
-    full one is not there any more.
+    full version. A version is full in any of these cases:
+
+    - ``full_every`` versions began since the last full one;
+    - the deltas since then took as many bytes as a full version;
+    - names, shapes, dtypes or the ranks' shares of tensors changed;
+    - the version before was abandoned;
+    - the last full version is gone.
 
     Args:
-        full_every: Versions from one full version to the next, at most.
+        full_every: Maximum number of versions from one full version to the next.
     """
 
     def __init__(self, full_every: int) -> None:
@@ -50,9 +53,9 @@ class LastPublished:
 
         Args:
             part: The part.
-            is_there: Whether readers are sure to find a part that was published before.
+            is_there: Returns True if readers are sure to find a part published before.
         """
-        # What was opened and never sealed has left nobody knows what behind.
+        # A part that was never sealed leaves the tracked copy in an unknown state.
         due = self._open or self._since + 1 >= self._full_every or self._spent >= self._whole
         if due or not self._is_earlier(part) or not is_there(self._anchors(part)):
             self._anchor = None
@@ -60,7 +63,7 @@ class LastPublished:
         self._current = _Current()
 
     def _is_earlier(self, part: PartRef) -> bool:
-        """Whether there is a full version that a part may rest on: not on itself, sent again."""
+        """Return True if there is an earlier full version to rest on, not the part itself again."""
         anchor = self._anchor
         return anchor is not None and anchor.epoch == part.epoch and anchor.step < part.step
 
@@ -69,11 +72,11 @@ class LastPublished:
         return part._replace(step=self._anchor.step)
 
     def shrunk(self, entry: TensorEntry, data: memoryview) -> tuple[TensorEntry, memoryview]:
-        """The tensor as it is to travel, and the bytes that do.
+        """Return the entry and the bytes to send for a tensor: in full, as a delta, or skipped.
 
         Args:
-            entry: The tensor, dense.
-            data: Its bytes, row-major.
+            entry: Entry of the dense tensor.
+            data: Row-major bytes of the tensor.
         """
         current = self._current
         current.keys.add(entry.key)
@@ -102,11 +105,11 @@ class LastPublished:
 
     @property
     def base(self) -> PartBase | None:
-        """What the part rests on; None when all of its tensors are dense after all."""
+        """Base of the part; None if all of its tensors are dense."""
         return self._anchor if self._current.delta or self._current.skip else None
 
     def sealed(self, part: PartRef, manifest_digest: str, nbytes: int) -> PartDelta | None:
-        """The part is whole, in so many bytes; returns what of it travelled when it is a delta."""
+        """Record that the part is sealed; return the counts of a delta, None for a full part."""
         base, current = self.base, self._current
         self._open = False
         if base is None:
@@ -133,18 +136,18 @@ class LastPublished:
         )
 
     def forget(self) -> None:
-        """What was published is taken back: the next version is full."""
+        """Make the next version full, because the current part is discarded."""
         self._anchor = None
 
 
 class _Current:
-    """What is counted of the part that is being published."""
+    """Counters of the part that is being published."""
 
     def __init__(self) -> None:
         self.keys: set[Key] = set()
         self.whole = self.dense = self.delta = self.skip = self.changed = self.elements = 0
         self.renewed = False
-        """Whether a tensor is new, or of another shape, dtype or layout."""
+        """True if a tensor is new, or has another shape, dtype or layout."""
 
 
 class _Tracked:
@@ -155,23 +158,23 @@ class _Tracked:
         itemsize = DTYPE_BYTES[entry.dtype]
         self.last: Words = words(np.empty(entry.nbytes, np.uint8).data, itemsize)
         self.dense = True
-        """Whether it travels in full until the next full version."""
+        """True if the tensor is sent in full until the next full version."""
         self._changed: dict[int, Positions] = {}
 
     def restart(self) -> None:
-        """As after a full version: nothing changed since."""
+        """Forget the changes, after a full version."""
         self.dense = not len(self.last)
         self._changed = {}
 
     def take(self, data: memoryview, *, dense: bool) -> None:
-        """Keep a copy of what travels in full."""
+        """Keep a copy of a tensor that is sent in full."""
         self.last[:] = words(data, self.last.itemsize)
         self.dense, self._changed = dense or not len(data), {}
 
     def delta(self, data: memoryview) -> tuple[bytes, int] | None:
-        """What changed since the full version, and of how many elements.
+        """Return the delta since the full version, and the number of changed elements.
 
-        None when that takes too much to be worth it; what is kept is of no use then.
+        Return None if the delta is too large; the kept copy is invalid then.
         """
         new, most = words(data, self.last.itemsize), len(data) * MOST_OF_A_TENSOR
         found: list[Changes] = []

@@ -1,9 +1,9 @@
-"""Copies between the host's memory and a GPU's, beside what the GPU computes.
+"""Copies between host memory and a GPU, concurrent with the GPU's computation.
 
-A lane takes copies, one after the other. Where there is no GPU a copy is done when it is begun, and
-all else is the same code. On a GPU the lane is a stream of its own: what computes goes on, as far
-as it does not wait for the copies itself. The host's side of a copy is pinned there, since the GPU
-fetches from, and brings to, no other memory by itself.
+A copy stream runs copies in order. Without a GPU each copy is synchronous, and all other code is
+the same. On a GPU it is a CUDA stream of its own, so that computation goes on until it waits for
+the copies. The host side of a copy is pinned there: a GPU copies asynchronously only to and from
+pinned memory.
 """
 
 from __future__ import annotations
@@ -14,60 +14,60 @@ from typing import Any, Protocol
 import torch
 
 _SMALL = 64 << 10
-"""Bytes below which a copy costs less than what it takes to wait for one of a lane."""
+"""Bytes below which a plain copy is faster than a copy on a stream and the wait for it."""
 
 
 class CopyStream(Protocol):
-    """Takes copies. A mark stands for all that was begun before it was made."""
+    """Stream of copies. A mark stands for all copies begun before it."""
 
     pinned: bool
-    """Whether the host's memory has to be pinned, for copies not to be waited for."""
+    """True if asynchronous copies need pinned host memory."""
 
     def begin(self) -> None:
-        """Let the next copies see what the device was told to compute before."""
+        """Order the next copies after the work that was submitted to the device before."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy. The host's side stays as it is until a mark behind it was waited for."""
+        """Begin a copy. Host memory must not change until a later mark was waited for."""
         ...
 
     def mark(self) -> Any:
-        """A mark of what was begun so far."""
+        """Return a mark after the copies begun so far."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """Wait until all before the mark is copied."""
+        """Wait until all copies before the mark are done."""
         ...
 
     def hold_back(self, mark: Any) -> None:
-        """Let what the device is told to compute from now on come behind the mark."""
+        """Order later work of the device after the mark."""
         ...
 
 
 class HostCopyStream:
-    """Implements :class:`CopyStream` where there is no GPU."""
+    """Synchronous :class:`CopyStream` for the host."""
 
     pinned = False
 
     def begin(self) -> None:
-        """Everything is computed."""
+        """Do nothing: the host has computed everything."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy."""
         target.copy_(source)
 
     def mark(self) -> None:
-        """Everything is copied."""
+        """Do nothing: everything is copied."""
 
     def wait(self, mark: None) -> None:
-        """Everything is copied."""
+        """Do nothing: everything is copied."""
 
     def hold_back(self, mark: None) -> None:
-        """Everything is copied."""
+        """Do nothing: everything is copied."""
 
 
 class CudaCopyStream:
-    """Implements :class:`CopyStream`: a stream of one GPU, beside the one that computes."""
+    """Asynchronous :class:`CopyStream` of one GPU, beside its compute stream."""
 
     pinned = True
 
@@ -76,11 +76,11 @@ class CudaCopyStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Come behind the stream that is current."""
+        """Order the next copies after the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy; memory of the GPU that is let go of meanwhile is not used again yet."""
+        """Begin a copy, and keep the allocator from reusing GPU memory until it is done."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
@@ -88,22 +88,22 @@ class CudaCopyStream:
                 tensor.record_stream(self._stream)
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the stream."""
+        """Record an event on the stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Wait for the event, and for nothing else that the GPU does."""
+        """Wait for the event, and for no other work of the GPU."""
         mark.synchronize()
 
     def hold_back(self, mark: torch.cuda.Event) -> None:
-        """Let the stream that is current wait for the event; this process does not."""
+        """Make the current stream wait for the event; this process does not wait."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def copy_stream_of(device: torch.device) -> CopyStream:
-    """The lane of a device; one for all of its kind of copies, in this process."""
+    """Return the copy stream of a device; each GPU has one in this process."""
     return _cuda_copy_stream(device) if device.type == "cuda" else HostCopyStream()
 
 
@@ -113,9 +113,9 @@ def _cuda_copy_stream(device: torch.device) -> CudaCopyStream:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the CPU; a copy when it is on a device, by pinned memory where that helps.
+    """Return the tensor on the CPU; large copies from a GPU go through pinned memory.
 
-    Torch keeps pinned memory that was let go of, and gives it out again.
+    Torch caches released pinned memory, and reuses it.
     """
     if not tensor.is_cuda or tensor.nbytes < _SMALL:
         return tensor.cpu()

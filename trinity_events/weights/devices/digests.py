@@ -1,4 +1,4 @@
-"""Digests that a device takes of its own memory: no byte of it comes to the host."""
+"""Digests of device memory, computed on the device: no byte is copied to the host."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import lru_cache
 import torch
 
 _ODD = -7046029254386353131  # 2**64 / the golden ratio, as a signed number
-_MIX = -49064778989728563, -4265267296055464877  # as MurmurHash3 has them
+_MIX = -49064778989728563, -4265267296055464877  # factors of MurmurHash3
 _LOW = {32: (1 << 32) - 1, 29: (1 << 35) - 1}
 _WORD = (1 << 64) - 1
 
 
 def digests_of(chunks: Sequence[torch.Tensor]) -> list[str]:
-    """A digest of each, in one wait for the device.
+    """Return a digest of each chunk, with one wait for the device.
 
-    Each word of 8 bytes is combined with its place, and mixed one to one, in the manner of
-    MurmurHash3's finalizer (https://github.com/aappleby/smhasher). The sum of all, and their sum
-    weighted by odd numbers, make 128 bits. A change of one word is seen for sure, and more but for
-    an accident; like XXH3 it guards against those, and not against people. Whole numbers are the
-    same on every device, so a CPU can check what a GPU digested.
+    Each word of 8 bytes is combined with its index, and mixed by a bijection like the finalizer of
+    MurmurHash3 (https://github.com/aappleby/smhasher). The plain sum, and the sum weighted by odd
+    numbers, make 128 bits. A change of one word is always detected, other accidents with high
+    probability. Like XXH3, the digest is not cryptographic. Integer arithmetic is the same on every
+    device, so that a CPU can check a digest of a GPU.
 
     Args:
         chunks: uint8 [bytes], row-major, all on one device.
@@ -41,7 +41,7 @@ def _sums(chunk: torch.Tensor) -> torch.Tensor:
     mixed = torch.bitwise_xor(words, keys)
     for factor, shift in zip(_MIX, (32, 29), strict=True):
         mixed.mul_(factor)
-        # The shift of signed words brings their sign along.
+        # The shift of signed words copies the sign bit.
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_(_LOW[shift]))
     return torch.stack((mixed.sum(), mixed.mul_(keys).sum()))
 
@@ -58,9 +58,9 @@ def _words(chunk: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _keys(device: torch.device, count: int) -> torch.Tensor:
-    """Of each place another odd number, int64 [count]."""
+    """Return a distinct odd number for each index, int64 [count]."""
     with torch.inference_mode(False):
         made = torch.arange(1, count + 1, device=device).mul_(_ODD).bitwise_or_(1)
-    if made.is_cuda:  # another thread, which gets them too, may compute on another stream
+    if made.is_cuda:  # another thread, which shares the cache, may compute on another stream
         torch.cuda.current_stream(device).synchronize()
     return made

@@ -1,4 +1,4 @@
-"""Copying into the tensors of a GPU, through pinned memory that is used again and again."""
+"""Copy into the tensors of a GPU, through reused pinned memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from ..tensors import copy_bytes, flat_bytes, is_row_major
 from .copy_streams import CopyStream, copy_stream_of
 
 SLOT_BYTES = 16 << 20
+"""Bytes of one pinned slot."""
 _ALIGNED = 64
 
 
 class HostToDevice:
-    """Two slots of the host's memory: one is filled while the other is on its way.
+    """Double buffer in host memory: one slot is filled while the other is copied.
 
-    What is copied is there after :meth:`finish`.
+    All copies are done after :meth:`finish`.
 
     Args:
-        lane: Takes the copies.
-        slot_bytes: Size of a slot, a multiple of 64.
+        lane: Stream that runs the copies.
+        slot_bytes: Size of a slot in bytes, a multiple of 64.
     """
 
     def __init__(self, lane: CopyStream, slot_bytes: int = SLOT_BYTES) -> None:
@@ -35,11 +36,11 @@ class HostToDevice:
         lane.begin()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between tensors of one dtype and as many elements, row-major both.
+        """Copy between row-major tensors of one dtype and equal size.
 
         Args:
-            target: On the device; it is changed.
-            source: On the CPU; it is not needed any more when this returns.
+            target: Tensor on the device.
+            source: Tensor on the CPU; it may change once this returns.
         """
         into, begin = flat_bytes(target), source.data_ptr()
         done, whole = 0, target.nbytes
@@ -54,7 +55,7 @@ class HostToDevice:
             self._filled += -(-fits // _ALIGNED) * _ALIGNED
 
     def finish(self) -> None:
-        """Wait until everything is there."""
+        """Wait until all copies are done."""
         self._lane.wait(self._lane.mark())
 
     def _turn(self) -> None:
@@ -65,14 +66,14 @@ class HostToDevice:
 
 
 def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each source into its target, wherever the two are; all is there on return."""
+    """Copy each source into its target, on any devices. All copies are done on return."""
     by_device: dict[torch.device, HostToDevice] = {}
     by_themselves: set[torch.device] = set()
     for target, source in pairs:
         if not target.nbytes:
             continue
         if not _travels(target, source):
-            target.detach().copy_(source)  # of one made in inference mode that alone may be written
+            target.detach().copy_(source)  # a tensor made in inference mode is written only so
             by_themselves.add(target.device)
             continue
         if target.device not in by_device:
@@ -84,14 +85,14 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def settle(devices: Iterable[torch.device]) -> None:
-    """Wait until all is there that this thread told these devices to copy."""
+    """Wait for the copies that this thread submitted to these devices."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
 
 def _travels(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether bytes can go from the one to the other, from the host to a GPU."""
+    """Return True if the pair is a plain copy of bytes from the host to a GPU."""
     return (
         target.is_cuda
         and source.is_cpu

@@ -1,4 +1,4 @@
-"""Memory that tensors are copied into, so that what they are of may change meanwhile."""
+"""Host memory for copies of tensors, so that the originals may change meanwhile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ALIGNED = 64
 
 
 class StagingMemory:
-    """One piece of memory, used again and again; it grows to the largest that was asked for.
+    """One reused piece of memory, which grows to the largest version.
 
-    The first touch of a page costs several times the copy into it. Where there is a GPU the memory
-    is pinned, and the GPU copies into it by itself.
+    Memory is reused because the first touch of a page costs several times the copy into it. For
+    tensors on a GPU the memory is pinned, and the copies are asynchronous.
 
     Args:
-        lane: Takes the copies that come from a device, by default that of the device.
+        lane: Stream that runs the copies; by default the device's own.
     """
 
     def __init__(self, lane: CopyStream | None = None) -> None:
@@ -31,14 +31,16 @@ class StagingMemory:
         self._rooms: list[torch.Tensor] = []
 
     def copied(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the CPU, row-major, until the next call: one copy of each, and no more.
+        """Return row-major copies on the CPU, valid until the next call.
 
-        Those of tensors on a GPU are begun, and are there after :meth:`settle`. What the GPU is
-        told to do from now on comes behind them: the tensors may be changed at once.
+        Copies from a GPU are only begun, and are done after :meth:`settle`. Later work of the GPU
+        is ordered after them, so that the tensors may be changed at once.
         """
-        self.settle()  # what is under way goes into the memory that is used again
+        self.settle()  # running copies write into the memory that is reused
         layout = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if layout != self._layout:  # versions of one model are alike: views cost more than copies
+        if (
+            layout != self._layout
+        ):  # versions of one model have one layout, and new views cost more than copies
             self._rooms = self._laid_out(tensors)
             self._layout = layout
         lanes: dict[torch.device, CopyStream] = {}
@@ -61,7 +63,7 @@ class StagingMemory:
         return self._rooms
 
     def settle(self) -> bool:
-        """Wait until all that was copied is there; returns whether it came from a GPU."""
+        """Wait until all copies are done; return True if any came from a GPU."""
         under_way, self._under_way = self._under_way, []
         for lane, mark in under_way:
             lane.wait(mark)
@@ -70,7 +72,7 @@ class StagingMemory:
     def _laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
         if sum(sizes) > len(self._memory):
-            # Let go of the old one first: there are never two.
+            # Release the old memory first: there are never two pieces.
             self._rooms, self._layout = [], []
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             pinned = any(tensor.is_cuda for tensor in tensors)

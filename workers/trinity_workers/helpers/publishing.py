@@ -1,16 +1,14 @@
-"""What uploads and broadcasts share: writing a version's part, and giving it up."""
+"""Helpers of uploads and broadcasts: drain the gathers, and write a rank's shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from logging import Logger
 from typing import Protocol
 
 import torch
 
-from trinity_events.weights import PartWriter, PublishedPartReport, ShardOffset, Synchronizer
+from trinity_events.weights import Publication, PublishedPartReport, ShardOffset
 
-from ..collectives import rank_and_world
 from ..engines.base import LocalShard, NamedTensors
 
 
@@ -35,43 +33,9 @@ def drain(
     return error
 
 
-def write_shards(writer: PartWriter, shards: Iterable[LocalShard]) -> PublishedPartReport:
-    """Write a rank's shards as its part, and seal that."""
+def write_shards(part: Publication, shards: Iterable[LocalShard]) -> PublishedPartReport:
+    """Begin a rank's part, write its shards, and seal it."""
+    part.begin()
     for one in shards:
-        writer.add(one.name, one.tensor, ShardOffset(one.offsets, one.global_shape))
-    return writer.seal()
-
-
-def give_up(
-    synchronizer: Synchronizer,
-    writer: PartWriter | None,
-    step: int,
-    error: Exception,
-    logger: Logger,
-) -> None:
-    """Say that it failed, and take back what was sent, each as far as its server still answers."""
-    try:
-        synchronizer.part_failed(step, rank_and_world()[0], error)
-    except Exception:
-        logger.exception("step %d: the failure of the upload could not be published", step)
-    _take_back(writer, step, logger)
-
-
-def follow(
-    synchronizer: Synchronizer, writer: PartWriter | None, step: int, logger: Logger
-) -> None:
-    """Give up because another rank's failed, which says why; take back what was sent."""
-    try:
-        synchronizer.part_given_up(rank_and_world()[0])
-    except Exception:
-        logger.exception("step %d: that the upload was given up could not be published", step)
-    _take_back(writer, step, logger)
-
-
-def _take_back(writer: PartWriter | None, step: int, logger: Logger) -> None:
-    """Take back what was sent of a part, as far as its server still answers."""
-    try:
-        if writer is not None:
-            writer.discard()
-    except Exception:
-        logger.exception("step %d: what was sent of the weights stays until it expires", step)
+        part.add(one.name, one.tensor, ShardOffset(one.offsets, one.global_shape))
+    return part.seal()

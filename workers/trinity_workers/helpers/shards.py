@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from logging import Logger
 from typing import Any
@@ -13,14 +13,14 @@ import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
 from trinity_events.errors import TrinityError
-from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
+from trinity_events.weights import Publication, Synchronizer
 from trinity_events.weights.compatibility import plain_name
 from trinity_events.weights.slices import ShardOffset, chunk_of
 
-from ..collectives import PeerFailed, gather_bytes, raise_together, rank_and_world, together
+from ..collectives import PeerFailed, gather_bytes, rank_and_world, together
 from ..engines.base import LocalShard
 from ..engines.buffers import saved_buffers
-from .publishing import follow, give_up, write_shards
+from .publishing import write_shards
 
 _KEY_BYTES = 8
 
@@ -47,46 +47,30 @@ def publish_shards(
         PeerFailed: on the ranks that did not fail themselves.
         CollectiveBroken: when a rank died, or was too slow.
     """
-    began = time.monotonic()
     rank, ranks = rank_and_world()
-    writer: PartWriter | None = None
-    report: PublishedPartReport | None = None
-    error: Exception | None = None
-    try:
-        # First: where they are refused the version may be published in full, by rank 0 alone.
-        held = list(shards)
-        if rank == 0:
-            synchronizer.open_version(global_step, ranks=range(ranks))
-        writer = synchronizer.part_writer(global_step, rank)
-        report = write_shards(writer, held)
-    except Exception as caught:
-        error = caught
-    _agree(error, synchronizer, writer, global_step, logger)
-    assert report is not None
-    try:
-        # Only now: a part that is told of is whole, and so is every other.
-        synchronizer.part_published(global_step, rank, report, time.monotonic() - began)
-    except Exception as caught:
-        error = caught
-    _agree(error, synchronizer, writer, global_step, logger)
+    opens = range(ranks) if rank == 0 else None
+    with synchronizer.publication(global_step, rank, ranks=opens) as part:
+        with _agreed(part):
+            # First: where they are refused the version may be published in full, by rank 0 alone.
+            held = list(shards)
+            report = write_shards(part, held)
+        with _agreed(part):
+            # Only now: a part in the log is whole, and so is every other.
+            part.publish()
     logger.info("step %d: rank %d published %d bytes", global_step, rank, report.bytes)
 
 
-def _agree(
-    error: Exception | None,
-    synchronizer: Synchronizer,
-    writer: PartWriter | None,
-    step: int,
-    logger: Logger,
-) -> None:
-    """Raise on all ranks when one failed, and take back what was written. Collective."""
+@contextmanager
+def _agreed(part: Publication) -> Iterator[None]:
+    """Raise on all ranks when the block fails on one. Collective.
+
+    On :class:`PeerFailed` the rank gives up its part; the failed rank's event has the reason.
+    """
     try:
-        raise_together(error)
+        with together():
+            yield
     except PeerFailed:
-        follow(synchronizer, writer, step, logger)
-        raise
-    except Exception as caught:
-        give_up(synchronizer, writer, step, caught, logger)
+        part.give_up()
         raise
 
 

@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger
 
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.weights import PartWriter, Synchronizer
+from trinity_events.weights import Synchronizer
 from trinity_events.weights.devices.staging_memory import StagingMemory
 
 from ..collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard
-from .publishing import give_up, write_shards
+from .publishing import write_shards
 
 
 class SnapshotUploads:
@@ -65,7 +65,7 @@ class SnapshotUploads:
             raise_together(error)
         finally:
             if error is not None:
-                give_up(self._synchronizer, None, global_step, error, logger)
+                self._synchronizer.publication(global_step, rank).fail(error)
         self._step = global_step
         stall = time.monotonic() - began
         self._sending = self._thread.submit(
@@ -104,14 +104,9 @@ class SnapshotUploads:
         stall: float,
         logger: Logger,
     ) -> None:
-        writer: PartWriter | None = None
-        try:
+        with self._synchronizer.publication(step, rank) as part:
             if self._staging.settle():  # a GPU trains on meanwhile only as far as it may
                 stall = time.monotonic() - began
-            writer = self._synchronizer.part_writer(step, rank)
-            report = write_shards(writer, shards)
-            self._synchronizer.part_published(step, rank, report, stall)
-        except Exception as error:
-            give_up(self._synchronizer, writer, step, error, logger)
-            raise
+            report = write_shards(part, shards)
+            part.publish(stall)
         logger.info("step %d: rank %d published %d bytes of a copy", step, rank, report.bytes)

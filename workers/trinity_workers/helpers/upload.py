@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from logging import Logger
 
-from trinity_events.weights import PartWriter, PublishedPartReport, Synchronizer
+from trinity_events.weights import Synchronizer
 
-from ..collectives import CollectiveBroken, raise_together, rank_and_world
+from ..collectives import CollectiveBroken, PeerFailed, raise_together, rank_and_world
 from ..engines.base import NamedTensors
-from .publishing import drain, give_up
+from .publishing import drain
 
 
 def publish_stream(
@@ -30,40 +29,35 @@ def publish_stream(
         PeerFailed: on the ranks that did not fail themselves.
         CollectiveBroken: when a rank died, or was too slow.
     """
-    began = time.monotonic()
     rank, _ = rank_and_world()
-    writer: PartWriter | None = None
-    report: PublishedPartReport | None = None
+    part = synchronizer.publication(global_step, rank, ranks=(0,))
     error: Exception | None = None
     if rank == 0:
         try:
-            synchronizer.open_version(global_step, ranks=(0,))
-            writer = synchronizer.part_writer(global_step, 0)
+            part.begin()
         except Exception as caught:
             error = caught
     try:
-        error = drain(tensors, writer, error)
+        error = drain(tensors, part if rank == 0 else None, error)
     except Exception as caught:
         broken = CollectiveBroken(
             f"the weights of step {global_step} could not be gathered, because a rank died or was "
             f"too slow: {caught}"
         )
-        give_up(synchronizer, writer, global_step, broken, logger)
+        part.fail(broken)
         raise broken from caught
-    if writer is not None and error is None:
+    if rank == 0 and error is None:
         try:
-            report = writer.seal()
-            synchronizer.part_published(global_step, 0, report, time.monotonic() - began)
+            part.publish()
         except Exception as caught:
             error = caught
-    try:
+    try:  # the others first: they hold the training loop, and a server may be slow to answer
         raise_together(error)
-    except CollectiveBroken as caught:
-        if rank != 0:  # which may have died before it could publish
-            error = caught
+    except PeerFailed:  # rank 0, whose event has the reason
         raise
-    finally:  # the others first: they hold the training loop, and a server may be slow to answer
-        if error is not None:
-            give_up(synchronizer, writer, global_step, error, logger)
-    if report is not None:
-        logger.info("step %d: published %d bytes", global_step, report.bytes)
+    except Exception as caught:
+        if not part.published:  # rank 0 may have died before it could publish
+            part.fail(error or caught)
+        raise
+    if part.report is not None:
+        logger.info("step %d: published %d bytes", global_step, part.report.bytes)

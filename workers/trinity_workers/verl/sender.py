@@ -12,11 +12,10 @@ from trinity_events import Synchronizer
 from trinity_events.errors import TrinityError
 from trinity_events.log import RedisEventLog, Stream, open_run
 from trinity_events.server import connect
-from trinity_events.weights import PartWriter, PublishedPartReport
+from trinity_events.weights import Publication, PublishedPartReport
 
 from ..collectives import CollectiveBroken
 from ..config import TransportName
-from ..helpers.publishing import give_up
 from .settings import Settings
 from .streaming import Take, Weights, drain
 from .thread import OneThread
@@ -66,16 +65,16 @@ class WeightSender:
         step = global_steps
         if step is None:
             step = 1 if self._begun is None else self._begun + 1
-        writer: PartWriter | None = None
+        part: Publication | None = None
         error: Exception | None = None
         try:
-            writer = await self._thread.begin(self._begin, step)
+            part = await self._thread.begin(self._begin, step)
         except Exception as caught:
             error = caught
         try:
             error = await drain(
                 weights,
-                None if writer is None else self._taken_by(writer),
+                None if part is None else self._taken_by(part),
                 error,
                 # A second collective at the same time may stand in the gathers' way.
                 ahead=self._transport != "collective",
@@ -87,21 +86,21 @@ class WeightSender:
             )
             error.__cause__ = caught
         if error is None:
-            assert writer is not None
+            assert part is not None
             try:
-                report = await self._thread.begin(self._finish, step, writer, began)
+                report = await self._thread.begin(self._finish, part, began)
             except Exception as caught:
                 error = caught
         if error is not None:
-            await self._thread.begin(self._give_up, step, writer, error)
+            await self._thread.begin(self._give_up, step, part, error)
             raise error
         return {
             "checkpoint_engine/payload_mbytes": report.bytes / (1 << 20),
             "checkpoint_engine/publish_seconds": time.monotonic() - began,
         }
 
-    def _taken_by(self, writer: PartWriter) -> Take:
-        return lambda name, tensor: self._thread.begin(writer.add, name, tensor)
+    def _taken_by(self, part: Publication) -> Take:
+        return lambda name, tensor: self._thread.begin(part.add, name, tensor)
 
     def close(self) -> None:
         """Let go of the servers, and of what is published through memory."""
@@ -135,7 +134,7 @@ class WeightSender:
                 announced=await log.last_id(Stream.ANNOUNCEMENTS),
             )
 
-    def _begin(self, step: int) -> PartWriter:
+    def _begin(self, step: int) -> Publication:
         if self._begun is not None and step <= self._begun:
             # The trainer went back, or sends a step's weights once more: a version never changes,
             # and that it failed is announced once, so they are those of another epoch.
@@ -145,23 +144,24 @@ class WeightSender:
         synchronizer = self._made()
         if self._transport == "collective":
             synchronizer.setup_weight_sync_group(self._rollouts, timeout=self._settings.deadline)
-        synchronizer.open_version(step, ranks=(0,))
-        return synchronizer.part_writer(step, 0)
+        part = synchronizer.publication(step, 0, ranks=(0,))
+        part.begin()
+        return part
 
-    def _finish(self, step: int, writer: PartWriter, began: float) -> PublishedPartReport:
-        report = writer.seal()
+    def _finish(self, part: Publication, began: float) -> PublishedPartReport:
+        part.seal()
+        report = part.publish(time.monotonic() - began)
         synchronizer = self._made()
-        synchronizer.part_published(step, 0, report, time.monotonic() - began)
-        synchronizer.commit(step)
+        synchronizer.commit(part.global_step)
         synchronizer.flush()
         self._taken = self._transport
-        logger.info("step %d: published %d bytes", step, report.bytes)
+        logger.info("step %d: published %d bytes", part.global_step, report.bytes)
         return report
 
-    def _give_up(self, step: int, writer: PartWriter | None, error: Exception) -> None:
+    def _give_up(self, step: int, part: Publication | None, error: Exception) -> None:
         self._taken = None
         with suppress(TrinityError, OSError):  # the error itself says more
-            give_up(self._made(), writer, step, error, logger)
+            (part or self._made().publication(step, 0)).fail(error)
             self._made().flush()
 
     def _made(self) -> Synchronizer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +12,8 @@ from .rendezvous import WeightSyncInfo
 from .store import CollectiveStore
 
 if TYPE_CHECKING:
+    from ...publication import Publication
     from ...publish import PublishedPartReport
-
-logger = logging.getLogger(__name__)
 
 
 class CollectiveGroups:
@@ -91,42 +88,28 @@ class CollectiveGroups:
 
 
 class ModelUpdateGroup:
-    """Sends one version, tensor by tensor, and tells the log of it.
+    """Sends one version, tensor by tensor, and publishes its events.
 
-    What ``fsdp_sync_weight_nccl`` and ``megatron_sync_weight_nccl`` take on rank 0.
+    ``fsdp_sync_weight_nccl`` and ``megatron_sync_weight_nccl`` take it on rank 0.
     """
 
     def __init__(self, synchronizer: Any, global_step: int) -> None:
-        self._synchronizer = synchronizer
         self.global_step = global_step
-        self._began = time.monotonic()
-        self._writer: Any = None
-        self.report: PublishedPartReport | None = None
+        self._part: Publication = synchronizer.publication(global_step, 0, ranks=(0,))
+
+    @property
+    def report(self) -> PublishedPartReport | None:
+        """Summary of the version, once it is sealed."""
+        return self._part.report
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Send a tensor, in buckets. Raises GroupBroken."""
-        if self._writer is None:
-            self._begin()
-        self._writer.add(name, tensor)
+        self._part.add(name, tensor)
 
     def seal(self) -> None:
         """Send the rest and the manifest; every explorer has all of it when this returns."""
-        if self._writer is None:
-            self._begin()
-        self.report = report = self._writer.seal()
-        seconds = time.monotonic() - self._began
-        self._synchronizer.part_published(self.global_step, 0, report, seconds)
+        self._part.publish()
 
     def fail(self, error: BaseException) -> None:
-        """Say that the version will not come, to the explorers and to the log."""
-        writer, self._writer = self._writer, None
-        try:
-            self._synchronizer.part_failed(self.global_step, 0, error)
-        except Exception:
-            logger.exception("step %d: the failure could not be published", self.global_step)
-        if writer is not None:
-            writer.discard()
-
-    def _begin(self) -> None:
-        self._synchronizer.open_version(self.global_step, ranks=(0,))
-        self._writer = self._synchronizer.part_writer(self.global_step, 0)
+        """Publish that the version failed, to the explorers and to the log."""
+        self._part.fail(error)
