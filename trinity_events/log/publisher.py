@@ -31,29 +31,17 @@ EXIT_DEADLINE = 5.0
 """Seconds that an exiting process waits for the events that its publishers still buffer."""
 
 _LINGER = 5.0
-<<<<<<< HEAD
-"""Seconds for which a sender keeps a publisher that has nothing to send and no other user."""
-=======
-"""Seconds for which the sending thread waits for another event before it ends."""
->>>>>>> p5
+"""Seconds for which the sending thread keeps an idle publisher without another user."""
 
 
 class Publisher:
     """Publishes from any thread without waiting for the server.
 
-<<<<<<< HEAD
-    Events are numbered as they are published and sent in that order by a thread of its own, which
-    waits out a server that is away, full or read-only. What was sent and not confirmed is sent
-    again: to the fold it is a duplicate. Only :meth:`flush` tells that all of it is in the log.
-    A process that ends closes its publishers, within :data:`EXIT_DEADLINE` seconds. In a process
-    that was forked from this one, make another: the thread and the connection stay here.
-=======
     Events are numbered as they are published. A sending thread sends them in that order, and
     retries while the server is away, full or read-only. An unconfirmed event is sent again; the
     fold ignores the duplicate. :meth:`flush` returns once every event is in the log. An exiting
-    process waits for that too, for :data:`EXIT_DEADLINE` seconds. A forked process needs its own
-    publisher: the thread and the connection stay in the parent.
->>>>>>> p5
+    process closes its publishers within :data:`EXIT_DEADLINE` seconds. A forked process needs its
+    own publisher: the thread and the connection stay in the parent.
 
     Args:
         log: The run's log.
@@ -173,18 +161,8 @@ class Publisher:
         if not self.log.remote:
             self.log.append(payload)
             return
-<<<<<<< HEAD
-        if self._thread is None:  # before it is put in: what cannot be sent is not taken
+        if self._thread is None:  # before the put: an event that cannot be sent is not taken
             self._thread = self._start_sender(event)
-=======
-        # Start the thread before the put: an exiting process can start none.
-        if self._thread is None:
-            thread = threading.Thread(
-                target=self._send, name=f"publish-{self.producer.role}", daemon=True
-            )
-            thread.start()
-            self._thread = thread
->>>>>>> p5
         if not self._outbox.put(payload):
             raise BufferFull(
                 f"{event_tag(event)} of run {self.run_id} was not published: {self.backlog} "
@@ -192,11 +170,10 @@ class Publisher:
             )
         self._changed.notify_all()
 
-<<<<<<< HEAD
     def _start_sender(self, event: Event) -> threading.Thread:
         """Start the thread that sends for as long as the publisher is open and in use.
 
-        It stays when there is nothing to send: a process that ends can start no other.
+        An idle thread stays: an exiting process can start no other.
         """
         thread = threading.Thread(
             target=_send_for, args=(ref(self),), name=f"publish-{self.producer.role}", daemon=True
@@ -210,11 +187,7 @@ class Publisher:
         return thread
 
     def _send(self) -> bool:
-        """Send what there is, batch by batch, each until it is taken; False once it is closed."""
-=======
-    def _send(self) -> None:
-        """Send batch by batch, each until the server takes it, in the sending thread."""
->>>>>>> p5
+        """Send batch by batch, each until the server takes it; return False once it is closed."""
         faults = backoff_delays(LONGEST_PAUSE)
         while batch := self._next_batch():
             try:
@@ -231,11 +204,7 @@ class Publisher:
         return self._thread is not None
 
     def _next_batch(self) -> list[bytes]:
-<<<<<<< HEAD
-        """Return what to send; empty when there was nothing for a while, or it was closed."""
-=======
-        """Return the next batch; empty if the thread is to end."""
->>>>>>> p5
+        """Return the next batch; empty after an idle while, and once the publisher is closed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._outbox) or self._closed, _LINGER)
             batch = [] if self._closed else self._outbox.batch()
@@ -298,16 +267,11 @@ _open: WeakSet[Publisher] = WeakSet()
 
 
 @atexit.register
-<<<<<<< HEAD
 def _close_all() -> None:
-    """Close what is still open; threads that are no daemons have ended by now.
+    """Close the open publishers at exit; threads that are no daemons have ended by now.
 
-    Finalizers run later, when no thread does: what they publish is refused at once.
+    Finalizers run later, when no thread does: an event that they publish is refused at once.
     """
-=======
-def _flush_all() -> None:
-    """Flush the open publishers at exit; threads that are no daemons have ended by now."""
->>>>>>> p5
     give_up = time.monotonic() + EXIT_DEADLINE
     for publisher in list(_open):
         if publisher._process == os.getpid() and not publisher._closed:
