@@ -320,6 +320,36 @@ async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log,
     assert (told.slot.kind, told.message) == ("weights", "gather failed")
 
 
+async def test_a_publication_opens_its_version_and_publishes_it_when_its_block_ends(
+    trainer, explorer, log
+):
+    with trainer.publication(1, ranks=(0,)) as part:
+        part.add("a", torch.arange(3.0))
+    trainer.commit(1)
+    with explorer.pull(await ready(log, 1)) as version:
+        assert identical(dict(version.tensors())["a"], torch.arange(3.0))
+
+
+async def test_a_publication_whose_block_raises_is_discarded_and_failed_once(
+    trainer, log, weights_client
+):
+    part = trainer.publication(1)
+
+    def half():
+        with part:
+            part.add("a", torch.ones(100))
+            raise RuntimeError("gather failed")
+
+    with pytest.raises(RuntimeError, match="gather failed"):
+        half()
+    part.give_up()
+    assert not part.published
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+    trainer.flush()
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [one.message for one in told if isinstance(one, SaveFailed)] == ["gather failed"]
+
+
 async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, run_id):
     broken = Synchronizer(run_id, 1, redis_url=redis_url, weights_url="unix:///nowhere/redis.sock")
     broken.open_version(1)
