@@ -311,7 +311,8 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
     version, state = msgspec.msgpack.decode(snapshot, strict=False)
     changed = msgspec.msgpack.encode([version, {**state, "announced": 999}])
     assert not verify(recording, changed).sound
-    for unreadable in (b"\x01", b"\x81\xa6run_id\xa1\xff"):
+    not_text = b"\x92" + msgspec.msgpack.encode(version) + b"\x81\xa6run_id\xa1\xff"
+    for unreadable in (b"\x01", not_text):
         assert not verify(recording, unreadable).sound
     earlier = recording._replace(events=recording.events[:-1])
     assert "snapshot" not in verify(earlier, snapshot).checked, "it is of a later entry"
