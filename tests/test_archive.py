@@ -67,7 +67,7 @@ async def test_an_export_goes_through_a_link_and_takes_the_place_of_nothing_but_
     await record_run(log, link)
     assert link.is_symlink()
     assert read_recording(tmp_path / "there.jsonl").header.run_id == log.run_id
-    with pytest.raises(NotWritten, match="is no file, and a file would take its place"):
+    with pytest.raises(NotWritten, match="is not a file, and would be replaced"):
         await record_run(log, pipe)
     assert pipe.is_fifo()
 
@@ -225,11 +225,11 @@ DAMAGES = {
     ),
     "cut off at a line's end": (
         lambda all_lines: all_lines[:-1],
-        r"is not whole: its first line tells of \d+ entries, but it has \d+: it was cut off",
+        r"is not whole: its first line announces \d+ entries, but it has \d+: it was cut off",
     ),
     "cut off at a line's end, and of before its entries were counted": (
         lambda all_lines: [uncounted(all_lines[0]), *all_lines[1:4]],
-        r"is not whole: its first line tells of events up to .*, but they end at",
+        r"is not whole: its first line announces events up to .*, but they end at",
     ),
     "a line that does not parse": (
         lambda all_lines: [*all_lines[:3], b"{not json}\n", *all_lines[3:]],
@@ -309,9 +309,10 @@ async def test_verify_finds_what_the_log_does_not_give(finished_run, log, publis
     assert not verify(fewer).sound
     assert "announcement 8 is not the one" in verify(forged).findings[0].what
     version, state = msgspec.msgpack.decode(snapshot, strict=False)
-    changed = msgspec.msgpack.encode((version, {**state, "announced": 999}))
+    changed = msgspec.msgpack.encode([version, {**state, "announced": 999}])
     assert not verify(recording, changed).sound
-    for unreadable in (b"\x01", b"\x92\x02\x81\xa6run_id\xa1\xff"):
+    not_text = b"\x92" + msgspec.msgpack.encode(version) + b"\x81\xa6run_id\xa1\xff"
+    for unreadable in (b"\x01", not_text):
         assert not verify(recording, unreadable).sound
     earlier = recording._replace(events=recording.events[:-1])
     assert "snapshot" not in verify(earlier, snapshot).checked, "it is of a later entry"
