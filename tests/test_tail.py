@@ -30,7 +30,7 @@ async def whole(publisher, log, redis_url, run_id):
 def pages(monkeypatch):
     """The number of entries of each page that is read."""
     read = []
-    for name in ("read", "read_back", "wait"):
+    for name in ("read", "read_back", "read_blocking"):
         method = getattr(RedisEventLog, name)
 
         async def noted(*args, method=method, **keywords):
