@@ -901,7 +901,7 @@ def test_what_is_no_bytes_is_not_read(ray_cluster, opened, weights_url, part):
     event = put(here, part)
     exchanged = exchange(part, lambda data: data.astype("int16"))
     assert exchanged is not None
-    with pytest.raises(VersionUnavailable, match="what is there are no bytes"):
+    with pytest.raises(VersionUnavailable, match="an object is not an array of bytes"):
         read(here, part.run_id, event)
 
 

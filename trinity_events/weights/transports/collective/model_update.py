@@ -1,4 +1,4 @@
-"""What the Synchronizer does for a collective group, on either end of it."""
+"""Methods of the Synchronizer for a collective group, for trainer and explorer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class CollectiveGroups:
-    """The Synchronizer's methods for groups; it brings the rest."""
+    """Mixin with the Synchronizer's methods for collective groups."""
 
     epoch: int
 
@@ -32,10 +32,10 @@ class CollectiveGroups:
         def _publisher(self) -> Any: ...
 
     def get_weight_sync_info(self) -> WeightSyncInfo | None:
-        """Where the group meets.
+        """Return the address at which the group meets, or None if an explorer does not know it.
 
-        The trainer's rank 0 is there from the first call on, and says so on the weights' server.
-        An explorer knows it once it has joined and found the trainer; until then it is None.
+        The trainer's rank 0 listens from the first call on, and announces its address on the
+        weights' server. An explorer knows the address once it has joined and found the trainer.
         """
         store = self._groups
         return store.listen(self.epoch) if self.epoch else store.found()
@@ -43,30 +43,30 @@ class CollectiveGroups:
     def setup_weight_sync_group(
         self, explorers: int = 1, timeout: float = 300.0
     ) -> tuple[str, ...]:
-        """On the trainer's rank 0: wait for so many explorers, and make the group with them.
+        """Wait for ``explorers`` explorers and make the group with them; for the trainer's rank 0.
 
-        Later versions go to whoever is there when they are sent: a group from which somebody is
-        gone, or for which somebody has come, is made anew then.
+        A later version goes to the explorers that are connected when it is sent. If an explorer has
+        left or joined, the group is made anew then.
 
         Returns:
             The explorers' names, in the order of their ranks, which begin at 1.
 
         Raises:
-            DeadlineExceeded: when fewer were there within ``timeout`` seconds.
-            GroupBroken: when the group could not be made with those who were.
+            DeadlineExceeded: if fewer explorers connected within ``timeout`` seconds.
+            GroupBroken: if the group could not be made with them.
         """
         return self._groups.set_up(self.epoch, explorers, timeout)
 
     def join_weight_sync_group(self) -> None:
-        """On an explorer: take part in the trainer's groups from now on, in the background."""
+        """Join the trainer's groups from now on, in the background; for an explorer."""
         self._groups.join()
 
     def request_weights(self, ready: StepReady) -> bool:
-        """On an explorer: ask the trainer for a version that was sent before we were there.
+        """Ask the trainer for a version that was sent before this explorer joined.
 
-        It sends what it has then, as soon as it waits for explorers, and says so in the log.
-        Returns False, and asks for nothing, of a version that is not sent, and when a newer one
-        has come already or the trainer is not found.
+        The trainer sends its current version while it waits for explorers, and announces it in the
+        log. Return False without a request if the version is not sent through a group, a newer one
+        has come, or the trainer is not found.
         """
         if ready.transport != CollectiveStore.name:
             return False
@@ -77,11 +77,11 @@ class CollectiveGroups:
         return True
 
     def teardown_weight_sync_group(self) -> None:
-        """End the group; it can be set up, or joined, again."""
+        """End the group; it can be set up or joined again."""
         self._groups.tear_down()
 
     def model_update_group(self, global_step: int) -> ModelUpdateGroup:
-        """On the trainer's rank 0: the group as the helpers take it, for this step's version."""
+        """Return the group for the helpers, for this step's version; for the trainer's rank 0."""
         return ModelUpdateGroup(self, global_step)
 
     @property
@@ -91,9 +91,9 @@ class CollectiveGroups:
 
 
 class ModelUpdateGroup:
-    """Sends one version, tensor by tensor, and tells the log of it.
+    """Sender of one version, tensor by tensor, which also publishes its events to the log.
 
-    What ``fsdp_sync_weight_nccl`` and ``megatron_sync_weight_nccl`` take on rank 0.
+    ``fsdp_sync_weight_nccl`` and ``megatron_sync_weight_nccl`` take it on rank 0.
     """
 
     def __init__(self, synchronizer: Any, global_step: int) -> None:
@@ -104,13 +104,13 @@ class ModelUpdateGroup:
         self.report: PublishedPartReport | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Send a tensor, in buckets. Raises GroupBroken."""
+        """Send a tensor in buckets. Raises GroupBroken."""
         if self._writer is None:
             self._begin()
         self._writer.add(name, tensor)
 
     def seal(self) -> None:
-        """Send the rest and the manifest; every explorer has all of it when this returns."""
+        """Send the rest and the manifest; return once every explorer has the version."""
         if self._writer is None:
             self._begin()
         self.report = report = self._writer.seal()
@@ -118,7 +118,7 @@ class ModelUpdateGroup:
         self._synchronizer.part_published(self.global_step, 0, report, seconds)
 
     def fail(self, error: BaseException) -> None:
-        """Say that the version will not come, to the explorers and to the log."""
+        """Tell the explorers and the log that the version will not come."""
         writer, self._writer = self._writer, None
         try:
             self._synchronizer.part_failed(self.global_step, 0, error)
