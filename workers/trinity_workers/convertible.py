@@ -1,4 +1,4 @@
-"""What can be converted, as its files tell; torch and megatron-core take seconds to import."""
+"""Detection of folders that can be converted, without the slow imports of torch and Megatron."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from trinity_events.errors import TrinityError
 
 
 class ConversionRefused(TrinityError):
-    """There is nothing to convert from, or something where the result is to be."""
+    """Raised if there is no source to convert, or the target exists."""
 
 
 def becomes_megatron(source: Path, target: Path) -> bool:
-    """Whether the source is to become a Megatron checkpoint.
+    """Return True if the source is to become a Megatron checkpoint.
 
-    Raises ConversionRefused when it can become nothing, or the target is there.
+    Raises ConversionRefused if it is neither format, or the target exists.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConversionRefused(

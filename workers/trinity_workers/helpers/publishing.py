@@ -1,4 +1,4 @@
-"""What uploads and broadcasts share: writing a version's part, and giving it up."""
+"""Common parts of uploads and broadcasts: writing a version's part, and giving it up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..engines.base import LocalShard, NamedTensors
 
 
 class TakesTensors(Protocol):
-    """Where full tensors go, one by one."""
+    """Destination of full tensors, one by one."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor."""
@@ -25,7 +25,7 @@ class TakesTensors(Protocol):
 def drain(
     tensors: NamedTensors, taker: TakesTensors | None, error: Exception | None
 ) -> Exception | None:
-    """Take part in every gather, and write as long as nothing went wrong; returns what did."""
+    """Take part in every gather; write until an error occurs, and return that error."""
     for name, tensor in tensors:
         if taker is not None and error is None:
             try:
@@ -36,7 +36,7 @@ def drain(
 
 
 def write_shards(writer: PartWriter, shards: Iterable[LocalShard]) -> PublishedPartReport:
-    """Write a rank's shards as its part, and seal that."""
+    """Write a rank's shards as its part, and seal the part."""
     for one in shards:
         writer.add(one.name, one.tensor, ShardOffset(one.offsets, one.global_shape))
     return writer.seal()
@@ -49,7 +49,7 @@ def give_up(
     error: Exception,
     logger: Logger,
 ) -> None:
-    """Say that it failed, and take back what was sent, each as far as its server still answers."""
+    """Publish the failure and discard the part, as far as the servers respond."""
     try:
         synchronizer.part_failed(step, rank_and_world()[0], error)
     except Exception:
@@ -60,7 +60,7 @@ def give_up(
 def follow(
     synchronizer: Synchronizer, writer: PartWriter | None, step: int, logger: Logger
 ) -> None:
-    """Give up because another rank's failed, which says why; take back what was sent."""
+    """Give up because another rank failed, which publishes the reason; discard the part."""
     try:
         synchronizer.part_given_up(rank_and_world()[0])
     except Exception:
@@ -69,7 +69,7 @@ def follow(
 
 
 def _take_back(writer: PartWriter | None, step: int, logger: Logger) -> None:
-    """Take back what was sent of a part, as far as its server still answers."""
+    """Discard the part, as far as its server responds."""
     try:
         if writer is not None:
             writer.discard()

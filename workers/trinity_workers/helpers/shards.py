@@ -1,4 +1,4 @@
-"""Publishing what each rank holds: nothing is gathered, and rank 0 sends no more than others."""
+"""Publishing of each rank's own shards, without a gather."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEY_BYTES = 8
 
 
 class ShardsRefused(TrinityError):
-    """What the ranks hold of the model cannot be published as it lies."""
+    """Raised if the ranks' shards of the model cannot be published in their layout."""
 
 
 def publish_shards(
@@ -34,18 +34,18 @@ def publish_shards(
 ) -> None:
     """Publish every rank's shards as the version of ``global_step``. Collective.
 
-    The version is ready once all ranks' parts are. When one rank fails, all take back what they
-    wrote, then all raise; the version is never seen.
+    The version is ready once all ranks' parts are. If one rank fails, all ranks discard their parts
+    and then raise; the version is never announced.
 
     Args:
-        shards: What this rank is to publish; together the ranks' are the whole model, once.
-        synchronizer: Where to; on every rank it publishes events too.
-        global_step: The training step, which names the version.
-        logger: Says what was published.
+        shards: Shards of this rank; the shards of all ranks are the whole model, once.
+        synchronizer: Publishes this rank's part and its events, on every rank.
+        global_step: Training step of the version.
+        logger: Logs the published bytes.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        CollectiveBroken: when a rank died, or was too slow.
+        CollectiveBroken: if a rank died or was too slow.
     """
     began = time.monotonic()
     rank, ranks = rank_and_world()
@@ -79,7 +79,7 @@ def _agree(
     step: int,
     logger: Logger,
 ) -> None:
-    """Raise on all ranks when one failed, and take back what was written. Collective."""
+    """Raise on all ranks if one failed, and discard the parts. Collective."""
     try:
         raise_together(error)
     except PeerFailed:
@@ -91,10 +91,10 @@ def _agree(
 
 
 def fsdp_shards(module: Any) -> Iterator[LocalShard]:
-    """What this rank is to publish of a model that FSDP2 shards. Every rank yields what it holds.
+    """Yield the shards that this rank publishes of an FSDP2 model.
 
-    What several ranks hold alike is left to one of them: in a mesh the first along each replicated
-    dimension; of what is not in a mesh at all, the ranks take turns.
+    One rank publishes shards that several ranks hold. In a mesh it is the first rank along each
+    replicated dimension. For tensors outside of a mesh the ranks take turns.
 
     Raises:
         ShardsRefused: for FSDP1, whose flat parameters are no shards of tensors, for models with
@@ -129,7 +129,7 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
 
 
 def _place(name: str, value: DTensor) -> ShardOffset | None:
-    """Where the rank's shard of a tensor lies; None when it is another's to publish, or empty."""
+    """Return the offset of the rank's shard; None if it is empty or another rank publishes it."""
     mesh, shape, begins = value.device_mesh, list(value.shape), [0] * value.dim()
     coordinate: Sequence[int] | None = mesh.get_coordinate()
     if coordinate is None:
@@ -151,15 +151,15 @@ def _place(name: str, value: DTensor) -> ShardOffset | None:
             f"{name} has a shard of {list(value.to_local().shape)}, where {shape} was expected: "
             "upload with sharded=False"
         )
-    # Of a tensor without elements somebody has to say that it is there.
+    # One rank must publish a tensor without elements, so that the manifest names it.
     empty = 0 in shape and (0 not in value.shape or not first)
     return None if empty else ShardOffset(tuple(begins), tuple(value.shape))
 
 
 def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
-    """Those shards that are this rank's to publish, where ranks hold some alike. Collective.
+    """Return the shards that this rank publishes, if several ranks hold the same. Collective.
 
-    Each goes to one of the ranks that have it, by a digest that deals them out evenly.
+    A digest assigns each shard evenly to one of the ranks that hold it.
     """
     with together():
         mine = list(shards)
@@ -169,7 +169,7 @@ def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
 
 
 def owners(everyone: Sequence[bytes]) -> dict[bytes, int]:
-    """Which rank publishes each shard, from the keys of every rank's, laid end to end."""
+    """Return the rank that publishes each shard, from all ranks' keys, in rank order."""
     holders: dict[bytes, list[int]] = {}
     for rank, keys in enumerate(everyone):
         for begin in range(0, len(keys), _KEY_BYTES):
