@@ -764,7 +764,7 @@ def test_a_store_that_is_closed_hides_nothing_of_another_one_that_took_its_place
         assert theirs.open(part) is None
         other.close()
         assert "its trainer ended" in theirs.missing(second)
-        with pytest.raises(ValueError, match="nobody publishes"):
+        with pytest.raises(ValueError, match="no publisher has that rank"):
             pointed(second)
 
 
