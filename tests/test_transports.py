@@ -699,7 +699,7 @@ def test_objects_that_are_not_cut_as_the_chunks_are_are_corrupt(
         ray.get(directory.keep.remote(part, NONE, manifest, wrong))
         for wanted in (None, {"c": None}):
             with (
-                pytest.raises(CorruptVersion, match="not cut as its chunks are"),
+                pytest.raises(CorruptVersion, match="do not end where its chunks end"),
                 pull_version(theirs, part.run_id, event, wanted),
             ):
                 pass

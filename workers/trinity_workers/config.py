@@ -111,12 +111,12 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         parts = (self.tensor_parallel or 1) * self.pipeline_parallel
         if self.engine != "megatron" and parts > 1:
             raise BadSettings(
-                "--tensor-parallel and --pipeline-parallel are of Megatron alone: leave them out, "
+                "--tensor-parallel and --pipeline-parallel are for Megatron only: leave them out, "
                 "or add --engine megatron"
             )
         if self.trainers % parts:
             raise BadSettings(
-                f"{self.trainers} trainers cannot be dealt out to groups of {parts} "
+                f"{self.trainers} trainers cannot be divided into groups of {parts} "
                 "(--tensor-parallel times --pipeline-parallel): choose --trainers as a multiple"
             )
         return self
@@ -129,7 +129,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         except msgspec.DecodeError as error:
             raise BadSettings(
                 f"the run's settings cannot be read ({error}): "
-                "is every process of it of the same version of trinity-events?"
+                "do all of its processes have the same version of trinity-events?"
             ) from None
 
     def placed(

@@ -231,7 +231,7 @@ def _description(folder: Path) -> Description:
     except (ValueError, OSError) as error:
         said = " ".join(str(error).split())
         raise ConversionRefused(
-            f"{folder}/config.json says nothing of a model that can be converted: {said}"
+            f"{folder}/config.json describes no model that can be converted: {said}"
         ) from None
 
 

@@ -17,11 +17,9 @@ def becomes_megatron(source: Path, target: Path) -> bool:
     Raises ConversionRefused if it is neither format, or the target exists.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionRefused(
-            f"{target} is there already: give a folder that is not, or remove it"
-        )
+        raise ConversionRefused(f"{target} exists already: give another folder, or remove it")
     if not source.is_dir():
-        raise ConversionRefused(f"{source} is no folder: give the one that the model is in")
+        raise ConversionRefused(f"{source} is no folder: give the folder of the model")
     if (source / "config.json").is_file():
         return True
     if not (source / "model" / "metadata.json").is_file():

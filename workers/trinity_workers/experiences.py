@@ -53,7 +53,7 @@ class ExperienceWriter:
         while not await wait.ask(add):
             wait.missing = (
                 f"{self._bound} experience groups of run {self._run_id} wait for the trainer, "
-                "which made no room for another"
+                "which freed no space for another"
             )
             await anyio.sleep(min(pause, wait.left()))
             pause = min(2 * pause, 0.5)

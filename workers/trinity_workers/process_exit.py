@@ -24,9 +24,9 @@ _EXIT_STATUS = 60
 _STATUS_AFTER_NAME = 49
 """Index of the exit status in ``/proc/PID/stat``, counted after the command's name."""
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: " (by hand, or by the kernel for want of memory: see dmesg)",
+    signal.SIGKILL: " (by hand, or by the kernel for lack of memory: see dmesg)",
     signal.SIGSEGV: " (a crash in native code)",
-    signal.SIGABRT: " (native code gave up)",
+    signal.SIGABRT: " (native code aborted)",
     signal.SIGBUS: " (a crash in native code, or shared memory that is full)",
 }
 

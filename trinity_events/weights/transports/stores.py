@@ -56,6 +56,6 @@ class Stores:
         if transport == CudaStore.name:
             return CudaStore()
         raise VersionUnavailable(
-            f"the version travels by {transport}, which this version of trinity-events "
+            f"the version uses the transport {transport}, which this version of trinity-events "
             f"does not know: it knows {', '.join(get_args(TransportName))}"
         )

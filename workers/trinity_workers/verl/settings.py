@@ -49,7 +49,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
             given[name] = os.environ[variable]
     if "redis_url" not in given:
         raise BadSettings(
-            f"veRL's backend {NAME!r} was not told of a server: set engine_kwargs.{NAME}.redis_url "
+            f"veRL's backend {NAME!r} has no server: set engine_kwargs.{NAME}.redis_url "
             "in its configuration, or TRINITY_REDIS_URL in every process; trinity-events serve "
             "starts one"
         )

@@ -91,7 +91,7 @@ def _why_not(event: StepFailed | StepSuperseded) -> str:
 
 async def _missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:
     look = (
-        "look whether a reducer and the trainer's rank 0 are running, with "
+        "check that a reducer and the trainer's rank 0 are running, with "
         f"trinity-events status {opened.run_id}"
     )
     if step is None:
@@ -101,6 +101,6 @@ async def _missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:
             async with connect(redis_url, retry=False) as client:
                 state = await current_state(RedisEventLog(client, opened.run_id))
     except (TrinityError, redis.RedisError, OSError, TimeoutError) as error:
-        return f"the log could not be asked why ({error}): {look}"
+        return f"the reason could not be read from the log ({error}): {look}"
     why = " ".join(explain(state, step).splitlines())
     return f"{why.rstrip('.')}: {look}"

@@ -75,8 +75,8 @@ class GroupReceiver:
                 torch.cuda.set_device(self._gpu)
             self._follow()
         except Exception as error:
-            self.failure = f"this explorer takes part in no collective group any more: {error}"
-            logger.exception("this explorer takes part in no collective group any more")
+            self.failure = f"this explorer has left the collective group for good: {error}"
+            logger.exception("this explorer has left the collective group for good")
         finally:
             self._leave()
 
@@ -181,7 +181,7 @@ class GroupReceiver:
                     return None
                 else:
                     self._staging.give_up(buffer)
-                    return "was told that it will not come"
+                    return "was informed that it will not come"
         # Mapped memory is refused by OSError; CUDA raises RuntimeError once NCCL was aborted.
         except (GroupBroken, MemoryError, OSError, RuntimeError) as error:
             if buffer is not None:

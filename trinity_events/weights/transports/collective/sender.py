@@ -136,7 +136,7 @@ class GroupSender:
             if answer is None or answer.error is not None:
                 self.tear_down()
                 why = "said nothing" if answer is None else answer.error
-                raise GroupBroken(f"{name} did not get the weights whole: it {why}")
+                raise GroupBroken(f"{name} did not get the complete weights: it {why}")
 
     def tear_down(self) -> None:
         """End the group; explorers stay connected and wait for the next group."""
@@ -174,7 +174,7 @@ class GroupSender:
         if not isinstance(hello, Hello):
             raise ChannelClosed("its first message was not a greeting")
         if hello.run_id != self._run_id or not hmac.compare_digest(hello.token, self.info.token):
-            raise ChannelClosed("it is of another run, or was not told of this one")
+            raise ChannelClosed("it is of another run, or has not read this run's token")
         if hello.name in self._members:
             self._drop(hello.name, "it came again")
         self._members[hello.name] = channel
@@ -236,7 +236,7 @@ class GroupSender:
         for name in names:
             if self._answer(name, Ack, until) is None:
                 group.close()
-                raise GroupBroken(f"{name} did not take its seat within {self._timeout:g} s")
+                raise GroupBroken(f"{name} did not join the new group within {self._timeout:g} s")
         return group
 
     def _answer(self, name: str, kind: type[M], until: float) -> M | None:

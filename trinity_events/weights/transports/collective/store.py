@@ -127,7 +127,7 @@ class CollectiveStore:
         if self._explorer is None:
             return (
                 "they are sent through a collective group, which this process has not joined; for "
-                "readers beside the explorers start the trainer with --weights redis"
+                "other readers than explorers start the trainer with --weights redis"
             )
         if self._explorer.failure is not None:
             return self._explorer.failure

@@ -75,7 +75,7 @@ class CudaMemory:
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise GpuUnusable(
-                "weights that travel by a GPU's memory need a GPU, and this process sees none: "
+                "the cuda transport needs a GPU, and this process sees none: "
                 "publish with --weights shm"
             )
         self._index = index
@@ -125,7 +125,7 @@ class CudaMemory:
                 why = _words(code)
                 runtime.cudaFree(pointer)
                 raise GpuUnusable(
-                    f"the GPU's memory cannot be lent to other processes ({why}): publish "
+                    f"the GPU's memory cannot be exported to other processes ({why}): publish "
                     "with --weights shm"
                 )
         block = Block(_tensor(pointer, nbytes, index), bytes(handle.reserved))
@@ -157,7 +157,7 @@ class CudaMemory:
             code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(pointer), lent, _LAZY_PEER_ACCESS)
         if code:
             raise VersionUnavailable(
-                f"the memory of GPU {device} that it lies in cannot be seen from here "
+                f"the memory of GPU {device} that contains it cannot be mapped here "
                 f"({_words(code)}): its publisher ended, or is in another container"
             )
         return Block(_tensor(pointer, nbytes, index), handle)
@@ -223,7 +223,7 @@ def _runtime() -> Any:
             runtime.cudaGetErrorString.restype = ctypes.c_char_p
             return runtime
     raise GpuUnusable(
-        f"torch {torch.__version__} has not loaded a CUDA runtime that can be called: publish "
+        f"torch {torch.__version__} has not loaded a usable CUDA runtime: publish "
         "with --weights shm"
     )
 

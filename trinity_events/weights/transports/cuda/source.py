@@ -111,7 +111,7 @@ class CudaSource:
         allocation makes the device unusable for this process.
         """
         if sum(map(len, self._lent)) > sum(sizes):
-            raise CorruptVersion(f"the {self._part} lie in more memory than they take")
+            raise CorruptVersion(f"the {self._part} lie in larger blocks than they need")
         block = begin = 0
         for index, size in enumerate(sizes):
             if block < len(self._lent) and begin == len(self._lent[block]):

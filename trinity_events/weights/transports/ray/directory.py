@@ -161,7 +161,7 @@ def joined() -> Any:
         import ray
     except ImportError:
         raise RayUnusable(
-            "weights that travel by Ray need it: pip install 'trinity-events[workers]'"
+            "the ray transport needs Ray: pip install 'trinity-events[workers]'"
         ) from None
     if not ray.is_initialized():
         try:

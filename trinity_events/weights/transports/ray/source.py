@@ -109,7 +109,7 @@ class RaySource:
             if not there:
                 there, left = self._ray.wait(left, num_returns=1, timeout=DEADLINE)
             if not there:
-                raise self._lost(f"nothing of them came from their node within {DEADLINE:g} s")
+                raise self._lost(f"no object of them arrived from their node within {DEADLINE:g} s")
             yield list(zip(there, self._fetched(there), strict=True))
 
     def _fetched(self, references: list[Any]) -> Iterator[memoryview]:
@@ -129,7 +129,7 @@ class RaySource:
             yield data
 
     def _corrupt(self) -> CorruptVersion:
-        return CorruptVersion(f"the objects of the {self._part} are not cut as its chunks are")
+        return CorruptVersion(f"the objects of the {self._part} do not end where its chunks end")
 
     def _lost(self, why: str) -> VersionUnavailable:
         return VersionUnavailable(f"the {self._part} cannot be read from Ray: {why}")

@@ -188,7 +188,7 @@ class RayStore:
         if part == self._unanswered:
             return (
                 f"the actor of their publisher did not say within {DEADLINE:g} s where they lie: "
-                "look whether its node hangs, with ray status"
+                "check its node with ray status"
             )
         return "retired from the Ray cluster's object store"
 
@@ -250,4 +250,4 @@ class RayStore:
             if self._directory is not None:
                 SHARED.lost(self._directory[0])
                 self._directory = None
-            raise RayUnusable(f"Ray did not take the {part}: {error}; look at ray status") from None
+            raise RayUnusable(f"Ray did not take the {part}: {error}; check ray status") from None

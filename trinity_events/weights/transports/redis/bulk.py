@@ -131,7 +131,7 @@ class BulkConnection:
     def _line(self) -> bytes:
         while (end := self._rest.find(b"\r\n")) < 0:
             if len(self._rest) > _LONGEST_LINE:
-                raise BulkError("an answer has no end")
+                raise BulkError("a reply's first line is too long")
             self._more(_AT_ONCE)
         line = bytes(self._rest[:end])
         del self._rest[: end + 2]

@@ -77,7 +77,7 @@ class ExpiryRenewal:
                 try:
                     self._renew(part)
                 except (redis.RedisError, OSError) as error:
-                    logger.debug("the %s are not renewed this time: %s", part, error)
+                    logger.debug("the expiry of the %s was not renewed this time: %s", part, error)
 
     def _renew(self, part: PartRef) -> None:
         with self._lock:  # a part that is deleted meanwhile is not renewed

@@ -56,10 +56,10 @@ class SharedMemorySource:
     ) -> None:
         self._descriptor = descriptor
         if len(memory) < DATA:
-            raise CorruptVersion(f"the segment of the {part} is too short to be one")
+            raise CorruptVersion(f"the segment of the {part} is too short")
         magic, data, manifest = HEADER.unpack_from(memory)
         if magic != MAGIC or manifest > MAX_MANIFEST_BYTES:
-            raise CorruptVersion(f"the segment of the {part} has no header that can be used")
+            raise CorruptVersion(f"the segment of the {part} has no valid header")
         if DATA + data + manifest > len(memory):
             raise CorruptVersion(f"the segment of the {part} is shorter than its header says")
         self._data = memory[DATA : DATA + data]

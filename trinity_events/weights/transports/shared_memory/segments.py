@@ -126,7 +126,7 @@ class Owner:
     def __init__(self, root: Path = SHARED_MEMORY) -> None:
         if not available(root):
             raise SharedMemoryUnusable(
-                f"this host has no {root} that can be written: publish with --weights redis"
+                f"this host has no writable {root}: publish with --weights redis"
             )
         name = f"{os.getpid()}-{secrets.token_hex(6)}"
         parent = _made(users_folder(root))

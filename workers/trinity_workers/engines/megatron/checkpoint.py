@@ -102,8 +102,8 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     with together():
         if not (folder / "metadata.json").is_file():
             raise CheckpointRefused(
-                f"{folder} holds no whole Megatron checkpoint (no metadata.json): its save was not "
-                "finished, or it is of another format"
+                f"{folder} holds no complete Megatron checkpoint (no metadata.json): its save was "
+                "not finished, or it is of another format"
             )
     with adapted():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))

@@ -52,7 +52,7 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
             raise LayoutRefused("virtual pipeline stages need a pipeline of two ranks or more")
         if (world_size // self.pipeline) % (self.tensor * self.expert):
             raise LayoutRefused(
-                f"experts cannot be dealt out over {self.expert} ranks: the "
+                f"experts cannot be divided over {self.expert} ranks: the "
                 f"{world_size // self.pipeline} of a pipeline stage are no multiple of tensor "
                 f"{self.tensor} x expert {self.expert}"
             )

@@ -167,7 +167,7 @@ def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
     ).wait()
     if planner.missing:
         raise checkpoint.CheckpointRefused(
-            f"{reader.checkpoint_id} holds no whole {part.key}: "
+            f"{reader.checkpoint_id} holds no complete {part.key}: "
             f"{planner.missing} values are missing"
         )
 

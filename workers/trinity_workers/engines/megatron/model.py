@@ -222,7 +222,9 @@ def _check_model(hf: Any) -> None:
     elif has_experts(hf) and (getattr(hf, "mlp_only_layers", None) or hf.decoder_sparse_step != 1):
         asks = "layers with and without experts"
     if asks:
-        raise UnsupportedModel(f"the model asks for {asks}, which is not there for Megatron")
+        raise UnsupportedModel(
+            f"the model asks for {asks}, which the Megatron engine does not support"
+        )
 
 
 def _check_fit(hf: Any, layout: ParallelLayout) -> None:
@@ -234,7 +236,7 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
         ("experts", expert_count(hf) if has_experts(hf) else layout.expert, layout.expert),
     ):
         if count % parts:
-            raise LayoutRefused(f"the model's {count} {what} cannot be dealt out to {parts} parts")
+            raise LayoutRefused(f"the model's {count} {what} cannot be divided into {parts} parts")
     if has_experts(hf) and layout.tensor > 1:
         raise LayoutRefused(
             "a mixture of experts cannot be tensor-parallel: megatron-core asks for sequence "
