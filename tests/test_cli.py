@@ -280,10 +280,10 @@ MISTAKES = {
     "no root for a demo": (("demo", "--checkpoint-root", "/proc/x"), "cannot be written"),
     "no run id for a demo": (("demo", "--run", "{x}"), "is not a slug"),
     "an empty run id for a demo": (("demo", "--run", ""), "is not a slug"),
-    "parts of a layer without Megatron": (("demo", "--tensor-parallel", "2"), "Megatron alone"),
-    "trainers that cannot be dealt out": (
+    "parts of a layer without Megatron": (("demo", "--tensor-parallel", "2"), "for Megatron only"),
+    "trainers that cannot be divided": (
         ("demo", "--engine", "megatron", "--tensor-parallel", "3"),
-        "2 trainers cannot be dealt out to groups of 3",
+        "2 trainers cannot be divided into groups of 3",
     ),
     "a demo without server": (("demo", "--redis-url", "redis://127.0.0.1:1"), "no Redis server"),
     "a demo without chunk server": (

@@ -200,7 +200,7 @@ async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_nex
     failed = [one.event for one in await told(log)][-1]
     assert isinstance(failed, SaveFailed)
     # NCCL sends what its buffers hold: its first rank may learn of the death only from the others.
-    broke = "collective group broke|did not get the weights whole"
+    broke = "collective group broke|did not get the complete weights"
     assert re.search(broke, failed.message), failed.message
     # The same step again, with those who are left.
     assert await off(run.send, 1) == [None, None]

@@ -481,7 +481,7 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
     )
     assert placed.to_text() == settings.to_text()
     assert placed.save_strategy == "single_node"
-    with pytest.raises(BadSettings, match="of the same version"):
+    with pytest.raises(BadSettings, match="have the same version"):
         RunSettings.from_text('{"steps": 0}')
 
 

@@ -181,7 +181,7 @@ def test_where_it_lies_is_not_believed_when_it_cannot_be(ours, theirs, part):
         with segment(part).open("r+b") as file:
             file.seek(4096)
             file.write(nonsense)
-        with pytest.raises(CorruptVersion, match="where the weights of step 1"):
+        with pytest.raises(CorruptVersion, match="the location of the weights of step 1"):
             read(theirs, part.run_id, event)
 
 
@@ -209,7 +209,7 @@ def test_what_is_behind_the_end_of_a_block_is_not_looked_at(ours, theirs, part):
     with segment(part).open("r+b") as file:
         file.seek(4096)
         file.write(encoded(msgspec.structs.replace(said, blocks=(lent,))))
-    with pytest.raises(CorruptVersion, match="in more memory than they take"):
+    with pytest.raises(CorruptVersion, match="in larger blocks than they need"):
         read(theirs, part.run_id, event)
 
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tm
     (tmp_path / "empty").mkdir()
     with pytest.raises(TrinityError, match="neither a Hugging Face folder"):
         converting(tmp_path / "empty", tmp_path / "target")
-    with pytest.raises(TrinityError, match="is there already"):
+    with pytest.raises(TrinityError, match="exists already"):
         converting(megatron_folder("qwen2"), megatron_folder("qwen3"))
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -241,7 +241,7 @@ def test_the_command_converts_there_and_back(cli, megatron_folder, tmp_path):
 
 
 def no_folder(folder):
-    return "is no folder: give the one that the model is in"
+    return "is no folder: give the folder of the model"
 
 
 def no_checkpoint(folder):
@@ -259,7 +259,7 @@ def unfinished(folder):
 def unknown_architecture(folder):
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "thinker9"}')
-    return "config.json says nothing of a model that can be converted"
+    return "config.json describes no model that can be converted"
 
 
 def architecture_without_mapping(folder):

@@ -118,7 +118,7 @@ def test_local_shards_lie_where_they_say_and_cover_every_tensor(
         ("qwen2", ParallelLayout(context=2), "log-probabilities would be wrong"),
         ("qwen2", ParallelLayout(tensor=2, sequence_parallel=True), "does not pad sequences"),
         ("qwen2", ParallelLayout(tensor=3), "2 ranks cannot hold replicas of 3 ranks"),
-        ("qwen2", ParallelLayout(pipeline=2, virtual=2), "2 layers cannot be dealt out to 4"),
+        ("qwen2", ParallelLayout(pipeline=2, virtual=2), "2 layers cannot be divided into 4"),
         ("qwen2", ParallelLayout(virtual=2), "need a pipeline"),
         ("qwen3-moe", ParallelLayout(expert=4), "the 2 of a pipeline stage are no multiple"),
         ("qwen2", ParallelLayout(tensor=0), "sizes are 1 or more"),

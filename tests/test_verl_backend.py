@@ -301,7 +301,9 @@ async def test_a_log_that_cannot_say_why_weights_do_not_come_is_named_in_the_err
     monkeypatch.setattr(waiting, "current_state", breaks)
     ends = make_ends(deadline=0.1)
     ends.meet()
-    with pytest.raises(DeadlineExceeded, match=r"could not be asked why \(connection reset\)"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"could not be read from the log \(connection reset\)"
+    ):
         await taken(ends.receivers[0], 1)
 
 
