@@ -36,9 +36,10 @@ oldest-server:
 	tests/install/oldest_server.sh
 
 # The tests at the lowest versions of dependencies that pyproject.toml promises, in a .venv of its own.
-# Warnings of old releases are none of ours; another msgspec lists the same documents in another order.
+# Warnings of old releases are none of ours. Generated pages and documents are those of the pinned ones.
 lowest: $(VENV)-lowest/installed
 	$(<D)/bin/pytest -o filterwarnings=default $(ARGS) \
+		--ignore tests/test_docs.py \
 		--deselect tests/test_contract_documents.py::test_what_is_generated_is_in_step_with_the_contract
 
 $(VENV)-lowest/installed: pyproject.toml tests/install/lowest.py

@@ -174,7 +174,7 @@ class Processes:
         return process
 
     def wait_for_announcements(self, count: int, process: subprocess.Popen) -> None:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + 2 * PATIENCE
         with connect_sync(self.redis_url) as client:
             while client.xlen(RunKeys.of(self.run_id).announcements) < count:
                 assert process.poll() is None, process.communicate()
@@ -219,7 +219,7 @@ def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(p
 
     status, out, error = ended(trainer, 240)
     assert status == 0, error
-    for line in error.splitlines():
+    for line in filter(None, error.splitlines()):  # rich 13.0 ends with an empty one
         assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[ ,]", line), "no line without its time"
     assert f"run {processes.run_id}: starting Ray" in error
     log = json.loads(out)["log"]
@@ -435,7 +435,7 @@ def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     reducer = processes.start("reducer")
     trainer = processes.start("trainer")
     with connect_sync(processes.redis_url) as client:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + 2 * PATIENCE
         while not client.exists(RunKeys.of(processes.run_id).events):
             assert time.monotonic() < give_up, "waited in vain"
             time.sleep(0.01)
@@ -454,7 +454,7 @@ def test_sigterm_stops_an_explorer_that_waits(processes):
     explorer = processes.start("explorer", "--rank", "0")
     with connect_sync(processes.redis_url) as client:
         before = client.client_list()
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + 2 * PATIENCE
         while len(client.client_list()) <= len(before) and time.monotonic() < give_up:
             time.sleep(0.05)
     time.sleep(0.5)
@@ -488,5 +488,5 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
 @pytest.mark.parametrize("command", ["demo", "trainer"])
 def test_every_save_strategy_of_the_contract_is_an_option_and_no_other(cli, command):
     [strategies, *_] = get_args(SaveStrategy)
-    options = f"--save-strategy <{'|'.join(get_args(strategies))}>"
-    assert options in cli(command, "--help", env={"COLUMNS": "80"}).stdout
+    shown = cli(command, "--help", env={"COLUMNS": "80"}).stdout
+    assert re.search(rf"--save-strategy +\W{re.escape('|'.join(get_args(strategies)))}\W", shown)
