@@ -31,15 +31,20 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
+# Linters, types and every test without other processes: before each commit.
+check: lint
+	$(BIN)/pytest -q -m "not processes and not ray and not megatron" --ignore-glob='*megatron*' --ignore=tests/verl
+
 # The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
 oldest-server:
 	tests/install/oldest_server.sh
 
 # The tests at the lowest versions of dependencies that pyproject.toml promises, in a .venv of its own.
-# Warnings of old releases are none of ours; another msgspec lists the same documents in another order.
+# Warnings of old releases are none of ours. Generated pages and documents are those of the pinned ones.
 lowest: $(VENV)-lowest/installed
 	$(<D)/bin/pytest -o filterwarnings=default $(ARGS) \
-		--deselect tests/test_contract_documents.py::test_what_is_generated_is_in_step_with_the_contract
+		--ignore tests/docs/test_documentation.py \
+		--deselect tests/contract/test_generated_documents.py::test_what_is_generated_is_in_step_with_the_contract
 
 $(VENV)-lowest/installed: pyproject.toml tests/install/lowest.py
 	$(PYTHON) -m venv $(@D)

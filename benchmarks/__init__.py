@@ -1,4 +1,4 @@
-"""What the event plane costs, each figure beside a limit or a peer measured in the same run.
+"""Benchmarks of the event and weight planes; each figure has a limit or peer of the same run.
 
 ``python -m benchmarks`` lists them; ``make bench`` runs them all.
 """

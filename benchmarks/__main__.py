@@ -1,10 +1,10 @@
-"""Runs benchmarks.
+"""Command that runs benchmarks.
 
 Usage: python -m benchmarks [NAME ...] [--size tiny|small|full] [--keep]
        python -m benchmarks --pages
 
-Without a name it runs them all. With --keep the figures go to their page and to docs/benchmarks.
-With --pages none is run: what pages begin with is written anew from the figures that were kept.
+Without a name it runs all benchmarks. With --keep it writes the figures to their page and to
+docs/benchmarks. With --pages it runs none, and writes what pages begin with from the kept figures.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(name: str, size: str) -> Report:
 
 
 def main() -> None:
-    """Entry point."""
+    """Parse the arguments and run the benchmarks."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure what the pipeline costs."
     )
@@ -85,7 +85,7 @@ def main() -> None:
     unknown = sorted(set(given.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}: choose of {', '.join(BENCHMARKS)}")
-    # Ended as by Ctrl-C, so that no server and no process is left behind.
+    # Handled like Ctrl-C, so that no server and no process remains.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name in given.names or BENCHMARKS:
         why = BENCHMARKS[name].missing() if hasattr(BENCHMARKS[name], "missing") else None

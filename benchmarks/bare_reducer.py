@@ -1,6 +1,6 @@
-"""The reducer without a checkpoint root: it folds, commits and announces, and archives nothing.
+"""Reducer without a checkpoint root: it folds, commits and announces, but archives nothing.
 
-Usage: python -m benchmarks.bare_reducer URL RUN; ends with standard input.
+Usage: python -m benchmarks.bare_reducer URL RUN; ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trinity_events.reducer import reduce_all
 
 
 def main(url: str, run_id: str) -> None:
-    """Entry point."""
+    """Run the reducer."""
     root: Path | None = None
     anyio.run(until_stopped, lambda: reduce_all(url, run_id=run_id, root=root), True)
 

@@ -1,4 +1,4 @@
-"""What one training step costs the control plane, and how that grows with the ranks."""
+"""Cost of one training step in the control plane, by number of ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .report import SPEED
 TITLE = "a training step's events, bytes and milliseconds, by ranks that save"
 PLACE = SPEED
 RUN = "bench-step-{ranks}-{number}"
-# A cost that grew with the square of the saves would be 8 and 16 times what it should be.
+# With a cost quadratic in the saves, the ratios are 8 and 16.
 LINEAR = Rounds("at most", 1.5)
 DEADLINE = 60.0
 
 
 class Size(NamedTuple):
-    """Ranks with the steps they take, rounds, how long it takes."""
+    """Ranks with their steps, rounds, and the expected duration."""
 
     steps: tuple[tuple[int, int], ...]
     rounds: int
     takes: str
 
 
-# As many events for each size, so that snapshots and segments weigh the same.
+# Every size has about the same number of events, so that snapshots and segments weigh the same.
 SIZES = {
     "tiny": Size(((2, 40), (16, 10)), 1, "5 s"),
     "small": Size(((8, 400), (64, 64), (1024, 4)), 1, "15 s"),
@@ -39,7 +39,7 @@ SIZES = {
 
 
 class Cost(NamedTuple):
-    """Of one step."""
+    """Cost of one step."""
 
     events: float
     to_server: float
@@ -58,7 +58,7 @@ WORDS = {
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Take the steps, one after the other, each until it is ready at a consumer."""
+    """Take the steps one after the other, each until it is ready at a consumer."""
     costs: dict[int, list[Cost]] = {ranks: [] for ranks, _ in size.steps}
     for number in range(size.rounds):
         for ranks, steps in size.steps:
@@ -80,10 +80,10 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 def cost_of_a_step(on: Stage, run_id: str, ranks: int, steps: int, pid: int) -> Cost:
-    """Take the steps and share what they cost between them."""
+    """Take the steps, and return the mean cost of one."""
     cast, consumer, process = Cast(run_id), Consumer(on, run_id), psutil.Process(pid)
     publish(on, run_id, [cast.say(RunOpened()), *step_of(cast, 1, ranks)])
-    consumer.wait_for(1)  # the reducer is up
+    consumer.wait_for(1)  # the reducer is running
     rest(process)
     before, used_before = on.server, process.cpu_times()
     heard = consumer.heard
@@ -109,12 +109,12 @@ def cost_of_a_step(on: Stage, run_id: str, ranks: int, steps: int, pid: int) -> 
 
 
 def step_of(cast: Cast, step: int, ranks: int) -> list[bytes]:
-    """All events of one step."""
+    """Return all events of one step."""
     return [*weights(cast, step, ranks), *checkpoint(cast, step, ranks)]
 
 
 def publish(on: Stage, run_id: str, payloads: list[bytes]) -> None:
-    """Append them at once, as that many ranks do."""
+    """Append payloads at once, as many ranks do."""
     key = RunKeys.of(run_id).events
     with on.client.pipeline(transaction=False) as pipe:
         for payload in payloads:
@@ -123,7 +123,7 @@ def publish(on: Stage, run_id: str, payloads: list[bytes]) -> None:
 
 
 class Consumer:
-    """Hears all announcements of a run."""
+    """Consumer of all announcements of a run."""
 
     def __init__(self, on: Stage, run_id: str) -> None:
         self._client: Any = on.client
@@ -132,7 +132,7 @@ class Consumer:
         self.heard = 0
 
     def wait_for(self, step: int) -> None:
-        """Wait until the step's weights and checkpoint are both ready."""
+        """Wait until the step's weights and checkpoint are ready."""
         missing = {"weights", "checkpoint"}
         give_up = time.monotonic() + DEADLINE + START_DEADLINE
         while missing:
@@ -148,7 +148,7 @@ class Consumer:
 
 
 def rows_of(name: str, costs: dict[int, list[Cost]]) -> list[Row]:
-    """One figure of a step, size by size, each beside the one before it."""
+    """Return rows of one figure by size, each compared with the next smaller size."""
     words, shown = WORDS[name]
     rows: list[Row] = []
     smaller: tuple[int, float] | None = None

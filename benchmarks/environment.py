@@ -1,4 +1,4 @@
-"""What a benchmark runs on: a server of its own, real processes, logs that are filled before."""
+"""Environment of a benchmark: a server of its own, real processes, prefilled logs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from trinity_schemas import RUN_INDEX, RunKeys
 
 HERE = Path(__file__).parent.parent
 START_DEADLINE = 60.0
-"""Seconds that a process may take until it does something."""
+"""Maximum seconds until a process becomes active."""
 REST_DEADLINE = 180.0
-"""Seconds that a reducer may take to archive what it has folded."""
+"""Maximum seconds until a reducer has archived the folded entries."""
 _LOOK, _LOOKS = 0.25, 3
 _IDLE = 0.15
-"""Share of a core that is no work: a reducer looks after its lead and its files."""
+"""Share of a core that counts as idle: a reducer renews its lease and checks its files."""
 _GLANCE = 0.02
 _PAUSE = 0.005
 _A_PAGE = 1000
 _A_MILLISECOND = 100
-"""Entries that a filled log has a millisecond; a busy trainer sends fewer."""
+"""Entries per millisecond in a filled log; a busy trainer sends fewer."""
 
 _AGE = 60_000
-"""Milliseconds by which a filled log begins in the past: no deadline is over yet."""
+"""Milliseconds by which a filled log begins in the past, so that no deadline has passed."""
 
-# The pages are added in one script each: filling is no part of what is measured.
+# A page is added by one script: the filling is not measured.
 _FILL = """
 for i = 4, #ARGV do
   local at = ARGV[2] + i - 4
@@ -49,11 +49,11 @@ end
 
 
 class Stuck(RuntimeError):
-    """A process did not get as far as it should have in time."""
+    """Raised if a process did not reach its expected state in time."""
 
 
 class Filled(NamedTuple):
-    """A log that was filled: how many entries, of how many bytes, and how ids count them."""
+    """Filled log: its entries, bytes, and the numbering of its ids."""
 
     entries: int
     bytes: int
@@ -61,21 +61,21 @@ class Filled(NamedTuple):
 
     @property
     def last_id(self) -> str:
-        """The id of the last entry."""
+        """Id of the last entry."""
         return self.id_of(self.entries - 1)
 
     def id_of(self, index: int) -> str:
-        """The id of an entry, counted from 0."""
+        """Return the id of an entry, counted from 0."""
         return f"{self.first_ms + index // _A_MILLISECOND}-{index % _A_MILLISECOND}"
 
     def index_of(self, entry_id: str) -> int:
-        """The reverse."""
+        """Return the number of an entry, from its id."""
         milliseconds, _, number = entry_id.partition("-")
         return (int(milliseconds) - self.first_ms) * _A_MILLISECOND + int(number)
 
 
 class Stage(NamedTuple):
-    """A server that nobody else uses, and a folder that goes away with it."""
+    """Server of this benchmark alone, and a temporary folder."""
 
     url: str
     client: redis.Redis
@@ -83,14 +83,14 @@ class Stage(NamedTuple):
 
     @property
     def server(self) -> dict[str, Any]:
-        """What the server says of itself."""
+        """Return the server's INFO."""
         said: Any = self.client.info()
         return dict(said)
 
 
 @contextmanager
 def stage() -> Iterator[Stage]:
-    """An embedded server in a temporary folder; its log is on disk, as users have it."""
+    """Start an embedded server in a temporary folder, with its log on disk, as users have it."""
     with tempfile.TemporaryDirectory(prefix="trinity-bench-") as name:
         folder = Path(name)
         with EmbeddedServer(folder).attached() as url, open_client(url) as client:
@@ -98,7 +98,7 @@ def stage() -> Iterator[Stage]:
 
 
 class Filler:
-    """Appends payloads to a stream, with ids that count them."""
+    """Writer that appends payloads to a stream, with ids that number them."""
 
     def __init__(self, client: redis.Redis, key: str, field: str = "e") -> None:
         self._add: Any = client.register_script(_FILL)
@@ -107,7 +107,7 @@ class Filler:
         self.filled = Filled(0, 0, int(time.time() * 1000) - _AGE)
 
     def add(self, payloads: Iterable[bytes]) -> Filled:
-        """Append these; returns what there is in all."""
+        """Append payloads; return the totals."""
         source = iter(payloads)
         while page := list(islice(source, _A_PAGE)):
             entries, size, first_ms = self.filled
@@ -122,14 +122,14 @@ def fill(client: redis.Redis, key: str, payloads: Iterable[bytes], field: str = 
 
 
 def reset_run(client: redis.Redis, run_id: str, events_from: str) -> None:
-    """Make the run as if its events had just been published and nobody had read them."""
+    """Reset a run to the state in which its events were just published and never read."""
     client.delete(*RunKeys.of(run_id))
     client.copy(events_from, RunKeys.of(run_id).events)
 
 
 @contextmanager
 def process(*arguments: str, home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python module in a process of its own, which ends with the block or with us."""
+    """Run a Python module in a process that ends with the block or with this process."""
     started = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         cwd=HERE,
@@ -152,7 +152,7 @@ def process(*arguments: str, home: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def reducer(on: Stage, run_id: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The reducer as users start it, archiving and trimming."""
+    """Start the reducer as users do, with archiving and trimming."""
     command = ("trinity_events", "reducer", "--run", run_id, "--redis-url", on.url)
     root = on.folder / "checkpoints"
     with process(*command, "--checkpoint-root", str(root), "--lifeline", home=on.folder) as started:
@@ -160,7 +160,7 @@ def reducer(on: Stage, run_id: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def rest(reducing: psutil.Process) -> None:
-    """Wait until a reducer has nothing more to do, such as archiving."""
+    """Wait until a reducer is idle, also with archiving."""
     give_up, looks = time.monotonic() + REST_DEADLINE, 0
     while looks < _LOOKS:
         before = reducing.cpu_times()
@@ -173,7 +173,7 @@ def rest(reducing: psutil.Process) -> None:
 
 
 def answer_of(*arguments: str, home: Path, timeout: float = 600) -> Any:
-    """Run a Python module to its end; the last line that it prints, as JSON."""
+    """Run a Python module to its end; return the last line of its output, as JSON."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=HERE,
@@ -186,14 +186,14 @@ def answer_of(*arguments: str, home: Path, timeout: float = 600) -> Any:
 
 
 class Spent(NamedTuple):
-    """What a process took from its start to its end."""
+    """Resources that a process used from its start to its end."""
 
     seconds: float
     peak_bytes: int
 
 
 def spent_by(*arguments: str, home: Path) -> Spent:
-    """Run a Python module to its end. Raises when it fails, with what it said."""
+    """Run a Python module to its end. Raises an error with its output if it fails."""
     with tempfile.TemporaryFile() as said:
         began = time.perf_counter()
         started = subprocess.Popen(
@@ -219,13 +219,13 @@ def spent_by(*arguments: str, home: Path) -> Spent:
 
 
 def peak_of(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process; returns the largest resident set that it was seen to have, in bytes.
+    """Wait for a process; return its largest sampled resident set, in bytes.
 
-    What the kernel tells at its end counts in ours, which it had before it became its own.
+    The kernel's figure at its end includes this process's memory from before the exec.
     """
     watched, peak = psutil.Process(process.pid), 0
     while True:
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # it may have ended
             peak = max(peak, watched.memory_info().rss)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GLANCE)
@@ -233,20 +233,20 @@ def peak_of(process: subprocess.Popen[bytes]) -> int:
 
 
 def list_run(client: redis.Redis, run_id: str) -> None:
-    """Put a run that was filled into the index, where commands look for it."""
+    """Add a filled run to the index in which commands look for runs."""
     client.xadd(RUN_INDEX, {"run": run_id})
 
 
 def wait_for_position(
     client: redis.Redis, run_id: str, wanted: str | None, deadline: float
 ) -> tuple[str, float]:
-    """Wait until the reducer is where it should be, or anywhere; returns where, and when."""
+    """Wait until the reducer is at a position, or at any; return the position and the time."""
     key = RunKeys.of(run_id).position
     give_up = time.perf_counter() + deadline
     while True:
         found: Any = client.get(key)
         now = time.perf_counter()
-        # It may be further on: the reducer appends events of its own, when time passes.
+        # It may be further: the reducer appends timed events of its own.
         if found is not None and position(found.decode()) >= position(wanted or ORIGIN):
             return found.decode(), now
         if now > give_up:

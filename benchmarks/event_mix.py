@@ -1,4 +1,4 @@
-"""A training run's events, as bytes: who sends them, in what order, how large they are."""
+"""Events of a training run, as bytes, with their senders, order and size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MIX = (
     f"{CHECKPOINT_EVERY}th step: a checkpoint, with a start, {PROGRESS} reports of progress and a "
     "finish from each rank, its registration and its commit"
 )
-"""In words, for whoever reads the figures."""
+"""Description of the events for readers of the figures."""
 
 _METRICS = {
     name: 0.123456789 * (at + 1)
@@ -47,7 +47,7 @@ _SHARD = 1_288_490_188
 
 
 class Cast:
-    """The processes of one run, each numbering what it sends."""
+    """Processes of one run, each of which numbers its events."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -56,7 +56,7 @@ class Cast:
         self._now = 1_750_000_000.0
 
     def say(self, event: Event, role: str = "trainer", rank: int = 0) -> bytes:
-        """The event as that process sends it."""
+        """Return an event as encoded by that process."""
         who = (role, rank)
         if who not in self._producers:
             incarnation = hashlib.sha256(f"{self.run_id}/{role}/{rank}".encode()).hexdigest()[:16]
@@ -78,13 +78,13 @@ class Cast:
 
 
 def length(steps: int) -> int:
-    """How many events :func:`training` gives up to the end of a step."""
+    """Return the number of events that :func:`training` yields up to the end of a step."""
     checkpoints = steps // CHECKPOINT_EVERY
     return 1 + steps * (2 + RANKS + EXPLORERS) + checkpoints * (2 + RANKS * (2 + PROGRESS))
 
 
 def training(run_id: str) -> Iterator[bytes]:
-    """The events of a run that does not end: see :data:`MIX`."""
+    """Yield the events of an endless run: see :data:`MIX`."""
     cast = Cast(run_id)
     yield cast.say(RunOpened())
     step = 0
@@ -96,7 +96,7 @@ def training(run_id: str) -> Iterator[bytes]:
 
 
 def weights(cast: Cast, step: int, ranks: int, explorers: int = 0) -> Iterator[bytes]:
-    """One weight version, a part from each rank, and what the explorers say of it."""
+    """Yield the events of one weight version: a part from each rank, and the explorers' reports."""
     opened = VersionOpened(step=step, ranks=tuple(range(ranks)), transport="redis")
     yield cast.say(opened, "actor")
     for rank in range(ranks):
@@ -123,9 +123,9 @@ def weights(cast: Cast, step: int, ranks: int, explorers: int = 0) -> Iterator[b
 
 
 def checkpoint(cast: Cast, step: int, ranks: int, progress: int = 0) -> Iterator[bytes]:
-    """One checkpoint, each rank writing its shard in the background.
+    """Yield the events of one checkpoint; each rank writes its shard in the background.
 
-    Committed as soon as all saves have begun, as a trainer does that does not wait for them.
+    The commit follows the start of all saves, as in a trainer that does not wait for them.
     """
     expected = Registration(
         registration_id="trainer-0-checkpoint", kind="checkpoint", expected=ranks
@@ -134,7 +134,7 @@ def checkpoint(cast: Cast, step: int, ranks: int, progress: int = 0) -> Iterator
         Slot(step=step, kind="checkpoint", role="actor", rank=rank, name="model")
         for rank in range(ranks)
     ]
-    # A place of the trainer's own: there are no files, so there is nothing to promote.
+    # A folder outside of the layout: without files there is nothing to promote.
     folder = f"shards/step_{step}"
     for rank, slot in enumerate(slots):
         started = SaveStarted(save_id=_save_id(slot), slot=slot, path=f"{folder}/model_{rank}.pt")

@@ -1,7 +1,7 @@
-"""The peer of the field: FastStream's subscriber on a Redis stream, with the same payloads.
+"""Peer from the field: FastStream's subscriber on a Redis stream, with the same payloads.
 
-Usage: python -m benchmarks.faststream_peer URL STREAM COUNT [GROUP]; prints JSON:
-entries, seconds, cpu.
+Usage: python -m benchmarks.faststream_peer URL STREAM COUNT [GROUP]; prints JSON: entries, seconds,
+cpu.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trinity_schemas import decode_envelope
 
 PAGE = 1000
 FIELD = "__data__"
-"""The field of a stream entry that FastStream reads."""
+"""Field of a stream entry that FastStream reads."""
 
 
 async def consume(url: str, stream: str, count: int, group: str | None) -> dict[str, float]:
-    """Handle ``count`` entries, as large a page at a time as the reducer reads; no logging.
+    """Handle ``count`` entries, with the reducer's page size and without logging.
 
-    Timed from the first entry that is handled.
+    The time begins with the first handled entry.
     """
     broker: Any = RedisBroker(url, logger=None)  # type: ignore[arg-type]
     done = anyio.Event()
@@ -58,7 +58,7 @@ async def consume(url: str, stream: str, count: int, group: str | None) -> dict[
 
 
 def enveloped(payloads: Iterable[bytes]) -> Iterator[bytes]:
-    """The payloads as FastStream's publisher writes them."""
+    """Yield the payloads in the form of FastStream's publisher."""
 
     async def encode() -> list[bytes]:
         return [
@@ -72,7 +72,7 @@ def enveloped(payloads: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def main(url: str, stream: str, count: str, group: str | None = None) -> None:
-    """Entry point."""
+    """Run the subscriber."""
     print(json.dumps(anyio.run(consume, url, stream, int(count), group)))
 
 

@@ -1,4 +1,4 @@
-"""Events folded a second by the live reducer, beside what the client alone can do."""
+"""Events per second folded by the live reducer, compared with the client alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OF_FASTSTREAM = Rounds("at least", 30)
 
 
 class Size(NamedTuple):
-    """Each log's entries with the rounds over it, the entries for FastStream, how long it takes."""
+    """Entries and rounds of each log, the entries for FastStream, and the expected duration."""
 
     logs: tuple[tuple[int, int], ...]
     faststream: int
@@ -62,26 +62,26 @@ SIZES = {
 
 
 class Timings(NamedTuple):
-    """What one contender took for a log."""
+    """Measurements of one contender on one log."""
 
     entries: float
     seconds: float
     cpu: float
     archived: int = 0
-    """Entries that were in files when the last was folded."""
+    """Entries in archive files when the last one was folded."""
     later: int = 0
-    """Entries that came into files after that."""
+    """Entries archived after that."""
     later_cpu: float = 0.0
-    """What that took, with all else that the process did meanwhile."""
+    """CPU seconds for these, including all other work of the process."""
 
     @property
     def a_second(self) -> float:
-        """Entries."""
+        """Entries per second."""
         return self.entries / self.seconds
 
     @property
     def cpu_microseconds(self) -> float:
-        """Of its process, for one entry."""
+        """CPU microseconds of its process per entry."""
         return self.cpu / self.entries * 1e6
 
 
@@ -90,7 +90,7 @@ Results = dict[str, list[Timings]]
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Measure, log by log; FastStream beside the first, since it is slow."""
+    """Measure log by log; FastStream only with the first log, since it is slow."""
     rows: list[Row] = []
     notes = [f"The events: {MIX}."]
     for number, (entries, rounds) in enumerate(size.logs):
@@ -120,7 +120,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 def archiving(found: list[Timings], entries: int) -> str:
-    """What of archiving is in the figures, and what the rest took."""
+    """Return the note on archiving within the figures and after them."""
     archived = min(one.archived for one in found)
     spent = [one.later_cpu / one.later * 1e6 for one in found if one.later]
     return (
@@ -131,13 +131,13 @@ def archiving(found: list[Timings], entries: int) -> str:
 
 
 def speed_rows(results: Results, entries: int) -> list[Row]:
-    """Entries a second of each contender, beside those that it is held against."""
+    """Return rows of entries per second for each contender and its peers."""
     pairs: list[tuple[str, str, Rounds | None]] = [
         (LIVE, LOOP, OF_THE_LOOP),
         (BARE, LOOP, None),
         (LIVE, RAW_LOOP, None),
     ]
-    # A group keeps its place on the server, as the reducer does; without one nothing is kept.
+    # A group stores its position on the server, as the reducer does; a plain subscriber does not.
     held_against: list[tuple[str, Rounds | None]] = [(MEMBER, OF_FASTSTREAM), (FOLLOWER, None)]
     pairs += [(LIVE, peer, asked) for peer, asked in held_against if peer in results]
     rates = {name: [one.a_second for one in found] for name, found in results.items()}
@@ -156,7 +156,7 @@ def speed_rows(results: Results, entries: int) -> list[Row]:
 
 
 def cpu_rows(results: Results, entries: int) -> list[Row]:
-    """The same as CPU, which a busy machine distorts less."""
+    """Return rows of CPU time, which a busy machine distorts less."""
     used = {name: [one.cpu_microseconds for one in found] for name, found in results.items()}
     return [
         Row(
@@ -177,9 +177,9 @@ def folded(
     filled: Filled,
     reducing: Callable[[], AbstractContextManager[subprocess.Popen[bytes]]],
 ) -> Timings:
-    """Start a reducer on the filled log; its start-up, up to its first commit, does not count."""
+    """Start a reducer on the filled log; the time begins with its first commit."""
     reset_run(on.client, RUN, FILLED)
-    # What is archived already would not be archived again.
+    # Archived entries would not be archived again.
     shutil.rmtree(on.folder / "checkpoints", ignore_errors=True)
     with reducing() as started:
         process = psutil.Process(started.pid)
@@ -199,24 +199,24 @@ def folded(
 
 
 def archived(on: Stage, filled: Filled) -> int:
-    """Entries that are in files by now."""
+    """Return the number of archived entries."""
     archive = Archive(on.folder / "checkpoints" / RUN, RUN)
     return max(0, filled.index_of(archive.through(Stream.EVENTS)) + 1)
 
 
 def bare_reducer(on: Stage) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    """The reducer without a checkpoint root."""
+    """Start the reducer without a checkpoint root."""
     return process("benchmarks.bare_reducer", on.url, RUN, home=on.folder)
 
 
 def decoded(on: Stage, how: str) -> Timings:
-    """The loop that only reads and decodes, in a process of its own too."""
+    """Run the loop that only reads and decodes, in a process of its own."""
     reset_run(on.client, RUN, FILLED)
     return Timings(**answer_of("benchmarks.reading", on.url, RUN, how, home=on.folder))
 
 
 def faststream(on: Stage, entries: int) -> dict[str, Contender]:
-    """FastStream with the same payloads, as its own publisher writes them."""
+    """Return FastStream contenders on the payloads in its own format."""
     from .faststream_peer import FIELD, enveloped
 
     fill(on.client, FOR_FASTSTREAM, enveloped(islice(training(RUN), entries)), FIELD)

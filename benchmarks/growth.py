@@ -21,14 +21,14 @@ TITLE = "memory of the reducer and of the server, by steps of the run"
 PLACE = SPEED
 RUN = "bench-growth"
 AHEAD = 20_000
-"""Entries that may wait to be folded: a backlog is not what is measured."""
+"""Maximum entries that wait to be folded, so that no backlog is measured."""
 LOOKS, BETWEEN = 4, 90
-"""Looks for each figure, and steps between two of them: together from one snapshot to the next."""
+"""Samples per figure, and steps between two samples; together one period between snapshots."""
 STEADY = Rounds("at most", 1.2)
 
 
 class Size(NamedTuple):
-    """After how many steps to look, how many looks before do not count, how long it takes."""
+    """Steps at which memory is sampled, settling samples before them, and the expected duration."""
 
     steps: tuple[int, ...]
     settling: int
@@ -43,26 +43,26 @@ SIZES = {
 
 
 class Memory(NamedTuple):
-    """After so many steps."""
+    """Memory after a number of steps."""
 
     steps: int
     events: int
     reducer: int
     server: int
     behind: int
-    """Entries on the server when the last was folded."""
+    """Entries on the server when the last one was folded."""
     left: int
-    """Entries on the server once nothing was left to do, between two snapshots."""
+    """Entries on the server once the reducer is idle, between two snapshots."""
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Feed the run to a live reducer that archives and trims, and look from time to time.
+    """Feed a run to a live reducer that archives and trims, and sample the memory.
 
-    Where the snapshots and the segments of a long way come to lie is chance, and what is on the
-    server goes up and down with them. So the way goes on at the pace of the looks, until the
-    segments are those of that pace, before the looks count: at each size they see the same.
+    The positions of snapshots and segments vary, and the number of entries on the server varies
+    with them. So before each set of samples the run continues at the pace of the samples, until its
+    segments are those of that pace. Then the samples of every size are comparable.
     """
-    # The server keeps as many slow commands as it is told to; those of the filling are no growth.
+    # The server keeps a limited log of slow commands; those of the filling are no growth.
     client: Any = on.client
     client.config_set("slowlog-max-len", 0)
     feed = Feed(on)
@@ -91,7 +91,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 class Feed:
-    """The run's events, appended as fast as they are folded."""
+    """Feed that appends the run's events as fast as they are folded."""
 
     def __init__(self, on: Stage) -> None:
         self._client = on.client
@@ -99,7 +99,7 @@ class Feed:
         self._events = training(RUN)
 
     def up_to(self, count: int) -> None:
-        """Append until there were so many in all, and wait until they are folded."""
+        """Append until there are ``count`` events in all, and wait until they are folded."""
         filler = self._filler
         while filler.filled.entries < count:
             page = min(1000, count - filler.filled.entries)
@@ -108,7 +108,7 @@ class Feed:
 
 
 def most_of(looks: list[Memory]) -> Memory:
-    """The most memory of several looks, each kind by itself."""
+    """Return the maximum of several samples, for each kind of memory."""
     return looks[0]._replace(
         reducer=max(one.reducer for one in looks),
         server=max(one.server for one in looks),
@@ -117,7 +117,7 @@ def most_of(looks: list[Memory]) -> Memory:
 
 
 def keep_pace(client: redis.Redis, filled: Filled) -> None:
-    """Wait while too much is waiting to be folded."""
+    """Wait while too many entries are not folded yet."""
     give_up = time.monotonic() + START_DEADLINE
     key = RunKeys.of(RUN).position
     while True:
@@ -131,7 +131,7 @@ def keep_pace(client: redis.Redis, filled: Filled) -> None:
 
 
 def looked(on: Stage, pid: int, steps: int) -> Memory:
-    """The memory, once all is archived and trimmed."""
+    """Return the memory once all entries are archived and trimmed."""
     client: Any = on.client
     process = psutil.Process(pid)
     behind = client.xlen(RunKeys.of(RUN).events)
@@ -147,7 +147,7 @@ def looked(on: Stage, pid: int, steps: int) -> Memory:
 
 
 def rows_of(seen: list[Memory]) -> list[Row]:
-    """Each beside the first."""
+    """Return rows that compare each sample with the first."""
     first, *later = seen
     return [
         Row(

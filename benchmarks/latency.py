@@ -1,4 +1,4 @@
-"""From publishing what makes a step ready to its announcement at a consumer that waits."""
+"""Latency from the publish that makes a step ready to its announcement at a waiting consumer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PLACE = SPEED
 RUN = "bench-latency"
 IN, OUT = "bench:in", "bench:out"
 PAYLOAD = b"\x00" * 360
-"""About as large as the event that makes the step ready."""
+"""About the size of the event that makes the step ready."""
 PAUSE = (0.015, 0.035)
-"""Seconds before each sample, at random: everyone is waiting when it begins."""
+"""Range of the random pause in seconds before a sample, after which all processes wait."""
 DEADLINE = 30.0
 
 MEDIAN = Rounds("at most", 3)
@@ -40,7 +40,7 @@ Sample = Callable[[], Awaitable[float]]
 
 
 class Size(NamedTuple):
-    """Blocks that take turns, samples in each, and samples of the original's design."""
+    """Number of alternating blocks, samples in each, and samples of the original design."""
 
     blocks: int
     samples: int
@@ -56,7 +56,7 @@ SIZES = {
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Measure ours and the bare hops block by block, then the original's design."""
+    """Measure the pipeline and the bare hops block by block, then the original design."""
     with (
         process("benchmarks.relay", on.url, IN, OUT, home=on.folder),
         reducer(on, RUN),
@@ -80,11 +80,11 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 async def blocks(
     on: Stage, size: Size, noise: Noise
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds of each sample, of ours and of two bare hops, block by block."""
+    """Return the seconds of each sample of the pipeline and of two bare hops, by block."""
     ours: list[list[float]] = []
     bare: list[list[float]] = []
     async with connect(on.url) as client, pipeline(on, client) as ready, hops(on, client) as hop:
-        for _ in range(3):  # connections are made, scripts are loaded
+        for _ in range(3):  # opens connections and loads scripts
             await hop()
             await ready()
         for number in range(size.blocks):
@@ -97,14 +97,14 @@ async def blocks(
 
 
 async def paced(sample: Sample) -> float:
-    """One sample, after everyone had time to wait again."""
+    """Take one sample after a pause, so that all processes wait again."""
     await anyio.sleep(random.uniform(*PAUSE))
     return await sample()
 
 
 @asynccontextmanager
 async def pipeline(on: Stage, client: Any) -> AsyncIterator[Sample]:
-    """A run with a consumer; a sample is the end of one step's only save."""
+    """Yield a sampler of a run with a consumer; a sample is the end of a step's only save."""
     publisher = AsyncPublisher(
         RedisEventLog(client, RUN), await open_run(client, RUN), new_producer("actor")
     )
@@ -126,7 +126,7 @@ async def pipeline(on: Stage, client: Any) -> AsyncIterator[Sample]:
 
 
 async def prepare(publisher: AsyncPublisher, step: int) -> SaveFinished:
-    """Everything of a step but the last event, which is returned."""
+    """Publish all events of a step but the last, which is returned."""
     expected = Registration(registration_id="trainer-0", kind="state_dict", expected=1)
     slot = Slot(step=step, kind="state_dict", role="actor", rank=0, name="model_state_dict")
     save_id = f"{step:016x}"
@@ -143,7 +143,7 @@ async def consume(
     *,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Note when each step is announced, as a job that waits for it would hear of it."""
+    """Record the time of each step's announcement, as seen by a waiting job."""
     async with subscribe(RUN, StepReady, redis_url=url, deadline=START_DEADLINE) as events:
         task_status.started()
         async for event in events:
@@ -152,7 +152,7 @@ async def consume(
 
 @asynccontextmanager
 async def hops(on: Stage, client: Any) -> AsyncIterator[Sample]:
-    """Two bare hops: XADD, a blocked XREAD in another process, XADD, a blocked XREAD here."""
+    """Yield a sampler of XADD, XREAD in another process, XADD, and XREAD here."""
     send, arrivals = anyio.create_memory_object_stream[tuple[int, float]](16)
     number = 0
 
@@ -179,7 +179,7 @@ async def hops(on: Stage, client: Any) -> AsyncIterator[Sample]:
 
 
 async def arrival(arrivals: MemoryObjectReceiveStream[tuple[int, float]], number: int) -> float:
-    """When this one arrived; what came before it is passed over."""
+    """Return the arrival time of this number; skip earlier ones."""
     with anyio.fail_after(DEADLINE):
         while True:
             found, at = await arrivals.receive()
@@ -188,7 +188,7 @@ async def arrival(arrivals: MemoryObjectReceiveStream[tuple[int, float]], number
 
 
 def rows_of(ours: list[list[float]], bare: list[list[float]]) -> tuple[list[Row], list[str]]:
-    """The median and the p99 beside the median of two bare hops; the p99 beside their p99 too."""
+    """Return rows of median and p99 against the bare hops' median, and p99 against their p99."""
     all_ours = [one for block in ours for one in block]
     all_bare = [one for block in bare for one in block]
     medians, bare_medians = [median(one) for one in ours], [median(one) for one in bare]
@@ -229,7 +229,7 @@ def rows_of(ours: list[list[float]], bare: list[list[float]]) -> tuple[list[Row]
 
 
 def original_rows(on: Stage, ours: list[float], samples: int) -> list[Row]:
-    """The original's design beside ours."""
+    """Return rows that compare the original design with the pipeline."""
     seen, calls = delays(on.folder, samples)
     return [
         Row(
@@ -253,5 +253,5 @@ def original_rows(on: Stage, ours: list[float], samples: int) -> list[Row]:
 
 
 def milliseconds(seconds: float) -> str:
-    """For people."""
+    """Format seconds as milliseconds."""
     return f"{seconds * 1000:.2f} ms"

@@ -1,4 +1,4 @@
-"""Figures: medians over rounds that take turns, and how far the machine itself swings."""
+"""Statistics over alternating rounds, and the machine's own variation."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _PULSE_WORK = 300_000
 
 
 class Rounds(Struct, frozen=True):
-    """What a ratio is asked to be."""
+    """Bound of a ratio."""
 
     bound: Literal["at least", "at most"]
     limit: float
 
     def met_by(self, ratio: float) -> bool:
-        """Whether a ratio is within it."""
+        """Return True if a ratio is within the bound."""
         return ratio >= self.limit if self.bound == "at least" else ratio <= self.limit
 
 
 class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One figure, beside what it is held against.
+    """One figure and the figure of its peer.
 
-    ``ratio`` is the figure over the peer's; over rounds, the median of the rounds' ratios.
-    ``spread`` is how far the rounds lie apart, as a share of their median.
+    ``ratio`` is the figure over the peer's; over rounds, it is the median of the rounds' ratios.
+    ``spread`` is the range of the rounds as a share of their median.
     """
 
     what: str
@@ -44,14 +44,14 @@ class Row(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Findings(NamedTuple):
-    """What a benchmark found, and what its reader should know."""
+    """Rows and notes of a benchmark."""
 
     rows: list[Row]
     notes: list[str]
 
 
 class Noise:
-    """How steady the machine is: the same small piece of work, timed again and again."""
+    """Steadiness of the machine: the same small piece of work, timed repeatedly."""
 
     def __init__(self) -> None:
         self.pulses: list[float] = []
@@ -64,16 +64,16 @@ class Noise:
 
     @property
     def spread(self) -> float:
-        """The slowest over the fastest, less one."""
+        """Return the slowest time over the fastest, minus one."""
         return max(self.pulses) / min(self.pulses) - 1 if self.pulses else 0.0
 
 
 def taking_turns(
     contenders: Mapping[str, Callable[[], T]], rounds: int, noise: Noise
 ) -> dict[str, list[T]]:
-    """Measure each contender once a round, a different one first each time.
+    """Measure each contender once per round, in rotating order.
 
-    What disturbs the machine for a while disturbs them all, and nobody is always the warm one.
+    A disturbance of the machine affects all contenders, and each one has every place in the order.
     """
     found: dict[str, list[T]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -87,26 +87,26 @@ def taking_turns(
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle one."""
+    """Return the median."""
     return statistics.median(values)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of them does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The largest less the smallest, as a share of the median; None of a single one."""
+    """Return the range over the median; None for a single value."""
     return (max(values) - min(values)) / median(values) if len(values) > 1 else None
 
 
 def ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """The median of the rounds' ratios: two figures of one round saw the same machine."""
+    """Return the median of the rounds' ratios: both figures of a round saw the same machine."""
     return median([one / other for one, other in zip(ours, peer, strict=True)])
 
 
 def say(line: str) -> None:
-    """Progress, for people."""
+    """Print progress."""
     print(line, file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""What a version's weights cost rank 0 of a Megatron trainer: time and peak memory.
+"""Time and peak memory of a version's weights on rank 0 of a Megatron trainer.
 
-Three ways to have every full tensor once on rank 0, copied into chunks as a publisher does:
+Three methods provide every full tensor once on rank 0, copied into chunks as by a publisher:
 
 - stream: one tensor at a time, as ``megatron_upload_state_dict`` does;
 - dictionary: the same gathers, collected into one dictionary first, as Trinity-RFT does;
@@ -42,16 +42,16 @@ MODELS = {
     "large": {"hidden_size": 1024, "num_hidden_layers": 16, "intermediate_size": 2816},
 }
 LAYOUTS = {"TP 2": (2, 1), "PP 2": (1, 2)}
-"""Tensor and pipeline parallelism."""
+"""Tensor and pipeline parallelism of each layout."""
 VOCABULARY = 16_384
 CHUNK_BYTES = 4 << 20
 PAGE_BYTES = 4096
 DEADLINE = 600.0
-"""Seconds that the ranks may take for one model at one layout."""
+"""Maximum seconds for the ranks to process one model in one layout."""
 
 
 class Size(NamedTuple):
-    """Which models at which layouts, how many rounds, and how long it takes."""
+    """Models, layouts, rounds, and the expected duration."""
 
     models: tuple[str, ...]
     layouts: tuple[str, ...]
@@ -67,18 +67,18 @@ SIZES = {
 
 
 class Measured(Struct, frozen=True):
-    """One round of one way, on rank 0."""
+    """Measurement of one round of one method, on rank 0."""
 
     seconds: float
     peak: int
-    """Bytes of resident memory above what there was before."""
+    """Bytes of resident memory in excess of those before."""
     model: int
     """Bytes of all tensors."""
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Measure every way, on models of so many sizes, at every layout."""
-    del on  # no server has a part in it
+    """Measure every method, on models of several sizes, in every layout."""
+    del on  # it needs no server
     rows = []
     for model in size.models:
         for layout in size.layouts:
@@ -97,7 +97,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 def rows_of(layout: str, found: dict[str, list[Measured]]) -> list[Row]:
-    """The stream beside each other way."""
+    """Return rows that compare the stream with each other method."""
     stream, model = found["stream"], megabytes(found["stream"][0].model)
     rows = []
     for way, theirs in found.items():
@@ -127,7 +127,7 @@ def rows_of(layout: str, found: dict[str, list[Measured]]) -> list[Row]:
 
 
 def measured(model: str, layout: str, rounds: int) -> dict[str, list[Measured]]:
-    """What rank 0 measured of every way."""
+    """Return rank 0's measurements of every method."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         write_config(model, Path(folder))
@@ -140,7 +140,7 @@ def measured(model: str, layout: str, rounds: int) -> dict[str, list[Measured]]:
         try:
             for one in ranks:
                 one.start()
-            theirs.close()  # so that the end of both ranks is heard
+            theirs.close()  # so that the pipe closes when both ranks end
             if not ours.poll(DEADLINE):
                 raise TimeoutError(f"the ranks said nothing for {DEADLINE:g} s")
             return msgspec.json.decode(ours.recv_bytes(), type=dict[str, list[Measured]])
@@ -151,7 +151,7 @@ def measured(model: str, layout: str, rounds: int) -> dict[str, list[Measured]]:
 
 
 def write_config(model: str, folder: Path) -> None:
-    """A folder of a Qwen3 of the size, without weights."""
+    """Write the folder of a Qwen3 of this size, without weights."""
     from transformers import Qwen3Config
 
     sizes = MODELS[model]
@@ -168,7 +168,7 @@ def write_config(model: str, folder: Path) -> None:
 
 
 def consume(tensors: Iterable[tuple[str, torch.Tensor]], chunk: torch.Tensor) -> int:
-    """Copy every tensor into a chunk, as a part's writer does; returns the bytes."""
+    """Copy every tensor into a chunk, as a part's writer does; return the bytes."""
     import torch
 
     total = 0
@@ -182,7 +182,7 @@ def consume(tensors: Iterable[tuple[str, torch.Tensor]], chunk: torch.Tensor) ->
 
 
 def stream(engine: Any, chunk: torch.Tensor) -> int:
-    """One tensor at a time."""
+    """Consume one tensor at a time."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
@@ -191,7 +191,7 @@ def stream(engine: Any, chunk: torch.Tensor) -> int:
 
 
 def dictionary(engine: Any, chunk: torch.Tensor) -> int:
-    """All of them on rank 0, then the copies."""
+    """Collect all tensors on rank 0, then copy them."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
@@ -201,7 +201,7 @@ def dictionary(engine: Any, chunk: torch.Tensor) -> int:
 
 
 def objects(engine: Any, chunk: torch.Tensor) -> int:
-    """Pickled shards, then the merged model, then the copies."""
+    """Pickle the shards to rank 0, merge the model there, then copy it."""
     import torch
     import torch.distributed as dist
 
@@ -229,7 +229,7 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], int]] = {
 
 
 def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """Return VmRSS or VmHWM of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -237,24 +237,24 @@ def resident(field: str) -> int:
 
 
 def measure(once: Callable[[], int]) -> Measured:
-    """Do it once on all ranks, and say what it took on this one."""
+    """Run a method once on all ranks; return the measurement of this rank."""
     import torch.distributed as dist
 
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     dist.barrier()
     began = time.perf_counter()
     model = once()
     dist.barrier()
     seconds = time.perf_counter() - began
-    # Less than a page cannot be seen.
+    # The resolution is one page.
     return Measured(seconds, max(PAGE_BYTES, resident("VmHWM") - before), model)
 
 
 def rank_main(rank: int, place: str, folder: str, layout: str, rounds: int, answer: Any) -> None:
-    """Measure on one rank; rank 0 answers."""
+    """Measure on one rank; rank 0 sends the results."""
     with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere if rank else sys.stderr):
         found = measure_all(rank, place, folder, layout, rounds)
     if rank == 0:
@@ -264,7 +264,7 @@ def rank_main(rank: int, place: str, folder: str, layout: str, rounds: int, answ
 def measure_all(
     rank: int, place: str, folder: str, layout: str, rounds: int
 ) -> dict[str, list[Measured]]:
-    """Every way on one rank. Collective."""
+    """Measure every method on one rank. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -284,7 +284,7 @@ def measure_all(
             parameter.data.normal_()
     buffer = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     for _ in engine.get_per_tensor_param():
-        pass  # warm
+        pass  # warm-up
     contenders = {
         name: partial(measure, partial(way, engine, buffer)) for name, way in WAYS.items()
     }

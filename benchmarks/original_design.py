@@ -1,8 +1,8 @@
-"""Small models of the design that this project replaces, as far as its speed goes.
+"""Small models of the design that this project replaces, for its speed only.
 
-Trinity-RFT tells a monitor of each save by a call to a Ray actor; the monitor counts, and writes
-a file once a step's count is zero; whoever waits for the step reads that file once a second.
-Weights are sent to a Ray actor as a whole, and fetched from it tensor by tensor.
+Trinity-RFT reports each save to a monitor, by a call to a Ray actor. The monitor counts, and writes
+a file once a step's count is zero. A process that waits for the step reads that file once per
+second. Weights are sent to a Ray actor as a whole, and fetched from it tensor by tensor.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from .weights_peer import Model
 
 LAST = "layer0"
-"""The last tensor that is sent."""
+"""Name of the tensor that is sent last."""
 
 POLL_EVERY = 1.0
-"""Seconds, as in the original."""
+"""Seconds between two reads of the file, as in the original."""
 
 
 class CountingMonitor:
-    """Counts the saves of each step, and writes the newest complete step to a file."""
+    """Monitor that counts the saves of each step and writes the newest complete step to a file."""
 
     def __init__(self, file: str) -> None:
         self._file = Path(file)
         self._running: Counter[int] = Counter()
 
     def register(self, step: int, saves: int) -> None:
-        """Expect this many saves of the step."""
+        """Expect this number of saves of the step."""
         self._running[step] += saves
 
     def finished(self, step: int) -> None:
-        """One save of the step is done."""
+        """Count one finished save of the step."""
         self._running[step] -= 1
         if self._running[step] == 0:
             self._file.write_text(str(step))
 
 
 class FilePoller:
-    """Reads the file every so often in a thread, and notes when it saw each step first."""
+    """Thread that polls the file, and records when each step was first seen."""
 
     def __init__(self, file: Path, every: float = POLL_EVERY) -> None:
         self._file = file
@@ -67,7 +67,7 @@ class FilePoller:
         self._thread.join()
 
     def wait_for(self, step: int, deadline: float = 30.0) -> float:
-        """When the step was seen."""
+        """Return the time at which the step was seen."""
         with self._changed:
             if not self._changed.wait_for(lambda: step in self._seen, deadline):
                 raise TimeoutError(f"step {step} was not in {self._file} after {deadline:g} s")
@@ -83,7 +83,7 @@ class FilePoller:
 
 
 def start_ray(object_store: int) -> None:
-    """A Ray of our own, without what it shows."""
+    """Start a Ray cluster without its output."""
     import ray
 
     ray.init(
@@ -97,12 +97,12 @@ def start_ray(object_store: int) -> None:
 
 
 ELSEWHERE = "elsewhere"
-"""A resource that the other one of two nodes has."""
+"""Custom resource of the second of two nodes."""
 
 
 @contextmanager
 def ray_of(nodes: int, object_store: int) -> Iterator[None]:
-    """A Ray of our own with one node, or two on this machine; this process is on the first."""
+    """Start a Ray cluster with one or two nodes on this machine; this process is on the first."""
     import ray
 
     if nodes == 1:
@@ -127,14 +127,14 @@ def ray_of(nodes: int, object_store: int) -> Iterator[None]:
 
 
 def placed(made: Any, nodes: int) -> Any:
-    """An actor's class, for the last of so many nodes."""
+    """Place an actor's class on the last of ``nodes`` nodes."""
     return made.options(num_cpus=0, resources={ELSEWHERE: 1} if nodes > 1 else None)
 
 
 def delays(folder: Path, samples: int) -> tuple[list[float], list[float]]:
-    """Seconds from a save's end until it is seen, and of the call to the actor alone.
+    """Return the seconds from a save's end until it is seen, and those of the actor call alone.
 
-    Saves end at any moment between two looks at the file.
+    Saves end at random times between two polls.
     """
     import ray
 
@@ -158,29 +158,29 @@ def delays(folder: Path, samples: int) -> tuple[list[float], list[float]]:
 
 
 class WeightKeeper:
-    """Keeps the newest state dict."""
+    """Actor that keeps the newest state dict."""
 
     def __init__(self) -> None:
         self._state: dict[str, torch.Tensor] = {}
 
     def put(self, state: dict[str, torch.Tensor]) -> None:
-        """Take a version."""
+        """Store a version."""
         self._state = state
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor of it."""
+        """Return one tensor of the version."""
         return self._state[name]
 
 
 class WeightTaker:
-    """Has a model, and fetches each of its tensors from the keeper."""
+    """Actor with a model that fetches each of its tensors from the keeper."""
 
     def __init__(self, model: Model, keeper: Any) -> None:
         self._parameters = model.parameters()
         self._keeper = keeper
 
     def pull(self) -> float:
-        """Take the version; returns a number of the last tensor, to see that it is there."""
+        """Fetch the version; return an element of the last tensor, as a check."""
         import ray
 
         for name, parameter in self._parameters.items():
@@ -188,7 +188,7 @@ class WeightTaker:
         return float(self._parameters[LAST][-1])
 
     def pull_whole(self, kept: list[Any]) -> float:
-        """Take a version that was put as a whole: its arrays are views of the object store."""
+        """Copy a version that was put as a whole, whose arrays are views of the object store."""
         import ray
 
         state = ray.get(kept[0])
@@ -199,19 +199,19 @@ class WeightTaker:
 
 
 def torch_bytes() -> torch.dtype:
-    """The dtype of bytes; torch is imported where it is used."""
+    """Return the dtype of bytes; torch is imported on demand."""
     import torch
 
     return torch.uint8
 
 
 class WeightsThroughRay:
-    """The way of a version from this process through one actor into another.
+    """Transfer of a version from this process through one actor to another.
 
     Args:
-        model: What its tensors look like.
-        versions: For how many Ray's object store has room.
-        nodes: Of Ray; the actor that has the model is on the last.
+        model: Shape of the model.
+        versions: Versions for which Ray's object store has space.
+        nodes: Nodes of the Ray cluster; the receiving actor is on the last.
     """
 
     def __init__(self, model: Model, versions: int = 4, nodes: int = 1) -> None:
@@ -230,14 +230,14 @@ class WeightsThroughRay:
         self._keeper: Any = ray.remote(WeightKeeper).options(num_cpus=0).remote()
         taker = placed(ray.remote(WeightTaker), self._nodes)
         self._taker = taker.remote(self._model, self._keeper)
-        self.sync()  # everyone is there, and has its memory
+        self.sync()  # starts all actors and touches their memory
         return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
     def sync(self) -> float:
-        """Seconds that one version takes."""
+        """Return the seconds of one version."""
         import ray
 
         self._synced = 1 + self._synced % 100
@@ -248,10 +248,10 @@ class WeightsThroughRay:
         return self._checked(applied, time.perf_counter() - began)
 
     def sync_with_care(self) -> float:
-        """Seconds that one takes when it is put once, as arrays, and read where Ray keeps it."""
+        """Return the seconds of one version that is put once, as arrays, and then copied."""
         import ray
 
-        self._synced = 1 + self._synced % 100  # whole numbers that bf16 has
+        self._synced = 1 + self._synced % 100  # integers that bf16 represents exactly
         self._source[LAST][-1] = self._synced
         began = time.perf_counter()
         arrays = {name: one.view(torch_bytes()).numpy() for name, one in self._source.items()}

@@ -1,4 +1,4 @@
-"""What pages begin with: charts and short tables, of nothing but kept figures."""
+"""Charts and short tables at the top of pages, from kept figures alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's own policy over its own GRPO steps, in one process: weights of a real run."""
+"""Weights of a real run: the demo's policy over its GRPO steps, in one process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 Learning = Iterator[dict[str, torch.Tensor]]
-"""Weights after each step, float32, by name: they are the model's own and change with it."""
+"""Weights after each step, float32, by name; the tensors are the model's and change with it."""
 
 _WARM_UP_STEPS = 400
 
 
 def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
-    """Warm the policy up once for a folder, and train it as the trainer does by default."""
+    """Warm up the policy for a folder once, and train it as the trainer does by default."""
     from trinity_workers.config import RunSettings
     from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs
     from trinity_workers.learning.policy import create_policy, load_policy
@@ -59,6 +59,6 @@ def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As the FSDP engine publishes them, with names that a ParameterDict takes."""
+    """Yield the weights as the FSDP engine publishes them, with names for a ParameterDict."""
     for name, parameter in model.named_parameters():
         yield name.replace(".", "_"), parameter.detach()

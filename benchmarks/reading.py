@@ -1,8 +1,8 @@
-"""The peer of the reducer: reads the same entries with the same client, and only decodes them.
+"""Peer of the reducer: it reads the same entries with the same client, and only decodes them.
 
 Usage: python -m benchmarks.reading URL RUN client|log; prints JSON: entries, seconds, cpu. With
-``client`` it calls the client as anyone would; with ``log`` it reads and decodes as the reducer
-does, past the client's own building of dictionaries, and recognising senders.
+``client`` it uses the client's ordinary interface. With ``log`` it reads and decodes as the reducer
+does: it skips the client's dictionaries, and recognises known senders.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trinity_events.server import connect
 from trinity_schemas import EnvelopeReader, RunKeys, decode_envelope
 
 PAGE = 2000
-"""As many as the reducer reads at once."""
+"""Entries per read, as in the reducer."""
 
 
 async def read_and_decode(url: str, run_id: str, how: str) -> dict[str, float]:
-    """Timed from the end of the first page on, as the reducer is."""
+    """Read and decode all entries; the time begins after the first page, as for the reducer."""
     async with connect(url) as client:
         log, page = RedisEventLog(client, run_id), partial(_page_of_client, client, run_id)
         reader = EnvelopeReader()

@@ -1,6 +1,6 @@
-"""Two bare hops: what comes in on one stream goes out on another, and nothing else is done.
+"""Two bare hops: entries of one stream are copied to another, without any other work.
 
-Usage: python -m benchmarks.relay URL IN OUT; ends with standard input.
+Usage: python -m benchmarks.relay URL IN OUT; ends when standard input is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trinity_events.server import connect
 
 
 async def relay(url: str, source: str, target: str) -> None:
-    """A blocked XREAD, then an XADD, with the client that the reducer has."""
+    """Copy entries with a blocking XREAD and an XADD, through the reducer's client."""
     async with connect(url, retry=False) as connected:
         client: Any = connected
         after = "0-0"

@@ -1,4 +1,4 @@
-"""Replaying a long log: how long it takes, and whether its memory depends on the log's length."""
+"""Replay of a long log: its time, and its memory by length of the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN, FILE, EXPORT, LOOP = "replay RUN", "replay FILE", "export RUN", "read and d
 
 
 class Size(NamedTuple):
-    """Entries in the short and the long log, rounds over each, how long it takes."""
+    """Entries of the short and the long log, rounds over each, and the expected duration."""
 
     short: int
     long: int
@@ -37,7 +37,7 @@ SIZES = {
 
 
 class Log(NamedTuple):
-    """What the commands spent on a log of this length, and the loop's entries a second."""
+    """Measurements of the commands on a log of one length, and the loop's entries per second."""
 
     entries: int
     spent: dict[str, list[Spent]]
@@ -45,7 +45,7 @@ class Log(NamedTuple):
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Replay a short log and one that is ten times as long, from the server and from a file."""
+    """Replay a short log and one of ten times the length, from the server and from a file."""
     short = measured(on, size.short, size.rounds, noise, beside_loop=False)
     long = measured(on, size.long, size.rounds, noise, beside_loop=True)
     rows: list[Row] = []
@@ -61,7 +61,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 def measured(on: Stage, entries: int, rounds: int, noise: Noise, *, beside_loop: bool) -> Log:
-    """Fill a log, export it, and replay it from both, beside the loop that only decodes."""
+    """Fill a log, export it, and replay both, by turns with the loop that only decodes."""
     run_id = f"bench-replay-{entries}"
     say(f"filling a log with {entries:,} entries, and exporting it")
     fill(on.client, RunKeys.of(run_id).events, islice(training(run_id), entries))
@@ -88,7 +88,7 @@ def measured(on: Stage, entries: int, rounds: int, noise: Noise, *, beside_loop:
 
 
 def speed_row(name: str, short: Log, long: Log) -> Row:
-    """Events a second, beside the loop that only reads and decodes."""
+    """Return the row of events per second, with the read and decode loop as the peer."""
     more = long.entries - short.entries
     pairs = zip(long.spent[name], short.spent[name], strict=True)
     rates = [more / (one.seconds - other.seconds) for one, other in pairs]
@@ -105,7 +105,7 @@ def speed_row(name: str, short: Log, long: Log) -> Row:
 
 
 def memory_row(name: str, short: Log, long: Log) -> Row:
-    """Peak memory, beside that of the shorter log."""
+    """Return the row of peak memory, with the shorter log as the peer."""
     peak, short_peak = (
         median([one.peak_bytes for one in log.spent[name]]) for log in (long, short)
     )
@@ -120,5 +120,5 @@ def memory_row(name: str, short: Log, long: Log) -> Row:
 
 
 def megabytes(count: float) -> str:
-    """For people."""
+    """Format bytes as megabytes."""
     return f"{count / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""What a benchmark found: printed as a table, kept as JSON, and shown in the documentation."""
+"""Report of a benchmark: printed as a table, stored as JSON, and shown in the documentation."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _COLUMNS = ("what", "figure", "beside", "its figure", "ratio", "asked", "spread"
 
 
 class DocumentPlace(NamedTuple):
-    """Where figures are kept: the page that shows them, and a folder with each benchmark's."""
+    """Destination of figures: the page that shows them, and the folder of the JSON files."""
 
     page: Path
     folder: Path
 
 
 SPEED = DocumentPlace(ROOT / "docs" / "speed.md", ROOT / "docs" / "benchmarks")
-"""Of the event plane."""
+"""Place of the event plane's figures."""
 PERFORMANCE = DocumentPlace(
     ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmarks" / "weights"
 )
-"""Of the weight plane."""
+"""Place of the weight plane's figures."""
 MEGATRON = DocumentPlace(ROOT / "docs" / "megatron.md", ROOT / "docs" / "benchmarks" / "megatron")
-"""Of Megatron trainers."""
+"""Place of the Megatron trainers' figures."""
 GPU = DocumentPlace(ROOT / "docs" / "gpu.md", ROOT / "docs" / "benchmarks" / "gpu")
-"""Of weights that lie on a GPU."""
+"""Place of the figures of weights on a GPU."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """What a figure depends on. ``load`` is what others used when the benchmark began."""
+    """Machine on which figures depend; ``load`` is the load average when the benchmark began."""
 
     cores: int
     python: str
@@ -56,7 +56,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One run of one benchmark."""
+    """Report of one run of one benchmark."""
 
     name: str
     title: str
@@ -65,16 +65,16 @@ class Report(Struct, frozen=True, kw_only=True):
     notes: list[str]
     machine: Machine
     noise: float
-    """By how much the slowest of many equal pieces of work exceeded the fastest."""
+    """Excess of the slowest of many equal pieces of work over the fastest, as a share."""
     seconds: float
 
 
 class PageBroken(RuntimeError):
-    """The page lacks the place for the figures."""
+    """Raised if the page lacks the markers of the figures."""
 
 
 def machine(server: dict[str, Any]) -> Machine:
-    """This machine, and what the server says of itself."""
+    """Return the description of this machine and of the server's version."""
     valkey = server.get("valkey_version")
     return Machine(
         cores=os.cpu_count() or 0,
@@ -85,8 +85,8 @@ def machine(server: dict[str, Any]) -> Machine:
 
 
 def show(report: Report) -> None:
-    """Print it."""
-    # Wide, so that a pipe or a file loses nothing.
+    """Print a report."""
+    # Wide, so that a pipe or a file gets every column.
     console = Console(width=None if os.isatty(1) else 170, highlight=False)
     table = Table(title=f"{report.name}: {report.title}", title_justify="left")
     for column in _COLUMNS:
@@ -100,9 +100,9 @@ def show(report: Report) -> None:
 
 
 def keep(report: Report, place: DocumentPlace) -> None:
-    """Write the figures, beside those of the other benchmarks that were kept, into the page.
+    """Store a report, and write all stored reports into the page.
 
-    Raises PageBroken when the page has no place for them.
+    Raises PageBroken if the page lacks the markers.
     """
     page, folder = place
     text = page.read_text()
@@ -116,7 +116,7 @@ def keep(report: Report, place: DocumentPlace) -> None:
 
 
 def kept(folder: Path) -> list[Report]:
-    """Every report that was kept."""
+    """Return all stored reports."""
     return [
         msgspec.json.decode(path.read_bytes(), type=Report)
         for path in sorted(folder.glob("*.json"))

@@ -1,4 +1,4 @@
-"""The other ends of the benchmarks of transports: processes, and the rows that they share."""
+"""Receiving processes and shared rows of the transport benchmarks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any, NamedTuple, Protocol
 from .measure import Rounds, Row, median, ratio, spread
 from .weights_peer import Model, Peer, process_of
 
-# One process that has torch, forked for each end: it has no threads and nothing open.
+# A process with torch is forked for each end: it has no threads and no open files.
 _processes = get_context("forkserver")
 _processes.set_forkserver_preload(["benchmarks.weights_transports"])
 
 
 class OfModel(Protocol):
-    """What rows need to know of a turn."""
+    """Properties of a turn that rows use."""
 
     @property
     def name(self) -> str:
-        """As the rows name it."""
+        """Name of the turn in its rows."""
         ...
 
     @property
     def model(self) -> Model:
-        """What travels."""
+        """Model that is transferred."""
         ...
 
 
 class Turn(NamedTuple):
-    """A model, and over how many rounds it is measured."""
+    """Model, and the number of its rounds."""
 
     name: str
     model: Model
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
 
 @contextmanager
 def end(serve: Callable[..., None], *arguments: Any) -> Iterator[Peer]:
-    """A process that answers what it is asked through its first argument."""
+    """Start a process that answers requests from its first argument."""
     with process_of(_processes, serve, *arguments) as started:
         yield started
 
@@ -52,7 +52,7 @@ def row(
     theirs: list[float],
     asked: Rounds | None = None,
 ) -> Row:
-    """The seconds of ours beside those of a peer, by speed."""
+    """Return a row that compares our seconds with a peer's, as speeds."""
     return Row(
         what=f"{turn.name}, {what}",
         figure=figure(turn.model, ours),
@@ -65,6 +65,6 @@ def row(
 
 
 def figure(model: Model, seconds: list[float]) -> str:
-    """How long a version takes, and how fast its bytes travel so."""
+    """Format the time of a version and its bandwidth."""
     middle = median(seconds)
     return f"{middle * 1000:,.1f} ms, {model.nbytes / middle / (1 << 30):.2f} GiB/s"

@@ -1,4 +1,4 @@
-"""From the first byte published to the last one applied in another process."""
+"""Time from the first byte published to the last byte applied in another process."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ SNAPSHOT = Rounds("at least", 0.77)
 
 
 class Turn(NamedTuple):
-    """A model, over how many rounds; and in how many of them the ways through Ray too."""
+    """Model, its rounds, and its rounds of the paths through Ray."""
 
     name: str
     model: Model
     rounds: int
     original: int
     consumers: int = 0
-    """Up to how many consumers take it at once, where that is measured."""
+    """Maximum concurrent consumers, if they are measured."""
     alone: bool = False
-    """Whether our own path alone is measured: there is no room for more."""
+    """If True, only our path is measured, since memory has no room for others."""
 
 
 class Size(NamedTuple):
-    """Models, and how long it takes."""
+    """Models, and the expected duration."""
 
     turns: tuple[Turn, ...]
     takes: str
@@ -75,7 +75,7 @@ SIZES = {
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Measure each model's transports in turns."""
+    """Measure each model's transports by turns."""
     rows: list[Row] = []
     totals: list[tuple[Model, float]] = []
     missing = find_spec("ray") is None
@@ -96,14 +96,14 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 class Measured(NamedTuple):
-    """Of one model: its rows, and the median of a version through shared memory, in seconds."""
+    """Rows of one model, and the median seconds of a version through shared memory."""
 
     rows: list[Row]
     seconds: float
 
 
 def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
-    """One model."""
+    """Measure one model."""
     bare = Path("/dev/shm") / f"trinity-bench-{time.time_ns()}"
     try:
         with peer(turn.model, url, bare) as other, contenders(turn.model, other, url, bare) as them:
@@ -129,7 +129,7 @@ def measured(turn: Turn, url: str, noise: Noise, original: int) -> Measured:
 
 
 def measured_alone(turn: Turn, url: str, noise: Noise) -> Measured:
-    """One model, through shared memory with one version kept, and nothing beside it."""
+    """Measure one model through shared memory alone, with one version kept."""
     with peer(turn.model, url, None) as other:
         ours = Contenders(turn.model, [other], url, kept=1)
         try:
@@ -148,7 +148,7 @@ def measured_alone(turn: Turn, url: str, noise: Noise) -> Measured:
 
 
 def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
-    """Shared memory beside each of the others, by speed."""
+    """Return rows that compare shared memory with each other path, by speed."""
     times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
     stall = [one.publish for one in found["shm"]]
     ours, bare, copied = times["shm"], times["pipeline"], times["copy"]
@@ -173,7 +173,7 @@ def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
 
 
 def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
-    """Shared memory beside both ways through Ray, round by round."""
+    """Return rows that compare shared memory with both paths through Ray, round by round."""
     times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
     return [
         row(turn, what, times[way], peer, times[theirs], asked)
@@ -186,7 +186,7 @@ def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
 
 
 def fitted(totals: list[tuple[Model, float]]) -> Row:
-    """What a tensor costs, whatever its size: time = a * tensors + bytes / bandwidth."""
+    """Fit the cost per tensor: time = a * tensors + bytes / bandwidth."""
     sizes = np.array([[model.tensors, model.nbytes] for model, _ in totals], float)
     (a, per_byte), *_ = np.linalg.lstsq(sizes, np.array([one for _, one in totals]), rcond=None)
     return Row(
@@ -196,7 +196,7 @@ def fitted(totals: list[tuple[Model, float]]) -> Row:
 
 
 def notes_of(size: Size, *, missing: bool) -> list[str]:
-    """What a reader should know."""
+    """Return the notes for readers of the figures."""
     notes = [
         "Tensors are bf16. Ratios are of speeds: above 1, shared memory is faster. Rounds: "
         + ", ".join(f"{one.rounds} of {one.name}" for one in size.turns)
@@ -205,7 +205,7 @@ def notes_of(size: Size, *, missing: bool) -> list[str]:
         "process copies the last ones out of it, in one flat piece each, and checks nothing.",
         "Shared memory: the other process digests chunks while they are written, and copies them "
         "into its model once the version is announced. Begun when announced: it does both only "
-        "then. Into a model at rest: nobody serves from it, so it takes each chunk as soon as that "
+        "then. Into a model at rest: it serves no requests, so it takes each chunk as soon as that "
         "is digested. Served where it lies: its model's tensors become the segment's own.",
         "A snapshot is a copy of all tensors into memory that is used again; that much is asked to "
         "be at most 1.3 memory copies, which is a ratio of 0.77.",

@@ -1,4 +1,4 @@
-"""Weights through a collective group, beside a bare broadcast of the same bytes."""
+"""Weights through a collective group, compared with a plain broadcast of the same bytes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Timed(NamedTuple):
     """Seconds of one version."""
 
     whole: float
-    """Until the other process has all bytes."""
+    """Seconds until the other process has all bytes."""
     applied: float
-    """Until they are in its model."""
+    """Seconds until they are in its model."""
 
 
 NOTES = (
@@ -48,7 +48,7 @@ NOTES = (
 
 
 def measured(on: Stage, turn: Turn, noise: Noise) -> list[Row]:
-    """One model."""
+    """Measure one model."""
     with (
         EmbeddedServer(on.folder, "weights", durable=False).attached() as url,
         end(serve, turn.model, url, on.folder / f"bare-{time.time_ns()}") as other,
@@ -92,7 +92,7 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> list[Row]:
 
 @contextmanager
 def sender(model: Model, url: str, other: Peer) -> Iterator[CollectiveStore]:
-    """The trainer's rank 0, in both groups."""
+    """Yield the store of the trainer's rank 0, in both groups."""
     store = CollectiveStore(open_client(url), RUN, "trainer-0")
     try:
         store.listen(1)
@@ -109,7 +109,7 @@ def sender(model: Model, url: str, other: Peer) -> Iterator[CollectiveStore]:
 
 
 def serve(requests: Connection, model: Model, url: str, meeting: Path) -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until the pipe is closed."""
     module = torch.nn.ParameterDict(model.parameters())
     flat, target = (torch.zeros(model.nbytes, dtype=torch.uint8) for _ in range(2))
     store = CollectiveStore(open_client(url), RUN, "explorer-1")

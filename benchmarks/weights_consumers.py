@@ -1,4 +1,4 @@
-"""Several consumers of one version, one that comes late, and one that is slow."""
+"""Several consumers of one version: all in time, one late, one slow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .weights_contenders import Contenders, Timed
 from .weights_peer import Model, Peer, peer
 
 SLOW = 0.5
-"""Seconds for which the slow one holds the version before."""
+"""Seconds for which the slow consumer holds the previous version."""
 
 
 def consumer_rows(name: str, model: Model, most: int, url: str, rounds: int) -> list[Row]:
-    """From the first byte published to the last consumer's last byte applied, by their number."""
+    """Return rows of the time from the first byte published to the last byte applied."""
     counts = [number for number in (1, 2, 4, 8) if number <= most]
     with ExitStack() as exits:
         peers = [exits.enter_context(peer(model, url, None)) for _ in range(most)]

@@ -1,4 +1,4 @@
-"""The ways of a version from this process into another, each timed alone."""
+"""Paths of a version from this process to another, each timed alone."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Timed(NamedTuple):
 
     all: float
     publish: float = 0.0
-    """Of it, until all was published: how long the training loop is held."""
+    """Seconds until all is published, for which the training loop is stalled."""
 
 
 class Contenders:
-    """This process's end, with a model of its own.
+    """Publishing ends of all transports, with a model of their own.
 
     Args:
-        model: What its tensors look like.
-        others: The other ends; each takes every version, as long as nobody else is chosen.
-        url: Of a server.
-        kept: Versions that are there at a time.
+        model: Shape of the model.
+        others: Receiving processes; each takes every version unless others are chosen.
+        url: URL of a Redis server.
+        kept: Versions that are kept at a time.
     """
 
     def __init__(self, model: Model, others: list[Peer], url: str, kept: int = KEPT) -> None:
@@ -57,7 +57,7 @@ class Contenders:
         self._kept = kept
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release the stores and the model."""
         for store in self._stores.values():
             store.close()
 
@@ -70,14 +70,15 @@ class Contenders:
         late: int = 0,
         at_rest: bool = False,
     ) -> Timed:
-        """Publish, and let the others apply.
+        """Publish a version, and let the other processes apply it.
 
         Args:
-            transport: By which.
-            digests: Whether anything is digested.
-            along: Whether the others read along.
-            late: How many of them, the last ones, begin only when the version is announced.
-            at_rest: Whether nobody serves from their models, which take what they read along.
+            transport: Name of the transport.
+            digests: If False, no digest is computed.
+            along: If True, the other processes prefetch.
+            late: Number of processes, the last ones, that begin only at the announcement.
+            at_rest: If True, their models serve no requests, and receive chunks as they are
+                prefetched.
         """
         number = self._number()
         began = time.perf_counter()
@@ -90,7 +91,7 @@ class Contenders:
         return self._done(transport, began, seconds, ready, applied, number)
 
     def in_place(self) -> Timed:
-        """Publish through shared memory, and let the others serve from there."""
+        """Publish through shared memory, and let the other processes serve from the segment."""
         number = self._number()
         began = time.perf_counter()
         ready, seconds = self._publish("shm", self.others)
@@ -100,13 +101,13 @@ class Contenders:
         return self._done("shm", began, seconds, ready, served, number)
 
     def snapshot(self) -> Timed:
-        """Copy all tensors to where they could be published from."""
+        """Copy all tensors to memory from which they could be published."""
         began = time.perf_counter()
         self._staging.copied(list(self._source.values()))
         return Timed(time.perf_counter() - began)
 
     def _number(self) -> float:
-        """Another than last time, in the tensor that is sent last; bf16 has it."""
+        """Set the last tensor to a new number, which bf16 represents exactly."""
         number = float(1 + next(self._steps) % 100)
         self._source[LAST][-1] = number
         return number
@@ -144,7 +145,7 @@ class Contenders:
 def bare_copies(
     model: Model, other: Peer, bare: Path
 ) -> Iterator[tuple[Callable[[], Timed], Callable[[], Timed]]]:
-    """The limits: the same copies with nothing checked, through a mapped file; and one copy."""
+    """Yield the limits: the same copies unchecked, through a mapped file; and one copy."""
     flat, target = (memoryview(bytearray(model.nbytes)) for _ in range(2))
     mapped = memoryview(mapped_file(bare, model.nbytes, mmap.PROT_READ | mmap.PROT_WRITE))
 
@@ -169,7 +170,7 @@ def bare_copies(
 def contenders(
     model: Model, other: Peer, url: str, bare: Path
 ) -> Iterator[dict[str, Callable[[], Timed]]]:
-    """What takes turns."""
+    """Yield the contenders by name."""
     ours = Contenders(model, [other], url)
     try:
         with bare_copies(model, other, bare) as (pipeline, copy):

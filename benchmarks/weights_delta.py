@@ -1,4 +1,4 @@
-"""What it saves, and what it costs, to publish only what changed."""
+"""Savings and costs of delta versions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TITLE = "weights of which only what changed is published"
 PLACE = PERFORMANCE
 RUN = "bench-weights-delta"
 _ENDS = count()
-"""Each pair of ends has a run of its own."""
+"""Numbers of runs: each pair of ends has its own."""
 SHARES = (0.001, 0.01, 0.03, 1.0)
 FULL_EVERY = 16
 _MEBIBYTE = 1 << 20
@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Size(NamedTuple):
-    """Models over so many rounds, versions of a chain, steps of the demo's policy."""
+    """Models, rounds, versions of a chain, steps of the policy, and the expected duration."""
 
     models: tuple[tuple[str, Model], ...]
     rounds: int
@@ -65,7 +65,7 @@ SIZES = {
 
 
 class Timed(NamedTuple):
-    """Seconds until it was published and until it was applied, and the bytes that travelled."""
+    """Seconds until published and until applied, and the transferred bytes."""
 
     publish: float
     all: float
@@ -73,12 +73,12 @@ class Timed(NamedTuple):
 
 
 class Ends:
-    """Both ends of one rank's versions, one after the other, with a model at the far end.
+    """Publisher and reader of one rank's consecutive versions, with a model at the reader.
 
     Args:
-        transport: How they travel.
-        url: Of the chunks' server.
-        like: What the tensors are like.
+        transport: Name of the transport.
+        url: URL of the chunks' server.
+        like: Tensors with the names, shapes and dtypes of the versions.
     """
 
     def __init__(self, transport: str, url: str, like: Tensors) -> None:
@@ -94,7 +94,7 @@ class Ends:
         self._there: list[PartRef] = []
 
     def sync(self, tensors: Tensors, *, delta: bool) -> Timed:
-        """Publish the tensors, in full or as what changed, and apply them."""
+        """Publish the tensors, in full or as a delta, and apply them."""
         part = PartRef(self._run, 1, next(self._steps), 0)
         began = time.perf_counter()
         if delta:
@@ -114,7 +114,7 @@ class Ends:
         return Timed(published, applied, report.bytes)
 
     def _retire(self, part: PartRef, report: PublishedPartReport) -> None:
-        """Keep this version and what it rests on, and no others."""
+        """Retire all versions but this one and its base."""
         base = part._replace(step=report.delta.base.step) if report.delta else part
         for one in self._there:
             if one != base:
@@ -122,14 +122,14 @@ class Ends:
         self._there = [base, part]
 
     def check(self, tensors: Tensors) -> None:
-        """Raise unless the model has these."""
+        """Raise an error unless the model has these tensors."""
         for name, tensor in tensors.items():
             found = self.module[name].detach()
             if found.dtype != tensor.dtype or not torch.equal(found, tensor):  # noqa: TID251
                 raise RuntimeError(f"{name} was not applied as it was published")
 
     def close(self) -> None:
-        """Free what is published."""
+        """Delete the published versions."""
         for one in self._there:
             self.near.delete(one)
         self.far.close()
@@ -137,7 +137,7 @@ class Ends:
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Each model at each share over each transport; then chains; then the demo's own policy."""
+    """Measure each model, share and transport; then chains; then the demo's own policy."""
     rows: list[Row] = []
     with EmbeddedServer(on.folder, "weights", durable=False).attached() as url:
         for name, model in size.models:
@@ -153,7 +153,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 def shared(name: str, model: Model, share: float, url: str, rounds: int, noise: Noise) -> list[Row]:
-    """One model of which a share of the elements changes from version to version."""
+    """Measure one model of which a share of the elements changes between versions."""
     tensors = random_tensors(model)
     generator = torch.Generator().manual_seed(1)
     rows: list[Row] = []
@@ -181,7 +181,7 @@ def shared(name: str, model: Model, share: float, url: str, rounds: int, noise: 
 
 
 def rows_of(what: str, transport: str, found: dict[str, list[Timed]]) -> list[Row]:
-    """Bytes once, since they are the same by every transport; and times."""
+    """Return rows of bytes, which no transport changes, and of times."""
     full, delta = found["full"], found["delta"]
     rows = []
     if transport == "shm":
@@ -204,7 +204,7 @@ def rows_of(what: str, transport: str, found: dict[str, list[Timed]]) -> list[Ro
 
 
 def bytes_row(what: str, ours: list[int], theirs: list[int]) -> Row:
-    """The bytes of a version in the mean."""
+    """Return the row of the mean bytes of a version."""
     mean, full = sum(ours) / len(ours), sum(theirs) / len(theirs)
     return Row(
         what=f"{what}, bytes of a version",
@@ -216,7 +216,7 @@ def bytes_row(what: str, ours: list[int], theirs: list[int]) -> Row:
 
 
 def chained(name: str, model: Model, share: float, url: str, versions: int) -> Row:
-    """Versions one after the other, the full ones among them: what a run would send."""
+    """Publish a chain of versions with its full ones, as a run would."""
     say(f"  {name}, a chain with {share:.1%} changed from one to the next")
     tensors, generator = random_tensors(model), torch.Generator().manual_seed(2)
     found: list[int] = []
@@ -230,7 +230,7 @@ def chained(name: str, model: Model, share: float, url: str, versions: int) -> R
 
 
 def learned(url: str, steps: int) -> list[Row]:
-    """The demo's policy over its GRPO steps, as it is and as bf16."""
+    """Measure the demo's policy over its GRPO steps, unchanged and as bf16."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for rate in (5e-4, 1e-6):
@@ -240,7 +240,7 @@ def learned(url: str, steps: int) -> list[Row]:
 
 
 def learned_at(url: str, learning: Learning, steps: int, rate: float) -> list[Row]:
-    """One learning rate."""
+    """Measure one learning rate."""
     rows = []
     found: dict[torch.dtype, list[int]] = {torch.float32: [], torch.bfloat16: []}
     moved: dict[torch.dtype, list[float]] = {dtype: [] for dtype in found}
@@ -270,7 +270,7 @@ def learned_at(url: str, learning: Learning, steps: int, rate: float) -> list[Ro
 
 
 def share_changed(before: Tensors, after: Tensors) -> float:
-    """Of all elements, by their bits."""
+    """Return the share of all elements whose bits differ."""
     signed = {2: torch.int16, 4: torch.int32}
     changed = total = 0
     for name, tensor in after.items():
@@ -281,7 +281,7 @@ def share_changed(before: Tensors, after: Tensors) -> float:
 
 
 def random_tensors(model: Model) -> Tensors:
-    """Weights as of a model that was not trained: normal, bf16."""
+    """Return weights of an untrained model: normally distributed, bf16."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: (torch.randn(tensor.shape, generator=generator) * 0.02).bfloat16()
@@ -290,9 +290,9 @@ def random_tensors(model: Model) -> Tensors:
 
 
 def change(tensors: Tensors, share: float, generator: torch.Generator) -> None:
-    """Change a share of the elements, at random places, by their last bit.
+    """Change the last bit of a share of the elements, at random places.
 
-    Where places were drawn twice it is a little less.
+    If a place was drawn twice, the share is slightly smaller.
     """
     for tensor in tensors.values():
         bits = tensor.view(torch.int16)
@@ -305,7 +305,7 @@ def change(tensors: Tensors, share: float, generator: torch.Generator) -> None:
 
 @contextmanager
 def ends(transport: str, url: str, like: Tensors) -> Iterator[Ends]:
-    """Both ends, closed at the end."""
+    """Yield both ends, and close them after the block."""
     made = Ends(transport, url, like)
     try:
         yield made
@@ -315,7 +315,7 @@ def ends(transport: str, url: str, like: Tensors) -> Iterator[Ends]:
 
 
 def notes_of(size: Size, *, learns: bool) -> list[str]:
-    """What a reader should know."""
+    """Return the notes for readers of the figures."""
     notes = [
         "Ratios are of the full version over the delta, of bytes or of seconds: above 1, the delta "
         f"is smaller or faster. Tensors are bf16, changed at random places; rounds: {size.rounds}.",

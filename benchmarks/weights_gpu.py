@@ -1,4 +1,4 @@
-"""Weights from a trainer's GPU into an explorer's, by each transport that reaches a GPU."""
+"""Weights from a trainer's GPU to an explorer's, by each transport that supports GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEVICE_COPIES, PINNED_COPIES, PINNED_COPY = (
 
 
 class Size(NamedTuple):
-    """Models, and how long it takes."""
+    """Models, and the expected duration."""
 
     turns: tuple[Turn, ...]
     takes: str

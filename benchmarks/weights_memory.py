@@ -1,4 +1,4 @@
-"""How much memory a version takes beside the models, at either end of each transport."""
+"""Memory that a version takes beside the models, at both ends of each transport."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .transport_peers import Turn, end
 from .weights_peer import DEADLINE, KEPT, RUN, Model, apply, published
 
 STAGED = Rounds("at most", 1.1)
-"""Of the model's size; what is asked is one copy, and something is always on its way."""
+"""Maximum ratio to the model's size: one copy, and a margin for bytes in transit."""
 _VERSIONS = 5
 _EVERY = 0.001
 _STREAM, _SNAPSHOT, _APPLY, _LOAD = "publisher", "publisher of snapshots", "consumer", "joiner"
@@ -53,20 +53,20 @@ _NAMES = {"shm": "shared memory", "redis": "Redis", "ray": "Ray", "collective": 
 
 
 class Cluster(NamedTuple):
-    """Where Ray is, if it is."""
+    """Address of the Ray cluster, if there is one."""
 
     address: str
     auth: str
-    """As Ray put it into the environment of the process that started it."""
+    """Authentication mode that Ray put into the environment of the process that started it."""
 
 
 class Peak(NamedTuple):
-    """Bytes above those before the first version."""
+    """Bytes in excess of those before the first version."""
 
     own: int
-    """Of the process alone."""
+    """Bytes of memory private to the process."""
     shared: int
-    """That it has mapped with others: segments, Ray's object store."""
+    """Bytes of memory that it shares with others: segments, Ray's object store."""
 
 
 NOTES = (
@@ -74,13 +74,13 @@ NOTES = (
     "every millisecond. Ratios there are of the peak of a process's own memory to the model's "
     "size. Shared is what it maps together with others: segments, Ray's object store. Over Redis "
     "the versions are in the server's memory.",
-    "A joiner fills a model that nobody serves from, straight; a consumer holds what it will copy "
+    "A joiner fills a model that serves no requests, directly; a consumer holds what it will copy "
     "until all of it is verified, unless that can be read where it lies.",
 )
 
 
 def memory_rows(turn: Turn, url: str, *, ray: bool) -> list[Row]:
-    """Both ends of each transport, each in a process of its own."""
+    """Measure both ends of each transport, each in a process of its own."""
     rows = []
     for transport, publisher, consumer in WAYS:
         if transport == "ray" and not ray:
@@ -95,7 +95,7 @@ def memory_rows(turn: Turn, url: str, *, ray: bool) -> list[Row]:
 def measured(
     transport: str, publisher: str, consumer: str, model: Model, url: str
 ) -> tuple[Peak, Peak]:
-    """The peaks of both ends."""
+    """Return the memory peaks of both ends."""
     with (
         _cluster(transport, model) as where,
         end(serve, transport, publisher, model, url, where) as ours,
@@ -128,13 +128,13 @@ def _cluster(transport: str, model: Model) -> Iterator[Cluster]:
 
 
 def _listen(store: CollectiveStore) -> None:
-    store.listen(1)  # what it returns stays in its process
+    store.listen(1)  # drop the result, which cannot leave its process
 
 
 def serve(
     requests: Connection, transport: str, role: str, model: Model, url: str, where: Cluster
 ) -> None:
-    """One end: answers until nobody asks any more."""
+    """Answer requests for one end until the pipe is closed."""
     store = _store(transport, role, url, where)
     do = (_publisher if role in (_STREAM, _SNAPSHOT) else _consumer)(store, role, model)
     watch = Watch()
@@ -194,7 +194,7 @@ def _consumer(store: ChunkStore, role: str, model: Model) -> dict[str, Callable[
 
 
 class Watch:
-    """Looks at this process's memory again and again."""
+    """Thread that samples this process's memory."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -202,12 +202,12 @@ class Watch:
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def begin(self) -> None:
-        """From now on."""
+        """Begin to sample."""
         self._before = self._most = memory()
         self._thread.start()
 
     def peak(self) -> Peak:
-        """The most that there was, above what there was when it began."""
+        """Return the maximum memory in excess of that at the beginning."""
         self._ended.set()
         self._thread.join()
         return Peak(*(most - was for most, was in zip(self._most, self._before, strict=True)))
@@ -219,7 +219,7 @@ class Watch:
 
 
 def memory() -> Peak:
-    """What this process has in memory now."""
+    """Return the present memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = dict(line.split(":", 1) for line in lines)
     return Peak(*(1024 * int(found[name].split()[0]) for name in ("RssAnon", "RssShmem")))

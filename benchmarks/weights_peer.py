@@ -1,4 +1,4 @@
-"""The other end of the weight benchmarks: a process that takes versions into a model of its own."""
+"""Receiving process of the weight benchmarks, which applies versions to a model of its own."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from .original_design import LAST
 
 RUN = "bench-weights"
 KEPT = 2
-"""Versions that are there at a time, as in a run."""
+"""Versions that are kept at a time, as in a run."""
 BLOCK = 16 << 20
-"""Of the bare pipeline."""
+"""Bytes per block of the bare pipeline."""
 DEADLINE = 300.0
 _NO_DIGEST = "xxh3:" + "0" * 32
 
 
 class Model(NamedTuple):
-    """Tensors that look like a model's: so many, of so many elements each, bf16."""
+    """Shape of a model: a number of bf16 tensors of equal size."""
 
     tensors: int
     elements: int
@@ -58,7 +58,7 @@ class Model(NamedTuple):
         return self.tensors * self.elements * 2
 
     def parameters(self, fill: float = 0.0) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
+        """Return the tensors by name."""
         one = {"dtype": torch.bfloat16}
         return {
             f"layer{number}": torch.full((self.elements,), fill, **one)  # type: ignore[call-overload]
@@ -67,13 +67,13 @@ class Model(NamedTuple):
 
 
 def store_of(name: str, url: str) -> ChunkStore:
-    """The end of a transport."""
+    """Open the receiving or sending end of a transport."""
     return SharedMemoryStore() if name == "shm" else RedisChunkStore(open_client(url))
 
 
 @contextmanager
 def undigested(*modules: str) -> Iterator[None]:
-    """Within it nothing is digested in these modules."""
+    """Disable digests in these modules during the block."""
     patches = [mock.patch(f"trinity_events.weights.{one}.digest", unsealed) for one in modules]
     for patch in patches:
         patch.start()
@@ -85,39 +85,39 @@ def undigested(*modules: str) -> Iterator[None]:
 
 
 def unsealed(_: Any) -> str:
-    """In a digest's place."""
+    """Return a constant in place of a digest."""
     return _NO_DIGEST
 
 
 class Peer:
-    """The process, as the benchmark sees it: it answers each request when it is done."""
+    """Proxy of the receiving process, which answers each request once it is done."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def say(self, *request: Any) -> None:
-        """Ask for something, and do not wait."""
+        """Send a request without waiting."""
         self._connection.send(request)
 
     def tell(self, message: bytes) -> None:
-        """Say something while it is at it."""
+        """Send data while the process handles a request."""
         self._connection.send_bytes(message)
 
     def wait(self) -> Any:
-        """The answer."""
+        """Return the answer to the last request."""
         if not self._connection.poll(DEADLINE):
             raise TimeoutError(f"the other process did not answer within {DEADLINE:g} s")
         return self._connection.recv()
 
     def ask(self, *request: Any) -> Any:
-        """Both."""
+        """Send a request and return its answer."""
         self.say(*request)
         return self.wait()
 
 
 @contextmanager
 def peer(model: Model, url: str, bare: Path | None) -> Iterator[Peer]:
-    """A process with a model of zeros; without a bare file it copies no bare blocks."""
+    """Start a process with a model of zeros; it copies bare blocks only if ``bare`` is given."""
     with process_of(get_context("spawn"), serve, model, url, bare) as started:
         yield started
 
@@ -126,9 +126,9 @@ def peer(model: Model, url: str, bare: Path | None) -> Iterator[Peer]:
 def process_of(
     processes: BaseContext, serve: Callable[..., None], *arguments: Any
 ) -> Iterator[Peer]:
-    """A process that answers what it is asked through its first argument."""
+    """Start a process that answers requests from its first argument."""
     ours, theirs = processes.Pipe()
-    # Typeshed has Process in each kind of context, and not in what they have in common.
+    # Typeshed declares Process in each kind of context, but not in their common base.
     started = processes.Process(target=serve, args=(theirs, *arguments), daemon=True)  # type: ignore[attr-defined]
     started.start()
     theirs.close()
@@ -142,8 +142,8 @@ def process_of(
 
 
 def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> None:
-    """Answer until nobody asks any more."""
-    # As explorers do, of which each has its share of the cores.
+    """Answer requests until the pipe is closed."""
+    # As in explorers, each of which has its share of the cores.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     module = torch.nn.ParameterDict(model.parameters())
     flat = mapped = memoryview(b"")
@@ -159,7 +159,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
     try:
         while True:
             what, *arguments = requests.recv()
-            if along is not None:  # what it reads is announced
+            if along is not None:  # the prefetched part is announced
                 along.end()
                 along = None
             if what == "along":
@@ -196,7 +196,7 @@ def serve(requests: Connection, model: Model, url: str, bare: Path | None) -> No
 
 
 class Along:
-    """Reads a part along with its publisher, until it is announced."""
+    """Thread that prefetches a part until it is announced."""
 
     def __init__(self, store: SupportsPrefetch, part: PartRef, taker: Taker | None) -> None:
         self._stop = threading.Event()
@@ -206,13 +206,13 @@ class Along:
         self._thread.start()
 
     def end(self) -> None:
-        """The part was announced."""
+        """End the prefetch, since the part was announced."""
         self._stop.set()
         self._thread.join()
 
 
 def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, digests: bool) -> float:
-    """As an explorer does; returns a number of the model's last tensor, to see that it is there."""
+    """Apply a version as an explorer does; return an element of the last tensor, as a check."""
     if not digests:
         with undigested("pull"):
             return apply(store, module, ready, digests=True)
@@ -224,7 +224,7 @@ def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, diges
 def published(
     store: ChunkStore, part: PartRef, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> StepReady:
-    """Publish a part; what would be announced of it."""
+    """Publish a part; return the announcement of its version."""
     writer = PartWriter(store, part)
     for name, tensor in tensors:
         writer.add(name, tensor)
@@ -232,7 +232,7 @@ def published(
 
 
 def announced(part: PartRef, report: PublishedPartReport) -> StepReady:
-    """As the reducer announces it."""
+    """Return the announcement as the reducer makes it."""
     told = PublishedPart(rank=0, manifest_digest=report.manifest_digest, bytes=report.bytes)
     return StepReady(
         epoch=part.epoch,
@@ -245,14 +245,14 @@ def announced(part: PartRef, report: PublishedPartReport) -> StepReady:
 
 
 def copy_blocks(requests: Connection, source: memoryview, target: memoryview) -> None:
-    """Copy each block as soon as it is said to be there."""
+    """Copy each block as soon as it is reported complete."""
     for begin in range(0, len(target), BLOCK):
         requests.recv_bytes()
         target[begin : begin + BLOCK] = source[begin : begin + BLOCK][: len(target) - begin]
 
 
 def mapped_file(path: Path, nbytes: int, protection: int) -> mmap.mmap:
-    """A file in shared memory, its pages in place."""
+    """Map a file in shared memory, with its pages in place."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)

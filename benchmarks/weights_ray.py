@@ -1,4 +1,4 @@
-"""Weights through Ray's object store, beside the original's path and Ray used with care."""
+"""Weights through Ray's object store, compared with the original path and with optimised Ray."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ORIGINAL = Rounds("at least", 10)
 CAREFUL = Rounds("at least", 1.0)
 OURS = "Ray's object store"
 PACE = 1 << 30
-"""Bytes a second."""
+"""Bytes per second of the paced tensors."""
 _VERSIONS = 7
-"""Room in Ray's object store: three of ours, what the others put, and what is not freed yet."""
+"""Versions for which the object store has space: three of ours, the peers', and unfreed ones."""
 _WARM = 3
 
 
 class Taker:
-    """The other end of our own way: a Ray actor with a model."""
+    """Receiving end of our own path: a Ray actor with a model."""
 
     def __init__(self, model: Model) -> None:
         import torch
@@ -43,16 +43,16 @@ class Taker:
         self._along: Along | None = None
 
     def along(self, part: PartRef, at_rest: bool) -> None:
-        """Begin to read a part along."""
+        """Begin to prefetch a part."""
         taker = self._ahead.begin(self._module) if at_rest else None
         self._along = Along(self._store, part, taker)
 
     def apply(self, ready: bytes) -> float:
-        """Pull and install what was announced; returns a number of the last tensor."""
+        """Pull and install the announced version; return an element of the last tensor."""
         return apply(self._store, self._module, self._announced(ready), digests=True)
 
     def load(self, ready: bytes) -> float:
-        """The same into a model that nobody serves from meanwhile."""
+        """Pull the announced version into an idle model; return an element of the last tensor."""
         announced = self._announced(ready)
         parts = load_version(self._store, RUN, announced, self._module, ahead=self._ahead)
         self._ahead.note(self._module, parts)
@@ -67,7 +67,7 @@ class Taker:
 
 
 class Ours:
-    """This process's end."""
+    """Publishing end of our own path."""
 
     def __init__(self, model: Model, nodes: int) -> None:
         import ray
@@ -79,15 +79,15 @@ class Ours:
         self._synced = 0
 
     def sync(self) -> float:
-        """Seconds that one version takes, into a model that serves meanwhile."""
+        """Return the seconds of one version, into a model that serves meanwhile."""
         return self._synced_by(self._taker.apply)
 
     def sync_at_rest(self) -> float:
-        """Seconds that one takes into a model that nobody serves from meanwhile."""
+        """Return the seconds of one version, into an idle model."""
         return self._synced_by(self._taker.load, at_rest=True)
 
     def sync_paced(self, *, along: bool) -> float:
-        """Seconds that one takes whose tensors come at a pace, into such a model."""
+        """Return the seconds of one version with paced tensors, into an idle model."""
         return self._synced_by(self._taker.load, at_rest=True, along=along, paced=True)
 
     def _synced_by(
@@ -114,12 +114,12 @@ class Ours:
         return seconds
 
     def close(self) -> None:
-        """Let go of what is published."""
+        """Delete the published versions."""
         self._store.close()
 
 
 def at_pace(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors as they come from a gather: each when so many bytes may be there."""
+    """Yield tensors at the pace of a gather, limited in bytes per second."""
     began, nbytes = time.perf_counter(), 0
     for name, tensor in tensors:
         nbytes += tensor.nbytes
@@ -139,7 +139,7 @@ NOTES = (
 
 
 def measured(turn: Turn, noise: Noise) -> list[Row]:
-    """One model, to another process of this node and to one of another."""
+    """Measure one model, with a receiver on this node and one on another."""
     return [row for nodes in (1, 2) for row in _measured(turn, nodes, noise)]
 
 

@@ -1,4 +1,4 @@
-"""Weights over Redis, beside a bare socket that sets and gets the same bytes, unlooked at."""
+"""Weights over Redis, compared with a plain socket that sets and gets the same bytes unchecked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RUN = "bench-weights-redis"
 
 
 class Turn(NamedTuple):
-    """A model: its tensors, the elements of each, float32; and over how many rounds."""
+    """Model of float32 tensors of equal size, and the number of its rounds."""
 
     name: str
     tensors: int
@@ -37,7 +37,7 @@ class Turn(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Models, and how long it takes."""
+    """Models, and the expected duration."""
 
     turns: tuple[Turn, ...]
     takes: str
@@ -69,7 +69,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 
 def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
-    """One model."""
+    """Measure one model."""
     tensors = [(f"t{index}", torch.randn(turn.elements)) for index in range(turn.tensors)]
     data = torch.cat([tensor for _, tensor in tensors]).view(torch.uint8).numpy().data
     steps, kept = count(1), deque[PartRef]()
@@ -99,7 +99,7 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
 
         with socket.socket(socket.AF_UNIX) as bare_socket:
             bare_socket.connect(url.removeprefix("unix://"))
-            # The first ones map memory, of the server too.
+            # The first rounds map memory, also in the server.
             taking_turns({OURS: ours, BARE: bare}, KEPT + 2, noise)
             rates = taking_turns({OURS: ours, BARE: bare}, turn.rounds, noise)
         publisher.close()
@@ -116,13 +116,13 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
 
 
 def pulled(store: RedisChunkStore, part: PartRef, ready: StepReady) -> None:
-    """Pull it, verified."""
+    """Pull a part and verify it."""
     with pull_version(store, part.run_id, ready) as version:
         assert version.bytes
 
 
 def set_and_get(to: socket.socket, data: memoryview, into: memoryview) -> None:
-    """All of the data in values of 4 MiB, there and back."""
+    """Send the data in values of 4 MiB, and receive them."""
     for begin in range(0, len(data), _VALUE):
         value, key = data[begin : begin + _VALUE], b"bare-%d" % begin
         head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(value))

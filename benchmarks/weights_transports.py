@@ -1,4 +1,4 @@
-"""Weights through Ray and through a collective group, and the memory that every transport takes."""
+"""Weights through Ray and a collective group, and the memory of every transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEFT_OUT = "Ray was left out: at this size, or because it is not installed (make
 
 
 class Size(NamedTuple):
-    """Models, whether Ray is started too, and how long it takes."""
+    """Models, a flag for Ray, and the expected duration."""
 
     turns: tuple[Turn, ...]
     ray: bool
@@ -40,7 +40,7 @@ SIZES = {
 
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
-    """Measure each model through each."""
+    """Measure each model through each transport."""
     rows: list[Row] = []
     ray = size.ray and find_spec("ray") is not None
     for turn in size.turns:

@@ -1,4 +1,4 @@
-"""A training loop of one's own: two ranks train, publish weights and save; explorers follow.
+"""Custom training loop: two ranks train, publish weights and save, and explorers follow.
 
 torchrun --nproc-per-node 2 own_loop.py     trains
 python own_loop.py RANK                     follows, as explorer RANK
@@ -34,19 +34,19 @@ FOLDER = Path(os.environ["CHECKPOINT_ROOT"]) / RUN
 
 
 def make_model() -> torch.nn.Module:
-    """What is trained; any module will do."""
+    """Return the model to train; any module works."""
     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 8))
 
 
 def from_rank_0(value: Any) -> Any:
-    """What rank 0 has, on every rank."""
+    """Return rank 0's value on every rank."""
     told = [value]
     dist.broadcast_object_list(told)
     return told[0]
 
 
 def train() -> None:
-    """One rank of the trainer."""
+    """Run one rank of the trainer."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with ExitStack() as exits:
@@ -82,11 +82,11 @@ def train() -> None:
         if rank == 0:
             weights.flush()
             anyio.run(until_served, StepRef(epoch, STEPS))
-        dist.barrier()  # rank 0 closes the run once the others' saves are done
+        dist.barrier()  # rank 0 closes the run after the other ranks' saves
 
 
 async def until_served(version: StepRef) -> None:
-    """Wait for every explorer: what is in shared memory is gone with the process that put it."""
+    """Wait for every explorer: weights in shared memory are removed with their publisher."""
     missing = set(range(EXPLORERS))
     applied = subscribe(RUN, WeightsApplied, start="beginning", deadline=60)
     async with applied as events:
@@ -98,7 +98,7 @@ async def until_served(version: StepRef) -> None:
 
 
 async def follow(rank: int) -> None:
-    """One explorer: it serves every version that it can get, and would generate with it."""
+    """Run one explorer, which serves every version that it can get, for generation."""
     model = make_model()
     synchronizer = Synchronizer(RUN, 0, role="explorer", rank=rank)
     with closing(synchronizer):
@@ -109,7 +109,7 @@ async def follow(rank: int) -> None:
                 try:
                     took = synchronizer.apply(model, event.event)
                 except VersionUnavailable:
-                    continue  # it was retired meanwhile: a newer one is announced
+                    continue  # it was retired meanwhile; a newer one is announced
                 print(f"explorer {rank} serves step {event.step}: {took}", flush=True)
                 if event.step == STEPS:
                     break

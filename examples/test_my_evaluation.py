@@ -1,4 +1,4 @@
-"""A unit test of a job that evaluates every version of the weights: no server, no torch."""
+"""Unit test of a job that evaluates every weight version, without a server and torch."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from trinity_events.testing import Pipeline
 async def evaluate(
     subscribe: Callable[..., Subscription[StepReady]], score: Callable[[int], float], last: int
 ) -> dict[int, float]:
-    """The code under test. In production: subscribe = partial(trinity_events.subscribe, RUN)."""
+    """Score versions. In production: subscribe = partial(trinity_events.subscribe, RUN)."""
     scores = {}
     async with subscribe(StepReady, group="eval", start="beginning") as events:
         async for event in events:
@@ -23,7 +23,7 @@ async def evaluate(
 
 
 def test_every_version_is_evaluated_once(trinity_pipeline: Pipeline) -> None:
-    """The fixture comes with trinity-events."""
+    """Evaluate three steps on the in-memory pipeline, whose fixture comes with trinity-events."""
 
     async def scenario() -> None:
         async with trinity_pipeline as run:

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from tests.pipeline import reducer_task
-from tests.rank_processes import RankProcesses
-from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run
-from trinity_events.reducer import log_retention
-from trinity_events.server import EmbeddedServer, connect, open_client
+pytest.register_assert_rewrite("tests.support")
+
+from tests.support.markers import mark_by_needs  # noqa: E402
+from tests.support.pipeline import reducer_task  # noqa: E402
+from tests.support.rank_processes import RankProcesses  # noqa: E402
+from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run  # noqa: E402
+from trinity_events.reducer import log_retention  # noqa: E402
+from trinity_events.server import EmbeddedServer, connect, open_client  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -106,7 +109,7 @@ def cli(home):
 @pytest.fixture(scope="session")
 def megatron_folder(tmp_path_factory):
     """Makes Hugging Face folders of tiny models, by name; each is made once."""
-    from tests.megatron_ranks import make_folder
+    from tests.support.megatron_ranks import make_folder
 
     made = {}
 
@@ -121,7 +124,7 @@ def megatron_folder(tmp_path_factory):
 @pytest.fixture
 def engine_ranks(rank_group, megatron_folder):
     """Makes an engine of a tiny model on a group of ranks."""
-    from tests.megatron_ranks import make_engine
+    from tests.support.megatron_ranks import make_engine
 
     def make(name: str, world: int, *args, **keywords):
         ranks = rank_group(world)
@@ -203,3 +206,7 @@ def make_synchronizer(publisher, redis_url, weights_url, run_id, where):
     yield synchronizer
     for one in made:
         one.close()
+
+
+def pytest_collection_modifyitems(items):
+    mark_by_needs(items)

@@ -76,8 +76,8 @@ def encode(message: msgspec.Struct) -> bytes:
     except TypeError as error:
         name = type(getattr(message, "event", message)).__name__
         raise ContractError(
-            f"{name} holds what is no plain number or text ({error}): of a tensor or an array's "
-            "element, give item()"
+            f"{name} holds a value that is no plain number or text ({error}): for an element of a "
+            "tensor or an array, give item()"
         ) from None
     limit = MAX_MANIFEST_BYTES if isinstance(message, WeightManifest) else MAX_EVENT_BYTES
     _check_size(payload, limit)

@@ -89,13 +89,13 @@ class TensorEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     def fault(self, *, based: bool) -> str | None:
         """Return the error of its encoding, in a part with or without a base; None if valid."""
         if self.encoding == "dense":
-            return "is dense and says what it takes" if self.stored else None
+            return "is dense and has a stored size" if self.stored else None
         if not based:
-            return f"is a {self.encoding} in a part that rests on no other"
+            return f"is a {self.encoding} in a part without a base"
         if self.digest is None:
-            return f"is a {self.encoding} without the digest of what it makes"
+            return f"is a {self.encoding} without the digest of its tensor"
         if self.encoding == "skip" and self.stored:
-            return "is skipped and takes bytes"
+            return "is skipped and has a stored size"
         if self.encoding == "delta" and not 0 < self.stored < self.nbytes:
             return f"is a delta of {self.stored} bytes of a tensor of {self.nbytes}"
         return None

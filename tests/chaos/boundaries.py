@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.proxy import Command
+from tests.support.faulty_proxy import Command
 from trinity_schemas import (
     ContractError,
     Envelope,

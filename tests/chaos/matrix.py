@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.proxy import Command, Fault, Matches, Place
+from tests.support.faulty_proxy import Command, Fault, Matches, Place
 
 from . import outcome
 from .boundaries import (

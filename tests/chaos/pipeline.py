@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.proxy import Proxy
+from tests.support.faulty_proxy import Proxy
 from trinity_events.server import find_binary
 
 from .plan import RUN, Place

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tests.proxy import Command, Fault, Matches
+from tests.support.faulty_proxy import Command, Fault, Matches
 from trinity_events.log import Stream, SyncEventLog
 from trinity_schemas import (
     Event,

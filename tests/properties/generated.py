@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tests.histories import (
+from tests.support.event_histories import (
     RUN,
     committed,
     failed,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.histories import failed, finished, slot, started
 from tests.properties.generated import (
     STRATEGIES,
     Said,
@@ -18,6 +17,7 @@ from tests.properties.generated import (
     new_monitor,
     request,
 )
+from tests.support.event_histories import failed, finished, slot, started
 from trinity_schemas import Process, RunOpened, SaveGranted, SaveRequested
 
 LIMITING = STRATEGIES[1:]

@@ -9,7 +9,6 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.histories import RUN, committed, failed, finished, registration, started
 from tests.properties.generated import (
     Said,
     Scripts,
@@ -21,6 +20,7 @@ from tests.properties.generated import (
     scripts,
 )
 from tests.properties.oracle import Oracle, complete
+from tests.support.event_histories import RUN, committed, failed, finished, registration, started
 from trinity_events.core import Monitor, MonitorState, decode_state, encode_state
 from trinity_events.core.current import is_current, newest_subjects, subject
 from trinity_events.core.limits import KEPT_STEPS_AT_MOST

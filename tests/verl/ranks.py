@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.failing_writers import FailingSynchronizer, FailsOnRank1
-from tests.rank_processes import Rank
-from tests.tensors import identical
+from tests.support.failing_synchronizers import FailingSynchronizer, FailsOnRank1
+from tests.support.rank_processes import Rank
+from tests.support.tensors import identical
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client

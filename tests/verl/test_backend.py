@@ -13,9 +13,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tests.pipeline import events_of
-from tests.tensors import identical
-from tests.test_fsdp import assert_equal
+from tests.support.pipeline import events_of
+from tests.support.tensors import assert_equal, identical
 from tests.verl.conftest import speak_to_verl
 from trinity_schemas import StepRef, VersionPartPublished, WeightsApplied
 

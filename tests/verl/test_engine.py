@@ -9,8 +9,8 @@ import anyio.to_thread
 import pytest
 import torch
 
-from tests.tensors import identical
-from tests.test_fsdp import assert_equal, ready
+from tests.support.fsdp_runs import ready
+from tests.support.tensors import assert_equal, identical
 from tests.verl import ranks as at
 from tests.verl.ranks import Where
 from trinity_events import Synchronizer

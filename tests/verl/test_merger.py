@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rank_processes import Rank
-from tests.tensors import identical
-from tests.test_fsdp import Where
+from tests.support.fsdp_runs import Where
+from tests.support.rank_processes import Rank
+from tests.support.tensors import identical
 from trinity_events import CheckpointCoordinator
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client

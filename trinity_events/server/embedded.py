@@ -151,8 +151,8 @@ class EmbeddedServer:
                 elif (there := int(client.config_get("port")["port"])) != port:
                     raise ServerUnreachable(
                         f"the embedded server of {self.home} listens on port {there} for another "
-                        "serve, and can have but one: use that port, or end the other serve, or "
-                        "set TRINITY_HOME to another folder"
+                        "serve, and has one port at most: use that port, or end the other serve, "
+                        "or set TRINITY_HOME to another folder"
                     )
                 self._lock(users, fcntl.LOCK_SH)
             try:

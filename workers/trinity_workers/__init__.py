@@ -1,1 +1,1 @@
-"""The engines and those who drive them: trainers, explorers, and the demo that runs them all."""
+"""Training engines and their processes: trainers, explorers, and the demo that runs them all."""

@@ -1,4 +1,4 @@
-"""Commands of this package, found by the command line through their entry points."""
+"""Commands of this package, which the command line finds through entry points."""
 
 from __future__ import annotations
 
@@ -50,24 +50,26 @@ _MODULES = {"fsdp": (), "megatron": ("megatron", "mbridge")}
 
 
 class MissingExtra(TrinityError):
-    """A part of the installation that the command needs is not there."""
+    """Raised if a part of the installation that the command needs is missing."""
 
 
 class WeightsRefused(TrinityError):
-    """The run ended well, and its explorers had refused weights that were damaged on the way."""
+    """Raised if the run ended well, but its explorers refused damaged weights."""
 
 
-Engine = Annotated[EngineName, typer.Option("--engine", help="What holds the model and trains.")]
+Engine = Annotated[
+    EngineName, typer.Option("--engine", help="Engine that holds and trains the model.")
+]
 TensorParallel = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="On Megatron, trainers that share every layer; all of a stage when left out.",
+        help="On Megatron, trainers that share every layer; by default all of a stage.",
         show_default=False,
     ),
 ]
 PipelineParallel = Annotated[
-    int, typer.Option(min=1, help="On Megatron, stages that the layers are dealt out to.")
+    int, typer.Option(min=1, help="On Megatron, number of pipeline stages.")
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
 Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
@@ -81,65 +83,69 @@ SaveInterval = Annotated[
     ),
 ]
 Strategy = Annotated[
-    SaveStrategy, typer.Option("--save-strategy", help="Which saves may run at once.")
+    SaveStrategy, typer.Option("--save-strategy", help="Strategy that limits concurrent saves.")
 ]
 Weights = Annotated[
     TransportChoice,
     typer.Option(
         "--weights",
-        help="How weights travel: shared memory (shm, every explorer on the trainer's host), Ray's "
-        "object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), or "
-        "Redis; auto takes the first of shm, ray and redis that is sure to do.",
+        help="Transport of the weights: shared memory (shm, every explorer on the trainer's host), "
+        "Ray's object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), "
+        "or Redis; auto takes the first of shm, ray and redis that all processes can use.",
     ),
 ]
 Publish = Annotated[
     PublishName,
     typer.Option(
         "--publish",
-        help="What is published of the weights: shards, each by the rank that holds it, while "
-        "training waits; a snapshot of them, while training goes on; or full tensors, by rank 0. "
-        "Auto is shards where there are several ranks.",
+        help="Published form of the weights: shards, each from the rank that holds it, while "
+        "training waits; a snapshot of the shards, while training continues; or full tensors, from "
+        "rank 0. Auto is shards if there are several ranks.",
     ),
 ]
-LearningRate = Annotated[float, typer.Option(min=0, help="Of AdamW, once it is warm.")]
+LearningRate = Annotated[
+    float, typer.Option(min=0, help="Learning rate of AdamW after the warm-up.")
+]
 WeightsFullEvery = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Weight versions from one published in full to the next; between them only what "
-        "changed travels (deltas), where that is less. 1 publishes all in full.",
+        help="Weight versions from one published in full to the next; versions between them are "
+        "deltas where these are smaller. 1 publishes all in full.",
     ),
 ]
 WeightsTensorDigests = Annotated[
     bool,
     typer.Option(
         "--weights-tensor-digests",
-        help="Digest each tensor by itself too: explorers digest their models' own tensors before "
-        "they say that they serve a version, and manifests tell which tensors two versions share.",
+        help="Digest each tensor separately too: explorers then digest their models' tensors "
+        "before they report a version as served, and manifests show the tensors that two versions "
+        "share.",
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and of all sampling.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Seed of the model and of all sampling.")
+]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 AdoptFolder = Annotated[
     bool,
     typer.Option(
         "--adopt-folder",
-        help="Take over the run's folder where it belongs to another log, which is gone for good.",
+        help="Take over the run's folder if it belongs to another log, which is lost.",
     ),
 ]
 Fresh = Annotated[
     bool,
     typer.Option(
         "--fresh",
-        help="Begin anew at step 1 although the run has checkpoints that are ready; they stay.",
+        help="Start again at step 1 although the run has ready checkpoints; they stay.",
     ),
 ]
 HealthFile = Annotated[
     Path | None,
     typer.Option(
         "--health-file",
-        help="File that is touched every 5 seconds while the process is at work, for health "
-        "checks.",
+        help="File that is touched every 5 seconds while the process works, for health checks.",
         show_default=False,
     ),
 ]
@@ -148,8 +154,8 @@ WeightsRedisUrl = Annotated[
     typer.Option(
         "--weights-redis-url",
         envvar="TRINITY_WEIGHTS_REDIS_URL",
-        help="Server of the weight chunks; when left out, an embedded one beside the embedded log "
-        "server, else the log's.",
+        help="Server of the weight chunks; by default an embedded one beside the embedded log "
+        "server, else the log's server.",
         show_default=False,
     ),
 ]
@@ -183,7 +189,7 @@ def _launch(
     health_file: HealthFile = None,
     as_json: Json = False,
 ) -> None:
-    """Run the main job to its end, and print its summary, also when it fails."""
+    """Run the main job to its end and print its summary, also after a failure."""
     with results_alone() as results:
         told = _Told(results, run_id, as_json=as_json)
         try:
@@ -222,7 +228,7 @@ def _launch(
 
 
 class _Told:
-    """Printer of a run's one result: its summary, or an object that says why there is none."""
+    """Printer of a run's single result: its summary, or the reason why there is none."""
 
     def __init__(self, results: TextIO, run_id: str, *, as_json: bool) -> None:
         self._results = results
@@ -230,10 +236,10 @@ class _Told:
         self._as_json = as_json
         self._told = False
         self.refusals = 0
-        """How often explorers refused weights."""
+        """Number of times that explorers refused weights."""
 
     def summary(self, summary: DemoSummary) -> None:
-        """Print the summary, for programs or for people."""
+        """Print the summary, as JSON or as text."""
         from .launch.summary import summary_table
 
         self._told = True
@@ -246,11 +252,11 @@ class _Told:
             self._results.flush()
 
     def interrupted(self, error: BaseException) -> None:
-        """Print that there is no summary, to programs, unless there is one."""
+        """Print as JSON that there is no summary, unless one was printed."""
         self.failed(error, "interrupted")
 
     def failed(self, error: BaseException, outcome: Outcome = "failed") -> None:
-        """Print why there is no summary, to programs, unless there is one."""
+        """Print as JSON why there is no summary, unless one was printed."""
         if self._as_json and not self._told:
             failure = Failure(run_id=self._run_id, outcome=outcome, error=cause_of(error))
             self._told = True
@@ -273,7 +279,7 @@ def _run_job(
     fresh: bool,
     settings: dict[str, Any],
 ) -> None:
-    # What can be wrong is found out before the heavy imports.
+    # Wrong arguments are refused before the heavy imports.
     checked_run(run_id)
     folder = writable_root(checkpoint_root(root))
     chosen = RunSettings(**settings)
@@ -306,7 +312,7 @@ def _run_job(
 
 
 def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:
-    """Refuse servers that do not answer; ours are started where they are used."""
+    """Raise an error for given servers that do not respond; embedded ones are started later."""
     for url, setting in ((redis_url, LOG_SERVER), (weights_redis_url, WEIGHTS_SERVER)):
         if url:
             with connect_sync(url, setting=setting):
@@ -314,7 +320,7 @@ def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:
 
 
 def _with_job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Show the options of the job in the place of the command's ``**options``."""
+    """Replace the command's ``**options`` by the options of the job."""
     run, _ = signature(command, eval_str=True).parameters.values()
     job = signature(_launch, eval_str=True).parameters.values()
     options = [one for one in job if one.kind is Parameter.KEYWORD_ONLY]
@@ -325,11 +331,11 @@ def _with_job_options(command: Callable[..., None]) -> Callable[..., None]:
 @_with_job_options
 def demo(
     run: Annotated[
-        str | None, typer.Option("--run", help="The run's id; made from the time when left out.")
+        str | None, typer.Option("--run", help="The run's id; by default it is made from the time.")
     ] = None,
     **options: Any,
 ) -> None:
-    """Run the main job on this machine: train a small model with GRPO, every part a process.
+    """Run the main job on this machine: train a small model with GRPO, each role a process.
 
     Example: trinity-events demo --steps 100 --explorers 2
     """
@@ -341,8 +347,8 @@ def demo(
 def trainer(run: Run, **options: Any) -> None:
     """Open a run and train it, with a reducer and explorers that run elsewhere.
 
-    They need this one's servers and, by --checkpoint-root, its folder. The explorers learn what
-    the run is from its log.
+    They need this trainer's servers and, by --checkpoint-root, its folder. The explorers read the
+    run's settings from its log.
 
     Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
     """
@@ -353,7 +359,7 @@ def explorer(
     run: Run,
     rank: Annotated[
         int | None,
-        typer.Option(min=0, help="Which of the run's explorers; a free one when left out."),
+        typer.Option(min=0, help="Rank of the explorer; by default a free one."),
     ] = None,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for the run to be opened.")
@@ -364,7 +370,7 @@ def explorer(
     health_file: HealthFile = None,
     as_json: Json = False,
 ) -> None:
-    """Explore a run that a trainer opens elsewhere, until it has the last weights.
+    """Explore a run that a trainer opens elsewhere, until its last weights are applied.
 
     Example: trinity-events explorer --run grpo-1 --redis-url redis://localhost:6379
     """
@@ -387,7 +393,7 @@ def explorer(
     if as_json:
         print_json(result)
     elif result is None:
-        say(f"run {run_id} was closed: nothing is left to explore")
+        say(f"run {run_id} was closed: there is nothing to explore")
     else:
         say(
             f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
@@ -397,20 +403,20 @@ def explorer(
 
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder to convert.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    target: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Convert a Hugging Face folder to a Megatron checkpoint, or one of those back.
+    """Convert a Hugging Face folder to a Megatron checkpoint, or back.
 
-    Which of the two the source is, is seen from what is in it. Loading a Megatron checkpoint
-    unpickles: convert those of people that you would run code of, and no others.
+    The content of the source decides the direction. Loading a Megatron checkpoint unpickles it, and
+    so can run code: convert only checkpoints from people that you trust.
 
     Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
     """
     _require("torch", "transformers", "safetensors", *_MODULES["megatron"])
     becomes_megatron(source, target)  # raises before the heavy imports
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion is copying: no GPU is needed for it
-    # That Apex and Transformer Engine are not there, which copying does not need.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion only copies: it needs no GPU
+    # Apex and Transformer Engine may be missing; copying does not need them.
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")
     from .convert import convert as run
 
@@ -443,7 +449,7 @@ def _interruptible(
     except Interrupted as error:
         interrupted(error)
         tell(str(error))
-        # All is closed. What Ray still has to tear down it may abort in, with a status of its own.
+        # All is closed. Ray may abort in its own teardown, and so change the exit status.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_status)

@@ -1,4 +1,4 @@
-"""Collectives that are drained, and errors that all ranks agree on (invariant 10)."""
+"""Helpers that finish collectives and agree on errors over all ranks (invariant 10)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _MESSAGE_BYTES = 512
 
 
 class PeerFailed(TrinityError):
-    """Another rank failed in a collective operation; the message is that rank's."""
+    """Raised if another rank failed in a collective operation; the message is that rank's."""
 
 
 class CollectiveBroken(TrinityError):
-    """A collective could not be completed: a rank died in it, or was too slow."""
+    """Raised if a collective failed because a rank died or was too slow."""
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the number of ranks; (0, 1) where there is no process group."""
+    """Return this process's rank and the number of ranks; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on every rank of the group when the block fails on any.
+    """Raise on every rank of the group if the block fails on any.
 
-    The block must hold no collective: a rank that fails in it would leave the others in there.
+    The block must contain no collective: a rank that fails in it would leave the others waiting.
     """
     error: Exception | None = None
     try:
@@ -41,15 +41,15 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Tell every rank of the group whether any failed; raise on all of them if so.
+    """Exchange errors over all ranks of the group; raise on every rank if any failed.
 
-    A collective: every rank must call it, after it has finished the collectives before. A rank
-    that failed raises its own error, the others raise :class:`PeerFailed` with the message of
-    the lowest rank that did. Text travels as bytes; nothing is pickled.
+    This is a collective: every rank calls it after its earlier collectives are complete. A failed
+    rank raises its own error. The others raise :class:`PeerFailed` with the message of the lowest
+    failed rank. The text is sent as bytes; nothing is pickled.
 
     Raises:
-        PeerFailed: when another rank failed.
-        CollectiveBroken: when one cannot be asked.
+        PeerFailed: if another rank failed.
+        CollectiveBroken: if the ranks cannot exchange errors.
     """
     failed = _first_failed(error, group) if dist.is_available() and dist.is_initialized() else None
     if error is not None:
@@ -77,7 +77,7 @@ def _first_failed(error: Exception | None, group: dist.ProcessGroup | None) -> P
 
 
 def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """What every rank of the group gave, in rank order. A collective; nothing is pickled."""
+    """Return the bytes of every rank of the group, in rank order. Collective; without pickle."""
     device = _message_device(group)
     size = torch.tensor([len(mine)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
@@ -91,7 +91,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None) -> list[by
 
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group takes tensors from: NCCL alone takes none from the CPU."""
+    """Return the device for the group's tensors: NCCL takes none from the CPU."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

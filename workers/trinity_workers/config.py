@@ -1,4 +1,4 @@
-"""What a run is configured by."""
+"""Configuration of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
 EngineName = Literal["fsdp", "megatron"]
-# Of the Synchronizer's those that a run can be told to use. Not taken from there: that is torch.
+# Transports of the Synchronizer that a run can choose; an import from there would load torch.
 TransportName = Literal["shm", "ray", "redis", "collective"]
 TransportChoice = Literal["auto", TransportName]
 PublishName = Literal["auto", "shards", "snapshot", "full"]
@@ -22,43 +22,49 @@ NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class BadSettings(TrinityError):
-    """What a run is to be, or what the log says that it is, cannot be."""
+    """Raised if a run's settings, from the user or from the log, are invalid."""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True):
-    """What a run is, wherever its processes are. Times are seconds."""
+    """Settings of a run that are the same on every host. Times are in seconds."""
 
     engine: EngineName = "fsdp"
     trainers: Positive = 2
     tensor_parallel: Positive | None = None
-    """On Megatron, trainers that share every layer; when left out, all of a pipeline's stage."""
+    """Number of trainers that share every layer, on Megatron; None takes all of a pipeline stage.
+    """
     pipeline_parallel: Positive = 1
-    """On Megatron, stages that the layers are dealt out to."""
+    """Number of pipeline stages, on Megatron."""
     explorers: Positive = 1
     task: str = "spell-backward"
     seed: int = 0
     transport: TransportName = "redis"
-    """How the trainer publishes weights."""
+    """Transport by which the trainer publishes weights."""
     publish: PublishName = "auto"
-    """What travels: shards, each from the rank that holds it, while training waits, or from a copy
-    (snapshot) while it goes on; or full tensors from rank 0. Auto is shards where there are several
-    ranks."""
+    """Form in which weights are published.
+
+    "shards" come from the rank that holds them, while training waits. A "snapshot" is a copy of the
+    shards, published while training continues. "full" tensors come from rank 0. "auto" is shards if
+    there are several ranks.
+    """
 
     steps: Positive = 300
     sync_interval: Positive = 1
     """Steps between two published weight versions."""
     sync_offset: NotNegative = 1
-    """Versions that explorers may be behind; 0 is strictly on-policy and takes turns."""
+    """Versions that explorers may be behind; 0 is strictly on-policy and alternates with training.
+    """
     weights_full_every: Positive = 1
-    """Versions from one published in full to the next; between them only what changed travels."""
+    """Versions from one published in full to the next; the others are published as deltas."""
     weights_tensor_digests: bool = False
-    """Whether each tensor is digested by itself too, and again in the models of the explorers."""
+    """If True, manifests have a digest of each tensor, and explorers digest their models' tensors.
+    """
     save_interval: NotNegative = 100
-    """Steps between two checkpoints; 0 writes none. The last step is saved in any case."""
+    """Steps between two checkpoints; 0 writes none. The last step is always saved."""
     save_strategy: SaveStrategy = "unrestricted"
-    """Which saves may run at once."""
+    """Strategy that limits concurrent saves."""
     sync_timeout: float = 300.0
-    """Longest wait for weights, experiences or a save."""
+    """Maximum seconds to wait for weights, experiences or a save."""
 
     prompts_per_step: Positive = 16
     samples_per_prompt: Positive = 16
@@ -71,7 +77,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     held_out_questions: NotNegative = 256
 
     def version_wanted(self, step: int) -> int:
-        """The oldest weight version whose answers may serve training step ``step``.
+        """Return the oldest weight version whose rollouts may be used in training step ``step``.
 
         Versions are published after step 0 and after every ``sync_interval``-th step.
         """
@@ -80,7 +86,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def publishes_shards(self) -> bool:
-        """Whether every rank publishes what it holds; a collective group gets full tensors."""
+        """Return True if every rank publishes its shards; a collective group gets full tensors."""
         if self.transport == "collective":
             return False
         return self.publish in {"shards", "snapshot"} or (
@@ -88,7 +94,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         )
 
     def is_sync_step(self, step: int) -> bool:
-        """Whether weights are published after the step; they always are after the last."""
+        """Return True if weights are published after the step; after the last they always are."""
         return step % self.sync_interval == 0 or step == self.steps
 
     def is_save_step(self, step: int) -> bool:
@@ -96,34 +102,34 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         return self.save_interval > 0 and (step % self.save_interval == 0 or step == self.steps)
 
     def to_text(self) -> str:
-        """As JSON, to travel in the log with the event that opens the run."""
+        """Return the settings as JSON, for the event that opens the run."""
         values = {name: getattr(self, name) for name in RunSettings.__struct_fields__}
         return msgspec.json.encode(values).decode()
 
     def checked(self) -> RunSettings:
-        """These, if they can be. Raises BadSettings when some contradict each other."""
+        """Return the settings if they are consistent. Raises BadSettings if they are not."""
         parts = (self.tensor_parallel or 1) * self.pipeline_parallel
         if self.engine != "megatron" and parts > 1:
             raise BadSettings(
-                "--tensor-parallel and --pipeline-parallel are of Megatron alone: leave them out, "
+                "--tensor-parallel and --pipeline-parallel are for Megatron only: leave them out, "
                 "or add --engine megatron"
             )
         if self.trainers % parts:
             raise BadSettings(
-                f"{self.trainers} trainers cannot be dealt out to groups of {parts} "
+                f"{self.trainers} trainers cannot be divided into groups of {parts} "
                 "(--tensor-parallel times --pipeline-parallel): choose --trainers as a multiple"
             )
         return self
 
     @classmethod
     def from_text(cls, text: str) -> RunSettings:
-        """From JSON. Raises BadSettings when it is of a version that is too different."""
+        """Decode settings from JSON. Raises BadSettings if the writer's version does not fit."""
         try:
             return msgspec.json.decode(text, type=RunSettings)
         except msgspec.DecodeError as error:
             raise BadSettings(
                 f"the run's settings cannot be read ({error}): "
-                "is every process of it of the same version of trinity-events?"
+                "do all of its processes have the same version of trinity-events?"
             ) from None
 
     def placed(
@@ -135,7 +141,7 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         weights_url: str,
         checkpoint_folder: Path,
     ) -> RunConfig:
-        """The run as the processes of one place are told it."""
+        """Return the run's configuration for the processes of one host."""
         return RunConfig(
             run_id=run_id,
             epoch=epoch,
@@ -148,15 +154,15 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
 
 class RunConfig(RunSettings, frozen=True, kw_only=True):
-    """A run, as every process of it is told."""
+    """Configuration of a run for each of its processes."""
 
     run_id: str
     epoch: Positive
-    """Taken when the run was opened; processes are given it, they never read it."""
+    """Epoch that was taken when the run was opened; its processes receive it and never read it."""
     redis_url: str
     weights_url: str
-    """The server of the weight chunks, where they travel by one."""
+    """URL of the weight chunks' server, for transports that use one."""
     checkpoint_folder: Path
-    """The run's own directory, below the reducer's checkpoint root."""
+    """Directory of the run below the reducer's checkpoint root."""
     model_folder: Path
-    """Hugging Face folder that the policy starts from."""
+    """Hugging Face folder of the initial policy."""

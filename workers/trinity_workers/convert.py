@@ -1,7 +1,8 @@
-"""Between Hugging Face folders and Megatron's distributed checkpoints, both ways, streaming.
+"""Conversion between Hugging Face folders and Megatron checkpoints, both ways, streaming.
 
-One process and no GPU. A checkpoint is of every layout at once, so one rank writes and reads it,
-parameter by parameter: what is in memory is a few of the largest, whatever the number of layers.
+It runs in one process without a GPU. A checkpoint does not depend on the layout, so one rank reads
+and writes it, parameter by parameter. Memory holds a few of the largest parameters, whatever the
+number of layers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .engines.megatron.stream import FolderReader
 from .engines.state_files import make_folder, sync, sync_tree
 
 SHARD_BYTES = 512 << 20
-_READ_BYTES = 16 << 20  # after so many, files that are mapped into memory are closed
-_M_MMAP_THRESHOLD = -3  # glibc's
+_READ_BYTES = 16 << 20  # bytes read before memory-mapped files are closed
+_M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,7 +43,7 @@ _NAMES = {
 
 
 class Conversion(Struct, frozen=True, kw_only=True):
-    """What was converted."""
+    """Result of a conversion."""
 
     source: str
     target: str
@@ -57,20 +58,20 @@ def convert(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Conversion:
-    """Convert a folder to the other format; which it is of, is seen from what is in it.
+    """Convert a folder to the other format; its content decides the direction.
 
-    A Megatron folder is what :meth:`MegatronEngine.save_checkpoint` writes: ``model`` and
-    ``huggingface``. Megatron's checkpoints unpickle on load.
+    A Megatron folder has the form that :meth:`MegatronEngine.save_checkpoint` writes: ``model`` and
+    ``huggingface``. Megatron's checkpoints are unpickled on load.
 
     Args:
         source: Folder to convert.
-        target: Folder to make; it appears whole or not at all.
-        shard_bytes: Largest size of a safetensors file, unless one tensor is larger.
+        target: Folder to create; it appears complete or not at all.
+        shard_bytes: Maximum size of a safetensors file, unless one tensor is larger.
 
     Raises:
-        ConversionRefused: when there is no model to convert, or the target is there.
-        UnsupportedModel: when megatron-core has no model of its configuration.
-        IncompatibleWeights: when the weights are not those of the configuration.
+        ConversionRefused: if there is no model to convert, or the target exists.
+        UnsupportedModel: if megatron-core has no model of this configuration.
+        IncompatibleWeights: if the weights do not match the configuration.
     """
     to_megatron = becomes_megatron(source, target)
     _map_large_blocks()
@@ -95,11 +96,11 @@ def convert(
 
 
 def _map_large_blocks() -> None:
-    """Have the process map blocks of memory apart: tensors that are freed leave no holes behind.
+    """Make malloc map large blocks separately, so that freed tensors leave no holes in the heap.
 
-    Without it the heap grows with the layers, by about a fifth of what they take.
+    Otherwise the heap grows with the number of layers, by about a fifth of their size.
     """
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
@@ -135,7 +136,7 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
 
 
 def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[int]:
-    # The checkpoint's dtypes, not the configuration's: a model may be trained in another one.
+    # Use the checkpoint's dtypes: a model may be trained in another one than its configuration's.
     outline = MetaModel(_description(source / "huggingface").config)
     for name, dtype in outline.saved_dtypes(source / "model"):
         outline.set_dtype([name], _checked([dtype], name, source))
@@ -157,13 +158,14 @@ def write_safetensors(
     folder: Path,
     shard_bytes: int,
 ) -> None:
-    """Write tensors as Hugging Face does, in files of at most so many bytes, and their index.
+    """Write tensors in Hugging Face's format, in files of at most ``shard_bytes``, with an index.
 
     Args:
-        planned: What will come, in order, without values: a file says first what is in it.
-        tensors: The tensors; none is kept.
-        folder: Where to.
-        shard_bytes: Largest size of a file's tensors, unless one is larger.
+        planned: Names and shapes of the tensors, in order; a file begins with its table of
+            contents.
+        tensors: The tensors; none is kept in memory.
+        folder: Folder to write to.
+        shard_bytes: Maximum bytes of a file's tensors, unless one tensor is larger.
     """
     files = list(_dealt_out(planned, shard_bytes))
     coming = iter(tensors)
@@ -202,7 +204,7 @@ def _dealt_out(
 
 
 def _header(held: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """What a safetensors file begins with: its length, and where each tensor is after it."""
+    """Return the header of a safetensors file: its length, and the offset of each tensor."""
     said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in held:
@@ -213,12 +215,12 @@ def _header(held: Iterable[tuple[str, torch.Tensor]]) -> bytes:
             "data_offsets": [begin, end],
         }
     text = json.dumps(said).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # so that tensors lie at multiples of eight bytes
+    text = text.ljust(-(-len(text) // 8) * 8)  # aligns the tensors to eight bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def _planned(outline: MetaModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every Hugging Face tensor of the model, in order, without values."""
+    """Yield every Hugging Face tensor of the model in order, without values."""
     for name in outline.parameters:
         yield from outline.tensors(name)
 
@@ -229,7 +231,7 @@ def _description(folder: Path) -> Description:
     except (ValueError, OSError) as error:
         said = " ".join(str(error).split())
         raise ConversionRefused(
-            f"{folder}/config.json says nothing of a model that can be converted: {said}"
+            f"{folder}/config.json describes no model that can be converted: {said}"
         ) from None
 
 
@@ -262,7 +264,7 @@ def _reader(folder: Path) -> FolderReader:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of this process, for the block."""
+    """Make a process group of this process alone, for the block."""
     if dist.is_initialized():
         raise ConversionRefused("this process is a rank of a group: convert in one of its own")
     store = HashStore()

@@ -1,4 +1,4 @@
-"""What can be converted, as its files tell; torch and megatron-core take seconds to import."""
+"""Detection of folders that can be converted, without the slow imports of torch and Megatron."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from trinity_events.errors import TrinityError
 
 
 class ConversionRefused(TrinityError):
-    """There is nothing to convert from, or something where the result is to be."""
+    """Raised if there is no source to convert, or the target exists."""
 
 
 def becomes_megatron(source: Path, target: Path) -> bool:
-    """Whether the source is to become a Megatron checkpoint.
+    """Return True if the source is to become a Megatron checkpoint.
 
-    Raises ConversionRefused when it can become nothing, or the target is there.
+    Raises ConversionRefused if it is neither format, or the target exists.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionRefused(
-            f"{target} is there already: give a folder that is not, or remove it"
-        )
+        raise ConversionRefused(f"{target} exists already: give another folder, or remove it")
     if not source.is_dir():
-        raise ConversionRefused(f"{source} is no folder: give the one that the model is in")
+        raise ConversionRefused(f"{source} is no folder: give the folder of the model")
     if (source / "config.json").is_file():
         return True
     if not (source / "model" / "metadata.json").is_file():

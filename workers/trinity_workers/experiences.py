@@ -1,4 +1,4 @@
-"""The experience stream: explorers add groups, the trainer takes them, acknowledged once used."""
+"""Experience stream: explorers add groups, and the trainer acknowledges them once used."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trinity_schemas import ContractError, ExperienceGroup, RunKeys, decode_expe
 Waiting = Callable[[int, Sequence[ExperienceGroup], float], Awaitable[None]]
 GROUP = "trainer"
 MEMBER = "trainer"
-"""One logical consumer: a trainer takes over whatever the one before it left."""
+"""Consumer name of the trainer: a new trainer takes over the entries of its predecessor."""
 FIELD = b"e"
 BLOCK = 5.0
-"""Seconds that one read waits on the server; below the socket's own deadline."""
+"""Seconds that one read blocks; shorter than the socket's timeout."""
 
-# Refuses to grow past the bound, atomically; nothing that waits to be trained on is ever trimmed.
+# Atomically refuses to exceed the bound; entries that wait for training are never trimmed.
 _ADD = """
 if redis.call('XLEN', KEYS[1]) >= tonumber(ARGV[1]) then return 0 end
 redis.call('XADD', KEYS[1], '*', 'e', ARGV[2])
@@ -31,7 +31,7 @@ return 1
 
 
 class ExperienceWriter:
-    """Adds experience groups, and waits while ``bound`` of them are not used yet."""
+    """Writer of experience groups, which waits while ``bound`` groups are unused."""
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str, *, bound: int) -> None:
         self._key = RunKeys.of(run_id).experiences
@@ -40,31 +40,32 @@ class ExperienceWriter:
         self._add = client.register_script(_ADD)
 
     async def add(self, group: ExperienceGroup, *, deadline: float) -> None:
-        """Add one group; a server that is away is waited for.
+        """Add one group; retry while the server is unreachable.
 
         Raises:
-            DeadlineExceeded: when the trainer makes no room, or the server is not back, in time.
+            DeadlineExceeded: if the trainer frees no space, or the server stays unreachable, in
+                time.
         """
         add = partial(self._add, keys=[self._key], args=[self._bound, encode(group)])
         wait = Deadline(deadline, f"a group of run {self._run_id} was not added", "is it running?")
         pause = 0.01
-        # Only when the bound is met: explorers are held back by their wait for weights before.
+        # The bound is rarely met: explorers wait for weights before.
         while not await wait.ask(add):
             wait.missing = (
                 f"{self._bound} experience groups of run {self._run_id} wait for the trainer, "
-                "which made no room for another"
+                "which freed no space for another"
             )
             await anyio.sleep(min(pause, wait.left()))
             pause = min(2 * pause, 0.5)
 
 
 class ExperienceReader:
-    """Takes the groups of one training step at a time, through a consumer group.
+    """Reader of the groups of one training step at a time, through a consumer group.
 
-    One reader of a run works at a time. It begins with what the one before it had read and not
-    acknowledged. Bytes that are no group, and groups of older epochs, of steps that were taken
-    before, or that came twice, are dropped and counted. Those of a later epoch are its trainer's:
-    we are of an older one then, and take nothing more. A server that is away is waited for.
+    One reader of a run works at a time. It begins with the entries that its predecessor read and
+    did not acknowledge. It drops and counts entries that are no group, of an older epoch, of an
+    earlier step, or duplicates. After an entry of a later epoch this reader is outdated, and takes
+    no more entries. It retries while the server is unreachable.
     """
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str, epoch: int) -> None:
@@ -76,25 +77,25 @@ class ExperienceReader:
         self._held: dict[int, dict[str, tuple[bytes, ExperienceGroup]]] = {}
         self._unacknowledged: set[bytes] = set()
         self._done: list[bytes] = []
-        """What nobody needs any more, and is still to be freed: kept while the server is away."""
+        """Ids of used entries that are still to be freed; kept while the server is unreachable."""
         self._started = False
         self.dropped = 0
 
     async def take(
         self, step: int, count: int, *, deadline: float, waiting: Waiting | None = None
     ) -> tuple[list[ExperienceGroup], list[bytes]]:
-        """The step's groups, and the entry ids to acknowledge them by.
+        """Return the step's groups, and the entry ids with which to acknowledge them.
 
         Args:
             step: The training step.
-            count: Groups of it.
+            count: Number of groups of the step.
             deadline: Seconds to wait for them.
-            waiting: Told after each look for them, with the step, the groups that are there and
+            waiting: Called after each read with the step, the number of groups that arrived, and
                 the seconds since the wait began.
 
         Raises:
-            DeadlineExceeded: when they are not there in time, saying how many are.
-            StaleEpoch: when the run was opened anew.
+            DeadlineExceeded: if they do not arrive in time; it states how many arrived.
+            StaleEpoch: if the run was opened again with a later epoch.
         """
         self._step = step
         for late in [held for held in self._held if held < step]:
@@ -118,7 +119,7 @@ class ExperienceReader:
         return [group for _, group in taken[:count]], [entry_id for entry_id, _ in taken[:count]]
 
     async def ack(self, entry_ids: Sequence[bytes], *, deadline: float) -> None:
-        """The groups are trained on: free them. Raises DeadlineExceeded."""
+        """Acknowledge and free groups that were used in training. Raises DeadlineExceeded."""
         self._done += entry_ids
         if self._done:
             missing = f"experience groups of run {self._run_id} were not freed"
@@ -129,7 +130,8 @@ class ExperienceReader:
         self._done += entry_ids
 
     async def _free(self) -> None:
-        # Both or neither: what is acknowledged but not deleted would count for ever.
+        # In one transaction: an acknowledged entry that is not deleted would count against the
+        # bound.
         async with self._redis.pipeline(transaction=True) as both:
             both.xack(self._key, GROUP, *self._done)
             both.xdel(self._key, *self._done)
@@ -147,7 +149,7 @@ class ExperienceReader:
         self._started = True
 
     async def _read(self, seconds: float) -> None:
-        """Hold what comes within so many seconds; at first, what was there before."""
+        """Keep the entries that arrive within ``seconds``; the first read adds earlier ones."""
         if not self._started:
             await self._start()
             return
@@ -160,9 +162,9 @@ class ExperienceReader:
             await self._take_over()
 
     async def _take_over(self) -> None:
-        """Take what was handed out but is not in our hands.
+        """Claim entries that were delivered but are not held here.
 
-        To a reader that died, or to us in a reply that was lost with its connection.
+        They were delivered to a dead reader, or in a reply that was lost with its connection.
         """
         pending = await self._redis.xpending(self._key, GROUP)
         if pending["pending"] <= len(self._unacknowledged):
@@ -177,7 +179,7 @@ class ExperienceReader:
                 return
 
     def _sort(self, entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> None:
-        """Hold what can be used, by step; drop the rest."""
+        """Keep the useful entries by step; drop the others."""
         useless: list[bytes] = []
         for entry_id, fields in entries:
             if entry_id in self._unacknowledged:

@@ -1,4 +1,4 @@
-"""A file by whose age a health check sees that a process is at work."""
+"""Health file, whose age shows that a process is working."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ import anyio
 logger = logging.getLogger(__name__)
 
 BEAT = 5.0
-"""Seconds between two touches of the file."""
+"""Seconds between two updates of the file."""
 
 
 async def _nothing_more() -> None:
-    """Ask nothing else: that the event loop comes to it is enough."""
+    """Return at once: a running event loop is proof enough."""
 
 
 @asynccontextmanager
 async def beating(
     path: Path | None, answers: Callable[[], Awaitable[None]] = _nothing_more
 ) -> AsyncIterator[None]:
-    """Touch a file every few seconds in the block, as long as the event loop turns.
+    """Touch a file every few seconds during the block, while the event loop runs.
 
-    A process that is stopped, or that hangs in its event loop, lets the file grow old. The file is
-    gone after the block.
+    A process that is stopped or hung lets the file grow old. The file is removed after the block.
 
     Args:
         path: The file; None touches none.
-        answers: Asked before each touch; it returns once the other processes have answered that
-            the health of this one depends on.
+        answers: Called before each touch; it returns once all processes have responded on which
+            this one's health depends.
     """
     if path is None:
         yield

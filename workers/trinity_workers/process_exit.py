@@ -1,4 +1,4 @@
-"""Exit status of a process of this host, asked of the kernel by another than its parent."""
+"""Exit status of a process on this host, from the kernel, without being its parent."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from pathlib import Path
 from trinity_schemas import Process
 
 VERDICT = 2.0
-"""Seconds to wait for word of a process that is known to have ended."""
+"""Seconds to wait for the exit status of a process that has ended."""
 _PIDFD_GET_INFO = 0xC040FF0B
 """``_IOWR(0xFF, 11, struct pidfd_info)`` for its first 64 bytes, since Linux 6.13."""
 _INFO_EXIT = 1 << 3
-"""Asks for the exit status of a process that was reaped, since Linux 6.15."""
+"""Flag that requests the exit status of a reaped process, since Linux 6.15."""
 _EXIT_STATUS = 60
 """Offset of the exit status in ``struct pidfd_info``."""
 _STATUS_AFTER_NAME = 49
-"""Place of the exit status in ``/proc/PID/stat``, counted from behind the command's name."""
+"""Index of the exit status in ``/proc/PID/stat``, counted after the command's name."""
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: " (by hand, or by the kernel for want of memory: see dmesg)",
+    signal.SIGKILL: " (by hand, or by the kernel for lack of memory: see dmesg)",
     signal.SIGSEGV: " (a crash in native code)",
-    signal.SIGABRT: " (native code gave up)",
+    signal.SIGABRT: " (native code aborted)",
     signal.SIGBUS: " (a crash in native code, or shared memory that is full)",
 }
 
 
 class ExitWatch:
-    """Notes how processes of this host end.
+    """Watcher that records how processes of this host end.
 
-    A process that is not our child is reaped by another within milliseconds, so each is waited for
-    by a thread. Where the kernel does not tell, nothing is known of the end.
+    A process that is not a child is reaped by its parent within milliseconds, so a thread waits for
+    each one. If the kernel does not report the end, it stays unknown.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ExitWatch:
         self._statuses: dict[int, int] = {}
 
     def watch(self, process: Process) -> None:
-        """Watch a process until it ends; one of another host is passed over."""
+        """Watch a process until it ends; ignore a process of another host."""
         if process.host != socket.gethostname() or not hasattr(os, "pidfd_open"):
             return
         try:
@@ -79,7 +79,7 @@ class ExitWatch:
 
 
 def in_words(status: int) -> str:
-    """Return the exit status of a process, as ``waitpid`` gives it, in words."""
+    """Return an exit status of ``waitpid`` as text."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         try:
@@ -91,7 +91,7 @@ def in_words(status: int) -> str:
 
 
 def named(role: str, process: Process | None) -> str:
-    """Return a process in words, with its host and its number where they are known."""
+    """Return a process as text, with its host and process id if they are known."""
     return role if process is None else f"{role} (process {process.pid} on {process.host})"
 
 

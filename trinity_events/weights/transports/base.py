@@ -1,4 +1,4 @@
-"""The port of a weight transport: where a version's parts are kept between two processes."""
+"""Protocols of a weight transport, which stores a version's parts between two processes."""
 
 from __future__ import annotations
 
@@ -28,162 +28,163 @@ class PartRef(NamedTuple):
 
 
 class Check(Protocol):
-    """Is given each chunk's index and bytes, None when it is gone; raises when it will not do.
+    """Callback that receives each chunk's index and bytes, or None for a missing chunk.
 
-    It may take the bytes too, and may be called by several threads at once.
+    It raises an error for an invalid chunk. It may copy the bytes, and several threads may call it
+    at once.
     """
 
     def __call__(self, index: int, data: memoryview | None, digested: str | None = None) -> None:
-        """``digested`` is the digest of these very bytes, taken while they were written."""
+        """Check one chunk; ``digested`` is the digest of these bytes if the writer computed it."""
         ...
 
 
 Ended = Literal["sealed", "stopped", "late"]
-"""How reading along ended: all parts are whole, it was told to stop, its deadline passed."""
+"""Result of a prefetch: all parts are sealed, the caller stopped it, or the deadline passed."""
 
 
 Take: TypeAlias = Callable[[int, memoryview], None]
-"""Is given the chunks of a part by their index, in order, before anybody vouches for them."""
+"""Callback that receives the chunks of a part by index, in order, before they are verified."""
 Taker: TypeAlias = Callable[[PartRef], Take]
-"""Is told which part begins."""
+"""Callback that returns a :data:`Take` for the part that begins."""
 
 
 class PartSink(Protocol):
-    """Takes one part, chunk by chunk. Nobody can read it before it is sealed."""
+    """Writer of one part, chunk by chunk. No reader can open the part before it is sealed."""
 
     def reserve(self) -> memoryview:
-        """Where the next chunk is to be written; its length is the largest that a chunk may be."""
+        """Return the buffer for the next chunk; its length is the maximum size of a chunk."""
         ...
 
     def commit(self, nbytes: int) -> None:
-        """Keep the first ``nbytes`` of the room as the next chunk."""
+        """Store the first ``nbytes`` of the reserved buffer as the next chunk."""
         ...
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
-        """Keep the manifest: from now on the part can be read.
+        """Store the manifest and make the part readable.
 
-        What it rests on, its ``base``, is not dropped before it for want of room.
+        The store does not evict the ``base`` of a delta before the delta itself.
         """
         ...
 
     def discard(self) -> None:
-        """Take back what was put of a part that will not be sealed, or is not wanted any more."""
+        """Remove a part that will not be sealed, or that is no longer needed."""
         ...
 
 
 @runtime_checkable
 class TensorSink(Protocol):
-    """Takes one part, tensor by tensor, and keeps it on the device that computes them.
+    """Writer of one part, tensor by tensor, in the memory of the device that computes them.
 
-    Nobody can read it before it is sealed; that, and to discard it, is as with a
-    :class:`PartSink`.
+    No reader can open the part before it is sealed. ``seal`` and ``discard`` have the meaning that
+    they have in :class:`PartSink`.
     """
 
     def take(self, tensor: torch.Tensor, offset: int) -> None:
-        """Keep a tensor, row-major, from an offset of the part on, which never goes back.
+        """Store a tensor, row-major, at an offset of the part; offsets never decrease.
 
-        It may be changed once this has returned, by what its device is told to compute then.
+        After the return, operations queued on the tensor's device may overwrite the tensor.
         """
         ...
 
     def chunks(self, nbytes: int) -> list[Chunk]:
-        """The part has so many bytes: sizes and digests of its chunks."""
+        """Return the sizes and digests of the chunks of a part of ``nbytes``."""
         ...
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
-        """Keep the manifest: from now on the part can be read."""
+        """Store the manifest and make the part readable."""
         ...
 
     def discard(self) -> None:
-        """Take back what was put."""
+        """Remove the bytes of the part."""
         ...
 
 
 @runtime_checkable
 class ZeroCopySink(Protocol):
-    """A sink that can take a chunk from where it lies: it needs no room, and no copy."""
+    """Sink that sends a chunk from the caller's memory, without a buffer of its own and a copy."""
 
     chunk_bytes: int
-    """The largest size of a chunk."""
+    """Maximum size of a chunk, in bytes."""
 
     def send(self, data: memoryview) -> str:
-        """Keep these bytes as the next chunk; returns their digest, taken while they were sent.
+        """Store these bytes as the next chunk; return the digest computed while they were sent.
 
-        They may change once this has returned; the memory is let go of by the next chunk but one,
-        or by :meth:`settle`.
+        The caller may change the bytes after the return. The sink releases the memory at the second
+        next chunk, or in :meth:`settle`.
         """
         ...
 
     def settle(self) -> None:
-        """Let go of all memory that was given."""
+        """Release all memory that the caller passed."""
         ...
 
 
 @runtime_checkable
 class SegmentedSink(Protocol):
-    """A sink that keeps a part in several pieces, and bytes together that are told of before."""
+    """Sink that stores a part in several pieces, and keeps announced bytes in one piece."""
 
     def fits(self, filled: int, nbytes: int) -> bool:
-        """Whether so many bytes have place in the piece, behind those that fill the room."""
+        """Return True if ``nbytes`` fit into the piece behind ``filled`` bytes of the buffer."""
         ...
 
     def next_piece(self, nbytes: int) -> None:
-        """Begin another piece, with place for so many; the room is another then."""
+        """Begin another piece with space for ``nbytes``; the next buffer belongs to it."""
         ...
 
 
 class PartSource(Protocol):
-    """One part, which stays as it is until it is closed, as far as the transport can see to it."""
+    """Reader of one part, which the transport protects from changes until it is closed."""
 
     manifest: bytes
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> Sequence[memoryview]:
-        """All bytes of the part, in chunks of these sizes, each of which ``check`` has seen.
+        """Return all bytes of the part, in chunks of these sizes; ``check`` receives each chunk.
 
-        They come in pieces that follow each other, none of which ends within a chunk; the last may
-        have more behind them. Where only some chunks are wanted, by index, the others are not read:
-        their bytes are there, but undefined. It may all be the transport's own memory: for reading,
+        The bytes come in consecutive pieces, and no piece ends within a chunk. The last piece may
+        be longer than the part. Chunks that are not in ``wanted`` (indices) are not read, and their
+        bytes are undefined. The memory may belong to the transport: it is read-only, and valid
         until :meth:`close`.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the part."""
+        """Release the part."""
         ...
 
 
 class ChunkStore(Protocol):
-    """Keeps parts. Verifies nothing: whoever reads does."""
+    """Store of parts. It verifies nothing: the reader does."""
 
     name: str
-    """What the log calls it."""
+    """Name of the transport in the log."""
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> PartSink | TensorSink:
-        """Begin a part, in chunks of this size or of the transport's own."""
+        """Begin a part, in chunks of ``chunk_bytes`` or of the transport's own size."""
         ...
 
     def open(self, part: PartRef) -> PartSource | TensorSource | None:
-        """The part, or None when it is not there."""
+        """Return the part, or None if the store does not have it."""
         ...
 
     def delete(self, part: PartRef) -> None:
-        """Forget the part. Those who have it open may read on."""
+        """Delete the part. Readers that have it open can continue to read."""
         ...
 
     def missing(self, part: PartRef) -> str:
-        """Why the part may not be there, in words."""
+        """Return possible reasons why the part is missing, for an error message."""
         ...
 
     def close(self) -> None:
-        """Let go of connections and memory."""
+        """Release connections and memory."""
         ...
 
 
 @runtime_checkable
 class SupportsPrefetch(Protocol):
-    """A store whose parts can be verified while they are still being written."""
+    """Store whose parts can be verified while they are written."""
 
     def prefetch(
         self,
@@ -192,22 +193,22 @@ class SupportsPrefetch(Protocol):
         deadline: float,
         taker: Taker | None = None,
     ) -> Ended:
-        """Digest what comes of these parts, so that opening them has less left to verify.
+        """Digest the chunks of these parts as they arrive, so that opening them verifies less.
 
-        Nothing is promised of what was read so: only a part that is sealed, and whose manifest is
-        the one announced, is ever used. Returns once all are sealed, or after ``deadline`` seconds.
-        A ``taker`` is asked for each part that is found, and what it returns is given each of the
-        part's chunks that was digested; the same part may be begun again.
+        The result promises nothing: a reader uses only a sealed part whose manifest is the
+        announced one. Return once all parts are sealed, or after ``deadline`` seconds. The
+        ``taker`` is called for each part that is found. Its callback receives each digested chunk
+        of the part. The same part may begin again.
         """
         ...
 
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """One part that lies on a device, which stays as it is until it is closed, as far as that goes.
+    """Reader of one part in a device's memory, which the transport protects until it is closed.
 
-    What is got of it is a copy, and digested as such. Chunks are shorter than what is asked for, or
-    left out, where the part is not what it should be.
+    The reader returns copies and digests the copies. If the part is damaged, chunks are shorter
+    than requested or missing.
     """
 
     manifest: bytes
@@ -215,44 +216,47 @@ class TensorSource(Protocol):
     def copied(
         self, sizes: Sequence[int], wanted: Container[int] | None = None
     ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
-        """All bytes, uint8, in pieces that follow each other, none of which ends within a chunk.
+        """Return all bytes as uint8 pieces, and the size and digest of each chunk by its index.
 
-        And of each chunk, by its index, how many bytes came, and their digest. Where only some are
-        wanted, the bytes of others are undefined.
+        The pieces are consecutive, and no piece ends within a chunk. The bytes of chunks that are
+        not in ``wanted`` are undefined.
         """
         ...
 
     def each(
         self, sizes: Sequence[int], wanted: Container[int]
     ) -> Iterator[tuple[int, torch.Tensor, str]]:
-        """Chunks by their index, uint8 [bytes], with their digests; each until the next one."""
+        """Yield index, bytes (uint8) and digest of each chunk, valid until the next one."""
         ...
 
     def close(self) -> None:
-        """Let go of the part."""
+        """Release the part."""
         ...
 
 
 ChunkBuffers: TypeAlias = tuple[int, Sequence[memoryview]]
-"""A chunk's index, and the memory that it is to fill, in pieces."""
+"""Index of a chunk, and the memory pieces that its bytes fill."""
 
 
 class ReceivedChunk(NamedTuple):
-    """A chunk that was received into memory of the reader's, in pieces."""
+    """Chunk that was received into pieces of the reader's memory."""
 
     number: int
-    """The chunk's index."""
+    """Index of the chunk."""
     into: Sequence[memoryview]
     length: int | None
-    """Of the chunk: None when it is gone; when it is not its memory's, nothing was received."""
+    """Length of the chunk in bytes; None if it is missing.
+
+    If the length differs from the memory's, no byte was received.
+    """
     digested: str | None
-    """Its digest, where that was taken while it came."""
+    """Digest of the chunk, if it was computed on arrival."""
 
 
 @runtime_checkable
 class ZeroCopySource(Protocol):
-    """A part whose bytes lie elsewhere, and can be received straight to where they belong."""
+    """Part whose bytes are remote, and can be received straight into the reader's memory."""
 
     def receive(self, rooms: Iterable[ChunkBuffers]) -> Generator[ReceivedChunk]:
-        """Receive chunks, as they are asked for, into these rooms."""
+        """Receive the requested chunks into these buffers."""
         ...

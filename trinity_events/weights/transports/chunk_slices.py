@@ -1,4 +1,4 @@
-"""Parts whose bytes lie in memory that the reader can look at."""
+"""Slices of parts whose bytes are in memory that the reader can access."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from ..threads import in_threads
 from .base import Check
 
 Chunks: TypeAlias = list[tuple[int, memoryview]]
-"""By their index in the part."""
+"""Pairs of a chunk's index in the part and its bytes."""
 
 
 def cut_chunks(
     data: memoryview, sizes: Sequence[int], wanted: Container[int] | None, first: int = 0
 ) -> Chunks:
-    """What is wanted of chunks that lie end to end; they are shorter where the memory is.
-
-    Args:
-        data: All of them.
-        sizes: Their lengths.
-        wanted: Which, by their index; None is all.
-        first: Index of the first.
-    """
+    """Return the wanted chunks of consecutive chunks; they are short where ``data`` ends early."""
     found, begin = [], 0
     for index, size in enumerate(sizes, first):
         if wanted is None or index in wanted:
@@ -32,7 +25,7 @@ def cut_chunks(
 
 
 def check_chunks(chunks: Chunks, check: Check) -> None:
-    """Have ``check`` see them all, in several threads where that pays."""
+    """Call ``check`` for all chunks, in several threads if they are large."""
 
     def see(some: Sequence[tuple[int, memoryview]]) -> None:
         for index, data in some:

@@ -1,4 +1,4 @@
-"""The stores that one process publishes to and pulls from, by the names that the log knows."""
+"""Chunk stores of one process, by transport name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ TransportName = Literal["redis", "shm", "ray", "collective", "cuda"]
 
 
 class Stores:
-    """Each is opened when it is first asked for.
-
-    Args:
-        run_id: The run.
-        connect: Makes a client to the server of the chunks.
-        process: What the process is called among those of a collective group.
-        group_timeout: Seconds within which a dead peer of a collective group is an error.
-    """
+    """Chunk stores of one process; each one is opened at its first use."""
 
     def __init__(
         self, run_id: str, connect: Callable[[], redis.Redis], process: str, group_timeout: float
@@ -38,13 +31,13 @@ class Stores:
         self.opened: dict[str, ChunkStore] = {}
 
     def of(self, transport: str) -> ChunkStore:
-        """The store. Raises VersionUnavailable for a transport of a later version of ours."""
+        """Return the store of a transport. Raises VersionUnavailable for an unknown transport."""
         if transport not in self.opened:
             self.opened[transport] = self._open(transport)
         return self.opened[transport]
 
     def close(self) -> None:
-        """Close them; one that is asked for later is opened anew."""
+        """Close all stores; the next use of a store opens it again."""
         opened, self.opened = self.opened, {}
         for store in opened.values():
             store.close()
@@ -63,6 +56,6 @@ class Stores:
         if transport == CudaStore.name:
             return CudaStore()
         raise VersionUnavailable(
-            f"the version travels by {transport}, of which this version of trinity-events "
-            f"knows nothing: it knows {', '.join(get_args(TransportName))}"
+            f"the version uses the transport {transport}, which this version of trinity-events "
+            f"does not know: it knows {', '.join(get_args(TransportName))}"
         )

@@ -1,4 +1,4 @@
-"""Training engines: what holds the model and advances it."""
+"""Training engines, which hold and train the model."""
 
 from .base import TrainEngine
 from .fsdp import FSDPEngine

@@ -1,4 +1,4 @@
-"""What the helpers may rely on in an engine: this project's own, and veRL's as they are."""
+"""Interface of an engine that the helpers use, for this project's engines and veRL's."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
 
 class LocalShard(Struct, frozen=True):
-    """What one rank has of one tensor that has a Hugging Face name."""
+    """Part of one tensor on one rank, under the tensor's Hugging Face name."""
 
     name: str
     tensor: torch.Tensor
-    """A view of the parameter, or a copy where its rows lie apart."""
+    """View of the parameter, or a copy if its rows are not contiguous."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Where it begins in each dimension."""
+    """Offset of the shard in each dimension."""
 
 
 class TrainEngine(Protocol):
-    """An engine on one rank. Every method is collective: all ranks call it."""
+    """Engine on one rank. Every method is collective: all ranks call it."""
 
     module: Any
-    """The wrapped model; for Megatron a list of its chunks."""
+    """Wrapped model; for Megatron a list of its chunks."""
 
     def get_per_tensor_param(self) -> NamedTensors | tuple[NamedTensors, Any]:
-        """Full tensors by Hugging Face name. Every rank must exhaust the iterator.
+        """Return full tensors by Hugging Face name. Every rank must exhaust the iterator.
 
-        veRL from 0.8 on returns it with a PEFT configuration beside it.
+        veRL returns them with a PEFT configuration, from version 0.8 on.
         """
         ...
 
@@ -53,9 +53,9 @@ class TrainEngine(Protocol):
 
 
 def per_tensor_params(engine: TrainEngine) -> NamedTensors:
-    """The engine's tensors, whichever of the two forms it returns, each once.
+    """Return the engine's tensors in either form of its interface, each one once.
 
-    veRL's Megatron engine yields a tied embedding a second time when there is a pipeline.
+    veRL's Megatron engine yields a tied embedding twice if there is a pipeline.
     """
     found = engine.get_per_tensor_param()
     return _each_once(found[0] if isinstance(found, tuple) else found)

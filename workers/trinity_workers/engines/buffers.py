@@ -1,4 +1,4 @@
-"""Buffers that belong to a model as its parameters do, such as what biases a router's choice."""
+"""Buffers that are part of a model's weights, such as the bias of a router."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def saved_buffers(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of its state dict, each once; FSDP leaves them whole on every rank."""
+    """Yield the buffers of a state dict, each once; FSDP keeps them complete on every rank."""
     seen: set[int] = set()
     for prefix, one in module.named_modules():
         for name, buffer in one.named_buffers(recurse=False):

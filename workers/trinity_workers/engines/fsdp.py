@@ -1,4 +1,4 @@
-"""A torch FSDP2 engine around a Hugging Face causal language model."""
+"""Torch FSDP2 engine around a Hugging Face causal language model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ..collectives import together
 from .buffers import saved_buffers
 from .state_files import copied, make_folder, read_state, sync_tree, write_json, write_state
 
-# Below this size, one all-gather of everything is faster than one for each layer.
+# Below this number of parameters, one all-gather is faster than one per layer.
 _SHARD_LAYERS_FROM = 10_000_000
 
 
 class FSDPEngine:
-    """Holds the sharded model and its optimizer on one rank.
+    """Sharded model and its optimizer on one rank.
 
     The default process group must be initialised. Parameters stay in float32.
 
     Args:
         model_folder: Hugging Face folder to start from.
-        device: Where this rank computes.
-        learning_rate: Of AdamW, after the ramp.
+        device: Device of this rank.
+        learning_rate: Learning rate of AdamW after the ramp.
         ramp_steps: Optimizer steps over which the learning rate rises to it.
         gradient_norm: Gradients are clipped to this global norm.
     """
@@ -56,7 +56,7 @@ class FSDPEngine:
         )
 
     def optimizer_step(self, loss: torch.Tensor) -> float:
-        """Backward of a 0-dim loss, clip, and step; returns the gradient norm before clipping."""
+        """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._gradient_norm)
@@ -65,17 +65,16 @@ class FSDPEngine:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors by Hugging Face name, one gathered at a time. Collective.
+        """Yield full tensors by Hugging Face name, one gathered at a time. Collective.
 
-        A tensor that is tied to another appears once, under its first name. Buffers that a state
-        dict has come last.
+        A tied tensor appears once, under its first name. Buffers of the state dict come last.
         """
         for name, tensor in chain(self.module.named_parameters(), saved_buffers(self.module)):
             value = tensor.detach()
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def training_state(self) -> dict[str, Any]:
-        """This rank's shard of optimizer, scheduler and random generator, copied to the CPU."""
+        """Return this rank's optimizer, scheduler and random generator state, copied to the CPU."""
         return {
             "optimizer": copied(self.optimizer.state_dict()),
             "scheduler": copied(self.scheduler.state_dict()),
@@ -89,7 +88,7 @@ class FSDPEngine:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write model and training state below ``local_path``; on disk on return. Collective."""
+        """Write model and training state below ``local_path``; durable on return. Collective."""
         del hdfs_path, global_step, max_ckpt_to_keep
         folder = Path(local_path)
         with together():
@@ -101,11 +100,11 @@ class FSDPEngine:
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load what :meth:`save_checkpoint` wrote with the same number of ranks. Collective.
+        """Load files of :meth:`save_checkpoint`, with the same number of ranks. Collective.
 
         Raises:
-            FileNotFoundError: when this rank's shard is not there.
-            PeerFailed: when another rank could not read its own; nothing is loaded then.
+            FileNotFoundError: if this rank's shard is missing.
+            PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         del hdfs_path, del_local_after_load
         folder = Path(local_path)
@@ -119,15 +118,15 @@ class FSDPEngine:
 
 
 def shard_name(what: str) -> str:
-    """File name of this rank's shard, as veRL names them."""
+    """Return the file name of this rank's shard, in veRL's convention."""
     return f"{what}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
 
 
 def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
-    """Write what a merger of the shards reads beside them; on disk on return. For one rank.
+    """Write the files that a merger of the shards reads; durable on return. For one rank.
 
-    ``fsdp_config.json`` says by which FSDP, and over how many ranks, the model is sharded, as
-    veRL's merger asks. ``huggingface`` holds configuration, generation defaults and tokenizer.
+    ``fsdp_config.json`` has the FSDP version and the number of ranks, for veRL's merger.
+    ``huggingface`` has configuration, generation defaults and tokenizer.
     """
     is_fsdp1 = bool(FullyShardedDataParallel.fsdp_modules(module))
     write_json(
@@ -139,7 +138,7 @@ def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
     module.config.save_pretrained(huggingface)
     generation = getattr(module, "generation_config", None)
     if generation is not None:
-        # Not save_pretrained(), which refuses defaults that released models have.
+        # save_pretrained() refuses generation defaults that released models have.
         generation.to_json_file(huggingface / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(huggingface)
@@ -148,7 +147,7 @@ def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
 
 def _shard(model: Any, device: torch.device) -> Any:
     model.to(device)
-    # veRL's merger asks for the name.
+    # veRL's merger requires this name.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if sum(parameter.numel() for parameter in model.parameters()) >= _SHARD_LAYERS_FROM:
         for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""State on disk: written whole and durably, read without executing anything."""
+"""State on disk, written atomically and durably, and read without executing code."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 import torch
-import torch.distributed.tensor  # until it is imported, torch.load refuses sharded tensors
+import torch.distributed.tensor  # without it, torch.load refuses sharded tensors
 
 
 def copied(value: Any) -> Any:
-    """The same structure with every tensor, sharded ones too, copied to the CPU."""
+    """Return the same structure with every tensor copied to the CPU, sharded ones too."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -25,20 +25,20 @@ def copied(value: Any) -> Any:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write the file whole or not at all, and durably."""
+    """Write the file durably, complete or not at all."""
     with _whole_file(path) as file:
         torch.save(state, file)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write the file whole or not at all, and durably."""
+    """Write the file durably, complete or not at all."""
     with _whole_file(path) as file:
         file.write(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Give a file that has its name, on disk, once the block has ended without an error."""
+    """Yield a file that gets its name, on disk, if the block ends without an error."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -48,13 +48,13 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # half a shard would keep a full disk full
+        temporary.unlink(missing_ok=True)  # a partial shard would keep a full disk full
         raise
     sync(path.parent)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read what :func:`write_state` wrote. Tensors and plain values alone: nothing is executed."""
+    """Read a file of :func:`write_state`: only tensors and plain values, no code is executed."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is not there: a checkpoint is loaded with as many ranks as it was saved with"
@@ -64,7 +64,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder and what is missing above it, durably."""
+    """Create the folder and its missing parents, durably."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for one in missing:
@@ -72,14 +72,14 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make everything in the folder durable, for what others wrote there."""
+    """Make all files in the folder durable, whichever process wrote them."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, durable."""
+    """Make a file's content, or a folder's names, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The seeds' engine helpers, by their names and signatures."""
+"""Engine helpers, with the names and signatures that the mission prescribes."""
 
 from .fsdp import fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
 from .megatron import (

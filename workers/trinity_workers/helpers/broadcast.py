@@ -1,4 +1,4 @@
-"""What every engine's broadcast shares: rank 0 sends to a group while all ranks gather."""
+"""Common part of all engines' broadcasts: rank 0 sends to a group while all ranks gather."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..engines.base import NamedTensors
 from .publishing import TakesTensors, drain
 
 UpdateGroup: TypeAlias = ModelUpdateGroup | dist.ProcessGroup
-"""A version on its way to explorers, or a bare group whose others know what comes."""
+"""Version in transit to explorers, or a plain group whose other ranks know the tensors."""
 
 
 class _Sender(TakesTensors, Protocol):
@@ -26,16 +26,17 @@ class _Sender(TakesTensors, Protocol):
 def broadcast_stream(tensors: NamedTensors, model_update_group: UpdateGroup | None) -> None:
     """Send full tensors to the other ranks of a group, streamed from rank 0. Collective.
 
-    When rank 0 fails, all ranks finish the gathers, then all raise.
+    If rank 0 fails, all ranks finish the gathers and then raise.
 
     Args:
-        tensors: Gathered on all ranks as they are asked for.
-        model_update_group: On rank 0, which is rank 0 of the group too; None on other ranks.
+        tensors: Full tensors, gathered on all ranks as the iterator advances.
+        model_update_group: The group, on its rank 0, which is the trainer's rank 0; None on other
+            ranks.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        GroupBroken: on rank 0, when one of the group died or was too slow.
-        CollectiveBroken: when a rank of the trainer died, or was too slow.
+        GroupBroken: on rank 0, if a member of the group died or was too slow.
+        CollectiveBroken: if a rank of the trainer died or was too slow.
     """
     sender = _sender(model_update_group)
     error: Exception | None = None
@@ -67,7 +68,7 @@ def _sender(group: UpdateGroup | None) -> _Sender | None:
 
 
 class _Bare:
-    """Tensors as they are, in order, to peers that know their shapes."""
+    """Sender of unframed tensors, in order, to peers that know their shapes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -83,7 +84,7 @@ class _Bare:
             ) from caught
 
     def seal(self) -> None:
-        """Nothing more is sent."""
+        """Do nothing, since a plain group has no manifest."""
 
     def fail(self, error: BaseException) -> None:
-        """Its peers hear of it by their own timeout."""
+        """Do nothing: the peers fail by their own timeout."""

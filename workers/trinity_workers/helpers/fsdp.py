@@ -1,7 +1,7 @@
-"""FSDP: save a sharded state dict in the background, upload the weights, broadcast them.
+"""FSDP helpers: save a sharded state dict in the background, publish and broadcast weights.
 
-The engine exposes ``module`` and ``get_per_tensor_param()``: this project's FSDPEngine, or another
-of the same interface. Every function is collective: all ranks call it.
+The engine has ``module`` and ``get_per_tensor_param()``: this project's FSDPEngine, or another with
+the same interface. Every function is collective: all ranks call it.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def fsdp_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: Logger,
 ) -> None:
-    """Save the sharded model state dict, in the background.
+    """Save the sharded model state dict in the background.
 
-    The shard is copied to the CPU on the calling thread; writing it is left to the coordinator,
-    so that training goes on. As part of its save, rank 0 also writes what a merger of the shards
-    reads: ``huggingface`` (configuration, generation defaults, tokenizer) and ``fsdp_config.json``.
-    Every rank's save is a slot of its own and says of how many it is one, so that the step is ready
-    when all are written, however many were registered.
+    The calling thread copies the shard to the CPU; the coordinator writes it while training
+    continues. As part of its save, rank 0 also writes the files that a merger of the shards reads:
+    ``huggingface`` (configuration, generation defaults, tokenizer) and ``fsdp_config.json``. Every
+    rank's save is a slot of its own and carries the number of ranks. So the step is ready when all
+    ranks have written, whatever number was registered.
 
     Args:
         engine: The engine; ``engine.module`` is the sharded model.
         local_path: Folder to save to.
         global_step: The training step.
-        coordinator: Runs the save and tells the log of it.
-        logger: Says where it saves to.
+        coordinator: Runs the save and publishes its events.
+        logger: Logs the file of the save.
     """
     folder = Path(local_path)
     path = folder / shard_name("model")
@@ -83,22 +83,22 @@ def fsdp_upload_state_dict(
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
-    Full tensors, streamed from rank 0 one by one: no rank ever holds the whole model. Or, sharded,
-    every rank its own part of each: nothing is gathered, and those who pull put them together.
-    When a rank fails, all finish the gathers, then all raise; the version is never seen.
+    By default rank 0 streams full tensors one by one: no rank ever holds the whole model. If
+    sharded, every rank publishes its own shards without a gather, and readers assemble them. If a
+    rank fails, all ranks finish the gathers and then raise; the version is never announced.
 
     Args:
-        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks. Sharded, its
-            ``module`` is of FSDP2.
-        synchronizer: Where to; on rank 0 it publishes the events too, sharded on every rank.
-        global_step: The training step, which names the version.
-        logger: Says what was published.
-        sharded: Whether every rank publishes what it holds.
-        snapshots: Publishes it from a copy, sharded, and returns as soon as that is made.
+        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks. If sharded, its
+            ``module`` must be of FSDP2.
+        synchronizer: Publishes the part and its events: on rank 0, or if sharded on every rank.
+        global_step: Training step of the version.
+        logger: Logs the published bytes.
+        sharded: If True, every rank publishes its own shards.
+        snapshots: Publishes shards from a copy, and returns as soon as the copy is made.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        ShardsRefused: when the module's layout is none that can be published so.
+        ShardsRefused: if the module's layout cannot be published as shards.
     """
     if snapshots is not None:
         snapshots.begin(fsdp_shards(engine.module), global_step, logger)
@@ -112,19 +112,19 @@ def fsdp_upload_state_dict(
 def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:
     """Broadcast the full weights, in buckets, to the explorers of a collective group.
 
-    Every rank of the trainer advances the gathers; rank 0, which is rank 0 of the group too,
-    broadcasts. For FSDP1 and FSDP2, on NCCL or Gloo.
+    Every rank of the trainer takes part in the gathers. Rank 0, which is also rank 0 of the group,
+    broadcasts. It works for FSDP1 and FSDP2, on NCCL or Gloo.
 
     Args:
         engine: The engine.
-        model_update_group: What ``Synchronizer.model_update_group`` gives for the step, or a bare
-            process group, whose other ranks receive the tensors one by one in the order of
-            ``get_per_tensor_param()``; None on other ranks of the trainer.
+        model_update_group: On rank 0, the result of ``Synchronizer.model_update_group`` for the
+            step, or a plain process group. The other ranks of a plain group receive the tensors one
+            by one in the order of ``get_per_tensor_param()``. None on the trainer's other ranks.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        GroupBroken: on rank 0, when an explorer died or was too slow.
-        CollectiveBroken: when a rank of the trainer died, or was too slow.
+        GroupBroken: on rank 0, if an explorer died or was too slow.
+        CollectiveBroken: if a rank of the trainer died or was too slow.
     """
     broadcast_stream(full_tensors(engine), model_update_group)
 
@@ -133,5 +133,5 @@ def _tokenizer(engine: Any) -> Any:
     own = getattr(engine, "tokenizer", None)
     if own is not None:
         return own
-    # veRL keeps it with the checkpoint manager.
+    # veRL's tokenizer belongs to the checkpoint manager.
     return getattr(getattr(engine, "checkpoint_manager", None), "processing_class", None)

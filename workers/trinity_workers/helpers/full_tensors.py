@@ -1,4 +1,4 @@
-"""Full tensors of an FSDP model, one after the other, whichever FSDP it is."""
+"""Iteration over the full tensors of an FSDP model, of FSDP1 or FSDP2."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ..engines.buffers import saved_buffers
 
 
 def full_tensors(engine: TrainEngine) -> NamedTensors:
-    """The engine's full tensors by name. Collective: every rank must exhaust the iterator.
+    """Return the engine's full tensors by name. Collective: every rank must exhaust the iterator.
 
-    FSDP1 keeps flat shards, of which a unit's parameters exist only while it is summoned: unit by
-    unit, so that no rank ever holds more than the largest. Any other engine is asked itself.
+    FSDP1 keeps flat shards, and a unit's parameters exist only while it is summoned. They are
+    summoned unit by unit, so that no rank holds more than the largest unit. Other engines gather
+    their tensors themselves.
     """
     if isinstance(engine.module, torch.nn.Module) and FullyShardedDataParallel.fsdp_modules(
         engine.module
@@ -36,9 +37,10 @@ def _summoned(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
             for name, tensor in _once(_own_parameters(unit, prefixes[id(unit)])):
-                # A copy: what looks at FSDP's own memory would keep it from being freed.
+                # A copy: a view would keep FSDP's memory from being freed.
                 yield name, tensor.clone()
-    if not isinstance(module, FullyShardedDataParallel):  # what no unit has is whole on every rank
+    # a parameter outside of all units is complete on every rank
+    if not isinstance(module, FullyShardedDataParallel):
         yield from _once(_own_parameters(module, ""))
     for name, buffer in saved_buffers(module):
         yield plain_name(name), buffer.detach()
@@ -47,7 +49,7 @@ def _summoned(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _once(
     named: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of tensors that are tied, the first alone."""
+    """Yield each of several tied tensors only once."""
     seen: set[int] = set()
     for name, tensor in named:
         if id(tensor) not in seen:
@@ -56,7 +58,7 @@ def _once(
 
 
 def _own_parameters(unit: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of a unit, and of the modules below it that are in no unit of their own."""
+    """Yield the parameters of a unit, except those of nested units."""
     for name, tensor in unit.named_parameters(prefix, recurse=False):
         if not name.rpartition(".")[2].startswith("_flat_param"):
             yield plain_name(name), tensor

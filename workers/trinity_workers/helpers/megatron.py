@@ -1,7 +1,7 @@
-"""Megatron: save a distributed state dict, upload the weights to the Synchronizer, broadcast them.
+"""Megatron helpers: save a distributed state dict, publish the weights, broadcast them.
 
-The engine exposes ``module``, ``get_per_tensor_param()`` and ``save_checkpoint()``: this project's
-MegatronEngine, or veRL's as it is. Every function is collective: all ranks call it.
+The engine has ``module``, ``get_per_tensor_param()`` and ``save_checkpoint()``: this project's
+MegatronEngine, or veRL's unchanged. Every function is collective: all ranks call it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAVE_NAME = "model_state_dict"
 
 
 class NoCheckpointManager(TrinityError):
-    """The engine cannot save: it has nothing that says what a checkpoint consists of."""
+    """Raised if the engine cannot save, since it has no checkpoint manager."""
 
 
 def megatron_save_state_dict(
@@ -43,21 +43,22 @@ def megatron_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: Logger,
 ) -> None:
-    """Save the model alone, without optimizer and extra state, for weight sync.
+    """Save the model without optimizer and extra state, for weight sync.
 
-    Synchronous, for the save has barriers. All ranks write one folder, so it is one save: rank 0
-    tells the log of it, and the trainer registers one. It is finished when all of it is on disk.
+    The save is synchronous, since it has barriers. All ranks write one folder, so it is one save:
+    rank 0 publishes its events, and the trainer registers one thread. It is finished when all of it
+    is on disk.
 
     Args:
         engine: The engine; its checkpoint manager's contents are put back even after an error.
         local_path: Folder to save to.
         global_step: The training step.
-        coordinator: Tells the log of the save.
-        logger: Says where it saves to.
+        coordinator: Publishes the events of the save.
+        logger: Logs the folder of the save.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        NoCheckpointManager: when the engine was made for the forward pass alone.
+        NoCheckpointManager: if the engine was made for the forward pass alone.
     """
     folder = Path(local_path)
 
@@ -66,7 +67,7 @@ def megatron_save_state_dict(
             engine.save_checkpoint(local_path, global_step=global_step)
         with together():
             if dist.get_rank() == 0:
-                sync_tree(folder)  # another engine's files may not be on disk yet
+                sync_tree(folder)  # files that another engine wrote may not be durable yet
 
     save_as_one(write, folder, global_step, coordinator, logger, name=SAVE_NAME, is_state_dict=True)
 
@@ -82,32 +83,32 @@ def save_as_one(
     is_state_dict: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Let all ranks write one folder, as one save of rank 0's. Collective; raises on all.
+    """Let all ranks write one folder as one save of rank 0. Collective; raises on all ranks.
 
     Args:
-        write: Writes this rank's part. Collective; on disk on return, and raises on all ranks.
-        folder: What is written.
+        write: Writes this rank's part, durably. Collective; raises on all ranks.
+        folder: Folder that is written.
         global_step: The training step.
-        coordinator: Tells the log of the save.
-        logger: Says where it saves to.
-        name: Of the save within the worker.
-        is_state_dict: Whether it is a state dict for weight sync, not part of a checkpoint.
-        group: The ranks' group that this and the writing talk over; the default one when left out.
-            In another thread than training it must be one of its own.
+        coordinator: Publishes the events of the save.
+        logger: Logs the folder of the save.
+        name: Name of the save within the worker.
+        is_state_dict: True for a state dict for weight sync, False for a part of a checkpoint.
+        group: Process group of this function and of ``write``; by default the default group. A
+            thread beside training needs a group of its own.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        CollectiveBroken: when a rank died, or was too slow.
+        CollectiveBroken: if a rank died or was too slow.
     """
     writing = written = False
 
     def save() -> None:
         nonlocal writing, written
-        raise_together(None, group)  # whether rank 0 could tell the log that it begins
+        raise_together(None, group)  # check that rank 0 could publish the start
         writing = True
         try:
             write()
-        except RuntimeError as caught:  # the process group's: the engine's own are none
+        except RuntimeError as caught:  # raised by the process group; the engine raises none
             raise CollectiveBroken(
                 f"step {global_step} could not be saved, because a rank died or was too slow: "
                 f"{caught}"
@@ -128,7 +129,7 @@ def save_as_one(
             _tell(broken, global_step, coordinator, name, is_state_dict, logger)
         raise
     except Exception as caught:
-        if writing and not written:  # the ranks have agreed on it
+        if writing and not written:  # all ranks have raised it already
             raise
         error = caught
     raise_together(error, group)
@@ -145,22 +146,13 @@ def megatron_upload_state_dict(
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
-    Full tensors, streamed from rank 0 one by one: no rank ever holds the whole model. Or, sharded,
-    every rank its own part of each, under its Hugging Face name: nothing is gathered.
-    When a rank fails, all finish the gathers, then all raise; the version is never seen.
-
-    Args:
-        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks. Sharded, its
-            ``local_shards()`` says what the rank holds, as this project's engine does.
-        synchronizer: Where to; on rank 0 it publishes the events too, sharded on every rank.
-        global_step: The training step, which names the version.
-        logger: Says what was published.
-        sharded: Whether every rank publishes what it holds.
-        snapshots: Publishes it from a copy, sharded, and returns as soon as that is made.
+    By default rank 0 streams full tensors one by one: no rank ever holds the whole model. If
+    sharded, every rank publishes its own shards, under their Hugging Face names, without a gather.
+    If a rank fails, all ranks finish the gathers and then raise; the version is never announced.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        CollectiveBroken: when a rank died, or was too slow.
+        CollectiveBroken: if a rank died or was too slow.
     """
     if snapshots is not None:
         snapshots.begin(without_replicas(engine.local_shards()), global_step, logger)
@@ -175,27 +167,27 @@ def megatron_upload_state_dict(
 def megatron_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:
     """Broadcast the full weights, in buckets, to the explorers of a collective group.
 
-    Every rank of the trainer advances the gathers; rank 0, which is rank 0 of the group too,
+    Every rank of the trainer takes part in the gathers. Rank 0, which is also rank 0 of the group,
     broadcasts.
 
     Args:
         engine: The engine.
-        model_update_group: What ``Synchronizer.model_update_group`` gives for the step, or a bare
-            process group, whose other ranks receive the tensors one by one in the order of
-            ``get_per_tensor_param()``; None on other ranks of the trainer.
+        model_update_group: On rank 0, the result of ``Synchronizer.model_update_group`` for the
+            step, or a plain process group. The other ranks of a plain group receive the tensors one
+            by one in the order of ``get_per_tensor_param()``. None on the trainer's other ranks.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        GroupBroken: on rank 0, when an explorer died or was too slow.
-        CollectiveBroken: when a rank of the trainer died, or was too slow.
+        GroupBroken: on rank 0, if an explorer died or was too slow.
+        CollectiveBroken: if a rank of the trainer died or was too slow.
     """
     broadcast_stream(per_tensor_params(engine), model_update_group)
 
 
 @contextmanager
 def _only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
-    """Let the engine save these contents alone, and at once, in the block."""
-    # veRL's Megatron engine spells its manager so.
+    """Restrict the engine's saves in the block to these contents, without async saving."""
+    # veRL's Megatron engine uses this attribute name.
     manager = getattr(engine, "checkpoint_manager", None) or getattr(
         engine, "checkpoint_mananager", None
     )
@@ -207,7 +199,8 @@ def _only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
     config: Any = getattr(manager, "checkpoint_config", None)
     try:
         manager.checkpoint_save_contents = list(contents)
-        if getattr(config, "async_save", False):  # veRL's would return before anything is on disk
+        # veRL's async save returns before the files are on disk
+        if getattr(config, "async_save", False):
             manager.checkpoint_config = dataclasses.replace(config, async_save=False)
         yield
     finally:
@@ -224,7 +217,7 @@ def _tell(
     is_state_dict: bool,
     logger: Logger,
 ) -> None:
-    """Tell the log of a save that broke: rank 0, whose it is, may be the one that died."""
+    """Publish the failure of a broken save on every rank: rank 0 may be the dead one."""
 
     def fail() -> None:
         raise error

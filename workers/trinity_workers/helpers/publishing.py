@@ -13,7 +13,7 @@ from ..engines.base import LocalShard, NamedTensors
 
 
 class TakesTensors(Protocol):
-    """Where full tensors go, one by one."""
+    """Sink that takes full tensors one by one."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor."""

@@ -26,7 +26,7 @@ _KEY_BYTES = 8
 
 
 class ShardsRefused(TrinityError):
-    """What the ranks hold of the model cannot be published as it lies."""
+    """Raised if the ranks' shards of the model cannot be published in their layout."""
 
 
 def publish_shards(
@@ -75,7 +75,7 @@ def _agreed(part: Publication) -> Iterator[None]:
 
 
 def fsdp_shards(module: Any) -> Iterator[LocalShard]:
-    """What this rank is to publish of a model that FSDP2 shards. Every rank yields what it holds.
+    """Yield the shards that this rank publishes of an FSDP2 model.
 
     What several ranks hold alike is left to one of them: in a mesh the first along each replicated
     dimension; of what is not in a mesh at all, the ranks take turns.
@@ -113,7 +113,7 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
 
 
 def _place(name: str, value: DTensor) -> ShardOffset | None:
-    """Where the rank's shard of a tensor lies; None when it is another's to publish, or empty."""
+    """Return the offset of the rank's shard; None if it is empty or another rank publishes it."""
     mesh, shape, begins = value.device_mesh, list(value.shape), [0] * value.dim()
     coordinate: Sequence[int] | None = mesh.get_coordinate()
     if coordinate is None:
@@ -135,7 +135,7 @@ def _place(name: str, value: DTensor) -> ShardOffset | None:
             f"{name} has a shard of {list(value.to_local().shape)}, where {shape} was expected: "
             "upload with sharded=False"
         )
-    # Of a tensor without elements somebody has to say that it is there.
+    # One rank publishes a tensor without elements, so that readers know of it.
     empty = 0 in shape and (0 not in value.shape or not first)
     return None if empty else ShardOffset(tuple(begins), tuple(value.shape))
 
@@ -153,7 +153,7 @@ def without_replicas(shards: Iterable[LocalShard]) -> list[LocalShard]:
 
 
 def owners(everyone: Sequence[bytes]) -> dict[bytes, int]:
-    """Which rank publishes each shard, from the keys of every rank's, laid end to end."""
+    """Return the rank that publishes each shard, from all ranks' keys, in rank order."""
     holders: dict[bytes, list[int]] = {}
     for rank, keys in enumerate(everyone):
         for begin in range(0, len(keys), _KEY_BYTES):

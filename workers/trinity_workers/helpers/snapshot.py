@@ -1,4 +1,4 @@
-"""Publishing from a copy: training waits for one copy of what the rank holds, and for no more."""
+"""Publishing from a copy, so that training waits only for the copy of a rank's shards."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .publishing import write_shards
 
 
 class SnapshotUploads:
-    """Copies a rank's shards into staging memory, and publishes them from a thread of its own.
+    """Publisher that copies a rank's shards into staging memory and sends them from a thread.
 
-    From a GPU the copies are only begun here: the thread waits for them, and what the GPU is told
-    to do next comes behind them. The stall that is told of then lasts until they are there, which
-    is the most that training can have been held.
+    From a GPU the copies are only begun here: the thread waits for them, and later GPU operations
+    run after them. The reported stall lasts until the copies are complete, which is the longest
+    that training can have waited.
 
-    The thread takes part in no collective: when one rank's fails, its part never comes, the log
-    says why, and so the version is never seen.
+    The thread takes part in no collective. If one rank's thread fails, its part never comes and the
+    log has the reason, so the version is never announced.
 
     Args:
-        synchronizer: Where to. Nobody else uses it while versions are published.
-        deadline: Seconds that a version is given to be published, once the next is to be.
+        synchronizer: Publishes the parts. No other thread uses it while versions are published.
+        deadline: Seconds to wait for a version's publishing before the next one begins.
     """
 
     def __init__(self, synchronizer: Synchronizer, deadline: float) -> None:
@@ -42,8 +42,8 @@ class SnapshotUploads:
     def begin(self, shards: Iterable[LocalShard], global_step: int, logger: Logger) -> None:
         """Copy the shards, and begin to publish them as the version of ``global_step``. Collective.
 
-        Raises on all ranks when a rank could not copy, or when the version before could not be
-        published; that one's memory is used again, so it is waited for.
+        Raises on all ranks if a rank could not copy, or if the previous version could not be
+        published. The call waits for the previous version, since it reuses its memory.
         """
         began = time.monotonic()
         rank, ranks = rank_and_world()
@@ -73,7 +73,7 @@ class SnapshotUploads:
         )
 
     def wait(self) -> None:
-        """Wait until what was begun is published; raises what failed in it, once."""
+        """Wait until the pending version is published; raise its error, once."""
         sending, self._sending = self._sending, None
         if sending is None:
             return
@@ -89,7 +89,7 @@ class SnapshotUploads:
             ) from None
 
     def close(self) -> None:
-        """Wait, and end the thread."""
+        """Wait for the pending version and end the thread."""
         try:
             self.wait()
         finally:

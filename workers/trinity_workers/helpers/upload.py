@@ -1,4 +1,4 @@
-"""What every engine's upload shares: rank 0 publishes while all ranks gather."""
+"""Common part of all engines' uploads: rank 0 publishes while all ranks gather."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def publish_stream(
 ) -> None:
     """Publish full tensors as the version of ``global_step``, streamed from rank 0. Collective.
 
-    When rank 0 fails, all ranks finish the gathers, then all raise; the version is never seen.
-    When the gathers themselves fail, because a rank died, every other tells the log.
+    If rank 0 fails, all ranks finish the gathers and then raise; the version is never announced. If
+    the gathers fail because a rank died, every other rank publishes the failure.
 
     Args:
-        tensors: Gathered on all ranks as they are asked for.
-        synchronizer: Where to; on rank 0 it publishes the events too.
-        global_step: The training step, which names the version.
-        logger: Says what was published.
+        tensors: Full tensors, gathered on all ranks as the iterator advances.
+        synchronizer: Publishes the part and its events, on rank 0.
+        global_step: Training step of the version.
+        logger: Logs the published bytes.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
-        CollectiveBroken: when a rank died, or was too slow.
+        CollectiveBroken: if a rank died or was too slow.
     """
     rank, _ = rank_and_world()
     part = synchronizer.publication(global_step, rank, ranks=(0,))

@@ -1,4 +1,4 @@
-"""Registers ``trinity`` with veRL, which imports this as its ``custom_backend_module``."""
+"""Registration of ``trinity`` with veRL, which imports this ``custom_backend_module``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 @CheckpointEngineRegistry.register(NAME)
 class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """One process's end of the weights, as veRL's trainers and rollouts make it.
+    """Checkpoint engine of one process, as veRL's trainers and rollouts construct it.
 
     Args:
-        bucket_size: veRL's, in bytes; chunks have the size that is best for the transport.
-        is_master: Whether this is the trainer's rank 0, which publishes.
+        bucket_size: Ignored veRL argument, in bytes; chunks have the best size for the transport.
+        is_master: True for the trainer's rank 0, which publishes.
         options: See :class:`~trinity_workers.verl.settings.Settings`.
     """
 
@@ -37,9 +37,9 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._sending = asyncio.Lock()
 
     def prepare(self) -> dict[str, Any]:
-        """Where this process is; the trainer's rank 0 opens the run.
+        """Return the location of this process; on the trainer's rank 0 also open the run.
 
-        Raises PublishError, ServerUnreachable or PermissionDenied when there is no log.
+        Raises PublishError, ServerUnreachable or PermissionDenied if there is no log.
         """
         return {"place": this_location(self._sender.open() if self._sender else None)}
 
@@ -47,7 +47,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, trainer_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """What :meth:`init_process_group` is given in each process, of what all have prepared."""
+        """Return each process's arguments of :meth:`init_process_group`, from all prepared data."""
         places: list[ProcessLocation] = [one["place"] for one in metadata]
         meeting = topology_of(places, rollout_world_size)
         return (
@@ -59,7 +59,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         )
 
     def init_process_group(self, rank: int | None, meeting: Topology) -> None:
-        """Take note of the others. ``rank`` is the rollout's; None in a trainer."""
+        """Record the topology. ``rank`` is the rollout's; None in a trainer."""
         if self._sender is not None:
             self._sender.meet(meeting)
         if rank is None:
@@ -79,7 +79,7 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> dict[str, float] | None:
         """Publish the weights as the version of that step; all ranks gather, rank 0 sends.
 
-        One after the other: an update that failed elsewhere may still be gathered.
+        Calls run one after the other: an update that failed elsewhere may still be gathering.
         """
         async with self._sending:
             if self._sender is not None:
@@ -90,12 +90,12 @@ class TrinityCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The tensors of the version of that step, or an error; see :class:`WeightReceiver`."""
+        """Yield the tensors of that step's version, or raise; see :class:`WeightReceiver`."""
         assert self._receiver is not None, "veRL calls init_process_group before"
         async for named in self._receiver.receive(global_steps):
             yield named
 
     def finalize(self) -> None:
-        """The update is done: a rollout says what it serves, and lets go of the version."""
+        """Finish the update: a rollout reports the version that it serves, and releases it."""
         if self._receiver is not None:
             self._receiver.finish()

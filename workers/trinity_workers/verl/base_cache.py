@@ -1,4 +1,4 @@
-"""Full versions that a rollout keeps, because later ones may rest on them."""
+"""Cache of the last full version at a rollout, for later delta versions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trinity_schemas import StepReady
 
 
 class BaseCache:
-    """The parts of the last full version, for as long as versions rest on it.
+    """Parts of the last full version, kept while versions are deltas of it.
 
-    On a host of its own a rollout so receives a full version once, and then only what changed; it
-    costs room for one version.
+    So a rollout on a host of its own receives a full version once, and afterwards only deltas. The
+    cache takes the memory of one version.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,11 @@ class BaseCache:
 
     @property
     def known(self) -> Collection[str]:
-        """Manifest digests of parts that need not be pulled."""
+        """Manifest digests of the cached parts, which need not be pulled."""
         return self._parts.keys()
 
     def completed(self, version: PulledVersion) -> PulledVersion:
-        """The version with those parts that it rests on, and that are kept here."""
+        """Return the version completed with the cached parts that are its base."""
         bases = tuple(
             self._parts[manifest.base.manifest_digest] if manifest.base and base is None else base
             for (manifest, _), base in zip(version.parts, version.bases, strict=True)
@@ -35,7 +35,7 @@ class BaseCache:
         return version._replace(bases=bases)
 
     def keep(self, ready: StepReady, version: PulledVersion, held: ExitStack) -> None:
-        """Keep what later versions may rest on; ``held`` is what holds the version."""
+        """Cache the parts on which later versions may be based; ``held`` keeps the version."""
         found: dict[str, FullPart] = {}
         for announced, (manifest, buffer), base in zip(
             ready.parts, version.parts, version.bases, strict=True
@@ -50,6 +50,6 @@ class BaseCache:
             self._parts, self._held = found, held.pop_all()
 
     def forget(self) -> None:
-        """Let go of them."""
+        """Release the cached parts."""
         self._parts = {}
         self._held.close()

@@ -1,4 +1,4 @@
-"""A rollout's end: waits for a version, pulls it, and hands its tensors on."""
+"""Rollout's receiver, which waits for a version, pulls it, and passes on its tensors."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 class VersionInUse(Struct, kw_only=True):
-    """The version that is being handed on."""
+    """Version whose tensors are being passed on."""
 
     version: PulledVersion
     fetch: float
-    """Seconds that it took to be announced, fetched and verified."""
+    """Seconds from the wait's beginning until the version was announced, fetched and verified."""
     verified_at: float
-    """Unix seconds."""
+    """Unix time of the verification, in seconds."""
     since: float
-    """When it was verified, on the clock of :func:`time.monotonic`."""
+    """Time of the verification, on the clock of :func:`time.monotonic`."""
     whole: bool = False
-    """Whether every tensor was asked for."""
+    """True if every tensor was passed on."""
 
 
 class WeightReceiver:
-    """Takes the versions of one run, one after the other.
+    """Receiver of the versions of one run, one after the other.
 
-    A version is held until the update is finished, for its tensors may be looked at until then.
-    Everything that waits for a server is done in one thread of its own.
+    A version is held until the update is finished, since its tensors may be read until then. One
+    separate thread waits for the servers.
     """
 
     def __init__(self, settings: Settings, rank: int, meeting: Topology) -> None:
@@ -71,9 +71,9 @@ class WeightReceiver:
         )
 
     def meet(self, meeting: Topology) -> None:
-        """Take note of what the next version will be; what was held of the last is let go.
+        """Record the topology of the next version, and release the last version.
 
-        An update that failed elsewhere may still wait here: it is over now.
+        An update that failed elsewhere may still wait here; it is ended.
         """
         self._supersede()
         self._meeting = meeting
@@ -82,14 +82,14 @@ class WeightReceiver:
             self._thread.wait(self._synchronizer.join_weight_sync_group)
 
     async def receive(self, step: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The tensors of the version of that step, every one of them verified.
+        """Yield the verified tensors of that step's version.
 
-        On a CPU they are for reading alone, and until :meth:`finish`.
+        On a CPU they are read-only, and valid until :meth:`finish`.
 
         Raises:
-            VersionUnavailable: when it will not come, is gone, or another update began meanwhile.
-            DeadlineExceeded: when it was not announced in time.
-            CorruptVersion: when what is there is not what was announced.
+            VersionUnavailable: if it will not come, is gone, or another update began meanwhile.
+            DeadlineExceeded: if it was not announced in time.
+            CorruptVersion: if its bytes are not the announced ones.
         """
         began, meeting = time.monotonic(), self._meeting
         ready = await self._announced(step, meeting)
@@ -107,11 +107,11 @@ class WeightReceiver:
         taken.whole = True
 
     def finish(self) -> None:
-        """The engine serves what it was given: say so, if it was given everything."""
+        """Report that the engine serves the version, if it received every tensor."""
         self._thread.wait(self._finish)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         self._supersede()
         try:
             self._thread.wait(self._close)
@@ -119,7 +119,7 @@ class WeightReceiver:
             self._thread.end()
 
     def _supersede(self) -> None:
-        """End the wait of the last update, if it is still there."""
+        """End the wait of the previous update, if it still waits."""
         self._stop.set()
         if self._waiting is not None:
             loop, scope = self._waiting
@@ -135,7 +135,7 @@ class WeightReceiver:
             )
 
     async def _announced(self, step: int | None, meeting: Topology | None) -> StepReady:
-        """Wait for the version; where its bytes can be seen before, verify them meanwhile."""
+        """Wait for the announcement; verify bytes that arrive before it meanwhile."""
         assert meeting is not None, "meet comes before"
         settings, opened = self._settings, meeting.opened
         self._stop = stop = threading.Event()
@@ -146,7 +146,7 @@ class WeightReceiver:
                 self._synchronizer.prefetch, opened.epoch, coming, stop, settings.deadline
             )
         try:
-            # A scope, for a client may pass over a task's cancellation; a scope's comes again.
+            # A scope, since a client may swallow a task's cancellation; a scope repeats it.
             with anyio.CancelScope() as scope:
                 self._waiting = waiting = asyncio.get_running_loop(), scope
                 return await announced(settings.redis_url, opened, step, settings.deadline)
@@ -155,7 +155,8 @@ class WeightReceiver:
                 self._waiting = None
             stop.set()
             if along is not None:
-                with suppress(TrinityError, OSError):  # the pull will find it too, and say more
+                # the pull raises the same error, with more details
+                with suppress(TrinityError, OSError):
                     await along
         self._check(meeting, step)
         raise AssertionError("only another update ends the wait")
@@ -163,7 +164,7 @@ class WeightReceiver:
     async def _next(
         self, tensors: Iterator[tuple[str, torch.Tensor]], version: PulledVersion
     ) -> tuple[str, torch.Tensor] | None:
-        """The next tensor, on the device; what takes longer than a view is the thread's."""
+        """Return the next tensor, on the device; the thread does all but making views."""
         if self._device is None and all(manifest.base is None for manifest, _ in version.parts):
             return next(tensors, None)
         return await self._thread.begin(self._moved, tensors)
@@ -206,7 +207,7 @@ class WeightReceiver:
 
 
 def _device(name: str | None) -> torch.device | None:
-    """Where tensors are to go; None is where they lie, in this host's memory."""
+    """Return the device for the tensors, or None to leave them in this host's memory."""
     if name is not None:
         return None if name == "cpu" else torch.device(name)
     if not torch.accelerator.is_available():

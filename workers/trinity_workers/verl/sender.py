@@ -1,4 +1,4 @@
-"""The trainer's rank 0: publishes what veRL's engine gathers, as versions of a run."""
+"""Sender at the trainer's rank 0, which publishes veRL's gathered weights as versions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSender:
-    """Opens the run, and publishes its versions.
+    """Sender that opens the run and publishes its versions.
 
-    Everything that waits for a server is done in one thread of its own.
+    One separate thread waits for the servers.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -35,31 +35,31 @@ class WeightSender:
         self._run_id = settings.run_id or f"verl-{secrets.token_hex(4)}"
         self._epoch = 0
         self._begun: int | None = None
-        """Step of the newest version of the epoch that was begun, whatever became of it."""
+        """Step of the newest version that was begun in this epoch, complete or not."""
         self._transport: TransportName | None = None
         self._taken: TransportName | None = None
-        """The transport of the newest version, if that arrived."""
+        """Transport of the newest version, if it was published completely."""
         self._rollouts = 0
         self._synchronizer: Synchronizer | None = None
         self._thread = OneThread()
 
     def open(self) -> OpenedRun:
-        """The run, opened when it is asked for first, and where its log is now."""
+        """Return the run, opened at the first call, and the current position of its log."""
         return self._thread.wait(self._open_run)
 
     def meet(self, meeting: Topology) -> None:
-        """Take note of how weights are to travel, and to how many."""
+        """Record the transport of the weights and the number of receivers."""
         self._rollouts = meeting.rollouts
         if meeting.transport != self._transport:
             self._transport = meeting.transport
             self._thread.wait(self._forget_synchronizer)
 
     async def send(self, weights: Weights, global_steps: int | None) -> dict[str, float]:
-        """Publish a version; on return it is in the log, whole. Raises when it will not be seen.
+        """Publish a version, which is complete on return. Raises if it will not be announced.
 
         Args:
-            weights: Full tensors by name; always exhausted, for other ranks gather them too.
-            global_steps: The step that names the version; None is the next.
+            weights: Full tensors by name; always exhausted, since other ranks gather them too.
+            global_steps: Step of the version; None is the next step.
         """
         began = time.monotonic()
         step = global_steps
@@ -103,7 +103,7 @@ class WeightSender:
         return lambda name, tensor: self._thread.begin(part.add, name, tensor)
 
     def close(self) -> None:
-        """Let go of the servers, and of what is published through memory."""
+        """Close the connections, and release versions that are published through memory."""
         try:
             self._thread.wait(self._forget_synchronizer)
         finally:

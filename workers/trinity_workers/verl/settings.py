@@ -1,4 +1,4 @@
-"""What veRL's configuration, and the environment, say of how weights are to travel."""
+"""Settings of the weight transport, from veRL's configuration and the environment."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from trinity_schemas import check_run_id
 from ..config import BadSettings, Positive, TransportChoice
 
 NAME = "trinity"
-"""Of the backend, in veRL's configuration."""
+"""Name of the backend in veRL's configuration."""
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The ``engine_kwargs`` of the backend. Every process of the trainer and the rollouts has them.
+    """``engine_kwargs`` of the backend, the same in every process of the trainer and the rollouts.
 
-    Times are seconds.
+    Times are in seconds.
     """
 
     redis_url: str
-    """The server of the log, as every one of these processes reaches it."""
+    """URL of the log's server, which all of these processes can reach."""
     weights_url: str | None = None
-    """The server of the chunks; the log's when left out."""
+    """URL of the chunks' server; the log's server if left out."""
     run_id: str | None = None
-    """The run; by default one that the trainer makes up."""
+    """Id of the run; by default the trainer makes one up."""
     transport: TransportChoice = "auto"
     full_every: Positive = 1
-    """Versions from one published in full to the next; between them only what changed travels."""
+    """Versions from one published in full to the next; the others are published as deltas."""
     deadline: Annotated[float, Meta(gt=0)] = 300.0
-    """Longest wait for weights, from when they were asked for."""
+    """Maximum seconds to wait for weights, from the request on."""
     device: str | None = None
-    """Where a rollout is given its tensors; by default on its accelerator, where it has one."""
+    """Device of a rollout's tensors; by default its accelerator, if it has one."""
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
-    """The settings, checked. Raises BadSettings, in one sentence."""
+    """Return the checked settings. Raises BadSettings with a message of one sentence."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, variable in (
         ("redis_url", "TRINITY_REDIS_URL"),
@@ -49,7 +49,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
             given[name] = os.environ[variable]
     if "redis_url" not in given:
         raise BadSettings(
-            f"veRL's backend {NAME!r} was not told of a server: set engine_kwargs.{NAME}.redis_url "
+            f"veRL's backend {NAME!r} has no server: set engine_kwargs.{NAME}.redis_url "
             "in its configuration, or TRINITY_REDIS_URL in every process; trinity-events serve "
             "starts one"
         )

@@ -1,4 +1,4 @@
-"""Weights as veRL's engines give them: gathered on all ranks, one after the other."""
+"""Streaming of weights from veRL's engines, which gather them on all ranks one by one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]]
 Take: TypeAlias = Callable[[str, torch.Tensor], Awaitable[None]]
-"""Begins to take a tensor; awaited, it has."""
+"""Begins to take a tensor; the awaitable ends once it is taken."""
 
 
 async def drain(
     weights: Weights, take: Take | None, error: Exception | None = None, *, ahead: bool = True
 ) -> Exception | None:
-    """Advance every gather, and let each tensor be taken; returns what went wrong in that.
+    """Advance every gather and pass on each tensor; return the first error of the passing.
 
-    Gathers are of the event loop's thread, which is the training's; between two of them the loop
-    goes on. After an error they are advanced all the same: other ranks are inside of them.
+    The gathers run on the event loop's thread, which is the training thread; the loop runs between
+    two of them. After an error the gathers still advance, since other ranks take part in them.
 
     Args:
-        weights: What is gathered as it is asked for.
+        weights: Tensors that are gathered as the iterator advances.
         take: Takes a tensor in another thread; None on ranks that only gather.
-        error: What went wrong before: nothing is taken then.
-        ahead: Whether the next may be gathered while one is taken; at most two are held.
+        error: Earlier error; no tensor is taken then.
+        ahead: If True, the next tensor may be gathered while one is taken; at most two are held.
 
     Raises whatever ends the gathers themselves, once the last tensor is taken.
     """

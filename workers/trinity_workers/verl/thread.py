@@ -1,4 +1,4 @@
-"""One thread for everything that waits for servers: an event loop goes on meanwhile."""
+"""Single thread for calls that wait for servers, beside an event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """Runs functions one after the other."""
+    """Executor that runs functions one after the other, in one thread."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
@@ -21,14 +21,14 @@ class OneThread:
     def begin(
         self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs
     ) -> asyncio.Future[T]:
-        """Begin it; awaited, it is done. For code of an event loop."""
+        """Begin a call and return its future. For code in an event loop."""
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._pool, partial(function, *args, **keywords))
 
     def wait(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-        """Run it, and wait for it where one stands."""
+        """Run a call in the thread, and block until it returns."""
         return self._pool.submit(function, *args, **keywords).result()
 
     def end(self) -> None:
-        """Wait for what is under way."""
+        """Wait for pending calls, and end the thread."""
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""What trainer and rollouts are told of each other before weights travel."""
+"""Exchange of locations between trainer and rollouts, before weights are transferred."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from ..launch.transport import ENOUGH
 
 
 class OpenedRun(Struct, frozen=True, kw_only=True):
-    """The run, as the trainer's rank 0 has it."""
+    """Run as the trainer's rank 0 has opened it."""
 
     run_id: str
     epoch: int
     transport: TransportChoice
-    """As the configuration says."""
+    """Transport in the configuration."""
     taken: TransportName | None = None
-    """How the version before travelled, if it arrived."""
+    """Transport of the previous version, if it arrived."""
     said: str
-    """Position of the newest event: what comes of this update is later."""
+    """Position of the newest entry; entries of this update are later."""
     announced: str
     """Position of the newest announcement."""
 
 
 class ProcessLocation(Struct, frozen=True, kw_only=True):
-    """Where one process is."""
+    """Location of one process."""
 
     host: str
-    """Equal for two processes that share memory by files."""
+    """Identity of the host and its shared memory; equal for processes that share files in it."""
     room: bool
-    """Whether there is enough of that for weights."""
+    """True if the shared memory is large enough for weights."""
     opened: OpenedRun | None = None
 
 
 class Topology(Struct, frozen=True, kw_only=True):
-    """What everybody is told."""
+    """Topology that every process receives."""
 
     opened: OpenedRun
     transport: TransportName
     rollouts: int
-    """How many processes receive."""
+    """Number of receiving processes."""
 
 
 def this_location(opened: OpenedRun | None = None) -> ProcessLocation:
-    """Where this process is."""
+    """Return the location of this process."""
     if not available():
         return ProcessLocation(host=_host(None), room=False, opened=opened)
     return ProcessLocation(host=_host(SHARED_MEMORY), room=free_bytes() >= ENOUGH, opened=opened)
 
 
 def _host(shared: Path | None) -> str:
-    """One boot of one machine, and of its shared memories the one that is seen from here."""
+    """Return an identity of the host's current boot, and of the shared memory visible here."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     booted = boot.read_text().strip() if boot.exists() else "?"
     return f"{booted}/{shared.stat().st_dev if shared else '-'}"
 
 
 def topology_of(places: Sequence[ProcessLocation], rollouts: int) -> Topology:
-    """What comes of where everybody is; the trainer's rank 0 is among them.
+    """Return the topology for the locations of all processes, including the trainer's rank 0.
 
-    Raises SharedMemoryUnusable when that was asked for, and somebody is on another host.
+    Raises SharedMemoryUnusable if the transport is shm and a process is on another host.
     """
     opened = next(place.opened for place in places if place.opened is not None)
     return Topology(
@@ -78,10 +78,10 @@ def topology_of(places: Sequence[ProcessLocation], rollouts: int) -> Topology:
 def transport_between(
     asked: TransportChoice, places: Sequence[ProcessLocation], taken: TransportName | None = None
 ) -> TransportName:
-    """How weights travel: as asked; else through shared memory where all are on one host.
+    """Return the requested transport; for "auto" shared memory if all are on one host, else Ray.
 
-    veRL's processes are in one Ray cluster, so that its object store reaches them all. What was
-    taken before is taken again where it can be: the versions themselves take room.
+    veRL's processes are in one Ray cluster, so its object store reaches all of them. The previous
+    transport is reused if possible: another one would store the versions twice.
     """
     together = len({place.host for place in places}) == 1
     if asked == "shm" and not together:

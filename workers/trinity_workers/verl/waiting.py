@@ -1,4 +1,4 @@
-"""Waiting for the version that veRL's trainer is about to publish."""
+"""Wait for the version that veRL's trainer is about to publish."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .topology import OpenedRun
 Answer: TypeAlias = StepReady | StepFailed | StepSuperseded
 
 _ASKING = 10.0
-"""Seconds in which the log has to say what was missing."""
+"""Maximum seconds for reading from the log what is missing."""
 
 
 async def announced(
     redis_url: str, opened: OpenedRun, step: int | None, deadline: float
 ) -> StepReady:
-    """The announcement of the version, once it is ready.
+    """Return the announcement of the version, once it is ready.
 
     Args:
-        redis_url: The server of the log.
-        opened: The run, and from where on its word counts.
-        step: Which version; None is the next.
-        deadline: Seconds.
+        redis_url: URL of the log's server.
+        opened: The run, and the position after which its entries count.
+        step: Step of the version; None is the next version.
+        deadline: Maximum seconds to wait.
 
     Raises:
-        VersionUnavailable: when it was given up, or another one was published in its place.
-        DeadlineExceeded: when it was not ready in time; the message says what was missing.
+        VersionUnavailable: if it was given up, or another version was published instead.
+        DeadlineExceeded: if it was not ready in time; the message says what was missing.
     """
     what = f"the weights of {'the next step' if step is None else f'step {step}'}"
     with anyio.move_on_after(deadline):
@@ -71,14 +71,14 @@ async def _announced(redis_url: str, opened: OpenedRun, step: int | None, what: 
                     f"those of step {event.step}: both have to be given the same global_steps"
                 )
             if isinstance(event, StepSuperseded) and event.by.step == event.step:
-                continue  # of an attempt that ended unheard: the step is tried again
+                continue  # an abandoned attempt was superseded: the step is tried again
             if step is None or event.step == step:
                 raise VersionUnavailable(f"{what} of run {opened.run_id} {_why_not(event)}")
     raise AssertionError("unreachable")
 
 
 def _later_than(opened: OpenedRun) -> Callable[[Answer], bool]:
-    """Whether an announcement follows from what was said since; not from an earlier attempt."""
+    """Return a filter for announcements that follow from later entries, not an earlier attempt."""
     since = position(opened.said)
     return lambda event: event.epoch >= opened.epoch and position(event.caused_by) > since
 
@@ -91,7 +91,7 @@ def _why_not(event: StepFailed | StepSuperseded) -> str:
 
 async def _missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:
     look = (
-        "look whether a reducer and the trainer's rank 0 are running, with "
+        "check that a reducer and the trainer's rank 0 are running, with "
         f"trinity-events status {opened.run_id}"
     )
     if step is None:
@@ -101,6 +101,6 @@ async def _missing(redis_url: str, opened: OpenedRun, step: int | None) -> str:
             async with connect(redis_url, retry=False) as client:
                 state = await current_state(RedisEventLog(client, opened.run_id))
     except (TrinityError, redis.RedisError, OSError, TimeoutError) as error:
-        return f"the log could not be asked why ({error}): {look}"
+        return f"the reason could not be read from the log ({error}): {look}"
     why = " ".join(explain(state, step).splitlines())
     return f"{why.rstrip('.')}: {look}"

@@ -1,4 +1,4 @@
-"""Weights through a collective group of the trainer's rank 0 and the explorers."""
+"""Transport through a collective group of the trainer's rank 0 and the explorers."""
 
 from .model_update import CollectiveGroups, ModelUpdateGroup
 from .rendezvous import WeightSyncInfo

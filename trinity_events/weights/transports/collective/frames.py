@@ -1,6 +1,6 @@
-"""One part as it goes through a group: a few words before each bucket, then the bucket.
+"""Frames of one part in a collective group: a header, then a bucket of bytes.
 
-The words are two int64: what comes, and how many bytes of it.
+The header is two int64: the kind of frame, and its number of bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ....errors import GroupBroken
 from .groups import ProcessGroup
 
 MOST_BYTES = 256 << 20
-"""The largest bucket that a receiver makes room for."""
+"""Maximum bytes of a bucket that a receiver accepts."""
 _SLOTS = 2
 
 
 class Frame(IntEnum):
-    """What comes next."""
+    """Kind of the next frame."""
 
     CHUNK = 1
     SEAL = 2
@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
 
 
 class FrameSender:
-    """Rank 0's end: two buckets, so that one is filled while the other is on its way."""
+    """Sender at rank 0, with two buckets: one is filled while the other is sent."""
 
     def __init__(self, group: ProcessGroup, chunk_bytes: int) -> None:
         self._group = group
@@ -49,19 +49,19 @@ class FrameSender:
         self._next = 0
 
     def reserve(self) -> memoryview:
-        """The bucket to fill next, once what it held before is sent."""
+        """Return the bucket to fill next, once its former bytes are sent."""
         slot = self._slots[self._next]
         self._settle(slot)
         return slot.host.numpy().data
 
     def commit(self, nbytes: int) -> None:
-        """Begin to send the first bytes of the bucket."""
+        """Begin to send the first ``nbytes`` of the bucket."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % _SLOTS
         self._begin(slot, Frame.CHUNK, slot.host[:nbytes])
 
     def finish(self, frame: Frame, body: bytes = b"") -> None:
-        """Send all that is under way and the last frame, and wait until it is sent."""
+        """Send all pending frames and a last one, and wait until they are sent."""
         for slot in self._slots:
             self._settle(slot)
         last = self._slots[self._next]
@@ -75,7 +75,7 @@ class FrameSender:
         slot.held.append(words)
         slot.works.append(self._group.broadcast(words))
         if data is not None:
-            # Pinned, and not written again before it is sent: nobody waits for the copy alone.
+            # Pinned memory is not written before it is sent, so the copy needs no separate wait.
             sent = data.to(self._group.device, non_blocking=True)
             slot.held.append(sent)
             slot.works.append(self._group.broadcast(sent))
@@ -88,23 +88,23 @@ class FrameSender:
 
 
 class FrameReceiver:
-    """The other ranks' end."""
+    """Receiver at the other ranks."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def next(self) -> tuple[Frame, int]:
-        """What comes, and how many bytes of it. Raises GroupBroken for what cannot be."""
+        """Return kind and size of the next frame. Raises GroupBroken for an invalid frame."""
         words = torch.empty(2, dtype=torch.int64, device=self._group.device)
         self._group.wait(self._group.broadcast(words))
         kind, nbytes = words.tolist()
         most = MAX_MANIFEST_BYTES if kind == Frame.SEAL else MOST_BYTES
         if kind not in set(Frame) or not 0 <= nbytes <= most:
-            raise GroupBroken(f"a frame of kind {kind} and {nbytes} bytes came: it is not ours")
+            raise GroupBroken(f"a frame of kind {kind} and {nbytes} bytes came, which is invalid")
         return Frame(kind), nbytes
 
     def take(self, into: torch.Tensor) -> None:
-        """Receive a frame's bytes, into uint8 [bytes] on the CPU."""
+        """Receive a frame's bytes into uint8 [bytes] on the CPU."""
         if self._group.device.type == "cpu":
             self._group.wait(self._group.broadcast(into))
             return

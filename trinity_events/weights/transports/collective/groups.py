@@ -1,4 +1,4 @@
-"""A process group of one trainer's rank 0 and any number of explorers."""
+"""Process group of one trainer's rank 0 and any number of explorers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def current_gpu() -> int | None:
-    """Return the index of this thread's GPU; None without one, or where NCCL cannot use it."""
+    """Return the index of this thread's GPU, or None if there is none or NCCL cannot use it."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return None
     try:
@@ -31,9 +31,9 @@ def current_gpu() -> int | None:
 
 
 def gpu_identity(index: int | None) -> str | None:
-    """Return the name by which NCCL tells GPUs apart: the host's and the GPU's own.
+    """Return the name by which NCCL distinguishes GPUs: host name and GPU id.
 
-    NCCL refuses two ranks on one GPU of one host, and takes ``NCCL_HOSTID`` for the host's name.
+    NCCL refuses two ranks on one GPU of one host. It uses ``NCCL_HOSTID`` as the host name.
     """
     if index is None:
         return None
@@ -42,12 +42,12 @@ def gpu_identity(index: int | None) -> str | None:
 
 
 def backend_for(gpus: Sequence[str | None]) -> str:
-    """NCCL where each rank has a GPU of its own, else Gloo: NCCL takes no two ranks on one."""
+    """Return "nccl" if each rank has its own GPU, which NCCL requires, else "gloo"."""
     return "nccl" if None not in gpus and len(set(gpus)) == len(gpus) else "gloo"
 
 
 def open_store(host: str, port: int, timeout: float, *, master: bool) -> Any:
-    """The key-value store at which the ranks of a group find each other."""
+    """Open the key-value store through which the ranks of a group connect."""
     return TCPStore(
         host,
         port,
@@ -58,11 +58,12 @@ def open_store(host: str, port: int, timeout: float, *, master: bool) -> Any:
 
 
 class ProcessGroup:
-    """The process group. Rank 0 sends, the others receive; every wait ends within the timeout.
+    """Process group in which rank 0 sends and the others receive; every wait has a timeout.
 
-    ``address`` is the one that others reach this process at; NCCL finds out by itself.
+    ``address`` is the address at which other ranks reach this process. NCCL finds its own.
 
-    Raises GroupBroken when it cannot be made, and so do its methods when a peer is gone.
+    The constructor raises GroupBroken if the group cannot be made. The methods raise it if a peer
+    is gone.
     """
 
     def __init__(
@@ -77,13 +78,14 @@ class ProcessGroup:
     ) -> None:
         self._timeout = timedelta(seconds=timeout)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
-        # Raw groups, since a process group of torch.distributed's own needs a world that both the
-        # trainer and the explorers are in.
+        # These are raw groups: a torch.distributed group requires one world of trainer and
+        # explorers.
         prefixed = PrefixStore(f"weights-{generation}", store)
         try:
             if backend == "nccl":
                 self._group: Any = _nccl_group(prefixed, rank, world, self._timeout)
-                # NCCL connects its ranks at their first collective: one that hangs is found here.
+                # NCCL connects its ranks at their first collective, so a rank that hangs is found
+                # here.
                 self.wait(self.broadcast(torch.zeros(1, device=self.device)))
             else:
                 self._group = _gloo_group(prefixed, rank, world, self._timeout, address)
@@ -91,14 +93,14 @@ class ProcessGroup:
             raise GroupBroken(f"the collective group could not be made: {_first(error)}") from None
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Begin to send rank 0's tensor to all; the tensor is the group's until :meth:`wait`."""
+        """Begin to send rank 0's tensor to all; the group uses the tensor until :meth:`wait`."""
         try:
             return self._group.broadcast(tensor, 0)
         except RuntimeError as error:
             raise _broken(error) from None
 
     def wait(self, work: Any) -> None:
-        """Wait for what was begun."""
+        """Wait for a collective that was begun."""
         try:
             work.wait(self._timeout)
             if self.device.type == "cuda":
@@ -107,7 +109,7 @@ class ProcessGroup:
             raise _broken(error) from None
 
     def close(self) -> None:
-        """Leave it: whoever waits in it hears of it."""
+        """Leave the group; ranks that wait in it get an error."""
         group, self._group = self._group, None
         if group is not None:
             try:
@@ -119,7 +121,7 @@ class ProcessGroup:
 def _nccl_group(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    options.config.blocking = 0  # else connecting to a rank that hangs takes for ever
+    options.config.blocking = 0  # A blocking group waits forever for a rank that hangs.
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     with _without_teardown():
         return dist.ProcessGroupNCCL(store, rank, world, options)
@@ -127,10 +129,10 @@ def _nccl_group(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
 
 @contextmanager
 def _without_teardown() -> Iterator[None]:
-    """Make groups whose timeouts end their collectives, and not the process.
+    """Make groups whose timeouts abort their collectives but not the process.
 
     By default torch's watchdog ends a process whose collective timed out. A trainer must outlive
-    its explorers, so the watchdog only aborts the communicator here. Torch reads the variable when
+    its explorers, so here the watchdog only aborts the communicator. Torch reads the variable when
     a group is made.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -149,7 +151,7 @@ def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: 
     made: Any = dist.ProcessGroupGloo
     options = made._Options()
     options._timeout = timeout
-    # By default it takes what the host's name stands for, which often is the loopback.
+    # The default is the address of the host's name, often the loopback address.
     options._devices = [made.create_device(hostname=address)]
     return made(store, rank, world, options)
 

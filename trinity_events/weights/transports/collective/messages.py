@@ -1,6 +1,6 @@
-"""What trainer and explorers of a collective group tell each other beside it, over a socket.
+"""Messages between trainer and explorers of a collective group, over a socket.
 
-Each message is its length in four bytes, then MessagePack. Nothing is unpickled.
+Each message is its length in four bytes, then MessagePack. No message is unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 1 << 16
 
 
 class ChannelClosed(Exception):
-    """The other end is gone, or talks nonsense."""
+    """Raised if the other end is gone, or sends invalid messages."""
 
 
 class _Message(Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
@@ -31,29 +31,29 @@ class _Message(Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lowe
 
 
 class Hello(_Message, frozen=True):
-    """An explorer's first word. The token shows that it may read the weights' server."""
+    """First message of an explorer. The token shows that it can read the weights' server."""
 
     run_id: RunId
     token: str
     name: str
     gpu: str | None = None
-    """Which one it has, where it has one and NCCL."""
+    """Identity of its GPU, if it has one and NCCL."""
 
 
 class FormGroup(_Message, frozen=True, tag="call"):
-    """The trainer makes a new group: leave the old one, and say that you are there."""
+    """Trainer's request to form a new group: leave the old group and answer."""
 
     generation: int
 
 
 class Ack(_Message, frozen=True, tag="present"):
-    """The explorer's answer to a call, and once more when it has taken its seat."""
+    """Explorer's answer to :class:`FormGroup`; it sends another one when it has joined."""
 
     generation: int
 
 
 class RankAssignment(_Message, frozen=True, tag="seat"):
-    """The explorer's place in the new group, whose ranks meet at the store."""
+    """Explorer's rank in the new group, and the store at which the ranks connect."""
 
     generation: int
     rank: Rank
@@ -64,7 +64,7 @@ class RankAssignment(_Message, frozen=True, tag="seat"):
 
 
 class Sending(_Message, frozen=True):
-    """A version comes through the group."""
+    """Trainer's notice that it sends a version through the group."""
 
     generation: int
     number: int
@@ -73,7 +73,7 @@ class Sending(_Message, frozen=True):
 
 
 class DeliveryReport(_Message, frozen=True, tag="received"):
-    """What came of it at the explorer: whole, or why not."""
+    """Explorer's report that the version is complete, or the reason why not."""
 
     generation: int
     number: int
@@ -85,14 +85,14 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def readable(one: socket.socket, seconds: float | None) -> bool:
-    """Whether there is something to read, or the end of it, within so long; None is for ever."""
-    poll = select.poll()  # select() fails in processes of more than 1,024 files
+    """Return True if the socket has data or is closed within ``seconds``; None waits forever."""
+    poll = select.poll()  # select() fails in processes with more than 1,024 open files
     poll.register(one, select.POLLIN)
     return bool(poll.poll(None if seconds is None else max(0, math.ceil(seconds * 1000))))
 
 
 class Channel:
-    """Messages over one connected socket; for one thread, but for :meth:`close`."""
+    """Messages over one connected socket; only :meth:`close` may be called by other threads."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -102,7 +102,7 @@ class Channel:
 
     @property
     def peer(self) -> str:
-        """The other end's address, for people."""
+        """Return the peer's address, for log lines."""
         try:
             return str(self._socket.getpeername()[0])
         except OSError:
@@ -110,14 +110,14 @@ class Channel:
 
     @property
     def own_address(self) -> str:
-        """This end's, by which the other host reaches it. Raises ChannelClosed when it is gone."""
+        """Return the local address for the peer. Raises ChannelClosed if the peer is gone."""
         try:
             return str(self._socket.getsockname()[0])
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
     def send(self, message: Message, seconds: float) -> None:
-        """Send a message. Raises ChannelClosed, also when it takes longer than ``seconds``."""
+        """Send a message. Raises ChannelClosed, also if it takes longer than ``seconds``."""
         body = msgspec.msgpack.encode(message)
         try:
             self._socket.settimeout(seconds)
@@ -126,11 +126,11 @@ class Channel:
             raise ChannelClosed(str(error)) from None
 
     def receive(self, seconds: float | None) -> Message:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            TimeoutError: when none came within ``seconds``; None waits for as long as it takes.
-            ChannelClosed: when none will come.
+            TimeoutError: if no message came within ``seconds``; None waits without a limit.
+            ChannelClosed: if no message will come.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while (message := self._complete()) is None:
@@ -141,7 +141,7 @@ class Channel:
         return message
 
     def is_open(self) -> bool:
-        """Whether the other end is there still, as far as this one was told."""
+        """Return True if no end of the connection was seen yet."""
         try:
             while self._readable(0.0):
                 self._fill()
@@ -150,8 +150,8 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """End it; a receive in another thread ends too."""
-        with suppress(OSError):  # it was closed at the other end
+        """Close the connection; a receive in another thread ends too."""
+        with suppress(OSError):  # the peer may have closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

@@ -1,4 +1,4 @@
-"""What the Synchronizer does for a collective group, on either end of it."""
+"""Methods of the Synchronizer for collective groups, for the sender and for receivers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class CollectiveGroups:
         def _publisher(self) -> Any: ...
 
     def get_weight_sync_info(self) -> WeightSyncInfo | None:
-        """Where the group meets.
+        """Return the address at which the group is formed.
 
-        The trainer's rank 0 is there from the first call on, and says so on the weights' server.
-        An explorer knows it once it has joined and found the trainer; until then it is None.
+        The trainer's rank 0 listens there from the first call, and publishes it on the weights'
+        server. An explorer returns None until it has joined and found the trainer.
         """
         store = self._groups
         return store.listen(self.epoch) if self.epoch else store.found()
@@ -40,22 +40,22 @@ class CollectiveGroups:
     def setup_weight_sync_group(
         self, explorers: int = 1, timeout: float = 300.0
     ) -> tuple[str, ...]:
-        """On the trainer's rank 0: wait for so many explorers, and make the group with them.
+        """Wait on the trainer's rank 0 for this many explorers, and form the group with them.
 
-        Later versions go to whoever is there when they are sent: a group from which somebody is
-        gone, or for which somebody has come, is made anew then.
+        A later version goes to the explorers that are members when it is sent: the group is formed
+        again if an explorer has left or joined.
 
         Returns:
             The explorers' names, in the order of their ranks, which begin at 1.
 
         Raises:
             DeadlineExceeded: when fewer were there within ``timeout`` seconds.
-            GroupBroken: when the group could not be made with those who were.
+            GroupBroken: when the group could not be formed with these explorers.
         """
         return self._groups.set_up(self.epoch, explorers, timeout)
 
     def join_weight_sync_group(self) -> None:
-        """On an explorer: take part in the trainer's groups from now on, in the background."""
+        """Join the trainer's groups from now on, in the background of an explorer."""
         self._groups.join()
 
     def request_weights(self, ready: StepReady) -> bool:

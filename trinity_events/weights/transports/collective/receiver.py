@@ -1,4 +1,4 @@
-"""An explorer's end of a collective group: a thread that takes part in it, beside the explorer."""
+"""Explorer's end of a collective group: a thread that receives versions."""
 
 from __future__ import annotations
 
@@ -33,19 +33,12 @@ logger = logging.getLogger(__name__)
 _CONNECTING = 10.0
 _LONGEST_PAUSE = 3.0
 _LOOK_AROUND = 5.0
-"""Seconds of a trainer's silence after which it is asked whether there is another."""
+"""Seconds without a message from the trainer before the receiver looks for another trainer."""
 _ENDING = 10.0
 
 
 class GroupReceiver:
-    """Joins the trainer's group, again whenever it must, and stages the versions that come.
-
-    Args:
-        run_id: The run.
-        name: Who we are, in the trainer's words.
-        place: Where the trainer says where it is.
-        staging: Where versions go.
-    """
+    """Thread that joins the trainer's group, rejoins it if needed, and stages arriving versions."""
 
     def __init__(self, run_id: str, name: str, place: Rendezvous, staging: StagedVersions) -> None:
         self._run_id = run_id
@@ -59,21 +52,22 @@ class GroupReceiver:
         self._position = ORIGIN
         self.info: WeightSyncInfo | None = None
         self.failure: str | None = None
-        """Why it joins no more, if it does not."""
-        self._gpu = current_gpu()  # of the thread that joins: a new thread's is always the first
+        """Reason why the thread has ended, if it has."""
+        # of this thread: the current GPU of a new thread is always the first one
+        self._gpu = current_gpu()
         self._thread = threading.Thread(target=self._run, name="weight-sync-group", daemon=True)
         self._thread.start()
 
     def is_met(self, seconds: float) -> bool:
-        """Whether the trainer knows of us, or does within so long: it sends to whom it knows."""
+        """Return True if the trainer knows this explorer, or does within ``seconds``."""
         return self._met.wait(seconds)
 
     def close(self) -> None:
-        """Leave the group, for good."""
+        """Leave the group and end the thread."""
         self._ended.set()
         if (channel := self._channel) is not None:
             channel.close()
-        self._thread.join(_ENDING)  # a collective that it is in ends within its own timeout
+        self._thread.join(_ENDING)  # a collective in progress ends within its own timeout
 
     def _run(self) -> None:
         try:
@@ -81,13 +75,13 @@ class GroupReceiver:
                 torch.cuda.set_device(self._gpu)
             self._follow()
         except Exception as error:
-            self.failure = f"this explorer takes part in no collective group any more: {error}"
-            logger.exception("this explorer takes part in no collective group any more")
+            self.failure = f"this explorer has left the collective group for good: {error}"
+            logger.exception("this explorer has left the collective group for good")
         finally:
             self._leave()
 
     def _follow(self) -> None:
-        """From trainer to trainer; one that cannot be reached is tried again."""
+        """Follow one trainer after the other; retry one that cannot be reached."""
         waits = backoff_delays(_LONGEST_PAUSE)
         while not self._ended.is_set():
             seconds = _LONGEST_PAUSE if self.info is None else next(waits)
@@ -105,7 +99,7 @@ class GroupReceiver:
                 waits = backoff_delays(_LONGEST_PAUSE)
 
     def _meet(self, info: WeightSyncInfo) -> bool:
-        """Take part until the trainer is gone; False when it could not be reached."""
+        """Serve one trainer until it is gone; return False if it could not be reached."""
         try:
             connected = socket.create_connection((info.address, info.port), _CONNECTING)
         except OSError as error:
@@ -132,7 +126,7 @@ class GroupReceiver:
         return True
 
     def _superseded(self) -> bool:
-        """Whether another trainer waits for us: this one may hang for ever."""
+        """Return True if another trainer has announced itself; this one may hang forever."""
         try:
             found = self._place.find(self._position, 0.001)
         except CONNECTION_ERRORS:
@@ -141,7 +135,7 @@ class GroupReceiver:
             return False
         before = self.info
         self._position, self.info = found
-        return self.info != before  # else it is the same one, that said again where it is
+        return self.info != before  # otherwise the same trainer has renewed its announcement
 
     def _heed(self, channel: Channel, info: WeightSyncInfo) -> None:
         message = channel.receive(_LOOK_AROUND)
@@ -167,7 +161,7 @@ class GroupReceiver:
             logger.warning("%s could not join the collective group: %s", self._name, error)
 
     def _take_part(self, part: PartRef) -> str | None:
-        """Receive one part; returns why it is not whole, if it is not."""
+        """Receive one part; return the reason if it is incomplete."""
         if self._group is None:
             return "is in no group"
         buffer: Buffer | None = None
@@ -187,8 +181,8 @@ class GroupReceiver:
                     return None
                 else:
                     self._staging.give_up(buffer)
-                    return "was told that it will not come"
-        # Mapped memory is refused by OSError; RuntimeError is CUDA's, once NCCL was aborted.
+                    return "was informed that it will not come"
+        # Mapped memory is refused by OSError; CUDA raises RuntimeError once NCCL was aborted.
         except (GroupBroken, MemoryError, OSError, RuntimeError) as error:
             if buffer is not None:
                 self._staging.give_up(buffer)

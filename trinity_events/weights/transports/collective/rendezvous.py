@@ -1,4 +1,4 @@
-"""Where a run's collective group meets, written on the weights' server by the trainer."""
+"""Address of a run's collective group, which the trainer writes to the weights' server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trinity_schemas.identity import Epoch, RunId
 from trinity_schemas.keys import meeting_key
 
 ORPHANED_AFTER = 6 * 3600
-"""Seconds after which what nobody took back expires."""
+"""Seconds after which an announcement expires that the trainer did not withdraw."""
 _FIELD = b"e"
 _LONGEST_WAIT = 3.0
-"""Seconds for which the server is asked to wait at once: less than a connection may be silent."""
+"""Maximum seconds of one blocking read; shorter than the connection's timeout."""
 
 
 class WeightSyncInfo(Struct, frozen=True, kw_only=True):
-    """Where a trainer's rank 0 waits for explorers, and what they must say."""
+    """Address at which a trainer's rank 0 waits for explorers, and the token they must send."""
 
     run_id: RunId
     epoch: Epoch
@@ -33,10 +33,10 @@ _decoder = msgspec.msgpack.Decoder(WeightSyncInfo)
 
 
 def own_address(client: redis.Redis) -> str:
-    """The address at which those reach this host who reach that server.
+    """Return the address at which clients of that server can reach this host.
 
-    The one that this host reaches the server from, which explorers reach too. Of a server on this
-    very host, or one that is not told of by a host alone, what the host's name stands for.
+    It is the address from which this host reaches the server, and explorers reach it too. If the
+    server is on this host or has no host name, it is the address of the host's own name.
     """
     pool: Any = getattr(client, "connection_pool", None)
     where = getattr(pool, "connection_kwargs", {})
@@ -45,49 +45,49 @@ def own_address(client: redis.Redis) -> str:
 
 
 def _towards(host: str, port: int) -> str | None:
-    """From which address packets to a host go, if it is not the loopback; none is sent."""
+    """Return the source address of packets to a host, unless it is loopback; none is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             address = str(probe.getsockname()[0])
-    except OSError:  # no such host, or one of IPv6 alone
+    except OSError:  # the host is unknown, or has IPv6 only
         return None
     return None if address.startswith("127.") else address
 
 
 class Rendezvous:
-    """One stream of one entry, so that explorers can wait for a trainer without asking often."""
+    """Stream with one entry, at which explorers wait for a trainer without frequent polling."""
 
     def __init__(self, client: redis.Redis, run_id: str) -> None:
         self._redis: Any = client
         self._key = meeting_key(run_id)
 
     def announce(self, info: WeightSyncInfo) -> None:
-        """Say where this trainer waits; the trainer before it is forgotten."""
+        """Announce this trainer's address; it replaces the address of an earlier trainer."""
         self._redis.xadd(self._key, {_FIELD: msgspec.msgpack.encode(info)}, maxlen=1)
         self._redis.expire(self._key, ORPHANED_AFTER)
 
     def keep(self, info: WeightSyncInfo) -> None:
-        """Let what was announced stay for another while; where it is gone, say it again.
+        """Renew the announcement; if it is gone, write it again.
 
-        It expired, or the server was started anew and had it in memory alone.
+        It is gone if it has expired, or if the server restarted without persistence.
         """
         if not self._redis.expire(self._key, ORPHANED_AFTER):
             self.announce(info)
 
     def withdraw(self, info: WeightSyncInfo) -> None:
-        """Nobody waits there any more, unless another trainer does by now."""
+        """Remove the announcement, unless another trainer has replaced it."""
         for _, fields in self._redis.xrevrange(self._key, count=1):
             if fields.get(_FIELD) == msgspec.msgpack.encode(info):
                 self._redis.unlink(self._key)
 
     def find(self, after: str, seconds: float) -> tuple[str, WeightSyncInfo] | None:
-        """What was announced after an entry, and its id; waits for it, for so long."""
+        """Wait up to ``seconds`` for an announcement after an entry; return its id and address."""
         wait = max(1, int(min(seconds, _LONGEST_WAIT) * 1000))
         for _, entries in self._redis.xread({self._key: after}, block=wait) or ():
             for entry_id, fields in reversed(entries):
                 try:
                     return entry_id.decode(), _decoder.decode(fields[_FIELD])
                 except (msgspec.DecodeError, KeyError):
-                    return None  # of a later version, or nobody's
+                    return None  # written by a later version, or by another program
         return None

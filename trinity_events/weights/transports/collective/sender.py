@@ -1,4 +1,4 @@
-"""The trainer's end of a collective group: who is in it, and what becomes of what is sent."""
+"""Trainer's end of a collective group: membership, and delivery of versions."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 GREETING = 5.0
-"""Seconds that a newcomer is given for its first word."""
+"""Seconds that a new connection has for its first message."""
 _ATTEMPTS = 3
 
 
 class GroupSender:
-    """Rank 0. Every explorer keeps one connection to it, so that a dead one is known at once.
+    """Rank 0 of a collective group, with one connection to every explorer.
 
-    For one thread. A group is made when a version is about to be sent and those who are there are
-    not those who were; between two versions nobody is inside a collective.
+    A connection shows at once that its explorer is gone. One thread may use the sender. A group is
+    made before a version is sent, if its members have changed. Between two versions no rank is
+    inside a collective.
 
     Args:
-        run_id: The run.
-        epoch: Its epoch.
-        place: Where explorers learn of us.
-        timeout: Seconds within which a peer that died, or hangs, is an error to all others.
-        host: The address that explorers reach us at.
+        run_id: Id of the run.
+        epoch: Epoch of the run.
+        place: Rendezvous at which explorers find this trainer.
+        timeout: Seconds after which a dead or hung peer is an error to all others.
+        host: Address at which explorers reach this trainer.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class GroupSender:
         place.announce(self.info)
 
     def set_up(self, explorers: int, patience: float) -> tuple[str, ...]:
-        """Wait for so many explorers, and make the group; returns their names.
+        """Wait for ``explorers`` explorers and make the group; return their names.
 
         Raises:
-            DeadlineExceeded: when fewer came within ``patience`` seconds, with their names.
-            GroupBroken: when they came, and it could not be made.
+            DeadlineExceeded: if fewer came within ``patience`` seconds; it names those that did.
+            GroupBroken: if they came, and the group could not be made.
         """
         give_up = time.monotonic() + patience
         self._place.keep(self.info)
@@ -103,7 +104,7 @@ class GroupSender:
             readable(self._listener, min(left, 1.0))
 
     def begin(self, part: PartRef) -> ProcessGroup:
-        """The group of those who are there now, who have been told what comes."""
+        """Return the group of the connected explorers, after announcing the part to them."""
         self._reconcile()
         if self._group is None or set(self._seated) != set(self._members):
             if not self._members:
@@ -128,23 +129,23 @@ class GroupSender:
         return self._group
 
     def confirm(self) -> None:
-        """Wait until every explorer of the group has the version whole. Raises GroupBroken."""
+        """Wait until every explorer of the group has the complete version. Raises GroupBroken."""
         until = time.monotonic() + self._timeout
         for name in self._seated:
             answer = self._answer(name, DeliveryReport, until)
             if answer is None or answer.error is not None:
                 self.tear_down()
                 why = "said nothing" if answer is None else answer.error
-                raise GroupBroken(f"{name} did not get the weights whole: it {why}")
+                raise GroupBroken(f"{name} did not get the complete weights: it {why}")
 
     def tear_down(self) -> None:
-        """End the group; explorers keep their connections, and wait for the next."""
+        """End the group; explorers stay connected and wait for the next group."""
         if self._group is not None:
             self._group.close()
         self._group, self._seated = None, ()
 
     def close(self) -> None:
-        """End it, and send the explorers away."""
+        """End the group and close all connections."""
         self.tear_down()
         try:
             self._place.withdraw(self.info)
@@ -156,7 +157,7 @@ class GroupSender:
             self._store = None
 
     def _reconcile(self) -> None:
-        """Who is there now: without those who are gone, with those who have come."""
+        """Drop explorers that are gone, and greet those that have connected."""
         for name, channel in list(self._members.items()):
             if not channel.is_open():
                 self._drop(name, "it is gone")
@@ -171,9 +172,9 @@ class GroupSender:
     def _greet(self, channel: Channel) -> None:
         hello = channel.receive(GREETING)
         if not isinstance(hello, Hello):
-            raise ChannelClosed("its first word was no greeting")
+            raise ChannelClosed("its first message was not a greeting")
         if hello.run_id != self._run_id or not hmac.compare_digest(hello.token, self.info.token):
-            raise ChannelClosed("it is of another run, or was not told of this one")
+            raise ChannelClosed("it is of another run, or has not read this run's token")
         if hello.name in self._members:
             self._drop(hello.name, "it came again")
         self._members[hello.name] = channel
@@ -181,8 +182,8 @@ class GroupSender:
         self._seated = tuple(name for name in self._seated if name != hello.name)
 
     def _form(self) -> None:
-        """A new group of all who are there and answer."""
-        reason = "nobody was left of it"
+        """Form a new group of all explorers that answer."""
+        reason = "no explorer was left in it"
         for _ in range(_ATTEMPTS):
             self.tear_down()
             self._call()
@@ -201,9 +202,10 @@ class GroupSender:
         raise GroupBroken(f"the collective group of run {self._run_id} was not made: {reason}")
 
     def _call(self) -> None:
-        """Ask who is there. Who hangs is sent away: it may come back when it does not."""
+        """Ask every explorer to answer. A hung one is dropped; it may connect again later."""
         self._generation += 1
-        patience = 2 * self._timeout  # who waits for one that hangs answers when that is over
+        # an explorer that waits for a hung peer answers when that wait is over
+        patience = 2 * self._timeout
         until = time.monotonic() + patience
         for name, channel in list(self._members.items()):
             try:
@@ -234,11 +236,11 @@ class GroupSender:
         for name in names:
             if self._answer(name, Ack, until) is None:
                 group.close()
-                raise GroupBroken(f"{name} did not take its seat within {self._timeout:g} s")
+                raise GroupBroken(f"{name} did not join the new group within {self._timeout:g} s")
         return group
 
     def _answer(self, name: str, kind: type[M], until: float) -> M | None:
-        """A member's answer of this kind to what was said last; older ones are passed over."""
+        """Return a member's answer of this kind to the last request; skip earlier answers."""
         while True:
             channel = self._members.get(name)
             try:

@@ -1,4 +1,4 @@
-"""Where an explorer keeps what came through the group, until it is installed."""
+"""Versions that an explorer received through the group and has not installed yet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _LEAST = 1 << 20
 
 
 class Buffer:
-    """Memory that grows as bytes come, and is used again.
-
-    Args:
-        nbytes: How many may come.
-    """
+    """Reusable memory that grows as bytes arrive."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._memory = _mapped(max(nbytes, _LEAST))
@@ -28,11 +24,11 @@ class Buffer:
         self.was_read = False
 
     def clear(self) -> None:
-        """Begin anew; what is mapped stays."""
+        """Drop the content; the mapped memory stays."""
         self.filled, self.manifest, self.was_read = 0, b"", False
 
     def extend(self, nbytes: int) -> torch.Tensor:
-        """Room for so many bytes behind those that are there: uint8 [nbytes]."""
+        """Return uint8 [nbytes] behind the present bytes, and grow if needed."""
         end = self.filled + nbytes
         if end > len(self._memory):
             self._grow(max(end, 2 * len(self._memory)))
@@ -42,29 +38,30 @@ class Buffer:
 
     def _grow(self, nbytes: int) -> None:
         try:
-            self._memory.resize(nbytes)  # its pages move: they are never there twice
-        except (BufferError, OSError, SystemError):  # somebody looks at it, or this is no Linux
+            self._memory.resize(nbytes)  # the pages are moved, never copied
+        # a reader has a view of it, or this is not Linux
+        except (BufferError, OSError, SystemError):
             grown = _mapped(nbytes)
             grown[: self.filled] = self._memory[: self.filled]
             self._memory = grown
 
     @property
     def data(self) -> memoryview:
-        """What is there, for reading."""
+        """Return the received bytes, read-only."""
         return memoryview(self._memory)[: self.filled].toreadonly()
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
-    """Memory that takes nothing before it is written to."""
+    """Map memory that takes no pages before it is written."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class StagedVersions:
-    """The newest whole version, the one that comes, and those that are still being read.
+    """Buffers of the newest complete version, the arriving one, and those being read.
 
-    The newest makes way for the one that comes once it was read, since a model has it then. So an
-    explorer that keeps up has room for one version beside its model; one that falls behind for two,
-    and for one more while it installs one and two others come.
+    Once the newest version was read, its buffer is reused for the arriving one: the model has it
+    then. So an explorer that keeps up needs one version beside its model, and a slower one needs
+    two. It needs one more while it installs one version and two others arrive.
     """
 
     def __init__(self) -> None:
@@ -74,7 +71,7 @@ class StagedVersions:
         self._last_size = 0
 
     def begin(self) -> Buffer:
-        """A buffer that nobody reads, and that has nothing that somebody may still come for."""
+        """Return a buffer without readers whose version is no longer needed."""
         with self._lock:
             newest = None if self._newest is None else self._newest[1]
             if self._spare:
@@ -87,7 +84,7 @@ class StagedVersions:
         return buffer
 
     def keep(self, part: PartRef, buffer: Buffer) -> None:
-        """The buffer is whole, and the newest now."""
+        """Mark the buffer as complete and newest."""
         with self._lock:
             before, self._newest = self._newest, (part, buffer)
             self._last_size = buffer.filled
@@ -95,12 +92,12 @@ class StagedVersions:
                 self._put_back(before[1])
 
     def give_up(self, buffer: Buffer) -> None:
-        """The buffer will not be whole."""
+        """Release a buffer that will not be complete."""
         with self._lock:
             self._put_back(buffer)
 
     def hold(self, part: PartRef) -> Buffer | None:
-        """The part, which stays as it is until :meth:`let_go`."""
+        """Return the buffer of a part and protect it until :meth:`let_go`."""
         with self._lock:
             if self._newest is None or self._newest[0] != part:
                 return None
@@ -108,7 +105,7 @@ class StagedVersions:
             return self._newest[1]
 
     def let_go(self, buffer: Buffer) -> None:
-        """One reader less."""
+        """Release one reader's hold of a buffer."""
         with self._lock:
             buffer.holders -= 1
             buffer.was_read = True
@@ -117,7 +114,7 @@ class StagedVersions:
                 self._put_back(buffer)
 
     def forget(self, part: PartRef) -> None:
-        """The part is not wanted any more."""
+        """Release a part that is no longer wanted."""
         with self._lock:
             if self._newest is not None and self._newest[0] == part:
                 buffer = self._newest[1]
@@ -126,10 +123,10 @@ class StagedVersions:
                     self._put_back(buffer)
 
     def newest(self) -> PartRef | None:
-        """Which part is here."""
+        """Return the newest part here, or None."""
         with self._lock:
             return None if self._newest is None else self._newest[0]
 
     def _put_back(self, buffer: Buffer) -> None:
-        # One is enough: between two versions only one is written.
+        # One spare is enough: only one buffer is written between two versions.
         self._spare = [buffer]

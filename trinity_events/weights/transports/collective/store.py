@@ -1,4 +1,4 @@
-"""Versions that are sent to explorers through a collective group, and staged there."""
+"""Store of versions that are sent through a collective group and staged at the explorers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from .sender import GroupSender
 from .staged_versions import Buffer, StagedVersions
 
 CHUNK_BYTES = 4 << 20
-"""Of a bucket; the sender has two of them, whatever the size of the model."""
+"""Bytes of a bucket; the sender has two of them, whatever the size of the model."""
 TIMEOUT = 30.0
-"""Seconds within which a peer that died, or hangs, is an error to all others.
+"""Seconds after which a dead or hung peer is an error to all others.
 
-The trainer's other ranks wait meanwhile: their own timeout must be several times as long.
+The trainer's other ranks wait during this time: their own timeout must be several times as long.
 """
 
 _MEETING = 10.0
-"""Seconds that an explorer is given to reach the trainer, before it asks for anything."""
+"""Seconds that an explorer has to reach the trainer before it makes a request."""
 
 
 class CollectiveStore:
     """Implements :class:`~trinity_events.weights.ChunkStore`, pushing instead of keeping.
 
-    What the publisher puts goes to every explorer of the group at once, and each keeps the newest
-    whole version in memory of its own. The publisher keeps nothing: there is one part, rank 0's,
-    and an explorer that was not in the group when it was sent waits for the next version.
+    Each chunk of the publisher goes to every explorer of the group at once. Each explorer keeps the
+    newest complete version in its own memory. The publisher keeps nothing: the only part is rank
+    0's. An explorer that was not in the group when the version was sent waits for the next one.
 
     Args:
-        client: The server on which the trainer says where it is.
-        run_id: The run.
-        name: Who this process is.
-        timeout: Seconds within which a dead peer is an error; the trainer's counts.
+        client: Client of the server at which the trainer announces its address.
+        run_id: Id of the run.
+        name: Name of this process.
+        timeout: Seconds after which a dead peer is an error; only the trainer's value counts.
     """
 
     name = "collective"
@@ -61,7 +61,7 @@ class CollectiveStore:
     # --- the group -------------------------------------------------------------------------
 
     def listen(self, epoch: int) -> WeightSyncInfo:
-        """Let explorers find us; from then on we are the trainer's rank 0."""
+        """Listen for explorers as the trainer's rank 0, and announce the address."""
         if self._trainer is None:
             self._trainer = GroupSender(
                 self._run_id,
@@ -73,30 +73,30 @@ class CollectiveStore:
         return self._trainer.info
 
     def set_up(self, epoch: int, explorers: int, patience: float) -> tuple[str, ...]:
-        """Wait for so many explorers and make the group; returns their names."""
+        """Wait for ``explorers`` explorers and make the group; return their names."""
         self.listen(epoch)
         assert self._trainer is not None
         return self._trainer.set_up(explorers, patience)
 
     def join(self) -> None:
-        """Take part in the trainer's groups from now on, in a thread of its own."""
+        """Join the trainer's groups from now on, in a separate thread."""
         if self._explorer is None:
             self._explorer = GroupReceiver(self._run_id, self._who, self._place, self._staging)
 
     def would_get(self, version: StepRef) -> bool:
-        """Whether an explorer would get what is sent from now on, and has nothing newer."""
+        """Return True if an explorer would receive the next send, and has no newer version."""
         newest = self._staging.newest()
         if newest is not None and StepRef(newest.epoch, newest.step) > version:
             return False
         return self._explorer is not None and self._explorer.is_met(_MEETING)
 
     def found(self) -> WeightSyncInfo | None:
-        """Where the trainer is, as far as this process knows."""
+        """Return the trainer's address, if this process knows it."""
         end = self._trainer or self._explorer
         return end.info if end is not None else None
 
     def tear_down(self) -> None:
-        """End the group; an explorer leaves it, and keeps what is staged."""
+        """End the group; an explorer leaves it and keeps its staged versions."""
         if self._trainer is not None:
             self._trainer.tear_down()
         if self._explorer is not None:
@@ -106,7 +106,7 @@ class CollectiveStore:
     # --- the port --------------------------------------------------------------------------
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> CollectiveSink:
-        """Begin a part. Raises GroupBroken when nobody would get it."""
+        """Begin a part. Raises GroupBroken if no explorer would receive it."""
         if part.rank != 0:
             raise ValueError("only rank 0 is in the collective group: it sends the full weights")
         self.listen(part.epoch)
@@ -114,20 +114,20 @@ class CollectiveStore:
         return CollectiveSink(self._trainer, part, chunk_bytes or CHUNK_BYTES)
 
     def open(self, part: PartRef) -> CollectiveSource | None:
-        """The part, where it was received whole and nothing newer has been since."""
+        """Return the part if it is the newest one that was received complete."""
         buffer = self._staging.hold(part)
         return None if buffer is None else CollectiveSource(self._staging, buffer)
 
     def delete(self, part: PartRef) -> None:
-        """Nothing is kept by who sends; who received it forgets it."""
+        """Forget a received part; the sender keeps nothing."""
         self._staging.forget(part)
 
     def missing(self, part: PartRef) -> str:
-        """Why the part may not be there, in words."""
+        """Return possible reasons why the part is missing, for an error message."""
         if self._explorer is None:
             return (
                 "they are sent through a collective group, which this process has not joined; for "
-                "readers beside the explorers start the trainer with --weights redis"
+                "other readers than explorers start the trainer with --weights redis"
             )
         if self._explorer.failure is not None:
             return self._explorer.failure
@@ -138,7 +138,7 @@ class CollectiveStore:
         return f"this explorer was not in the collective group when they were sent ({here})"
 
     def close(self) -> None:
-        """Leave the group, and let go of what was staged."""
+        """Leave the group and release the staged versions."""
         if self._explorer is not None:
             self._explorer.close()
             self._explorer = None
@@ -157,11 +157,11 @@ class CollectiveSink:
     def __init__(self, trainer: GroupSender, part: PartRef, chunk_bytes: int) -> None:
         self._trainer = trainer
         self._part = part
-        # Who is there is told before the first bucket is filled.
+        # The explorers are told before the first bucket is filled.
         self._sender: FrameSender | None = FrameSender(trainer.begin(part), chunk_bytes)
 
     def reserve(self) -> memoryview:
-        """One bucket, while the other is on its way."""
+        """Return one bucket, while the other one is sent."""
         with self._sending() as sender:
             return sender.reserve()
         raise AssertionError("unreachable")
@@ -172,14 +172,14 @@ class CollectiveSink:
             sender.commit(nbytes)
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
-        """Send the manifest, and wait until every explorer has all of it."""
+        """Send the manifest, and wait until every explorer has the whole part."""
         with self._sending() as sender:
             sender.finish(Frame.SEAL, manifest)
             self._trainer.confirm()
         self._sender = None
 
     def discard(self) -> None:
-        """Tell the explorers that it will not come; what is sealed is theirs."""
+        """Tell the explorers that the part will not come; a sealed part stays theirs."""
         if self._sender is not None:
             with suppress(GroupBroken), self._sending() as sender:
                 sender.finish(Frame.ABORT)
@@ -187,7 +187,7 @@ class CollectiveSink:
 
     @contextmanager
     def _sending(self) -> Iterator[FrameSender]:
-        """A group that breaks is ended at once, so that everybody else in it hears of it."""
+        """End a group that breaks at once, so that its other members get an error."""
         if self._sender is None:
             raise ValueError(f"the {self._part} are sealed or given up: nothing can be added")
         try:
@@ -199,7 +199,7 @@ class CollectiveSink:
 
 
 class CollectiveSource:
-    """Implements :class:`~trinity_events.weights.PartSource`: what is staged here."""
+    """Implements :class:`~trinity_events.weights.PartSource` over a staged buffer."""
 
     def __init__(self, staging: StagedVersions, buffer: Buffer) -> None:
         self.manifest = buffer.manifest
@@ -210,12 +210,12 @@ class CollectiveSource:
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> Sequence[memoryview]:
-        """The bytes where they were received; nothing is copied."""
+        """Return the bytes where they were received, without a copy."""
         check_chunks(cut_chunks(self._data, sizes, wanted), check)
         return [self._data]
 
     def close(self) -> None:
-        """Let the next version but one take the memory."""
+        """Release the memory, which the second next version reuses."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._staging.let_go(buffer)

@@ -1,4 +1,4 @@
-"""Memory that a publisher lends, used again for one part after the other."""
+"""Pool of device memory that a publisher reuses for one part after the other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _LEAST = 16 << 20
 
 
 class BlockPool:
-    """Blocks for one part. What they have is written while nobody reads it.
-
-    Args:
-        memory: Where they come from.
-        expected: Bytes that the part will take of each block, as far as the last one tells.
-    """
+    """Blocks for one part, which are written only while they have no readers."""
 
     def __init__(self, memory: DeviceMemory, expected: Sequence[int] = ()) -> None:
         self._memory = memory
@@ -27,9 +22,9 @@ class BlockPool:
         self._blocks: list[Block] = []
 
     def block(self, number: int, nbytes: int) -> Block:
-        """A block with place for so many bytes, for one that is there or the next.
+        """Return block ``number`` with space for ``nbytes``; create it if it is the next one.
 
-        It may be another than before; what the part has in it already is there too.
+        It may be another block than before, with the part's present bytes copied into it.
 
         Raises GpuUnusable when the device has no memory left.
         """
@@ -47,10 +42,11 @@ class BlockPool:
         return self._blocks[number]
 
     def trim(self, blocks: int) -> None:
-        """Give back all but the first ones."""
+        """Free all blocks but the first ``blocks``."""
         while len(self._blocks) > blocks:
             self._memory.free(self._blocks.pop())
 
     def _allocated(self, nbytes: int) -> Block:
-        with torch.inference_mode(False):  # else nobody could write to it but in that mode
+        # a tensor made in inference mode cannot be written outside of it
+        with torch.inference_mode(False):
             return self._memory.allocate(nbytes + -nbytes % ALIGNMENT)

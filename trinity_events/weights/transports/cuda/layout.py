@@ -1,4 +1,4 @@
-"""Where a part lies in a device's memory, as its file in shared memory says."""
+"""Location of a part in a device's memory, as stored in its shared-memory file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_BLOCKS = 1 << 12
 
 
 class LentBlock(Struct, frozen=True, array_like=True, gc=False):
-    """A block, and how much of it the part takes, from its beginning."""
+    """Block of device memory, and the number of its first bytes that the part uses."""
 
     handle: Annotated[bytes, Meta(min_length=1, max_length=256)]
     nbytes: Annotated[int, Meta(gt=0, le=2**62)]
 
 
 class Layout(Struct, frozen=True):
-    """Blocks that follow each other in the part; no tensor and no chunk is in two."""
+    """Consecutive blocks of the part; no tensor and no chunk spans two of them."""
 
     device: Annotated[str, Meta(max_length=256)]
     blocks: Annotated[tuple[LentBlock, ...], Meta(max_length=_MOST_BLOCKS)]
@@ -33,13 +33,13 @@ _layouts = msgspec.msgpack.Decoder(Layout)
 
 
 def encoded(layout: Layout) -> bytes:
-    """As it is in the file."""
+    """Encode the layout for the file."""
     return msgspec.msgpack.encode(layout)
 
 
 def decoded(data: memoryview, part: PartRef) -> Layout:
-    """As it was. Raises CorruptVersion for what is none."""
+    """Decode a layout. Raises CorruptVersion if the data is not one."""
     try:
         return _layouts.decode(data)
     except UNREADABLE as error:
-        raise CorruptVersion(f"where the {part} lie cannot be read: {error}") from None
+        raise CorruptVersion(f"the location of the {part} cannot be read: {error}") from None

@@ -1,8 +1,9 @@
-"""Memory of a device that another process can look at.
+"""Device memory that other processes can map.
 
-The CUDA runtime lends an allocation by a handle of 64 bytes (CUDA Runtime API, "Device Management",
-``cudaIpcGetMemHandle``). Torch lends its own memory to one receiver each; here any number may come,
-so these allocations are the runtime's, beside torch's allocator.
+The CUDA runtime exports an allocation by a handle of 64 bytes (CUDA Runtime API, "Device
+Management", ``cudaIpcGetMemHandle``). Torch exports its own memory to one receiver each. Here any
+number of processes may map it, so these allocations come from the runtime, outside torch's
+allocator.
 """
 
 from __future__ import annotations
@@ -21,83 +22,83 @@ _LENT_AT_ONCE = 2 << 20
 
 
 class Block(NamedTuple):
-    """An allocation of this process's, or another's that it looks at."""
+    """Allocation of this process, or a mapped one of another process."""
 
     tensor: torch.Tensor
-    """Its bytes, uint8 [bytes]. Not to be touched once it was given back."""
+    """Bytes of the allocation, uint8 [bytes]; invalid once the block is released."""
     handle: bytes
-    """By which other processes find it."""
+    """Handle by which other processes map it."""
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device."""
+    """Memory of one device that can be exported."""
 
     @property
     def device(self) -> str:
-        """Which it is, by the same name in every process of the host."""
+        """Name of the device, the same in every process of the host."""
         ...
 
     @property
     def lane(self) -> CopyStream:
-        """Takes copies into it."""
+        """Stream of copies into this memory."""
         ...
 
     def near(self, tensor: torch.Tensor) -> None:
-        """A tensor that will be copied into it, before anything was asked of it; or later."""
+        """Choose the device of a tensor that will be copied here, if no device is chosen yet."""
         ...
 
     def allocate(self, nbytes: int) -> Block:
-        """Memory to lend. Raises GpuUnusable when there is not so much."""
+        """Allocate memory to export. Raises GpuUnusable if there is too little."""
         ...
 
     def free(self, block: Block) -> None:
-        """Give back what was allocated here, and is lent to nobody."""
+        """Free an allocation of this process that no process has mapped."""
         ...
 
     def borrow(self, device: str, handle: bytes, nbytes: int) -> Block:
-        """Look at another process's. Raises VersionUnavailable when it is not to be seen here."""
+        """Map another process's memory. Raises VersionUnavailable if this process cannot."""
         ...
 
     def let_go(self, block: Block) -> None:
-        """Look at it no more."""
+        """Unmap another process's memory."""
         ...
 
 
 class CudaMemory:
-    """Implements :class:`DeviceMemory` by CUDA's own calls.
+    """Implements :class:`DeviceMemory` with the CUDA runtime.
 
     Args:
-        index: Of the GPU; by default that of the first tensor on one that is published, or the
-            current one where none is. Other threads have another current one.
+        index: Index of the GPU. The default is the GPU of the first published tensor, or else the
+            current GPU. Other threads have another current GPU.
     """
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise GpuUnusable(
-                "weights that travel by a GPU's memory need a GPU, and this process sees none: "
+                "the cuda transport needs a GPU, and this process sees none: "
                 "publish with --weights shm"
             )
         self._index = index
 
     @property
     def device(self) -> str:
-        """The GPU's UUID."""
+        """UUID of the GPU."""
         return _uuid(self._used())
 
     @property
     def lane(self) -> CopyStream:
-        """A stream of its own."""
+        """Copy stream of this memory."""
         return copy_stream_of(torch.device("cuda", self._used()))
 
     def near(self, tensor: torch.Tensor) -> None:
-        """Be on the tensor's GPU, unless it is settled which one it is."""
+        """Choose the tensor's GPU, unless a GPU is chosen already."""
         if self._index is None and tensor.is_cuda:
             self._index = tensor.device.index
 
     def allocate(self, nbytes: int) -> Block:
-        """Allocate; what torch keeps of memory that it does not need is given back first if needed.
+        """Allocate memory; if there is too little, first empty torch's cache.
 
-        Raises GpuUnusable when there is not so much.
+        Raises GpuUnusable if there is too little.
         """
         if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
             raise GpuUnusable(
@@ -105,12 +106,12 @@ class CudaMemory:
                 "out of PYTORCH_CUDA_ALLOC_CONF, or publish with --weights shm"
             )
         index, pointer = self._used(), ctypes.c_void_p()
-        # What is smaller may be lent together with its neighbours, by the same handle.
+        # A smaller allocation may share its handle with its neighbours.
         nbytes += -nbytes % _LENT_AT_ONCE
         with torch.cuda.device(index):
             runtime = _runtime()
             if runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes)):
-                runtime.cudaGetLastError()  # else torch would take it for its own
+                runtime.cudaGetLastError()  # clears the error, which torch would report as its own
                 torch.cuda.empty_cache()
                 code = runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
                 if code:
@@ -124,7 +125,7 @@ class CudaMemory:
                 why = _words(code)
                 runtime.cudaFree(pointer)
                 raise GpuUnusable(
-                    f"the GPU's memory cannot be lent to other processes ({why}): publish "
+                    f"the GPU's memory cannot be exported to other processes ({why}): publish "
                     "with --weights shm"
                 )
         block = Block(_tensor(pointer, nbytes, index), bytes(handle.reserved))
@@ -132,7 +133,7 @@ class CudaMemory:
         return block
 
     def free(self, block: Block) -> None:
-        """Free it."""
+        """Free an allocation."""
         del _lent[block.handle]
         with torch.cuda.device(block.tensor.device):
             if _runtime().cudaFree(ctypes.c_void_p(block.tensor.data_ptr())):
@@ -141,9 +142,9 @@ class CudaMemory:
     def borrow(self, device: str, handle: bytes, nbytes: int) -> Block:
         """Map another process's memory.
 
-        Raises VersionUnavailable when this process does not see that GPU, or the owner is gone.
+        Raises VersionUnavailable if this process does not see that GPU, or the owner is gone.
         """
-        if handle in _lent:  # CUDA lends nothing to its owner
+        if handle in _lent:  # CUDA does not map an allocation in its own process
             return _lent[handle]
         index = _index_of(device)
         if index is None:
@@ -156,13 +157,13 @@ class CudaMemory:
             code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(pointer), lent, _LAZY_PEER_ACCESS)
         if code:
             raise VersionUnavailable(
-                f"the memory of GPU {device} that it lies in cannot be seen from here "
+                f"the memory of GPU {device} that contains it cannot be mapped here "
                 f"({_words(code)}): its publisher ended, or is in another container"
             )
         return Block(_tensor(pointer, nbytes, index), handle)
 
     def let_go(self, block: Block) -> None:
-        """Unmap it, once nothing that the GPU was told to do reads it."""
+        """Unmap a block, once all queued reads of it are done."""
         if block.handle in _lent:
             return
         torch.cuda.synchronize(block.tensor.device)
@@ -177,21 +178,21 @@ class CudaMemory:
 
 
 _lent: dict[bytes, Block] = {}
-"""What this process allocated, by its handle."""
+"""Allocations of this process, by handle."""
 
 
 class _Handle(ctypes.Structure):
-    """As the runtime has it: ``cudaIpcMemHandle_t``."""
+    """Handle of the runtime: ``cudaIpcMemHandle_t``."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
 _LAZY_PEER_ACCESS = ctypes.c_uint(1)
-"""``cudaIpcMemLazyEnablePeerAccess``, the only flag that there is."""
+"""``cudaIpcMemLazyEnablePeerAccess``, the only defined flag."""
 
 
 class _Array:
-    """Memory of a GPU as torch takes it, without a copy (``__cuda_array_interface__``)."""
+    """GPU memory in a form that torch wraps without a copy (``__cuda_array_interface__``)."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -210,26 +211,26 @@ def _tensor(pointer: ctypes.c_void_p, nbytes: int, index: int) -> torch.Tensor:
 
 @lru_cache
 def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded. Its calls return 0, or the number of an error.
+    """Return the CUDA runtime that torch has loaded; its calls return 0 or an error number.
 
-    Raises GpuUnusable when there is none.
+    Raises GpuUnusable if there is none.
     """
     major = (torch.version.cuda or "").partition(".")[0]
-    # What torch is linked with is found through torch, whatever its file is called.
+    # A runtime that torch is linked with is found through torch, whatever its file name.
     for name in (torch._C.__file__, f"libcudart.so.{major}"):
         with suppress(OSError, AttributeError):
             runtime = ctypes.CDLL(name)
             runtime.cudaGetErrorString.restype = ctypes.c_char_p
             return runtime
     raise GpuUnusable(
-        f"torch {torch.__version__} has not loaded a CUDA runtime that can be called: publish "
+        f"torch {torch.__version__} has not loaded a usable CUDA runtime: publish "
         "with --weights shm"
     )
 
 
 def _words(code: int) -> str:
     runtime = _runtime()
-    runtime.cudaGetLastError()  # else torch would take it for its own
+    runtime.cudaGetLastError()  # clears the error, which torch would report as its own
     said: bytes = runtime.cudaGetErrorString(code)
     return said.decode()
 

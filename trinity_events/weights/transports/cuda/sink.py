@@ -1,4 +1,4 @@
-"""Publishing a part by copies from device to device."""
+"""Sink that publishes a part by copies from device to device."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from .store import CudaStore
 
 BLOCK_BYTES = 1 << 30
-"""Of a part in one block, but for a larger tensor.
+"""Maximum bytes of a part in one block, unless one tensor is larger.
 
-Whatever a block's own size is: the same tensors make the same chunks.
+It does not depend on the block's own size: the same tensors always give the same chunks.
 """
 
 
 class CudaSink:
     """Implements :class:`~trinity_events.weights.TensorSink`.
 
-    Copies are begun, beside what the device computes, and waited for once all are.
+    Copies run beside the device's other work. The sink waits for all of them at the end.
     """
 
     def __init__(
@@ -44,32 +44,32 @@ class CudaSink:
         self._file = file
         self._chunk_bytes = chunk_bytes
         self._blocks: list[Block] = []
-        """Those that have something of the part."""
+        """Blocks that contain bytes of the part."""
         self._begin = self._filled = 0
-        """Where the last of them begins in the part, and how far it is filled."""
+        """Offset in the part of the last block, and the bytes filled in it."""
         self._regions: list[int] = []
-        """How much of each but the last the part takes."""
+        """Bytes of the part in each block but the last."""
 
     def take(self, tensor: torch.Tensor, offset: int) -> None:
-        """Begin to copy a tensor to where it begins in the part."""
+        """Begin to copy a tensor to its offset of the part."""
         if not tensor.nbytes:
             return
         self._memory.near(tensor)
         at = self._place(offset, tensor.nbytes)
         lane = self._memory.lane
-        lane.begin()  # behind what computed the tensor
+        lane.begin()  # after the operations that compute the tensor
         lane.copy(self._blocks[-1].tensor[at : at + tensor.nbytes], flat_bytes(tensor))
         self._filled = at + tensor.nbytes
         if tensor.is_cpu:
             lane.wait(lane.mark())
-        else:  # whoever gave it may compute something else into it
+        else:  # later operations may overwrite the tensor
             lane.hold_back(lane.mark())
 
     def chunks(self, nbytes: int) -> list[Chunk]:
-        """Wait until all is copied, and digest it."""
+        """Wait for all copies, and digest the part."""
         if not self._blocks:
             return []
-        self._room()  # which must not be another part's by now
+        self._room()  # raises if the blocks belong to another part by now
         self._fill(nbytes - self._begin)
         self._regions.append(nbytes - self._begin)
         lane = self._memory.lane
@@ -85,7 +85,7 @@ class CudaSink:
         ]
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
-        """Say where it lies, and give the file the part's name."""
+        """Write the layout to the file and give the file the part's name."""
         device = ""
         if self._blocks:
             self._room().trim(len(self._blocks))
@@ -99,16 +99,16 @@ class CudaSink:
         self._store.took(self._regions)
 
     def discard(self) -> None:
-        """Give the room back, once nothing is copied into it any more."""
+        """Return the blocks once no copy into them is pending."""
         try:
             if self._blocks:
                 lane = self._memory.lane
                 lane.wait(lane.mark())
-        finally:  # a GPU that answers no more writes nothing either
+        finally:  # a GPU that does not respond writes nothing either
             self._file.discard()
 
     def _place(self, offset: int, nbytes: int) -> int:
-        """Where in the last block a tensor goes; it may be another one from now on."""
+        """Return the tensor's offset in the last block, which may be a new block."""
         room = self._room()
         at = offset - self._begin
         if self._blocks:
@@ -123,14 +123,14 @@ class CudaSink:
         return at
 
     def _room(self) -> BlockPool:
-        """Raises ValueError when the part is given up."""
+        """Return the part's blocks. Raises ValueError if the part was discarded."""
         return self._store.room_of(self._file)
 
     def _fill(self, until: int) -> None:
-        """Zeros between two tensors, whatever lay there before."""
+        """Fill the gap between two tensors with zeros."""
         gap = self._blocks[-1].tensor[self._filled : until]
         if len(gap):
             zeros, lane = torch.zeros_like(gap), self._memory.lane
-            lane.begin()  # behind them
+            lane.begin()  # after the operation that makes the zeros
             lane.copy(gap, zeros)
         self._filled = until

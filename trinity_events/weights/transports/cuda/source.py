@@ -1,7 +1,7 @@
-"""Reading a part from another process's memory of a device: into memory of one's own, always.
+"""Reader that copies a part from another process's device memory.
 
-CUDA leaves undefined what is seen of memory whose owner ended. So nothing is looked at twice: it is
-copied, and the copy is digested, and nothing but the copy is used.
+CUDA leaves it undefined what a process reads after the owner of the memory has ended. So every byte
+is read once: it is copied, the copy is digested, and only the copy is used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .memory import DeviceMemory
 
 
 class _Cut(NamedTuple):
-    """A chunk, where it lies."""
+    """Location of one chunk in the blocks."""
 
     number: int
-    """The chunk's index."""
+    """Index of the chunk."""
     block: int
     begin: int
     end: int
@@ -33,12 +33,13 @@ class _Cut(NamedTuple):
 class CudaSource:
     """Implements :class:`~trinity_events.weights.TensorSource`.
 
-    While it is open the publisher writes nothing to it, and frees none of it.
+    While it is open the publisher neither writes to the part nor frees it.
 
     Args:
-        part: Which part it is.
-        file: Says where it lies; its lease is the part's. Closed at the end.
-        memory: The device's.
+        part: The part.
+        file: Reader of the part's file, with the layout; its lease is the part's. Closed at the
+            end.
+        memory: Memory of the device.
 
     Raises VersionUnavailable when the memory is not to be seen from here, and CorruptVersion.
     """
@@ -62,7 +63,7 @@ class CudaSource:
     def copied(
         self, sizes: Sequence[int], wanted: Container[int] | None = None
     ) -> tuple[Sequence[torch.Tensor], Mapping[int, tuple[int, str]]]:
-        """The bytes in memory of this process on the device, and what came of each chunk."""
+        """Return copies of the bytes on the device, and size and digest of each chunk."""
         cuts = [cut for cut in self._cut(sizes) if wanted is None or cut.number in wanted]
         try:
             own = [torch.empty_like(lent) for lent in self._lent]
@@ -84,7 +85,7 @@ class CudaSource:
     def each(
         self, sizes: Sequence[int], wanted: Container[int]
     ) -> Iterator[tuple[int, torch.Tensor, str]]:
-        """Chunks one by one, each with its digest, in memory that the next one takes."""
+        """Yield chunks one by one with their digests, in memory that the next chunk overwrites."""
         cuts = [cut for cut in self._cut(sizes) if cut.number in wanted]
         if not cuts:
             return
@@ -96,7 +97,7 @@ class CudaSource:
             yield one.number, data, digest
 
     def close(self) -> None:
-        """Let go of the memory, and then of the lease."""
+        """Unmap the memory, and then end the lease."""
         self._lent = []
         self._held.close()
 
@@ -104,13 +105,13 @@ class CudaSource:
         into.copy_(self._lent[one.block][one.begin : one.end])
 
     def _cut(self, sizes: Sequence[int]) -> Iterator[_Cut]:
-        """Chunks of these sizes; what does not lie in the blocks as they say is shorter.
+        """Yield the locations of chunks of these sizes; chunks behind the blocks' end are short.
 
-        Raises CorruptVersion when the blocks have more: what is behind an allocation's end must not
-        even be looked at, or the device answers this process no more.
+        Raises CorruptVersion if the blocks are larger than the part. Access past the end of an
+        allocation makes the device unusable for this process.
         """
         if sum(map(len, self._lent)) > sum(sizes):
-            raise CorruptVersion(f"the {self._part} lie in more memory than they take")
+            raise CorruptVersion(f"the {self._part} lie in larger blocks than they need")
         block = begin = 0
         for index, size in enumerate(sizes):
             if block < len(self._lent) and begin == len(self._lent[block]):

@@ -1,11 +1,11 @@
-"""Parts in a GPU's memory, for processes of one user on one host that see that GPU (CUDA IPC).
+"""Parts in a GPU's memory, for processes of one user and host that see that GPU (CUDA IPC).
 
-A part's bytes stay on the device. What is in shared memory is its file: the manifest, and by which
-handles the memory is found; its locks are the part's. So a room is written again, or freed, only
-while nobody reads it, and what a dead publisher left is swept, as with shared memory. The device's
-memory ends with its process.
+A part's bytes stay on the device. Its file in shared memory holds the manifest and the handles of
+the device memory. The file's locks are the part's locks. So a block is rewritten or freed only
+while it has no readers. The files of a dead publisher are removed, as with shared memory. Its
+device memory ends with its process.
 
-Not for deltas, which are found on the host.
+This transport has no deltas, which are computed on the host.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .source import CudaSource
 
 CHUNK_BYTES = 16 << 20
 MOST_ROOMS = 4
-"""Of one publisher. Two versions are kept and one is written; a fourth while one more is read."""
+"""Maximum parts of one publisher: two are kept, one is written, and a fourth is being read."""
 
 
 class CudaStore:
     """Implements :class:`~trinity_events.weights.ChunkStore`.
 
     Args:
-        memory: The device's; by default the GPU's that :class:`CudaMemory` takes.
-        root: Where shared memory is mounted.
-        most: The most parts that this publisher may have on the device.
+        memory: Device memory; by default that of the GPU that :class:`CudaMemory` chooses.
+        root: Mount point of the shared memory.
+        most: Maximum parts of this publisher on the device.
 
     Raises GpuUnusable where there is no GPU.
     """
@@ -57,30 +57,30 @@ class CudaStore:
     # --- publishing ------------------------------------------------------------------------
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> CudaSink:
-        """Begin a part; one that was begun before and is not sealed is given up."""
+        """Begin a part; an unsealed part that was begun earlier is discarded."""
         return CudaSink(self, self._memory, self._files.begin(part), chunk_bytes or CHUNK_BYTES)
 
     def room_of(self, file: SharedMemorySink) -> BlockPool:
-        """The memory that goes with a file, which nobody reads.
+        """Return the blocks that belong to a file without readers.
 
-        Raises ValueError when the file is sealed or given up: then another part may have it.
+        Raises ValueError if the file is sealed or discarded: another part may have its blocks then.
         """
         if file.segment not in self._rooms:
             self._rooms[file.segment] = BlockPool(self._memory, self._last)
         return self._rooms[file.segment]
 
     def took(self, regions: Sequence[int]) -> None:
-        """A part took so many bytes of each of its blocks: so will the next one, presumably."""
+        """Note the bytes that a part used of each block; the next part will use about the same."""
         self._last = regions
 
     def delete(self, part: PartRef) -> None:
-        """Forget the part; its memory is used again once nobody reads it."""
+        """Delete the part; its memory is reused once it has no readers."""
         self._files.delete(part)
 
     # --- reading ---------------------------------------------------------------------------
 
     def open(self, part: PartRef) -> CudaSource | None:
-        """The part under a lease of ours, or None when it is not there."""
+        """Return the part under a new lease, or None if it is missing."""
         self._why = None
         file = self._files.open(part)
         if file is None:
@@ -92,17 +92,17 @@ class CudaStore:
             return None
 
     def missing(self, part: PartRef) -> str:
-        """Why the part may not be there, in words."""
+        """Return possible reasons why the part is missing, for an error message."""
         return str(self._why or self._files.missing(part))
 
     # --- both ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove what is published here; what somebody still reads is freed with the process."""
+        """Remove the published parts; blocks with readers are freed when the process ends."""
         rooms = list(self._rooms.items())
         self._rooms.clear()
         try:
-            if rooms:  # else nothing was copied here, and the device may never have been used
+            if rooms:  # without blocks nothing was copied, and the device may never have been used
                 self._memory.lane.wait(self._memory.lane.mark())
             for segment, room in rooms:
                 if segment.take():

@@ -1,4 +1,4 @@
-"""Weights in Ray's object store."""
+"""Transport through Ray's object store."""
 
 from .store import RayStore
 

@@ -1,4 +1,4 @@
-"""What says which objects there are: an actor of each publishing process, and who to ask."""
+"""Directory of a publisher's objects in Ray: an actor per publishing process, and its lookup."""
 
 from __future__ import annotations
 
@@ -15,73 +15,72 @@ from ....errors import RayUnusable
 from ..base import PartRef
 
 DEADLINE = 60.0
-"""Seconds for the next object to come from another node, or for an actor to answer."""
+"""Seconds to wait for the next object from another node, or for an actor's reply."""
 _ANSWERING = 10.0
-"""Seconds for a cluster to take a connection."""
+"""Seconds to wait for a connection to a cluster."""
 _MOST_FOLLOWING = 10_000
-"""Calls that an actor has at a time; those who read along wait in theirs."""
+"""Maximum concurrent calls of an actor; each prefetching reader waits in one."""
 NAMESPACE = "trinity-events"
 _PREFIX = "trinity-weights"
 
 
 class Objects(NamedTuple):
-    """Arrays of bytes, end to end, that a part is made of."""
+    """Consecutive byte arrays of a part, as Ray objects."""
 
     references: list[Any]
-    """In a list, since Ray would send objects in the place of its own references."""
+    """Ray object references; in a list, since Ray replaces a direct argument by its value."""
     sizes: list[int]
-    """Their bytes."""
+    """Size of each object, in bytes."""
 
 
 class PutAttempt(NamedTuple):
-    """To put a part; one that is given up may be followed by another."""
+    """One attempt to put a part; after a failed attempt another one may follow."""
 
     number: int
-    """Of its process's, in their order."""
+    """Number of the attempt among its process's attempts, in order."""
     chunk_bytes: int
-    """Of each chunk in an object, but for its last."""
+    """Bytes of each chunk in an object, except its last."""
 
 
 NONE = PutAttempt(0, 0)
 
 
 class PartInProgress(NamedTuple):
-    """What there is of a part that is being put, or was."""
+    """Objects of a part whose put is in progress or has ended."""
 
     attempt: PutAttempt
-    """Whose objects these are."""
+    """Attempt that put these objects."""
     objects: Objects
     sealed: bool
 
 
 class Directory:
-    """Which parts one publisher has, as an actor. It borrows their objects; it owns none.
+    """Actor that lists the parts of one publisher. It borrows their objects and owns none.
 
-    What is said of a part may arrive in any order, as with any actor that has several calls at a
-    time.
+    Calls about a part may arrive in any order, as with any actor with concurrent calls.
     """
 
     def __init__(self) -> None:
         self._parts: dict[PartRef, tuple[bytes, Objects]] = {}
         self._coming: dict[PartRef, _Coming] = {}
-        """Those that are being put, and those that were: who follows one is to hear of its end."""
+        """Parts in progress, and ended ones: their followers must learn the end."""
         self._changed = asyncio.Event()
 
     def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
-        """Another object of a part is put, by its number."""
+        """Record an object of a part, by its number."""
         coming = self._of(part, attempt)
         if coming is not None:
             coming.objects[number] = objects
             self._tell()
 
     def give_up(self, part: PartRef, attempt: PutAttempt) -> None:
-        """A part will not be whole by this attempt."""
+        """Record that an attempt will not complete its part."""
         if self._of(part, attempt) is not None:
             self._coming[part] = _Coming(attempt, {}, "given up")
             self._tell()
 
     def keep(self, part: PartRef, attempt: PutAttempt, manifest: bytes, objects: Objects) -> None:
-        """Let a part be found that an attempt has made whole."""
+        """List a part that an attempt has completed."""
         self._parts[part] = (manifest, objects)
         self._coming[part] = _Coming(attempt, {}, "sealed")
         self._tell()
@@ -89,10 +88,10 @@ class Directory:
     async def follow(
         self, part: PartRef, attempt: PutAttempt, have: int, seconds: float
     ) -> PartInProgress:
-        """What there is of a part behind what the caller has of an attempt.
+        """Return the objects of a part behind the first ``have`` of an attempt.
 
-        As soon as there is some, or the part is sealed, or the attempt is given up; or after so
-        many seconds.
+        Return as soon as there is a new object, the part is sealed, or the attempt is given up. At
+        the latest return after ``seconds``.
         """
         loop = asyncio.get_running_loop()
         late = loop.time() + seconds
@@ -105,21 +104,21 @@ class Directory:
                 await asyncio.wait_for(self._changed.wait(), left)
 
     def find(self, part: PartRef) -> tuple[bytes, Objects] | None:
-        """A part's manifest and objects."""
+        """Return a part's manifest and objects."""
         return self._parts.get(part)
 
     def forget(self, part: PartRef) -> None:
-        """Let a part be found no more."""
+        """Remove a part from the directory."""
         self._parts.pop(part, None)
         self._coming.pop(part, None)
         self._tell()
 
     def parts(self) -> list[PartRef]:
-        """All of them."""
+        """Return all listed parts."""
         return list(self._parts)
 
     def _of(self, part: PartRef, attempt: PutAttempt) -> _Coming | None:
-        """What came of an attempt; None when it is over, or another one has followed it."""
+        """Return the state of an attempt, or None if it has ended or another one has followed."""
         coming = self._coming.get(part)
         if coming is None or coming.attempt.number < attempt.number:
             coming = self._coming[part] = _Coming(attempt, {})
@@ -142,11 +141,11 @@ class Directory:
 class _Coming(NamedTuple):
     attempt: PutAttempt
     objects: dict[int, Objects]
-    """By the number of each."""
+    """Objects by their number."""
     ended: Literal["", "sealed", "given up"] = ""
 
     def in_order(self) -> Objects:
-        """The first ones, as far as they came."""
+        """Return the objects up to the first missing number."""
         found = Objects([], [])
         for number in range(len(self.objects)):
             if number not in self.objects:
@@ -157,12 +156,12 @@ class _Coming(NamedTuple):
 
 
 def joined() -> Any:
-    """Ray, of whose cluster this process is one."""
+    """Return the ``ray`` module, after joining a cluster if needed."""
     try:
         import ray
     except ImportError:
         raise RayUnusable(
-            "weights that travel by Ray need it: pip install 'trinity-events[workers]'"
+            "the ray transport needs Ray: pip install 'trinity-events[workers]'"
         ) from None
     if not ray.is_initialized():
         try:
@@ -178,7 +177,7 @@ def joined() -> Any:
 
 
 def _look_for(address: str) -> None:
-    """Raise OSError where nobody answers: Ray itself would try for a quarter of an hour."""
+    """Raise OSError if the address does not respond; Ray would retry for 15 minutes."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdecimal():
         try:
@@ -188,19 +187,19 @@ def _look_for(address: str) -> None:
 
 
 def membership(ray: Any) -> tuple[str, str] | None:
-    """What changes when this process leaves its cluster, and joins it again, or another one.
+    """Return an identity that changes when this process joins a cluster again, or another one.
 
-    None in no cluster: Ray would start one there, for whatever it is asked to do.
+    Return None outside of a cluster: there Ray's calls would start a new cluster.
     """
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
-    # By itself the second is that of the first driver of any cluster.
+    # The worker id alone is the same for the first driver of every cluster.
     return context.get_node_id(), context.get_worker_id()
 
 
 class SharedDirectory:
-    """This process's directory, for all of its stores."""
+    """Directory actor of this process, shared by all its stores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -209,7 +208,7 @@ class SharedDirectory:
         self._users = 0
 
     def take(self, ray: Any) -> tuple[str, Any]:
-        """The actor and its name. It is this process's: Ray ends it when the process ends."""
+        """Return the actor and its name. This process owns it: Ray ends it with the process."""
         with self._lock:
             member = membership(ray)
             if self._actor is None or self._member != member:
@@ -227,7 +226,7 @@ class SharedDirectory:
             return self._actor
 
     def give(self, ray: Any, name: str) -> None:
-        """One store less; the last one ends the actor, if it still is the one of this name."""
+        """Release one store's use of the actor; the last release ends the actor of this name."""
         with self._lock:
             if self._actor is None or self._actor[0] != name:
                 return
@@ -238,7 +237,7 @@ class SharedDirectory:
                 self._actor = None
 
     def lost(self, name: str) -> None:
-        """The actor of this name is gone, or hangs: the next to take one gets another."""
+        """Forget an actor that is gone or hangs; the next :meth:`take` creates another."""
         with self._lock:
             if self._actor is not None and self._actor[0] == name:
                 self._actor, self._users = None, 0
@@ -248,39 +247,39 @@ SHARED = SharedDirectory()
 
 
 def key_of(part: PartRef) -> bytes:
-    """Where the cluster's key-value store says who publishes as this rank of the run."""
+    """Return the key at which the cluster's key-value store names a rank's publisher."""
     return f"{_PREFIX}~{part.run_id}~{part.epoch}~{part.rank}".encode()
 
 
 def point(part: PartRef, name: str) -> None:
-    """Say which actor knows the part."""
+    """Record the actor that lists the part."""
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(key_of(part), name.encode(), overwrite=True, namespace=NAMESPACE.encode())
 
 
 def pointed(part: PartRef) -> str:
-    """The name of the actor that knows the part. Raises ValueError when there is none."""
+    """Return the name of the actor that lists the part. Raises ValueError if there is none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
     found: bytes | None = _internal_kv_get(key_of(part), namespace=NAMESPACE.encode())
     if found is None:
-        raise ValueError("nobody publishes as that rank of the run")
+        raise ValueError("no publisher has that rank of the run")
     return found.decode()
 
 
 def directory_of(ray: Any, part: PartRef) -> Any:
-    """The actor that knows the part. Raises ValueError when there is none, or its process ended."""
+    """Return the actor that lists the part. Raises ValueError if there is none or it has ended."""
     try:
         return ray.get_actor(pointed(part), namespace=NAMESPACE)
     except (AssertionError, TypeError):
-        # Ray lets go of an actor's class with its process, and of its name a moment later: between
-        # the two it trips over the class that is not there.
-        raise ValueError("who published as that rank of the run has just ended") from None
+        # Ray forgets an actor's class with its process, and its name a moment later. Between the
+        # two, a lookup fails on the missing class.
+        raise ValueError("the publisher of that rank of the run has just ended") from None
 
 
 def unpoint(key: bytes, name: str) -> None:
-    """Take the word back, unless another publisher has taken the part over."""
+    """Remove the record of the actor, unless another publisher has replaced it."""
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
 
     if _internal_kv_get(key, namespace=NAMESPACE.encode()) == name.encode():

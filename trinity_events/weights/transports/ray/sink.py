@@ -1,4 +1,4 @@
-"""Putting a part into Ray's object store, one object while the next is written."""
+"""Sink that puts a part into Ray's object store, one object while the next is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ATTEMPTS = count(1)
 
 
 class Putter:
-    """Puts objects in a thread of its own, from two rooms that are used again."""
+    """Thread that puts objects from two reused buffers."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
@@ -35,7 +35,7 @@ class Putter:
             self._rooms.put(np.empty(0, np.uint8))
 
     def room(self, nbytes: int) -> Bytes:
-        """A room of so many bytes at least, once what was in it is put."""
+        """Return a buffer of at least ``nbytes``, once its former content is put."""
         room = self._rooms.get()
         try:
             return room if len(room) >= nbytes else np.empty(nbytes, np.uint8)
@@ -44,17 +44,17 @@ class Putter:
             raise
 
     def give_up_room(self) -> None:
-        """Have another in the place of one that somebody may still write to."""
+        """Replace a buffer to which another thread may still write."""
         self._rooms.put(np.empty(0, np.uint8))
 
     def put(self, room: Bytes, nbytes: int) -> Future[Any]:
-        """Put what a room begins with, and give it back; results in the reference."""
+        """Put the first bytes of a buffer and release it; the future gives the reference."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "trinity-put")
         return self._thread.submit(self._put, room, nbytes)
 
     def close(self) -> None:
-        """Wait for what is being put."""
+        """Wait for pending puts."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -67,9 +67,9 @@ class Putter:
 
 
 class RaySink:
-    """Implements :class:`~trinity_events.weights.PartSink`: chunks fill objects, end to end.
+    """Implements :class:`~trinity_events.weights.PartSink`; consecutive chunks fill objects.
 
-    Ray copies an object into its store when it is put: while it does, the next one is written.
+    Ray copies an object into its store when it is put; the next one is written at the same time.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RaySink:
         self._object_bytes = object_bytes
         self._room: Bytes | None = None
         self._size = self._filled = 0
-        """Of the room: the bytes that its object may have, and those that it has."""
+        """Capacity of the buffer for its object, and its filled bytes."""
         self._next_size = object_bytes
         self._attempt = PutAttempt(next(_ATTEMPTS), chunk_bytes)
         self._sizes: list[int] = []
@@ -90,7 +90,7 @@ class RaySink:
         self._state = "open"
 
     def reserve(self) -> memoryview:
-        """The place of the chunk in its object."""
+        """Return the place of the chunk in its object."""
         self._check()
         if self._room is not None and self._filled == self._size:
             self._put_object()
@@ -102,41 +102,41 @@ class RaySink:
         return memory
 
     def fits(self, filled: int, nbytes: int) -> bool:
-        """Whether a tensor has place in the object."""
+        """Return True if a tensor fits into the object."""
         size = self._next_size if self._room is None else self._size
         return self._filled + filled + nbytes <= size
 
     def next_piece(self, nbytes: int) -> None:
-        """Begin another object, with place for a tensor; a large one has its own."""
+        """Begin another object with space for a tensor; a large tensor has an object of its own."""
         self._check()
         self._put_object()
-        # With what is between it and the next one, which so begins the next object, aligned.
+        # Padding is included, so that the next tensor begins the next object aligned.
         self._next_size = max(self._object_bytes, nbytes + -nbytes % ALIGNMENT)
 
     def commit(self, nbytes: int) -> None:
-        """The chunk is where it is to be."""
+        """Count the chunk as written."""
         self._check()
         self._filled += nbytes
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
-        """Let the part be found, once all of its objects are put."""
+        """List the part once all its objects are put."""
         self._check()
         self._put_object()
         with self._store.refusals_in_words(self._part):
             references = [one.result() for one in self._putting]
-            self._state = "told"  # perhaps not to the end
+            self._state = "told"  # the call may have failed midway
             objects = Objects(references, self._sizes)
             self._store.keep(self._part, self._attempt, objects, manifest, base)
         self._putting = []
 
     def discard(self) -> None:
-        """Nobody is told of it before it is sealed; then it is deleted."""
+        """Delete a sealed part; an unsealed one was never listed."""
         if self._state == "told":
             self._store.delete(self._part)
         self.give_up()
 
     def give_up(self) -> None:
-        """Let go of the room, and of what was put."""
+        """Release the buffer and the objects."""
         self._state = "given up"
         if self._putting:
             self._store.not_coming(self._part, self._attempt)
@@ -146,12 +146,12 @@ class RaySink:
             self._room = None
 
     def _put_object(self) -> None:
-        """Put what is in the room, if anything is."""
+        """Put the content of the buffer, if there is any."""
         if self._room is None or not self._filled:
             return
         with self._store.refusals_in_words(self._part):
             for one in self._putting[-2:-1]:
-                one.result()  # it has ended, since there are two rooms; had it failed, why go on?
+                one.result()  # It has ended, since there are two buffers; raises if it failed.
             if not self._putting:
                 self._store.coming(self._part)
         put = self._putter.put(self._room, self._filled)
@@ -161,7 +161,7 @@ class RaySink:
         self._room, self._filled = None, 0
 
     def _came(self, number: int, nbytes: int, put: Future[Any]) -> None:
-        """Tell those who read along of an object; in the thread that has put it."""
+        """Tell prefetching readers of an object; runs in the thread that put it."""
         if put.exception() is None and self._state != "given up":
             self._store.came(self._part, self._attempt, number, Objects([put.result()], [nbytes]))
 

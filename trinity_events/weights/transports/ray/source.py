@@ -1,4 +1,4 @@
-"""Reading a part where Ray has it."""
+"""Reader of a part from Ray's object store."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .prefetch import Fetched, as_bytes
 
 
 class RaySource:
-    """Implements :class:`~trinity_events.weights.PartSource`: the objects where they lie.
+    """Implements :class:`~trinity_events.weights.PartSource` over Ray's shared memory.
 
-    Ray keeps them for as long as anybody has them. On another node than the publisher's, Ray
-    fetches those with something that is wanted into that node's store first.
+    Ray keeps an object while any process holds a reference. On another node than the publisher's,
+    Ray first fetches the objects with wanted chunks into that node's store.
 
     Args:
-        ray: Ray.
-        part: Which part it is.
-        manifest: Its manifest.
-        objects: What it is made of.
-        seen: Those of them that were read along, by their references.
+        ray: The ``ray`` module.
+        part: The part.
+        manifest: Manifest of the part.
+        objects: Objects of the part.
+        seen: Prefetched objects, by reference.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class RaySource:
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> Sequence[memoryview]:
-        """The bytes in the object store itself; nothing is copied.
+        """Return the bytes in the object store itself, without a copy.
 
-        Raises VersionUnavailable when the publisher ended, or Ray lost an object.
+        Raises VersionUnavailable if the publisher ended, or Ray lost an object.
         """
         references, lengths = self._objects
-        # Of each object the first of its chunks, and behind the last how many chunks there are.
+        # Index of each object's first chunk, then the number of all chunks.
         firsts = self._first_chunks(sizes)
         numbers = {
             reference: number
             for number, reference in enumerate(references)
             if wanted is None or any(one in wanted for one in range(*firsts[number : number + 2]))
         }
-        # Memory that nobody touches takes nothing.
+        # Untouched memory takes no pages.
         found = [np.empty(length, np.uint8).data for length in lengths]
 
         def cut_up(reference: Any, data: memoryview) -> Chunks:
@@ -82,7 +82,11 @@ class RaySource:
         return found
 
     def _first_chunks(self, sizes: Sequence[int]) -> list[int]:
-        """Every object ends where a chunk ends, and the last with the last; or it is corrupt."""
+        """Return the index of each object's first chunk.
+
+        Raises CorruptVersion unless every object ends where a chunk ends, and the last with the
+        last.
+        """
         references, lengths = self._objects
         ends, cuts = list(accumulate(sizes)), list(accumulate(lengths))
         if not (
@@ -95,17 +99,17 @@ class RaySource:
         return [0, *(bisect_left(ends, end) + 1 for end in cuts)]
 
     def close(self) -> None:
-        """Let go of the objects."""
+        """Release the objects."""
         self._objects, self._seen = Objects([], []), {}
 
     def _as_they_come(self, left: list[Any]) -> Iterator[list[tuple[Any, memoryview]]]:
-        """Objects that are there, and then what comes meanwhile from another node."""
+        """Yield objects that are on this node, and then those that arrive from other nodes."""
         while left:
             there, left = self._ray.wait(left, num_returns=len(left), timeout=0)
             if not there:
                 there, left = self._ray.wait(left, num_returns=1, timeout=DEADLINE)
             if not there:
-                raise self._lost(f"nothing of them came from their node within {DEADLINE:g} s")
+                raise self._lost(f"no object of them arrived from their node within {DEADLINE:g} s")
             yield list(zip(there, self._fetched(there), strict=True))
 
     def _fetched(self, references: list[Any]) -> Iterator[memoryview]:
@@ -121,11 +125,11 @@ class RaySource:
         for one in found:
             data = as_bytes(one)
             if data is None:
-                raise self._lost("what is there are no bytes")
+                raise self._lost("an object is not an array of bytes")
             yield data
 
     def _corrupt(self) -> CorruptVersion:
-        return CorruptVersion(f"the objects of the {self._part} are not cut as its chunks are")
+        return CorruptVersion(f"the objects of the {self._part} do not end where its chunks end")
 
     def _lost(self, why: str) -> VersionUnavailable:
         return VersionUnavailable(f"the {self._part} cannot be read from Ray: {why}")

@@ -1,9 +1,8 @@
 """Parts in Ray's object store, for readers anywhere in the publisher's Ray cluster.
 
-A part is several objects, put one after the other while the next is written. Their publisher owns
-them: when it ends, however it ends, Ray frees them. A small actor of the publishing process says
-which there are, and ends with the process too; which actor to ask is a word in the cluster's
-key-value store.
+A part is several objects; one is put while the next is written. The publisher owns them: Ray frees
+them when it ends, even after a crash. A small actor of the publishing process lists them, and ends
+with the process too. The cluster's key-value store names the actor.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from .sink import Putter, RaySink
 from .source import RaySource
 
 CHUNK_BYTES = 1 << 20
-"""Of what is digested at once."""
+"""Bytes of a chunk."""
 OBJECT_BYTES = 64 << 20
-"""Smaller objects cost Ray more by the byte; larger ones would take more room."""
+"""Bytes of an object: smaller objects cost Ray more per byte, larger ones take more memory."""
 MOST_KEPT = 4
-"""Parts of one publisher. Two versions are kept and one is put; more when nobody retires any."""
+"""Maximum parts of one publisher: two are kept and one is put; more if no reducer retires them."""
 
 
 class RayStore:
     """Implements :class:`~trinity_events.weights.ChunkStore`.
 
-    The process must be one of a Ray cluster, or able to join one (``RAY_ADDRESS``). What travels
-    are NumPy arrays of bytes and a manifest of bytes, as Ray serialises those; whoever may put
-    objects into the cluster may run code in it anyway.
+    The process must be in a Ray cluster, or able to join one (``RAY_ADDRESS``). The objects are
+    NumPy byte arrays and manifests, in Ray's serialisation. A process that can put objects into the
+    cluster can run code in it anyway.
 
     Args:
-        most: The most parts that this publisher keeps.
-        object_bytes: Of one object, unless a tensor is larger; the publisher has two rooms for
-            them.
+        most: Maximum parts that this publisher keeps.
+        object_bytes: Bytes of one object, unless a tensor is larger. The publisher has two buffers
+            of that size.
     """
 
     name = "ray"
@@ -63,18 +62,18 @@ class RayStore:
         self._pointers: set[bytes] = set()
         self._published: dict[PartRef, Objects] = {}
         self._bases: dict[PartRef, PartRef | None] = {}
-        """What each of them rests on."""
+        """Base of each published part, or None."""
         self._seen: dict[PartRef, dict[Any, Fetched]] = {}
-        """What was read along."""
+        """Prefetched objects, by part."""
         self._unanswered: PartRef | None = None
-        """The part that was asked for last, if nobody answered."""
+        """Part of the last lookup, if its directory did not reply."""
         self._putter = Putter(self._ray)
         self._sink: RaySink | None = None
 
     # --- publishing ------------------------------------------------------------------------
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RaySink:
-        """Begin a part; one that was begun before and is not sealed is given up."""
+        """Begin a part; an unsealed part that was begun earlier is discarded."""
         self._join()
         if self._sink is not None:
             self._sink.give_up()
@@ -83,20 +82,20 @@ class RayStore:
         return self._sink
 
     def coming(self, part: PartRef) -> None:
-        """Let those find a part who read it along."""
+        """Let prefetching readers find a part."""
         name, _ = self._own_directory()
         if key_of(part) not in self._pointers:
             point(part, name)
             self._pointers.add(key_of(part))
 
     def came(self, part: PartRef, attempt: PutAttempt, number: int, objects: Objects) -> None:
-        """Tell them of an object. Nobody waits for it: the part will be whole without."""
+        """Tell prefetching readers of an object, without waiting: the part completes anyway."""
         if self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._directory[1].came.remote(part, attempt, number, objects)
 
     def not_coming(self, part: PartRef, attempt: PutAttempt) -> None:
-        """Tell them that they wait in vain."""
+        """Tell prefetching readers that the part will not come."""
         if self._is_in() and self._directory is not None:
             with suppress(self._ray.exceptions.RayError):
                 self._directory[1].give_up.remote(part, attempt)
@@ -109,7 +108,7 @@ class RayStore:
         manifest: bytes,
         base: PartRef | None = None,
     ) -> None:
-        """Let a part be found that is whole."""
+        """List a part that is complete."""
         self._published.pop(part, None)
         self._published[part], self._bases[part] = objects, base
         name, directory = self._own_directory()
@@ -122,14 +121,14 @@ class RayStore:
         self._sink = None
 
     def _superfluous(self) -> list[PartRef]:
-        """The oldest that are more than are to be kept, and that no other one rests on."""
+        """Return the oldest parts above the limit that are not the base of another part."""
         most = self._most * len({part.rank for part in self._published})
         needed = set(self._bases.values())
         free = [part for part in self._published if part not in needed]
         return free[: max(0, min(len(self._published) - most, len(free) - 1))]
 
     def delete(self, part: PartRef) -> None:
-        """Forget the part. Ray frees it when its last reader has let go."""
+        """Delete the part. Ray frees it when its last reader has released it."""
         self._bases.pop(part, None)
         if self._is_in() and self._published.pop(part, None) is not None:
             with suppress(self._ray.exceptions.RayError):  # it is gone, and with it the part
@@ -144,7 +143,7 @@ class RayStore:
     # --- reading ---------------------------------------------------------------------------
 
     def open(self, part: PartRef) -> RaySource | None:
-        """The part, or None when it is not there."""
+        """Return the part, or None if it is missing."""
         self._join()
         self._unanswered = None
         errors = self._ray.exceptions
@@ -168,7 +167,7 @@ class RayStore:
         deadline: float,
         taker: Taker | None = None,
     ) -> Ended:
-        """Have the parts' objects come as they are put, and digest them."""
+        """Fetch the parts' objects as they are put, and digest them."""
         self._join()
         self._seen = {}
         followers = [RayPartPrefetch(self._ray, part, taker) for part in parts]
@@ -178,7 +177,7 @@ class RayStore:
             self._seen = {follower.part: follower.fetched for follower in followers}
 
     def missing(self, part: PartRef) -> str:
-        """Why the part may not be there, in words."""
+        """Return possible reasons why the part is missing, for an error message."""
         try:
             directory_of(self._ray, part)
         except ValueError:
@@ -189,25 +188,26 @@ class RayStore:
         if part == self._unanswered:
             return (
                 f"the actor of their publisher did not say within {DEADLINE:g} s where they lie: "
-                "look whether its node hangs, with ray status"
+                "check its node with ray status"
             )
         return "retired from the Ray cluster's object store"
 
     # --- both ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take back what is published here. The process stays in its Ray cluster."""
+        """Delete the published parts. The process stays in its Ray cluster."""
         if self._sink is not None:
             self._sink.give_up()
             self._sink = None
         self._seen = {}
         self._putter.close()
-        self._putter = Putter(self._ray)  # without their memory
+        self._putter = Putter(self._ray)  # releases the old buffers
         for part in list(self._published):
             self.delete(part)
         if self._is_in() and self._directory is not None:
             name, directory = self._directory
-            with suppress(self._ray.exceptions.RayError):  # another store may publish as this one
+            # another store may publish as the same rank
+            with suppress(self._ray.exceptions.RayError):
                 kept = self._ray.get(directory.parts.remote(), timeout=DEADLINE)
                 self._pointers.difference_update(map(key_of, kept))
             for key in self._pointers:
@@ -216,13 +216,13 @@ class RayStore:
             self._pointers, self._directory = set(), None
 
     def _join(self) -> None:
-        """Be in a cluster, if not in the one that the process was in."""
+        """Join a cluster, if the process is no longer in its former one."""
         if not self._is_in():
             joined()
             self._member = membership(self._ray)
 
     def _is_in(self) -> bool:
-        """Whether the process is in its cluster still; else all that it put there is gone."""
+        """Return True if the process is still in its cluster; otherwise forget all its objects."""
         if membership(self._ray) == self._member:
             return True
         self._directory = None
@@ -232,7 +232,7 @@ class RayStore:
 
     @contextmanager
     def refusals_in_words(self, part: PartRef) -> Iterator[None]:
-        """Raise RayUnusable for what Ray does not take; an actor that is gone is let go of."""
+        """Raise RayUnusable if Ray refuses an object, and forget an actor that is gone."""
         errors = self._ray.exceptions
         if not self._is_in():
             raise RayUnusable(
@@ -250,4 +250,4 @@ class RayStore:
             if self._directory is not None:
                 SHARED.lost(self._directory[0])
                 self._directory = None
-            raise RayUnusable(f"Ray did not take the {part}: {error}; look at ray status") from None
+            raise RayUnusable(f"Ray did not take the {part}: {error}; check ray status") from None

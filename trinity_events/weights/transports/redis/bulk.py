@@ -1,7 +1,7 @@
-"""Large values to and from a Redis server, straight out of and into memory of ours.
+"""Large values to and from a Redis server, without copies in between.
 
-A client of the usual kind copies what it sends and what it receives. Here is one connection that
-does not, for servers that are reached without TLS and are no cluster.
+An ordinary client copies the bytes that it sends and receives. The connection here does not. It
+works for servers without TLS that are not a cluster.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import redis
 from ...tensors import Digesting
 
 _AT_ONCE = 256
-"""Bytes that are read while a reply's first line is looked for; what follows is in our buffer."""
+"""Bytes per read while the first line of a reply is awaited; the rest stays in the buffer."""
 _LONGEST_LINE = 4096
 _MOST_PIECES = 1000
-"""Of memory, that one call of the kernel fills."""
+"""Maximum memory pieces per system call (``IOV_MAX`` is 1024)."""
 _PIECE = 256 << 10
-"""Bytes that are digested at once, and then sent."""
+"""Bytes that are digested and sent at a time."""
 _SENT_AHEAD = 1 << 20
-"""Bytes that the kernel holds while the server is busy; its own choice is a fifth of that."""
+"""Bytes of the kernel's send buffer; its default is a fifth of that."""
 _PLAIN = (redis.connection.Connection, redis.connection.UnixDomainSocketConnection)
 
 
 class BulkError(Exception):
-    """This connection is of no use any more; the client's own way may still be."""
+    """Raised if this connection is unusable; the ordinary client may still work."""
 
 
 class BulkConnection:
-    """GET and SET on one socket, for one thread at a time. Every wait is the client's timeout."""
+    """GET and SET on one socket, for one thread at a time, under the client's timeout."""
 
     def __init__(self, connected: Any) -> None:
-        # redis-py has connected, named its user and chosen the database; its buffers are empty.
+        # redis-py has connected, authenticated and selected the database; its buffers are empty.
         self._connection = connected
         self._socket: socket.socket = connected._sock
-        if self._socket.family == socket.AF_UNIX:  # of others the kernel finds the best
+        if self._socket.family == socket.AF_UNIX:  # for other families the kernel tunes the buffer
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_AHEAD)
         self._rest = bytearray()
         self._behind = memoryview(bytearray(_AT_ONCE))
 
     @classmethod
     def of(cls, client: Any) -> BulkConnection | None:
-        """To a client's server, as its user; None where it must be the client's own way."""
+        """Connect to a client's server as its user; return None if only the client itself can."""
         pool = getattr(client, "connection_pool", None)
         if pool is None or pool.connection_class not in _PLAIN:
             return None
@@ -53,10 +53,10 @@ class BulkConnection:
         return cls(connection)
 
     def send(self, key: str, value: memoryview, expire: int, seen: Digesting | None = None) -> None:
-        """Begin a SET with an expiry in seconds, whose answer :meth:`stored` takes.
+        """Begin a SET with an expiry in seconds; :meth:`stored` takes its reply.
 
-        The kernel has all of the value when this returns, and ``seen`` has digested it: piece by
-        piece, since the server copies one piece while we digest the next. Raises BulkError.
+        On return the kernel has the whole value, and ``seen`` has digested it. Both work piece by
+        piece, so that the server copies one piece while the next is digested. Raises BulkError.
         """
         name, seconds = key.encode(), str(expire).encode()
         head = b"*5\r\n$3\r\nSET\r\n" + _bulk(name) + b"$%d\r\n" % len(value)
@@ -76,7 +76,7 @@ class BulkConnection:
             raise BulkError(str(error)) from None
 
     def stored(self) -> None:
-        """The next answer to a SET. Raises BulkError, also for what the server refused."""
+        """Take the next reply to a SET. Raises BulkError, also if the server refused it."""
         try:
             line = self._line()
         except OSError as error:
@@ -85,19 +85,19 @@ class BulkConnection:
             raise BulkError(line.decode(errors="replace"))
 
     def ask(self, key: str) -> None:
-        """Begin a GET, whose answer :meth:`take` takes. Raises BulkError."""
+        """Begin a GET; :meth:`take` takes its reply. Raises BulkError."""
         try:
             self._send([memoryview(b"*2\r\n$3\r\nGET\r\n" + _bulk(key.encode()))])
         except OSError as error:
             raise BulkError(str(error)) from None
 
     def take(self, into: Sequence[memoryview], seen: Digesting) -> int | None:
-        """The next answer to a GET: a value that is to fill these pieces of memory, in order.
+        """Take the next reply to a GET into these pieces of memory, in order.
 
-        Returns its length, None when it is not there; ``seen`` has digested it. Nothing of one of
-        another length is read: the connection is of no use then.
+        Return the length of the value, or None if it is missing; ``seen`` has digested it. A value
+        of another length is not read, and the connection is unusable afterwards.
 
-        Raises BulkError, also for what the server refuses.
+        Raises BulkError, also if the server refuses the GET.
         """
         try:
             line = self._line()
@@ -131,7 +131,7 @@ class BulkConnection:
     def _line(self) -> bytes:
         while (end := self._rest.find(b"\r\n")) < 0:
             if len(self._rest) > _LONGEST_LINE:
-                raise BulkError("an answer has no end")
+                raise BulkError("a reply's first line is too long")
             self._more(_AT_ONCE)
         line = bytes(self._rest[:end])
         del self._rest[: end + 2]
@@ -156,7 +156,7 @@ class BulkConnection:
 
     def _receive(self, rooms: list[memoryview], left: int) -> int:
         if len(rooms) == left:
-            # What comes behind them is welcome too: it saves two calls for each value.
+            # Also read the bytes that follow: it saves two calls for each value.
             rooms.append(self._behind)
         count: int = self._socket.recvmsg_into(rooms)[0]
         if not count:

@@ -1,4 +1,4 @@
-"""Keeping parts on a Redis server for as long as their publisher lives, and not much longer."""
+"""Renewal of the expiry of parts on a Redis server while their publisher lives."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .leases import chunk_keys
 logger = logging.getLogger(__name__)
 
 ORPHANED_AFTER = 6 * 3600
-"""Seconds after which the chunks of a publisher that ended, and did not free them, expire."""
+"""Seconds after which chunks expire whose publisher ended without deleting them."""
 SHARE = 3
-"""How often they are renewed in that time."""
+"""Renewals per expiry time."""
 MOST = 4
-"""Of a rank's parts, how many of the newest are kept; the reducer, which retires, may be away."""
+"""Newest parts of a rank that are renewed; the reducer, which retires parts, may be down."""
 
 
 class _RenewedPart(NamedTuple):
@@ -29,12 +29,7 @@ class _RenewedPart(NamedTuple):
 
 
 class ExpiryRenewal:
-    """Renews when a publisher's parts expire, in a thread of its own.
-
-    Args:
-        client: To the server.
-        expire: Seconds after which they do unless they are renewed.
-    """
+    """Thread that renews the expiry of a publisher's parts."""
 
     def __init__(self, client: Any, expire: int) -> None:
         self.expire = expire
@@ -45,7 +40,7 @@ class ExpiryRenewal:
         self._thread: threading.Thread | None = None
 
     def add(self, part: PartRef, chunks: int, base: PartRef | None) -> None:
-        """A part is whole, and rests on another, or on none."""
+        """Renew a sealed part, and its base if it has one."""
         with self._lock:
             self._parts.pop(part, None)
             self._parts[part] = _RenewedPart(chunks, base)
@@ -56,16 +51,16 @@ class ExpiryRenewal:
             self._thread.start()
 
     def remove(self, part: PartRef) -> None:
-        """A part is freed, or published anew."""
+        """Stop the renewal of a part that is deleted or published anew."""
         with self._lock:
             self._parts.pop(part, None)
 
     def close(self) -> None:
-        """Renew nothing more."""
+        """Stop all renewals."""
         self._stop.set()
 
     def _needed(self) -> set[PartRef]:
-        """The newest of each rank, and all that they rest on."""
+        """Return the newest parts of each rank, and all their bases."""
         needed: set[PartRef] = set()
         for rank in {part.rank for part in self._parts}:
             of_it = [part for part in self._parts if part.rank == rank]
@@ -82,10 +77,10 @@ class ExpiryRenewal:
                 try:
                     self._renew(part)
                 except (redis.RedisError, OSError) as error:
-                    logger.debug("the %s are not renewed this time: %s", part, error)
+                    logger.debug("the expiry of the %s was not renewed this time: %s", part, error)
 
     def _renew(self, part: PartRef) -> None:
-        with self._lock:  # what is freed meanwhile is not made to last
+        with self._lock:  # a part that is deleted meanwhile is not renewed
             kept = self._parts.get(part)
             if kept is None:
                 return

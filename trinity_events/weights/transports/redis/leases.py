@@ -1,4 +1,4 @@
-"""Who reads a part on a Redis server: what is read is not freed, for as long as it may take."""
+"""Read leases on parts of a Redis server: a part is not deleted while it is read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ from ....log.scripts import Scripts
 from ..base import PartRef
 
 LEASE = 30.0
-"""Seconds after which the lease of a reader that died, or that gets nothing, ends."""
+"""Seconds after which the lease of a dead or stalled reader ends."""
 LONGEST = 600.0
-"""Seconds for which a retired part stays for its readers, at most."""
+"""Maximum seconds for which a retired part stays for its readers."""
 MOST_HELD = 2
-"""Retired versions of one publisher that stay for their readers, at most."""
+"""Maximum retired versions of one publisher that stay for their readers."""
 
 
 class Lease:
-    """One reader's on one part, from the beginning; renewed by what it reads.
-
-    Args:
-        scripts: Of the server.
-        client: To the server.
-        part: Which part.
-        seconds: How long it lasts unless it is renewed.
-    """
+    """Read lease of one reader on one part; reading renews it."""
 
     def __init__(self, scripts: Scripts, client: Any, part: PartRef, seconds: float) -> None:
         self._scripts = scripts
@@ -42,7 +35,7 @@ class Lease:
         self.renew()
 
     def renew(self) -> None:
-        """To be called whenever something was read; the server is asked now and then."""
+        """Renew the lease if it is due; call this after every read."""
         now = time.monotonic()
         if now - self._renewed >= self._seconds / 3:
             self._renewed = now
@@ -50,18 +43,13 @@ class Lease:
             self._scripts("take_lease", keys=[self._key], args=[self._who, lasting])
 
     def end(self) -> None:
-        """It may be freed. Where the server cannot be told, the lease ends by itself."""
+        """End the lease. If the server is unreachable, the lease expires by itself."""
         with suppress(redis.RedisError, OSError):
             self._redis.zrem(self._key, self._who)
 
 
 class Retired:
-    """Parts of one publisher that are superseded, of which some are still read.
-
-    Args:
-        scripts: Of the server.
-        client: To the server.
-    """
+    """Superseded parts of one publisher, some of which still have readers."""
 
     def __init__(self, scripts: Scripts, client: Any) -> None:
         self._scripts = scripts
@@ -69,9 +57,9 @@ class Retired:
         self._held: dict[PartRef, int] = {}
 
     def add(self, part: PartRef, chunks: int) -> None:
-        """A part of so many chunks is superseded: it is freed once nobody reads it.
+        """Retire a part of ``chunks`` chunks: it is deleted once it has no readers.
 
-        Of too many versions that are read the oldest goes all the same.
+        If too many retired versions have readers, the oldest is deleted anyway.
         """
         self.free()
         if self._read(part, chunks):
@@ -81,29 +69,29 @@ class Retired:
             unlink(self._redis, oldest, self._held.pop(oldest))
 
     def make_way(self, part: PartRef) -> None:
-        """The part is published anew: who still reads what it was has lost it."""
+        """Delete a retired part that is published anew; its readers lose it."""
         chunks = self._held.pop(part, None)
         if chunks is not None:
             unlink(self._redis, part, chunks)
 
     def free(self) -> None:
-        """Free those that nobody reads any more."""
+        """Delete the parts that have no readers any more."""
         self._held = {
             part: chunks for part, chunks in self._held.items() if self._read(part, chunks)
         }
 
     def _read(self, part: PartRef, chunks: int) -> bool:
-        """Whether a part, which nobody can begin to read any more, is read; else it is freed."""
+        """Return True if a retired part has readers; otherwise delete it."""
         keys = [manifest_key(*part), leases_key(*part), *chunk_keys(part, chunks)]
         readers: int = self._scripts("retire", keys=keys, args=[round(1000 * LONGEST)])
         return readers > 0
 
 
 def unlink(client: Any, part: PartRef, chunks: int) -> None:
-    """Free a part, the manifest first, whoever reads it."""
+    """Delete a part, the manifest first, even if it has readers."""
     client.unlink(manifest_key(*part), *chunk_keys(part, chunks))
 
 
 def chunk_keys(part: PartRef, chunks: int) -> list[str]:
-    """Where the chunks of a part are."""
+    """Return the keys of a part's chunks."""
     return [chunk_key(*part, index) for index in range(chunks)]

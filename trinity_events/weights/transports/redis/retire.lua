@@ -1,5 +1,5 @@
--- Lets nobody begin to read a part any more, and frees it unless somebody does; returns how many.
--- Whoever reads takes the lease first and looks for the manifest then, so nobody is missed.
+-- Hides a part from new readers, and frees it unless a reader holds a lease; returns the leases.
+-- A reader takes its lease before it looks for the manifest, so that none is missed.
 -- KEYS: manifest, leases, chunks   ARGV: milliseconds for which what is read stays at most
 local fresh = redis.call('UNLINK', KEYS[1]) == 1
 local time = redis.call('TIME')

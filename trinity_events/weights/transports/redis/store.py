@@ -1,4 +1,4 @@
-"""Chunks on a Redis server, which may be another than the log's."""
+"""Chunks on a Redis server, which may be another server than the log's."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .values import Asked, LargeValues
 Bytes: TypeAlias = NDArray[np.uint8]
 
 CHUNK_BYTES = 2 << 20
-"""Each costs the server and us some time, whatever its size."""
+"""Bytes of a chunk; each chunk has a fixed cost at client and server."""
 
 
 class RedisChunkStore:
     """Implements :class:`~trinity_events.weights.ChunkStore`.
 
-    Who reads a part holds a lease on it by the server's clock: it is freed only once it is
-    superseded and nobody reads it.
+    A reader holds a lease on its part, timed by the server's clock. The part is deleted only once
+    it is superseded and has no readers.
 
     Args:
-        client: To the server.
-        expire: Seconds after which chunks expire that nobody freed, and whose publisher ended.
-        lease: Seconds after which the lease of a reader that died ends.
+        client: Client of the server.
+        expire: Seconds after which the chunks of an ended publisher expire.
+        lease: Seconds after which the lease of a dead reader ends.
     """
 
     name = "redis"
@@ -50,10 +50,10 @@ class RedisChunkStore:
         self._retired = Retired(self._scripts, client)
         self._memory, self._rooms = _ReceiveMemory(), _ReceiveMemory()
         self._leases: set[Lease] = set()
-        """Of all parts that are open."""
+        """Leases of all open parts."""
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> RedisSink:
-        """Begin a part. It holds two chunks in memory, whatever the size of the model."""
+        """Begin a part. It takes two chunks of memory, whatever the size of the model."""
         self._retired.free()
         self._retired.make_way(part)
         self._keeping.remove(part)
@@ -61,7 +61,7 @@ class RedisChunkStore:
         return RedisSink(self._redis, self._values, self._rooms, part, size, self._keeping)
 
     def open(self, part: PartRef) -> RedisSource | None:
-        """The part under a lease of ours, or None when it is not there."""
+        """Return the part under a new lease, or None if it is missing."""
         lease = Lease(self._scripts, self._redis, part, self._lease)
         manifest: bytes | None = self._redis.get(manifest_key(*part))
         if manifest is None:
@@ -70,7 +70,7 @@ class RedisChunkStore:
         return RedisSource(self._values, self._memory, part, manifest, lease, self._leases)
 
     def delete(self, part: PartRef) -> None:
-        """Let nobody begin to read the part; free it once nobody reads it."""
+        """Refuse new readers of the part, and delete it once it has none."""
         self._keeping.remove(part)
         manifest: bytes | None = self._redis.get(manifest_key(*part))
         if manifest is None:
@@ -78,15 +78,15 @@ class RedisChunkStore:
         try:
             chunks = len(decode_manifest(manifest).chunks)
         except ContractError:
-            chunks = 0  # not ours; its chunks expire
+            chunks = 0  # the manifest is unreadable; the chunks expire
         self._retired.add(part, chunks)
 
     def missing(self, part: PartRef) -> str:
-        """Why the part may not be there, in words."""
+        """Return possible reasons why the part is missing, for an error message."""
         return "retired, expired, or on another server"
 
     def close(self) -> None:
-        """Close the connections. What is published stays for a while, and expires."""
+        """Close the connections. Published parts stay until they expire."""
         self._keeping.close()
         self._values.close()
         self._redis.close()
@@ -95,7 +95,7 @@ class RedisChunkStore:
 class RedisSink:
     """Implements :class:`~trinity_events.weights.PartSink`.
 
-    One chunk is filled while the one before is on its way.
+    One chunk is filled while the previous one is sent.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RedisSink:
         self._chunks = 0
 
     def reserve(self) -> memoryview:
-        """One of two pieces of memory, by turns."""
+        """Return one of two buffers, by turns."""
         if self._memory is None:
             self._memory = self._rooms.take(2 * self.chunk_bytes)
         begin = self._chunks % 2 * self.chunk_bytes
@@ -126,30 +126,30 @@ class RedisSink:
     def commit(self, nbytes: int) -> None:
         """Send the chunk."""
         key, data = chunk_key(*self._part, self._chunks), self.reserve()[:nbytes]
-        # Counted before: what is sent in vain is taken back like what arrived.
+        # Counted before it is sent, so that a discard also removes a failed chunk.
         self._chunks += 1
         self._values.set(key, data, self._keeping.expire)
 
     def send(self, data: memoryview) -> str:
-        """Send a chunk from where it lies."""
+        """Send a chunk from the caller's memory."""
         key = chunk_key(*self._part, self._chunks)
         self._chunks += 1
         return self._values.set_digested(key, data, self._keeping.expire)
 
     def settle(self) -> None:
-        """Wait until the server has all that was sent."""
+        """Wait until the server has all chunks."""
         self._values.settle()
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
-        """Send the manifest, once the server has all chunks."""
+        """Send the manifest once the server has all chunks."""
         self._settle()
         self._redis.set(manifest_key(*self._part), manifest, ex=self._keeping.expire)
         self._keeping.add(self._part, self._chunks, base)
 
     def discard(self) -> None:
-        """Forget what was sent, the manifest first."""
+        """Delete the sent chunks, the manifest first."""
         self._keeping.remove(self._part)
-        self._settle()  # nothing comes behind it
+        self._settle()  # no chunk may arrive after the deletion
         unlink(self._redis, self._part, self._chunks)
 
     def _settle(self) -> None:
@@ -162,8 +162,8 @@ class RedisSink:
 class RedisSource:
     """Implements :class:`~trinity_events.weights.PartSource`.
 
-    What is received for one part renews the leases of all that are open: the others may have to
-    wait for longer than a lease lasts until it is their turn.
+    A read of one part renews the leases of all open parts: their own turn may come later than a
+    lease lasts.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class RedisSource:
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> Sequence[memoryview]:
-        """The bytes, received straight into memory that is the caller's until :meth:`close`.
+        """Receive the bytes into memory that belongs to the caller until :meth:`close`.
 
-        Pages of what is not wanted are not touched.
+        The pages of unwanted chunks are not touched.
         """
         offsets = [0, *accumulate(sizes)]
         self._taken.append(self._memory.take(offsets[-1]))
@@ -207,7 +207,7 @@ class RedisSource:
         return [memory]
 
     def receive(self, rooms: Iterable[ChunkBuffers]) -> Generator[ReceivedChunk]:
-        """Chunks by their index, each into pieces of the caller's memory."""
+        """Receive chunks by index, each into pieces of the caller's memory."""
         asked = (Asked(index, chunk_key(*self._part, index), into) for index, into in rooms)
         with closing(self._values.get(asked)) as found:
             for one in found:
@@ -216,7 +216,7 @@ class RedisSource:
                 yield one
 
     def close(self) -> None:
-        """End the lease; the memory is another version's now."""
+        """End the lease; the memory is reused."""
         self._leases.discard(self._lease)
         self._lease.end()
         for one in self._taken:
@@ -225,23 +225,24 @@ class RedisSource:
 
 
 class _ReceiveMemory:
-    """Where versions are received: the first touch of a page costs as much as receiving it.
+    """Reusable receive buffers: the first touch of a page costs as much as receiving it.
 
-    It is used again, and never more than was in use at once: what does not fit makes room.
+    The pool never holds more memory than was in use at once: a buffer that is too small is
+    replaced.
     """
 
     def __init__(self) -> None:
         self._spare: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """Memory of so many bytes at least, undefined."""
+        """Return a buffer of at least ``nbytes``, with undefined content."""
         fitting = [index for index, one in enumerate(self._spare) if len(one) >= nbytes]
         if fitting:
             return self._spare.pop(min(fitting, key=lambda index: len(self._spare[index])))
-        if self._spare:  # by its index: arrays are compared element by element
+        if self._spare:  # popped by index: == compares arrays element by element
             self._spare.pop(max(range(len(self._spare)), key=lambda at: len(self._spare[at])))
         return np.empty(nbytes, np.uint8)
 
     def give(self, memory: Bytes) -> None:
-        """It may be used again."""
+        """Return a buffer to the pool."""
         self._spare.append(memory)

@@ -1,5 +1,5 @@
 -- Holds a part for one reader until a time, again and again while it reads.
--- KEYS: leases   ARGV: who, milliseconds
+-- KEYS: leases   ARGV: reader, milliseconds
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)

@@ -1,4 +1,4 @@
-"""Large values on a Redis server: by a connection of their own, or the client's way."""
+"""Large values on a Redis server, over a raw connection or through the client."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..base import ReceivedChunk
 from .bulk import BulkConnection, BulkError
 
 _ASKED = 4
-"""Values that are asked for at a time: one is received while the server turns to the next."""
+"""Pipelined GETs: one value is received while the server prepares the next."""
 
 
 class Asked(NamedTuple):
-    """A chunk to be read, and the memory that it is to fill, in pieces."""
+    """Chunk to read, and the memory pieces that its bytes fill."""
 
     number: int
-    """The chunk's index."""
+    """Index of the chunk."""
     key: str
     into: Sequence[memoryview]
 
@@ -36,8 +36,8 @@ class _Owed(NamedTuple):
 class LargeValues:
     """SET and GET of large values, for one thread at a time.
 
-    The connection of their own is made when it is needed, where there can be one; when it breaks,
-    what was under way is done again by the client, which also says what is wrong.
+    The raw connection is opened on demand, where the server allows one. If it breaks, the client
+    repeats the pending requests and reports the error.
     """
 
     def __init__(self, client: Any) -> None:
@@ -46,15 +46,14 @@ class LargeValues:
         self._owed: deque[_Owed] = deque()
 
     def set(self, key: str, value: memoryview, expire: int) -> None:
-        """SET. The value must stay as it is until the next one was set, or :meth:`settle`."""
+        """SET a value. It must not change before the next SET or :meth:`settle`."""
         self._set(_Owed(key, value, expire))
 
     def set_digested(self, key: str, value: memoryview, expire: int) -> str:
-        """SET; returns the value's digest.
+        """SET a value; return its digest.
 
-        The memory is ours until the next one was set, or :meth:`settle`, but the value in it may
-        change as soon as this returns. Should it have to be sent again by then, that raises
-        ConnectionError.
+        The memory is in use until the next SET or :meth:`settle`, but its content may change after
+        the return. If a changed value has to be sent again, ConnectionError is raised.
         """
         seen = Digesting()
         if not self._set(_Owed(key, value, expire), seen):
@@ -64,18 +63,18 @@ class LargeValues:
         return digested
 
     def _set(self, owed: _Owed, seen: Digesting | None = None) -> bool:
-        """Whether the value is on its way; else the server has it already."""
+        """Return True if the value is being sent, False if the server has it already."""
         self._owed.append(owed)
         try:
             connection = self._connection()
             if connection is not None:
                 connection.send(owed.key, owed.value, owed.expire, seen)
-                # The server took the value before while this one was copied and digested.
+                # The server read the previous value while this one was copied and digested.
                 self._settle(connection, but=1)
                 return True
         except (BulkError, redis.RedisError, OSError):
             self.close()
-        except BaseException:  # it is in the middle of a value
+        except BaseException:  # the connection is in the middle of a value
             self._owed.clear()
             self.close()
             raise
@@ -83,7 +82,7 @@ class LargeValues:
         return False
 
     def settle(self) -> None:
-        """Wait until the server has all that was set."""
+        """Wait until the server has all values."""
         if self._made is not None:
             try:
                 self._settle(self._made, but=0)
@@ -94,8 +93,8 @@ class LargeValues:
     def get(self, asked: Iterable[Asked]) -> Generator[ReceivedChunk]:
         """GET values straight into their memory.
 
-        Yields of each its length: None when it is not there. One of another length than its memory
-        is not read.
+        Yield the length of each value, or None if it is missing. A value of another length than its
+        memory is not read.
         """
         self.settle()
         coming, left = deque[Asked](), iter(asked)
@@ -116,7 +115,7 @@ class LargeValues:
                 yield ReceivedChunk(number, into, length, seen.digest())
         except (BulkError, redis.RedisError, OSError):
             self.close()
-        except BaseException:  # it is in the middle of an answer
+        except BaseException:  # the connection is in the middle of a reply
             self.close()
             raise
         while coming or (coming := deque(islice(left, _ASKED))):
@@ -124,7 +123,7 @@ class LargeValues:
             coming = deque()
 
     def close(self) -> None:
-        """Close the connection; the next use makes another."""
+        """Close the connection; the next use opens another."""
         if self._made is not None:
             self._made.close()
             self._made = None
@@ -144,7 +143,7 @@ class LargeValues:
         for key, value, expire, digested in owed:
             if digested is not None and digest(value) != digested:
                 raise ConnectionError(
-                    "the connection to the weights' server broke, and what was on its way has "
+                    "the connection to the weights' server broke, and a value in transit has "
                     "changed meanwhile: publish the version again"
                 )
             self._redis.set(key, value, ex=expire)

@@ -1,4 +1,4 @@
-"""Through memory that processes of one host share."""
+"""Transport through memory that the processes of one host share."""
 
 from .segments import SHARED_MEMORY, available, free_bytes, sweep
 from .store import SharedMemoryStore

@@ -1,4 +1,4 @@
-"""How a part lies in a segment of shared memory, and reading one that is whole."""
+"""Layout of a part in a segment of shared memory, and the reader of a sealed part."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from ..base import Check, PartRef
 from .segments import end_beside, locked
 
 DATA = 4096
-"""Where the bytes begin, behind a page for the header."""
+"""Byte at which the data begins, after a page for the header."""
 MAGIC = b"trinity1"
 HEADER = struct.Struct("<8sQQ")
-"""Of a part that is whole: magic, bytes of data, bytes of the manifest behind them."""
+"""Header of a sealed part: magic, bytes of data, and bytes of the manifest behind the data."""
 WRITING = struct.Struct("<8sQ")
-"""What is being written: its generation, never the same twice; bytes of a chunk."""
+"""Header while the part is written: its generation, which is unique, and the bytes of a chunk."""
 WRITING_AT = 64
 FILLED = struct.Struct("<Q")
-"""How many bytes will not change any more."""
+"""Number of bytes that will not change any more."""
 FILLED_AT = WRITING_AT + WRITING.size
 _POPULATED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 class WriteDigests(NamedTuple):
-    """What was digested of a part while it was written."""
+    """Digests of a part that were computed while it was written."""
 
     generation: bytes
     chunk_bytes: int
     digests: list[str]
-    """Of its first chunks, all of ``chunk_bytes``."""
+    """Digests of its first chunks, all of ``chunk_bytes``."""
 
 
 class SharedMemorySource:
-    """Implements :class:`~trinity_events.weights.PartSource`: the bytes where they lie.
+    """Implements :class:`~trinity_events.weights.PartSource` over the mapped bytes.
 
-    While it is open nothing is written to the segment.
+    No process writes to the segment while it is open.
 
     Args:
-        part: Which part it is.
-        descriptor: Of the segment, locked for reading; closed at the end.
-        memory: The segment's.
-        seen: What was digested of it before; of no use when it was of another generation.
+        part: The part.
+        descriptor: Descriptor of the segment, locked for reading; closed at the end.
+        memory: Mapped memory of the segment.
+        seen: Digests computed during the write; ignored if they are of another generation.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class SharedMemorySource:
     ) -> None:
         self._descriptor = descriptor
         if len(memory) < DATA:
-            raise CorruptVersion(f"the segment of the {part} is too short to be one")
+            raise CorruptVersion(f"the segment of the {part} is too short")
         magic, data, manifest = HEADER.unpack_from(memory)
         if magic != MAGIC or manifest > MAX_MANIFEST_BYTES:
-            raise CorruptVersion(f"the segment of the {part} has no header that can be used")
+            raise CorruptVersion(f"the segment of the {part} has no valid header")
         if DATA + data + manifest > len(memory):
             raise CorruptVersion(f"the segment of the {part} is shorter than its header says")
         self._data = memory[DATA : DATA + data]
@@ -69,13 +69,13 @@ class SharedMemorySource:
 
     @property
     def data(self) -> memoryview:
-        """All bytes of the part, whether or not they are what was published."""
+        """All bytes of the part, even if they differ from the published ones."""
         return self._data
 
     def read(
         self, sizes: Sequence[int], check: Check, wanted: Container[int] | None = None
     ) -> Sequence[memoryview]:
-        """The bytes in the segment itself; nothing is copied."""
+        """Return the bytes in the segment itself, without a copy."""
         offset = 0
         for index, size in enumerate(sizes):
             if wanted is None or index in wanted:
@@ -85,7 +85,7 @@ class SharedMemorySource:
         return [self._data]
 
     def _digest_of(self, index: int, offset: int, size: int) -> str | None:
-        """The chunk's digest, when it was taken before."""
+        """Return the chunk's digest if it was computed during the write."""
         seen = self._seen
         if seen is None or index >= len(seen.digests):
             return None
@@ -100,7 +100,7 @@ class SharedMemorySource:
 
 
 class Mapping:
-    """A segment in this process's memory, for reading."""
+    """Mapping of a segment into this process, read-only."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         if size == 0:
@@ -109,35 +109,35 @@ class Mapping:
         self._descriptor = os.dup(descriptor)
 
     def is_gone(self) -> bool:
-        """Whether the segment was removed."""
+        """Return True if the segment was removed."""
         return os.fstat(self._descriptor).st_nlink == 0
 
     def close(self) -> None:
-        """Let go of it; what still looks at the memory keeps it."""
+        """Close the descriptor; views of the memory keep it mapped."""
         os.close(self._descriptor)
         self.memory = memoryview(b"")
 
 
 def leased(descriptor: int, path: Path) -> bool:
-    """Lock a segment for reading, if it still is what its name said when it was opened."""
+    """Lock a segment for reading; return True if its name still denotes it."""
     if not locked(descriptor, fcntl.LOCK_SH):
-        return False  # it is being written again
+        return False  # it is being rewritten
     return path.stat().st_ino == os.fstat(descriptor).st_ino
 
 
 def let_go(descriptor: int) -> None:
-    """End all leases on a segment, and close it."""
-    # Unlocked before it is closed, since a mapping has descriptors of the same locks.
+    """End all leases on a segment and close it."""
+    # Unlocked before it is closed: a mapping has duplicates of the descriptor with the same locks.
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     end_beside(descriptor)
     os.close(descriptor)
 
 
 def file_name(part: PartRef) -> str:
-    """Of a part that is whole."""
+    """Return the file name of a sealed part."""
     return "~".join(map(str, part))
 
 
 def name_while_written(part: PartRef) -> str:
-    """Of a part that is not whole yet."""
+    """Return the file name of a part that is being written."""
     return f"{file_name(part)}~writing"

@@ -1,9 +1,8 @@
-"""Verifying a part while it is still being written.
+"""Verification of a part while it is still being written.
 
-The writer counts in the segment's header how many bytes will not change any more. Whoever reads
-along digests them, under a lease of its own that keeps the segment from being begun anew, and
-compares nothing yet: the manifest, which the log vouches for, is there only at the end. So what
-was digested of a part that is given up is simply forgotten.
+The writer stores in the segment's header how many bytes are final. A prefetching reader digests
+them, under a lease that prevents a rewrite of the segment. It compares no digest yet: the announced
+manifest exists only at the end. Digests of an abandoned part are dropped.
 """
 
 from __future__ import annotations
@@ -32,22 +31,15 @@ from .part import (
 from .segments import locked, read_beside
 
 _AT_ONCE = 16
-"""Chunks that one part may take before the next has its turn."""
+"""Maximum chunks digested for one part before the next part has its turn."""
 _SHORTEST, _LONGEST = 50e-6, 2e-3
-"""Seconds between two looks at the counters, which nothing announces; the longer nothing came."""
+"""Seconds between two reads of the counters, doubled while no bytes arrive."""
 _NOT_THERE = 20e-3
-"""The longest between two looks for parts that may not be on this host at all."""
+"""Maximum seconds between two searches for parts that may not be on this host."""
 
 
 class PartPrefetch:
-    """Reads one part along with its writer.
-
-    Args:
-        part: The part.
-        find: Paths of segments of a name, the newest first.
-        mapped: The memory of a segment that is open.
-        taker: Who else is given what was digested.
-    """
+    """Prefetch of one part while it is written."""
 
     def __init__(
         self,
@@ -65,10 +57,10 @@ class PartPrefetch:
         self._take: Take | None = None
         self._descriptor = -1
         self._given_up: bytes | None = None
-        """Generation of what its writer gave up, or died over: it is not looked at again."""
+        """Generation of an abandoned write, which is not read again."""
 
     def advance(self) -> bool:
-        """Digest some of what came; returns whether anything did."""
+        """Digest some new chunks; return True if there were any."""
         if self.sealed or (self._descriptor < 0 and not self._open()):
             return False
         if self._digest():
@@ -82,20 +74,21 @@ class PartPrefetch:
         return False
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Release the segment."""
         if self._descriptor >= 0:
             let_go(self._descriptor)
             self._descriptor = -1
 
     def _open(self) -> bool:
-        """Whether the part is being written; notes when it is sealed already."""
+        """Return True if the part is being written; note if it is sealed already."""
         for path in self._find(name_while_written(self.part)):
-            # Its writer may just be looking whether anybody reads it, before it begins anew.
+            # Its writer may be testing at this moment if the segment has readers.
             with suppress(FileNotFoundError, BlockingIOError):
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
                     read_beside(self._descriptor)
-                    # With the lease held it is not begun anew: is it still what we looked for?
+                    # The lease prevents a rewrite from now on: check that the name still denotes
+                    # the segment.
                     if path.stat().st_ino == os.fstat(self._descriptor).st_ino:
                         memory = self._mapped(self._descriptor)
                         generation, size = WRITING.unpack_from(memory, WRITING_AT)
@@ -124,12 +117,12 @@ class PartPrefetch:
             digested = digest(chunk)
             if self._take is not None:
                 self._take(len(digests), chunk)
-            digests.append(digested)  # behind it: what counts as digested was taken
+            digests.append(digested)  # appended last: a digested chunk was always taken
         return True
 
 
 def prefetch(followers: Sequence[PartPrefetch], stop: threading.Event, deadline: float) -> Ended:
-    """Advance all of them in turns, until each is sealed, or for ``deadline`` seconds."""
+    """Advance all prefetches by turns, until each part is sealed or ``deadline`` seconds passed."""
     late = time.monotonic() + deadline
     pause = _SHORTEST
     while not all(follower.sealed for follower in followers):

@@ -1,7 +1,7 @@
 """Files in shared memory that belong to a process for as long as it lives.
 
-Below one folder of the user, every publishing process has a folder of its own with a lock that it
-holds until it ends, however it ends: the kernel lets go of it then. Whoever gets the lock may
+Every publishing process has its own folder below one folder of the user. It holds the folder's lock
+until it ends: the kernel releases the lock even after a crash. A process that gets the lock may
 remove the folder.
 """
 
@@ -24,33 +24,33 @@ from ....errors import SharedMemoryUnusable
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _LOCK = "owner"
 _UNFINISHED = 60.0
-"""Seconds after which a folder without a locked lock is no longer one that is being made."""
+"""Seconds after which a folder without a held lock no longer counts as being created."""
 _LEAST = 1 << 20
-# Of the kernel's locks on a part of an open file, which know nothing of those on the whole file.
+# Range lock of an open file description, which is independent of locks on the whole file.
 _RANGE = struct.Struct("hhqqi")
-# Linux puts all pages in place at once; elsewhere they come one by one.
+# Linux maps all pages at once; other systems map them one by one.
 _MAPPED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 def available(root: Path = SHARED_MEMORY) -> bool:
-    """Whether this host has shared memory that can be used as files."""
+    """Return True if this host has shared memory that can be used as files."""
     known = hasattr(os, "posix_fallocate") and hasattr(fcntl, "F_OFD_SETLK")
     return known and root.is_dir() and os.access(root, os.W_OK | os.X_OK)
 
 
 def free_bytes(root: Path = SHARED_MEMORY) -> int:
-    """How much of it is free."""
+    """Return the free bytes of shared memory."""
     found = os.statvfs(root)
     return found.f_bavail * found.f_frsize
 
 
 def users_folder(root: Path = SHARED_MEMORY) -> Path:
-    """This user's folder in it, whether or not it is there."""
+    """Return the path of this user's folder, which may not exist."""
     return root / f"trinity-weights-{os.getuid()}"
 
 
 def sweep(root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what dead processes of this user left; returns their folders."""
+    """Remove the folders of this user's dead processes; return their paths."""
     parent = users_folder(root)
     swept = [folder for folder in parent.iterdir() if _is_dead(folder)] if owned(parent) else []
     for folder in swept:
@@ -59,7 +59,7 @@ def sweep(root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def owned(folder: Path) -> bool:
-    """Whether the folder is there, and nobody but this user can have put anything into it."""
+    """Return True if the folder exists and only this user can have written to it."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def _is_dead(folder: Path) -> bool:
     try:
         made = folder.stat().st_mtime
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # is being made, or was left half made; or is being removed
+    except OSError:  # it is being created or removed, or its creation was interrupted
         with suppress(OSError):
             return time.time() - folder.stat().st_mtime > _UNFINISHED
         return False
@@ -84,7 +84,7 @@ def _is_dead(folder: Path) -> bool:
 
 
 def locked(descriptor: int, how: int) -> bool:
-    """Take a lock if it is to be had now."""
+    """Return True if the lock was free and is taken now."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,15 +93,15 @@ def locked(descriptor: int, how: int) -> bool:
 
 
 def read_beside(descriptor: int) -> None:
-    """Hold a lease on a segment that somebody else is writing.
+    """Hold a lease on a segment that another process is writing.
 
-    It does not hinder the writer, but nobody begins anew in the segment as long as it is held.
+    The writer continues, but no process rewrites the segment while the lease is held.
     """
     _range_lock(descriptor, fcntl.F_RDLCK)
 
 
 def end_beside(descriptor: int) -> None:
-    """End that lease, whether or not it is held."""
+    """End the lease of :func:`read_beside`, if it is held."""
     _range_lock(descriptor, fcntl.F_UNLCK)
 
 
@@ -121,30 +121,30 @@ def _range_lock(descriptor: int, how: int) -> None:
 
 
 class Owner:
-    """The folder of this process's segments; its name begins with the process's id, for people."""
+    """Folder of this process's segments; its name begins with the process id, for operators."""
 
     def __init__(self, root: Path = SHARED_MEMORY) -> None:
         if not available(root):
             raise SharedMemoryUnusable(
-                f"this host has no {root} that can be written: publish with --weights redis"
+                f"this host has no writable {root}: publish with --weights redis"
             )
         name = f"{os.getpid()}-{secrets.token_hex(6)}"
         parent = _made(users_folder(root))
         made = parent / f".{name}"
         made.mkdir(mode=0o700)
-        # Locked before it has its name: nobody takes it for a dead process's.
+        # Locked before it gets its name, so that no process takes it for a dead process's folder.
         self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.folder = made.rename(parent / name)
 
     def close(self) -> None:
-        """Remove the folder. Those who read what was in it may read on."""
+        """Remove the folder. Readers with open segments can continue to read."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
 
 def _made(folder: Path) -> Path:
-    """The user's folder, which nobody else may have made or may write to."""
+    """Return the user's folder, to which no other user has write access."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not owned(folder):
@@ -155,9 +155,9 @@ def _made(folder: Path) -> Path:
 
 
 class Segment:
-    """A file in shared memory that grows as it is written, and is written again and again.
+    """File in shared memory that grows as it is written, and is reused.
 
-    A new page costs several times the copy into it; one that was there before costs nothing.
+    A new page costs several times the copy into it; a reused page costs nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,7 +167,7 @@ class Segment:
         self._memory = memoryview(b"")
 
     def take(self) -> bool:
-        """Lock it for writing, if nobody reads it."""
+        """Lock the segment for writing; return False if it has readers."""
         if not locked(self._descriptor, fcntl.LOCK_EX):
             return False
         if _is_read_beside(self._descriptor):
@@ -176,28 +176,28 @@ class Segment:
         return True
 
     def give(self) -> None:
-        """Unlock it."""
+        """Unlock the segment."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def rename(self, path: Path) -> None:
-        """Give the file another name."""
+        """Rename the file."""
         self.path = self.path.rename(path)
 
     def room(self, begin: int, nbytes: int) -> memoryview:
-        """Memory from ``begin`` on, so much of it; less where what was there before ends."""
+        """Return ``nbytes`` of memory from ``begin`` on, or less where present memory ends."""
         if begin >= self._size:
-            # By whole rooms: none is cut short where it has to grow next.
+            # It grows by whole buffers, so that the next growth cuts none short.
             self._grow(begin + _rounded(max(nbytes, self._step()), nbytes))
         return self._memory[begin : begin + nbytes]
 
     def memory(self, nbytes: int) -> memoryview:
-        """Its memory, at least so much of it. Raises when the host has too little."""
+        """Return at least ``nbytes`` of its memory. Raises if the host has too little."""
         if nbytes > self._size:
             self._grow(_rounded(max(nbytes, self._size + self._step())))
         return self._memory
 
     def trim(self, nbytes: int) -> None:
-        """Give back what is behind so many bytes, but for the rest of a MiB: to grow costs more."""
+        """Release the memory behind ``nbytes``, up to the next MiB: growing again costs more."""
         size = _rounded(nbytes, _LEAST)
         if size < self._size:
             os.ftruncate(self._descriptor, size)
@@ -205,23 +205,24 @@ class Segment:
             self._memory = self._memory[:size]
 
     def give_back(self, nbytes: int) -> None:
-        """:meth:`trim`, unless somebody reads it along, who would fall off its end."""
+        """Call :meth:`trim`, unless a prefetching reader would read past the new end."""
         if not _is_read_beside(self._descriptor):
             self.trim(nbytes)
 
     def close(self) -> None:
-        """Remove the file, and let go of it."""
+        """Remove the file and close it."""
         self.path.unlink(missing_ok=True)
         self._memory = memoryview(b"")
         os.close(self._descriptor)
 
     def _step(self) -> int:
-        """By how much it grows at least."""
+        """Return the minimum bytes by which it grows."""
         return max(self._size // 4, _LEAST)
 
     def _grow(self, size: int) -> None:
         try:
-            # Without it, the first touch of a page that the host does not have would kill us.
+            # Without the allocation, the first touch of an unavailable page kills the process
+            # (SIGBUS).
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):

@@ -1,12 +1,12 @@
 """Parts in shared memory, for processes of one user on one host.
 
-A part is one segment: a page with its header, its bytes, its manifest. The publisher holds an
-exclusive lock while it writes one, and gives it the part's name once it is whole. A reader holds a
-shared lock for as long as it reads. A segment is written again only under the exclusive lock, so
-never while anybody reads it; and locks end with their processes.
+A part is one segment: a header page, the part's bytes, its manifest. The publisher holds an
+exclusive lock while it writes the segment, and renames it to the part's name once it is sealed. A
+reader holds a shared lock while it reads. A segment is reused only under the exclusive lock, so
+never while it has readers. Locks end with their processes.
 
-While a part is written it can be found by another name, and its bytes be digested as they come:
-see :mod:`~trinity_events.weights.transports.shared_memory.prefetch`.
+A part that is being written has another name, and its bytes can be digested as they arrive: see
+:mod:`~trinity_events.weights.transports.shared_memory.prefetch`.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from .prefetch import PartPrefetch, prefetch
 from .segments import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 
 CHUNK_BYTES = 512 << 10
-"""Small enough to be digested while it is still in the processor's cache."""
+"""Bytes of a chunk; small enough to be digested while it is in the processor's cache."""
 MOST_SEGMENTS = 8
-"""Of one publisher. Two versions are kept and one is written; others are there while read."""
+"""Maximum segments of one publisher: two versions are kept, one is written, others are being read.
+"""
 
 
 class SharedMemoryStore:
     """Implements :class:`~trinity_events.weights.ChunkStore`.
 
-    What it keeps is there until it is closed, or its process ends.
+    Its parts exist until it is closed or its process ends.
 
     Args:
-        root: Where shared memory is mounted.
-        most: The most segments that this publisher may have.
+        root: Mount point of the shared memory.
+        most: Maximum segments of this publisher.
     """
 
     name = "shm"
@@ -64,7 +65,7 @@ class SharedMemoryStore:
         self._idle: list[Segment] = []
         self._sealed: dict[PartRef, Segment] = {}
         self._bases: dict[PartRef, PartRef | None] = {}
-        """What each of them rests on."""
+        """Base of each published part, or None."""
         self._sink: SharedMemorySink | None = None
         self._made = 0
         self._last_size = 0
@@ -76,21 +77,21 @@ class SharedMemoryStore:
     # --- publishing ------------------------------------------------------------------------
 
     def begin(self, part: PartRef, chunk_bytes: int | None = None) -> SharedMemorySink:
-        """Begin a part; one that was begun before and is not sealed is given up."""
+        """Begin a part; an unsealed part that was begun earlier is discarded."""
         if self._sink is not None:
             self._sink.discard()
         self._sink = SharedMemorySink(self, part, chunk_bytes or CHUNK_BYTES)
         return self._sink
 
     def delete(self, part: PartRef) -> None:
-        """Forget the part; its memory is used again once nobody reads it."""
+        """Delete the part; its memory is reused once it has no readers."""
         segment = self._sealed.pop(part, None)
         self._bases.pop(part, None)
         if segment is not None:
             self._set_aside(segment)
 
     def take(self, rank: int) -> Segment:
-        """A segment that nobody reads, locked for writing."""
+        """Return a segment without readers, locked for writing."""
         for segment in self._idle:
             if segment.take():
                 self._idle.remove(segment)
@@ -98,7 +99,7 @@ class SharedMemoryStore:
         most = self._most * len({part.rank for part in self._sealed} | {rank})
         if len(self._idle) + len(self._sealed) < most:
             return self._new_segment()
-        # The reducer retires no versions, or late: the oldest here are superseded all the same.
+        # If the reducer retires no version, or late, the oldest are reused anyway.
         needed = set(self._bases.values())
         for part, segment in self._sealed.items():
             if part not in needed and segment.take():
@@ -113,22 +114,22 @@ class SharedMemoryStore:
     def keep(
         self, part: PartRef, segment: Segment, nbytes: int, base: PartRef | None = None
     ) -> None:
-        """Let a segment that is whole be found by the part's name."""
+        """Rename a complete segment to the part's name."""
         segment.trim(nbytes)
         self._last_size = nbytes
-        self.delete(part)  # what an earlier attempt at the part left
+        self.delete(part)  # remove the result of an earlier attempt
         segment.rename(segment.path.with_name(file_name(part)))
         segment.give()
         self._sealed[part], self._bases[part] = segment, base
         self._sink = None
 
     def show(self, part: PartRef, segment: Segment) -> None:
-        """Let a segment be found by those who read along."""
+        """Rename a segment so that prefetching readers find it."""
         segment.rename(segment.path.with_name(name_while_written(part)))
 
     def put_back(self, segment: Segment) -> None:
-        """Take back a segment that will not be whole."""
-        segment.rename(self._unused_path())  # nobody finds it any more to read it along
+        """Take back the segment of a discarded part."""
+        segment.rename(self._unused_path())  # prefetching readers no longer find it
         segment.give_back(self._last_size)
         segment.give()
         self._idle.append(segment)
@@ -158,7 +159,7 @@ class SharedMemoryStore:
     # --- reading ---------------------------------------------------------------------------
 
     def open(self, part: PartRef) -> SharedMemorySource | None:
-        """The part under a lease of ours, or None when it is not there."""
+        """Return the part under a new lease, or None if it is missing."""
         self._sweep()
         self._unmap_gone()
         for path in self._newest_first(file_name(part)):
@@ -181,7 +182,7 @@ class SharedMemoryStore:
         deadline: float,
         taker: Taker | None = None,
     ) -> Ended:
-        """Digest the parts' chunks as they are written; what was seen of others is forgotten."""
+        """Digest the parts' chunks as they are written; drop the digests of other parts."""
         self._sweep()
         self._unmap_gone()
         self._seen = {}
@@ -198,7 +199,7 @@ class SharedMemoryStore:
             self.followers = []
 
     def missing(self, part: PartRef) -> str:
-        """Why the part may not be there, in words."""
+        """Return possible reasons why the part is missing, for an error message."""
         if any(users_folder(self._root).glob(f"*/{part.run_id}~*")):
             return f"retired from this host's shared memory ({self._root})"
         return (
@@ -216,7 +217,7 @@ class SharedMemoryStore:
         return [path for _, path in sorted(found, reverse=True)]
 
     def _mapped(self, descriptor: int) -> memoryview:
-        """The segment's memory, mapped once for all versions that come in it."""
+        """Return the segment's memory, which is mapped once for all its versions."""
         self._unmap_gone()
         while True:
             found = os.fstat(descriptor)
@@ -228,19 +229,20 @@ class SharedMemoryStore:
                 try:
                     mapping = Mapping(descriptor, found.st_size)
                 except ValueError:
-                    continue  # its writer trimmed it between the two calls: once, as it seals it
+                    # its writer trimmed it between the two calls, which happens once, at the seal
+                    continue
             self._mappings[key] = mapping
             return mapping.memory
 
     def _unmap_gone(self) -> None:
-        """Let go of segments that were removed: their memory may be what the next version needs."""
+        """Unmap segments that were removed: the next version may need their memory."""
         for key in [key for key, one in self._mappings.items() if one.is_gone()]:
             self._mappings.pop(key).close()
 
     # --- both ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove what is published here, and let go of what was read."""
+        """Remove the published parts and unmap the parts that were read."""
         if self._sink is not None:
             self._sink.discard()
             self._sink = None
@@ -256,14 +258,14 @@ class SharedMemoryStore:
             self._owner = None
 
     def _sweep(self) -> None:
-        """Once, before anything else: what the dead left may be what we lack."""
+        """Remove the segments of dead processes, once: this store may need their memory."""
         if not self._swept:
             self._swept = True
             sweep(self._root)
 
 
 class SharedMemorySink:
-    """Implements :class:`~trinity_events.weights.PartSink`: chunks lie end to end."""
+    """Implements :class:`~trinity_events.weights.PartSink` with consecutive chunks."""
 
     def __init__(self, store: SharedMemoryStore, part: PartRef, chunk_bytes: int) -> None:
         self._store = store
@@ -275,20 +277,20 @@ class SharedMemorySink:
 
     @property
     def segment(self) -> Segment:
-        """Where the part is written."""
+        """Segment to which the part is written."""
         return self._writing()
 
     def reserve(self) -> memoryview:
-        """The place in the segment where the chunk stays."""
+        """Return the chunk's final place in the segment."""
         return self._writing().room(DATA + self._filled, self._chunk_bytes)
 
     def commit(self, nbytes: int) -> None:
-        """The chunk is where it is to be: those who read along may see it."""
+        """Count the chunk as final, so that prefetching readers see it."""
         self._filled += nbytes
         FILLED.pack_into(self._writing().memory(DATA), FILLED_AT, self._filled)
 
     def seal(self, manifest: bytes, base: PartRef | None = None) -> None:
-        """Add manifest and header, and give the segment the part's name."""
+        """Add manifest and header, and rename the segment to the part's name."""
         end = DATA + self._filled + len(manifest)
         memory = self._writing().memory(end)
         memory[end - len(manifest) : end] = manifest
@@ -297,7 +299,7 @@ class SharedMemorySink:
         self._open, self._sealed, self._segment = False, True, None
 
     def discard(self) -> None:
-        """Give the segment back; a part that is sealed is deleted."""
+        """Return the segment to the store; a sealed part is deleted."""
         if self._segment is not None:
             self._store.put_back(self._segment)
         elif self._sealed:
@@ -314,7 +316,7 @@ class SharedMemorySink:
         return self._segment
 
     def _begin(self, segment: Segment) -> None:
-        segment.room(DATA, self._chunk_bytes)  # a segment that is new has place for whole chunks
+        segment.room(DATA, self._chunk_bytes)  # a new segment gets space for whole chunks
         header = segment.memory(DATA)
         header[:DATA] = bytes(DATA)
         WRITING.pack_into(header, WRITING_AT, secrets.token_bytes(8), self._chunk_bytes)

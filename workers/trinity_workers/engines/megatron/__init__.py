@@ -1,4 +1,4 @@
-"""A megatron-core engine around a Hugging Face causal language model."""
+"""Megatron-core engine around a Hugging Face causal language model."""
 
 from ..base import LocalShard
 from .checkpoint import CheckpointFailed, CheckpointRefused

@@ -1,10 +1,10 @@
-"""megatron-core's distributed checkpoints: any layout reads what any other wrote.
+"""Distributed checkpoints of megatron-core: any layout reads the files of any other.
 
-They are written by torch's own writer in threads, not by megatron-core's, which forks the process
-and so wants a main script that can be imported again. The format on disk is the same.
+Threads write them with torch's own writer. megatron-core's writer forks the process, and so
+requires a main script that can be imported again. The format on disk is the same.
 
-Loading unpickles: megatron-core keeps plain values in ``common.pt`` and an index in ``.metadata``
-as pickles. Load checkpoints of people that you would run code of, and no others.
+Loading unpickles: megatron-core stores plain values in ``common.pt`` and an index in ``.metadata``
+as pickles. Load only checkpoints from people that you trust to run code.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .cpu import adapted
 _torch_dcp: Any = dcp  # its names are not exported to type checkers
 
 Write: TypeAlias = Callable[[], None]
-"""Writes a checkpoint that was prepared; on disk on return. Collective, on any one thread."""
+"""Writes a prepared checkpoint, durably. Collective; any one thread may call it."""
 
 
 class CheckpointRefused(TrinityError):
-    """The checkpoint cannot be written or read as it was asked for."""
+    """Raised if the checkpoint cannot be written or read as requested."""
 
 
 class CheckpointFailed(TrinityError):
-    """A rank could not write its part of a checkpoint."""
+    """Raised if a rank could not write its part of a checkpoint."""
 
 
 def prepare(
@@ -46,14 +46,14 @@ def prepare(
     copy: bool = False,
     value: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Write:
-    """Make a sharded state dict ready to be written into a new folder. Collective.
+    """Prepare a sharded state dict for writing into a new folder. Collective.
 
     Args:
         state: From ``sharded_state_dict()``.
-        folder: Where to; what is there is replaced.
-        group: The ranks' group that the writing talks over; the default one when left out.
-        copy: Whether to copy everything to the CPU, so that training may change it meanwhile.
-        value: What is written of a tensor on the meta device, asked for when it is.
+        folder: Folder to write to; its content is replaced.
+        group: Process group for the writing; by default the default group.
+        copy: If True, copy everything to the CPU, so that training may continue meanwhile.
+        value: Returns the value of a tensor on the meta device, when it is written.
 
     Returns:
         What writes it. It raises on all ranks what failed on one.
@@ -63,7 +63,7 @@ def prepare(
 
     with adapted():
         sharded, plain = save_preprocess(state)
-        # Of replicas, one is kept, and the others take no room when they are copied.
+        # One of all replicas is kept; the others take no memory when they are copied.
         mine, _, _ = megatron_torch._replace_state_dict_keys_with_sharded_keys(sharded, True)
         if copy:
             _copy_tensors(mine)
@@ -80,7 +80,8 @@ def prepare(
         writer = _torch_dcp.FileSystemWriter(folder, sync_files=True)
         try:
             _torch_dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
-        except _torch_dcp.CheckpointException as error:  # no Exception; on all ranks alike
+        # not an Exception; raised on all ranks alike
+        except _torch_dcp.CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
         with together(group):
@@ -91,18 +92,18 @@ def prepare(
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill a sharded state dict of this layout from a folder. Collective; see the module's note.
+    """Fill a sharded state dict of this layout from a folder, which unpickles. Collective.
 
     Raises:
-        CheckpointRefused: when there is no whole checkpoint.
+        CheckpointRefused: if there is no complete checkpoint.
     """
     from megatron.core import dist_checkpointing
 
     with together():
         if not (folder / "metadata.json").is_file():
             raise CheckpointRefused(
-                f"{folder} holds no whole Megatron checkpoint (no metadata.json): its save was not "
-                "finished, or it is of another format"
+                f"{folder} holds no complete Megatron checkpoint (no metadata.json): its save was "
+                "not finished, or it is of another format"
             )
     with adapted():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
@@ -110,7 +111,7 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _planner(value: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
-    """What says what is written. Of a class of megatron-core's, so made when it is needed."""
+    """Return a save planner. Its base class is megatron-core's, so it is defined on demand."""
     from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
     class Planner(MCoreSavePlanner):  # type: ignore[misc]
@@ -122,7 +123,7 @@ def _planner(value: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
 
 
 def _make_whole(folder: Path) -> None:
-    """Write what nothing loads without, and make all of it durable."""
+    """Write the files without which nothing loads, and make the folder durable."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
@@ -130,7 +131,7 @@ def _make_whole(folder: Path) -> None:
 
 
 def _copy_tensors(state: Any) -> None:
-    """Put copies on the CPU in the place of the tensors, which training will change."""
+    """Replace the tensors by copies on the CPU, since training changes the originals."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

@@ -1,8 +1,8 @@
-"""What megatron-core 0.16 lacks on a CPU; nothing is changed where CUDA is present.
+"""Adaptations that megatron-core 0.16 needs on a CPU; with CUDA nothing is changed.
 
-It names CUDA in places that a CPU build of torch cannot follow: literal devices, the current
-device, ``tensor.cuda()``, names in ``tensor.type()``, generator states. The adaptations hold in the
-blocks of this thread that ask for them, so that nobody else's torch is another one.
+megatron-core names CUDA in places that a CPU build of torch cannot follow: literal devices, the
+current device, ``tensor.cuda()``, names in ``tensor.type()``, generator states. An adaptation is in
+force only in a block of the calling thread, so that no other code's torch is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Takes CUDA, where torch is asked for it by name, for the CPU."""
+    """Torch function mode that replaces CUDA devices by the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -36,7 +36,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 @contextmanager
 def adapted() -> Iterator[None]:
-    """Let megatron-core run in the block."""
+    """Adapt torch so that megatron-core runs in the block."""
     if torch.cuda.is_available():
         yield
         return
@@ -45,7 +45,7 @@ def adapted() -> Iterator[None]:
     recompute = megatron_random.CheckpointFunction.backward
 
     def recompute_so(*args: Any) -> Any:
-        with _CudaMeansCpu():  # torch puts modes aside in the backward pass
+        with _CudaMeansCpu():  # torch disables modes in the backward pass
             return recompute(*args)
 
     with ExitStack() as exits:
@@ -62,14 +62,14 @@ def adapted() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed what dropout and initialisation draw from. On a CPU all ranks draw alike."""
+    """Seed the generators of dropout and initialisation. On a CPU all ranks draw alike."""
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     if torch.cuda.is_available():
         tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         return
-    # The tracker for inference keeps no CUDA state: a fork of it is an empty block.
+    # The tracker for inference keeps no CUDA state: its fork is an empty block.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     torch.manual_seed(seed)
     random.seed(seed)

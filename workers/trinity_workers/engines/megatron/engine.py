@@ -1,4 +1,4 @@
-"""The engine: a Hugging Face model on megatron-core, on one rank."""
+"""Engine with a Hugging Face model on megatron-core, on one rank."""
 
 from __future__ import annotations
 
@@ -32,53 +32,53 @@ from .training import (
 )
 from .weights import mapping
 
-# Of the distributed optimizer's state: the only one of 0.16 that any layout can read.
+# The only optimizer state format of 0.16 that any layout can read.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class DeviceRefused(TrinityError):
-    """The model cannot be on the device that was given."""
+    """Raised if the model cannot be placed on the given device."""
 
 
 class OptimizerOptions(Struct, frozen=True, kw_only=True):
-    """How the weights are changed."""
+    """Options of the optimizer."""
 
     learning_rate: float
-    """Of AdamW, after the ramp."""
+    """Learning rate of AdamW after the ramp."""
     ramp_steps: int = 0
     """Optimizer steps over which the learning rate rises to it."""
     gradient_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     distributed: bool = False
-    """Whether data-parallel replicas each keep a part of the optimizer's state."""
+    """If True, each data-parallel replica keeps a part of the optimizer's state."""
 
 
 class CheckpointManager:
-    """Which contents :meth:`MegatronEngine.save_checkpoint` writes; veRL's engines have one too."""
+    """Contents that :meth:`MegatronEngine.save_checkpoint` writes, as in veRL's engines."""
 
     def __init__(self) -> None:
         self.checkpoint_save_contents = ["model", "optimizer", "extra"]
 
 
 class MegatronEngine:
-    """Holds this rank's chunks of the model, and their optimizer.
+    """Model chunks of this rank, and their optimizer.
 
     The default process group must be initialised; making an engine is collective.
 
     Args:
         model_folder: Hugging Face folder to start from.
-        device: Where this rank computes: its own GPU, or the CPU where there is no CUDA.
-        layout: How the model is spread over the ranks.
-        optimizer: How it is trained; None holds it as a reference model, without gradients.
+        device: Device of this rank: its own GPU, or the CPU if there is no CUDA.
+        layout: Distribution of the model over the ranks.
+        optimizer: Optimizer options; None makes a reference model without gradients.
         model: Data type, recomputation and kind of layers.
-        pipeline_parts: Micro-batches of a step; by default one for each pipeline stage.
-        seed: Of what is drawn at random.
-        load_weights: Whether to load the folder's; else they are undefined until a checkpoint is.
+        pipeline_parts: Micro-batches of a step; by default one per pipeline stage.
+        seed: Seed of all random draws.
+        load_weights: If False, the weights are undefined until a checkpoint is loaded.
 
     Raises:
-        LayoutRefused: when the ranks or the model cannot be laid out so.
-        UnsupportedModel: when megatron-core has no model of this configuration.
-        DeviceRefused: for a CPU where CUDA is present.
+        LayoutRefused: if the ranks or the model do not fit the layout.
+        UnsupportedModel: if megatron-core has no model of this configuration.
+        DeviceRefused: for the CPU if CUDA is present.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class MegatronEngine:
     def train_batch(
         self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0
     ) -> tuple[list[dict[str, float]], float]:
-        """One optimizer step on this replica's batch. Collective.
+        """Take one optimizer step on this replica's batch. Collective.
 
         Args:
-            batch: The same on all ranks of a replica.
-            loss: Of each micro-batch; what they add up to is differentiated, and the replicas'
-                gradients are averaged.
-            temperature: Logits are divided by it.
+            batch: Batch of the replica, the same on all its ranks.
+            loss: Loss of each micro-batch. The sum is differentiated, and the replicas' gradients
+                are averaged.
+            temperature: Divisor of the logits.
 
         Returns:
             The loss's metrics of every micro-batch, on the last pipeline stage alone, and the
@@ -155,9 +155,9 @@ class MegatronEngine:
         return metrics, float(norm)
 
     def response_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor | None:
-        """Log-probabilities [B, R] of response tokens, without gradients. Collective.
+        """Return log-probabilities [B, R] of response tokens, without gradients. Collective.
 
-        On the last pipeline stage; None on the others.
+        They are on the last pipeline stage; the other stages get None.
         """
         found = response_logprobs(
             self.module,
@@ -168,7 +168,7 @@ class MegatronEngine:
         return torch.cat(found)[: len(batch)] if found else None
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
-        """Logits [B, S, vocabulary] of unpadded rows, on the last pipeline stage. Collective."""
+        """Return logits [B, S, vocabulary] of unpadded rows, on the last stage. Collective."""
         parts = micro_batches(batch, self._parts)
         found = whole_logits(self.module, parts, vocabulary=self.config.vocab_size)
         return torch.cat(found)[: len(batch)] if found else None
@@ -176,14 +176,14 @@ class MegatronEngine:
     # --- weights ---------------------------------------------------------------------------
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors by Hugging Face name, one gathered at a time. Every rank must exhaust it.
+        """Yield full tensors by Hugging Face name, one gathered at a time. Collective.
 
-        A tensor that is tied to another appears once, under its first name.
+        Every rank must exhaust the iterator. A tied tensor appears once, under its first name.
         """
         return iter(self._stream)
 
     def local_shards(self) -> Iterator[LocalShard]:
-        """What this rank holds of every tensor, by Hugging Face name. Not collective."""
+        """Yield this rank's shards of every tensor, by Hugging Face name. Not collective."""
         return local_shards(
             self.config,
             self._transformer,
@@ -200,10 +200,10 @@ class MegatronEngine:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write the manager's contents below ``local_path``; on disk on return. Collective.
+        """Write the manager's contents below ``local_path``; durable on return. Collective.
 
-        ``model`` holds the weights, ``training`` optimizer and extra state, both of any layout;
-        ``huggingface`` the configuration and the tokenizer.
+        ``model`` holds the weights, ``training`` the optimizer and extra state; both suit any
+        layout. ``huggingface`` holds the configuration and the tokenizer.
         """
         del hdfs_path, global_step, max_ckpt_to_keep
         for write in self.prepare_checkpoint(local_path, copy=False).values():
@@ -212,13 +212,13 @@ class MegatronEngine:
     def prepare_checkpoint(
         self, local_path: str, *, group: dist.ProcessGroup | None = None, copy: bool = True
     ) -> dict[str, checkpoint.Write]:
-        """Make the manager's contents ready to be written. Collective.
+        """Prepare the manager's contents for writing. Collective.
 
         Args:
             local_path: Folder to save to.
-            group: The ranks' group that the writing talks over; the default one when left out.
-                For writing in another thread than training, one of its own.
-            copy: Whether to copy them to the CPU, so that training may go on meanwhile.
+            group: Process group for the writing; by default the default group. A thread beside
+                training needs a group of its own.
+            copy: If True, copy the contents to the CPU, so that training may continue meanwhile.
 
         Returns:
             What writes ``model`` and ``training``, as far as they are among the contents. All ranks
@@ -248,12 +248,12 @@ class MegatronEngine:
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load what :meth:`save_checkpoint` wrote, at this or another layout. Collective.
+        """Load files of :meth:`save_checkpoint`, at this or another layout. Collective.
 
-        Megatron's checkpoints unpickle on load: see :mod:`.checkpoint`.
+        Megatron's checkpoints are unpickled on load: see :mod:`.checkpoint`.
 
         Raises:
-            CheckpointRefused: when it is not there, or this layout cannot take its optimizer.
+            CheckpointRefused: if it is missing, or this layout cannot load its optimizer state.
         """
         del hdfs_path
         folder = Path(local_path)

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks, and megatron-core's process groups for it."""
+"""Distribution of a model over ranks, and megatron-core's process groups for it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from .cpu import adapted, seed_generators
 
 
 class LayoutRefused(TrinityError):
-    """The model cannot be spread so, or not on this machine."""
+    """Raised if the model cannot be distributed so, or not on this machine."""
 
 
 class ParallelLayout(Struct, frozen=True, kw_only=True):
-    """Sizes of the parallel groups; the ranks that are left over are data-parallel replicas."""
+    """Sizes of the parallel groups; the remaining ranks are data-parallel replicas."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual: int | None = None
-    """Chunks of the model on each pipeline rank, when more than one."""
+    """Chunks of the model per pipeline rank, if more than one."""
     expert: int = 1
     context: int = 1
-    """Refused above 1."""
+    """Context-parallel ranks; values above 1 are refused."""
     sequence_parallel: bool = False
-    """Refused when true."""
+    """Sequence parallelism; True is refused."""
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one replica."""
+        """Number of ranks of one replica."""
         return self.tensor * self.pipeline * self.context
 
     def check(self, world_size: int) -> None:
-        """Raise LayoutRefused when so many ranks cannot be laid out so."""
+        """Raise LayoutRefused if ``world_size`` ranks do not fit the layout."""
         self._refuse_unsupported()
         sizes = (self.tensor, self.pipeline, self.virtual or 2, self.expert, self.context)
         if min(sizes[:2] + sizes[3:]) < 1 or sizes[2] < 2:
@@ -52,7 +52,7 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
             raise LayoutRefused("virtual pipeline stages need a pipeline of two ranks or more")
         if (world_size // self.pipeline) % (self.tensor * self.expert):
             raise LayoutRefused(
-                f"experts cannot be dealt out over {self.expert} ranks: the "
+                f"experts cannot be divided over {self.expert} ranks: the "
                 f"{world_size // self.pipeline} of a pipeline stage are no multiple of tensor "
                 f"{self.tensor} x expert {self.expert}"
             )
@@ -76,21 +76,21 @@ class ParallelLayout(Struct, frozen=True, kw_only=True):
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed; with it layers are fused."""
+    """Return True if Transformer Engine is installed; it provides fused layers."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def join(layout: ParallelLayout, seed: int) -> None:
-    """Make megatron-core's groups of the default process group's ranks. Collective.
+    """Make megatron-core's groups from the default process group's ranks. Collective.
 
-    Models of one process share them: a second one of the same layout changes nothing.
+    All models of one process share them: a second model of the same layout changes nothing.
 
     Raises:
-        LayoutRefused: when the layout does not fit, or another one is in use.
+        LayoutRefused: if the layout does not fit, or another one is in use.
     """
     from megatron.core import parallel_state
 
-    # First: groups that are there already say nothing about sequence parallelism.
+    # Checked first: existing groups do not record sequence parallelism.
     layout.check(dist.get_world_size())
     if parallel_state.model_parallel_is_initialized():
         if _joined(layout):
@@ -110,7 +110,7 @@ def join(layout: ParallelLayout, seed: int) -> None:
 
 
 def leave() -> None:
-    """Forget megatron-core's groups: another layout can then be joined."""
+    """Destroy megatron-core's groups, so that another layout can be joined."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

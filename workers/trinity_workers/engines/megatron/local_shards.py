@@ -1,4 +1,4 @@
-"""What one rank holds of every tensor, without asking another."""
+"""Shards of one rank for every tensor, without communication."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .weights import local_mapping
 def local_shards(
     hf: Any, config: Any, chunks: Sequence[Any], *, tied: bool
 ) -> Iterator[LocalShard]:
-    """This rank's slices. Replicas, and ranks that share a tensor whole, each yield it.
+    """Yield this rank's slices. Replicas, and ranks that share a complete tensor, each yield it.
 
-    A slice that holds nothing but padding of the vocabulary is left out.
+    A slice that contains only vocabulary padding is left out.
     """
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():

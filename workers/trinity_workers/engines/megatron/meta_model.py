@@ -1,8 +1,8 @@
-"""A model without its values, and checkpoints of it that are written and read by the parameter.
+"""Model without values, whose checkpoints are written and read parameter by parameter.
 
 Its parameters are on torch's meta device: they have names, shapes and places in a checkpoint, and
-take no memory. What a checkpoint cuts a parameter into are views of it, so they say themselves
-which part of which parameter they are.
+take no memory. A checkpoint stores views of a parameter, and each view identifies its part of the
+parameter.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _torch_dcp: Any = dcp  # its names are not exported to type checkers
 
 
 class MetaModel:
-    """A whole model on one rank, without values. Joins the layout of one rank.
+    """Whole model on one rank, without values. It joins the layout of one rank.
 
-    Its parameters are float32 until :meth:`set_dtype` says otherwise.
+    Its parameters are float32 until :meth:`set_dtype` changes that.
 
     Args:
-        hf: Its Hugging Face configuration.
+        hf: Hugging Face configuration of the model.
 
     Raises:
-        UnsupportedModel: when megatron-core has no model of this configuration.
+        UnsupportedModel: if megatron-core has no model of this configuration.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -50,22 +50,22 @@ class MetaModel:
         self._names = {_storage(one): name for name, one in self.parameters.items()}
 
     def tensors(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """The Hugging Face tensors that a parameter holds, by name, without values."""
+        """Return the Hugging Face tensors of a parameter by name, without values."""
         return self.mapping.to_huggingface(name, self.parameters[name].detach())
 
     def sources(self, name: str) -> list[str]:
-        """Return the names of the Hugging Face tensors that a parameter is made of."""
+        """Return the names of the Hugging Face tensors of which a parameter consists."""
         return self.mapping.huggingface_names(name)
 
     def stored_together(self) -> dict[str, list[str]]:
-        """Return the parameters by their key in a checkpoint; layers share one, and its dtype."""
+        """Return the parameters by their key in a checkpoint; layers share a key and its dtype."""
         keys: dict[str, list[str]] = {}
         for name, parts in self._parts().items():
             keys.setdefault(parts[0].key, []).append(name)
         return keys
 
     def set_dtype(self, names: Iterable[str], dtype: torch.dtype) -> None:
-        """Make these parameters of this dtype."""
+        """Set the dtype of these parameters."""
         for name in names:
             parameter = self.parameters[name]
             del self._names[_storage(parameter)]
@@ -73,10 +73,10 @@ class MetaModel:
             self._names[_storage(parameter)] = name
 
     def saved_dtypes(self, folder: Path) -> Iterator[tuple[str, torch.dtype]]:
-        """Read the dtype that a checkpoint has each of the parameters in.
+        """Yield the dtype of each parameter in a checkpoint.
 
         Raises:
-            CheckpointRefused: when it is not one of this model.
+            CheckpointRefused: if it is not a checkpoint of this model.
         """
         metadata = _torch_dcp.FileSystemReader(folder).read_metadata()
         for name, parts in self._parts().items():
@@ -86,15 +86,15 @@ class MetaModel:
         """Write a checkpoint into a new folder.
 
         Args:
-            folder: Where to; what is there is replaced.
-            value: Gives a parameter's value, of its shape, when it is written.
+            folder: Folder to write to; its content is replaced.
+            value: Returns the value of a parameter, with its shape, when it is written.
         """
         held: list[tuple[str, torch.Tensor]] = []
 
         def part(view: torch.Tensor) -> torch.Tensor:
             name = self._names[_storage(view)]
             if not held or held[0][0] != name:
-                held.clear()  # before the next one is made
+                held.clear()  # freed before the next one is made
                 whole = torch.empty_like(self.parameters[name], device="cpu", requires_grad=False)
                 held.append((name, whole.copy_(value(name))))
             return _same_part(held[0][1], view)
@@ -102,10 +102,10 @@ class MetaModel:
         checkpoint.prepare(self._state(), folder, value=part)()
 
     def load(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read a checkpoint of any layout: names and values, of which none is kept.
+        """Yield names and values of a checkpoint of any layout; no value is kept.
 
         Raises:
-            CheckpointRefused: when it is not one of this model.
+            CheckpointRefused: if it is not a checkpoint of this model.
         """
         reader = _torch_dcp.FileSystemReader(folder)
         metadata = reader.read_metadata()
@@ -122,7 +122,7 @@ class MetaModel:
         return {"model0": self._model.sharded_state_dict()}
 
     def _parts(self) -> dict[str, list[Any]]:
-        """What a checkpoint has of every parameter."""
+        """Return the parts of every parameter in a checkpoint."""
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -136,7 +136,7 @@ class MetaModel:
 
 
 class _Into(_torch_dcp.DefaultLoadPlanner):  # type: ignore[misc]
-    """Has what is read copied into one tensor."""
+    """Load planner that copies each item into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -167,13 +167,13 @@ def _read(reader: Any, part: Any, entry: Any, target: torch.Tensor) -> None:
     ).wait()
     if planner.missing:
         raise checkpoint.CheckpointRefused(
-            f"{reader.checkpoint_id} holds no whole {part.key}: "
+            f"{reader.checkpoint_id} holds no complete {part.key}: "
             f"{planner.missing} values are missing"
         )
 
 
 def _entry(metadata: Any, part: Any, folder: Path) -> Any:
-    """Return what the checkpoint says of a part. Raises CheckpointRefused when it has it not."""
+    """Return the checkpoint's entry of a part. Raises CheckpointRefused if there is none."""
     entry = metadata.state_dict_metadata.get(part.key)
     if entry is None or not _fits(part, tuple(entry.size)):
         raise checkpoint.CheckpointRefused(
@@ -184,7 +184,7 @@ def _entry(metadata: Any, part: Any, folder: Path) -> Any:
 
 
 def _fits(part: Any, saved: tuple[int, ...]) -> bool:
-    """Whether it is of the shape, but for the rows that a vocabulary is padded by."""
+    """Return True if the shape is equal, except for rows of vocabulary padding."""
     wanted = tuple(part.global_shape)
     if part.allow_shape_mismatch:
         return wanted[1:] == saved[1:] and wanted[0] <= saved[0]
@@ -196,5 +196,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _same_part(whole: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """The part of a contiguous tensor that the view is of another of the same shape."""
+    """Return the part of ``whole`` that ``view`` is of another tensor of the same shape."""
     return whole.as_strided(view.shape, view.stride(), view.storage_offset())

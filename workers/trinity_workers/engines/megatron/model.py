@@ -1,4 +1,4 @@
-"""A megatron-core GPTModel from a Hugging Face configuration."""
+"""Construction of a megatron-core GPTModel from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .layout import LayoutRefused, ParallelLayout, has_transformer_engine
 
 MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
-# The only frequencies that megatron-core scales as Llama 3 does.
+# The only values of Llama 3's frequency scaling that megatron-core supports.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -23,37 +23,37 @@ _LLAMA3 = {
 
 
 class UnsupportedModel(TrinityError):
-    """The Hugging Face configuration asks for something that cannot be built."""
+    """Raised if the Hugging Face configuration requires an unsupported feature."""
 
 
 class ModelOptions(Struct, frozen=True, kw_only=True):
-    """What is chosen about a model beside its configuration and layout."""
+    """Options of a model beside its configuration and layout."""
 
     dtype: torch.dtype = torch.float32
     recompute: bool = False
-    """Whether activations are computed again in the backward pass, and not kept."""
+    """If True, activations are recomputed in the backward pass instead of stored."""
     transformer_engine: bool | None = None
-    """Whether its fused layers are used; by default when it is installed and CUDA is present."""
+    """Use of Transformer Engine's fused layers; by default if it is installed with CUDA."""
 
     @property
     def fused(self) -> bool:
-        """Whether layers are Transformer Engine's."""
+        """Return True if the layers are Transformer Engine's."""
         if self.transformer_engine is not None:
             return self.transformer_engine
         return has_transformer_engine() and torch.cuda.is_available()
 
 
 def padded_vocabulary(vocabulary: int, tensor_parallel: int) -> int:
-    """Rows of the embedding: as many more as make the shards of all ranks equal."""
+    """Return the rows of the embedding, padded so that the shards of all ranks are equal."""
     return -(-vocabulary // tensor_parallel) * tensor_parallel
 
 
 def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -> Any:
-    """megatron-core's TransformerConfig.
+    """Return megatron-core's TransformerConfig.
 
     Raises:
-        UnsupportedModel: for a configuration that megatron-core would build another model from.
-        LayoutRefused: when the model's heads, layers or experts cannot be dealt out so.
+        UnsupportedModel: if megatron-core would build another model from the configuration.
+        LayoutRefused: if heads, layers or experts cannot be divided by the layout.
     """
     from megatron.core.transformer import TransformerConfig
 
@@ -85,7 +85,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
         "context_parallel_size": layout.context,
         "sequence_parallel": layout.sequence_parallel,
         "batch_p2p_comm": False,
-        # Its weights are overwritten: what it starts from does not matter.
+        # The initial weights are overwritten, so their values do not matter.
         "init_method": _as_it_is,
         "output_layer_init_method": _as_it_is,
         "embedding_init_method": _as_it_is,
@@ -113,7 +113,7 @@ def transformer_config(hf: Any, layout: ParallelLayout, options: ModelOptions) -
 
 
 def build_chunks(hf: Any, config: Any, options: ModelOptions) -> list[Any]:
-    """This rank's part of the model: one GPTModel, or one for each virtual pipeline stage."""
+    """Build this rank's part of the model: one GPTModel per virtual pipeline stage, or only one."""
     from megatron.core import parallel_state as state
 
     virtual = config.virtual_pipeline_model_parallel_size
@@ -133,12 +133,12 @@ def build_chunks(hf: Any, config: Any, options: ModelOptions) -> list[Any]:
 
 
 def has_experts(hf: Any) -> bool:
-    """Whether the configuration is of a mixture of experts."""
+    """Return True if the configuration is of a mixture of experts."""
     return str(hf.model_type).endswith("_moe")
 
 
 def expert_count(hf: Any) -> int:
-    """How many experts a layer of it has."""
+    """Return the number of experts per layer."""
     return int(getattr(hf, "num_local_experts", None) or hf.num_experts)
 
 
@@ -174,7 +174,7 @@ def _build(
     )
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        # torch's own layer norms are float32, whatever dtype megatron-core is asked for.
+        # torch's own layer norms are float32, whatever dtype megatron-core requests.
         parameter.data = parameter.data.to(options.dtype)
     if torch.cuda.is_available():
         model.cuda(torch.cuda.current_device())
@@ -182,7 +182,7 @@ def _build(
 
 
 def _expert_values(hf: Any, options: ModelOptions) -> dict[str, Any]:
-    # Without Transformer Engine there is no grouped product, and its dispatcher wants streams.
+    # Without Transformer Engine there is no grouped product, and its dispatcher requires streams.
     cuda = torch.cuda.is_available()
     return {
         "num_moe_experts": expert_count(hf),
@@ -191,9 +191,9 @@ def _expert_values(hf: Any, options: ModelOptions) -> dict[str, Any]:
         "moe_shared_expert_gate": hf.model_type == "qwen2_moe",
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_score_function": "softmax",
-        # Hugging Face's softmax is over all experts; what is chosen is scaled to one or is not.
+        # Hugging Face applies softmax to all experts, and then may normalise the chosen ones.
         "moe_router_pre_softmax": not hf.norm_topk_prob,
-        # Balanced by nothing: in reinforcement learning the loss is the reward's alone.
+        # No balancing: in reinforcement learning the loss depends on the reward alone.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall" if cuda else "allgather",
@@ -222,7 +222,9 @@ def _check_model(hf: Any) -> None:
     elif has_experts(hf) and (getattr(hf, "mlp_only_layers", None) or hf.decoder_sparse_step != 1):
         asks = "layers with and without experts"
     if asks:
-        raise UnsupportedModel(f"the model asks for {asks}, which is not there for Megatron")
+        raise UnsupportedModel(
+            f"the model asks for {asks}, which the Megatron engine does not support"
+        )
 
 
 def _check_fit(hf: Any, layout: ParallelLayout) -> None:
@@ -234,7 +236,7 @@ def _check_fit(hf: Any, layout: ParallelLayout) -> None:
         ("experts", expert_count(hf) if has_experts(hf) else layout.expert, layout.expert),
     ):
         if count % parts:
-            raise LayoutRefused(f"the model's {count} {what} cannot be dealt out to {parts} parts")
+            raise LayoutRefused(f"the model's {count} {what} cannot be divided into {parts} parts")
     if has_experts(hf) and layout.tensor > 1:
         raise LayoutRefused(
             "a mixture of experts cannot be tensor-parallel: megatron-core asks for sequence "
@@ -247,7 +249,7 @@ def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _mend_router() -> None:
-    # Where Transformer Engine is missing, 0.16 forgets to define the name that it then asks for.
+    # Without Transformer Engine, 0.16 does not define a name that it uses later.
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

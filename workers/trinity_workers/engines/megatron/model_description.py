@@ -1,4 +1,4 @@
-"""Description of a model in a Hugging Face folder: all but the weights."""
+"""Description of a model in a Hugging Face folder: all files but the weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Description(Struct, frozen=True):
 
     config: Any
     tokenizer: Any
-    """None for a folder without one."""
+    """Tokenizer; None if the folder has none."""
     generation_config: bytes | None
-    """The file as it is, which is kept byte for byte; None for a folder without one."""
+    """Unchanged bytes of the file; None if the folder has none."""
 
 
 def read_description(folder: Path) -> Description:
-    """Read what the folder holds beside the weights."""
+    """Read all of the folder but the weights."""
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = None
@@ -35,7 +35,7 @@ def read_description(folder: Path) -> Description:
 
 
 def write_description(folder: Path, description: Description) -> None:
-    """Write a description into a folder; on disk on return."""
+    """Write a description into a folder; durable on return."""
     make_folder(folder)
     description.config.save_pretrained(folder)
     if description.tokenizer is not None:

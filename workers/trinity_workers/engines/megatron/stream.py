@@ -1,4 +1,4 @@
-"""A model's weights between Hugging Face folders and all ranks, one tensor at a time."""
+"""Streaming of weights between Hugging Face folders and all ranks, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
 class ParameterEntry(Struct, frozen=True, array_like=True):
-    """One parameter, as the ranks of a pipeline tell each other of it."""
+    """Description of one parameter, exchanged between the ranks of a pipeline."""
 
     stage: int
-    """Pipeline rank that holds it."""
+    """Pipeline rank that holds the parameter."""
     chunk: int
     local_name: str
     name: str
-    """With the layer's number in the whole model."""
+    """Name, with the layer's number in the whole model."""
     shape: tuple[int, ...]
-    """Of one rank's shard."""
+    """Shape of one rank's shard."""
     dtype: str
     dim: int
-    """What the shards are cut along; -1 when every tensor-parallel rank has all of it."""
+    """Dimension along which the shards are cut; -1 if every tensor-parallel rank has all of it."""
     expert: bool
 
 
 class WeightStream:
-    """Gathers the parameters of a model that is spread over ranks.
+    """Iterable that gathers the parameters of a model that is distributed over ranks.
 
-    Making one is collective.
+    The constructor is collective.
 
     Args:
         chunks: This rank's chunks, unwrapped.
-        mapping: To Hugging Face's names and shapes.
-        tied: Whether the output layer is the embedding, and is left out.
-        device: Where gathered tensors are.
+        mapping: Mapping to Hugging Face's names and shapes.
+        tied: If True, the output layer is the embedding, and is left out.
+        device: Device of the gathered tensors.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WeightStream:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors by Hugging Face name, on every rank. Every rank must exhaust it."""
+        """Yield full tensors by Hugging Face name, on every rank. Every rank must exhaust it."""
         for entry in self.entries:
             shard = self._from_owner(entry)
             for name, one in self._of_all_experts(entry, shard):
@@ -84,7 +84,7 @@ class WeightStream:
                 yield from self._mapping.to_huggingface(name, whole)
 
     def _from_owner(self, entry: ParameterEntry) -> torch.Tensor:
-        """The shard that this rank's like on the owning stage has."""
+        """Return the shard of the owning stage's rank that corresponds to this rank."""
         if entry.stage == self._stage:
             shard: torch.Tensor = self._parameters[entry.chunk][entry.local_name].detach()
         else:
@@ -97,7 +97,7 @@ class WeightStream:
     def _of_all_experts(
         self, entry: ParameterEntry, shard: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
-        """The parameter of every rank that experts are dealt out to, by name."""
+        """Return the parameter of every expert-parallel rank, by name."""
         from megatron.core import parallel_state as state
 
         if not entry.expert:
@@ -109,18 +109,18 @@ class WeightStream:
         ]
 
     def _of_all_parts(self, entry: ParameterEntry, shard: torch.Tensor) -> list[torch.Tensor]:
-        """The shards of all tensor-parallel ranks, in order."""
+        """Return the shards of all tensor-parallel ranks, in order."""
         return [shard] if entry.dim < 0 else _gather(shard, shard_group(entry.name))
 
 
 def load_folder(chunks: Sequence[Any], folder: Path, mapping: WeightMapping) -> None:
     """Load a Hugging Face folder's weights into this rank's chunks, one parameter at a time.
 
-    Not collective: every rank reads what it needs.
+    Not collective: every rank reads the tensors that it needs.
 
     Raises:
-        FileNotFoundError: when the folder has no safetensors files.
-        IncompatibleWeights: when a tensor is missing, or of another shape.
+        FileNotFoundError: if the folder has no safetensors files.
+        IncompatibleWeights: if a tensor is missing or has another shape.
     """
     reader = FolderReader(folder)
     for chunk in chunks:
@@ -140,7 +140,7 @@ def load_folder(chunks: Sequence[Any], folder: Path, mapping: WeightMapping) -> 
 
 
 class FolderReader:
-    """Reads tensors by name from the safetensors files of a Hugging Face folder."""
+    """Reader of tensors by name from the safetensors files of a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -158,11 +158,11 @@ class FolderReader:
             raise FileNotFoundError(f"{folder} has no *.safetensors files to load weights from")
 
     def names(self) -> list[str]:
-        """Every tensor's name."""
+        """Return the names of all tensors."""
         return list(self._where)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor. Raises IncompatibleWeights when the folder has none of the name."""
+        """Return one tensor. Raises IncompatibleWeights if the folder has none of that name."""
         if name not in self._where:
             raise IncompatibleWeights(
                 f"{self._folder} has no tensor {name}: is its config.json the one of its weights?"
@@ -171,24 +171,25 @@ class FolderReader:
         return found
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's dtype, of which no value is read."""
+        """Return the tensor's dtype without reading values."""
         return self.tensor(name).dtype
 
     def forget(self) -> None:
-        """Close the files, which are mapped: what was read of them counts as memory until then."""
+        """Close the memory-mapped files: the pages that were read count as memory until then."""
         self._files.clear()
 
     def _open(self, file: str) -> Any:
         from safetensors import safe_open
 
         if file not in self._files:
-            path = self._folder / Path(file).name  # the index names files of the folder alone
+            # only the file name: an index must not point outside of the folder
+            path = self._folder / Path(file).name
             self._files[file] = safe_open(path, framework="pt", device="cpu")
         return self._files[file]
 
 
 def global_name(name: str, chunk: Any) -> str:
-    """The parameter's name with the numbers of layer and expert in the whole model, from 0."""
+    """Return the parameter's name with layer and expert numbers of the whole model, from 0."""
     from megatron.core import parallel_state as state
 
     first_expert = state.get_expert_model_parallel_rank() * _experts_here(chunk)
@@ -196,7 +197,7 @@ def global_name(name: str, chunk: Any) -> str:
 
 
 def shard_group(name: str) -> dist.ProcessGroup:
-    """The ranks that a parameter's shards are on; experts may have a group of their own."""
+    """Return the group of ranks that hold a parameter's shards; experts may have their own."""
     from megatron.core import parallel_state as state
 
     group: dist.ProcessGroup = (
@@ -208,7 +209,7 @@ def shard_group(name: str) -> dist.ProcessGroup:
 
 
 def partition_dim(parameter: torch.nn.Parameter) -> int:
-    """What its shards are cut along; -1 when every tensor-parallel rank has all of it."""
+    """Return the dimension along which shards are cut; -1 if each rank has the whole parameter."""
     split = bool(getattr(parameter, "tensor_model_parallel", False))
     return int(getattr(parameter, "partition_dim", -1)) if split else -1
 
@@ -238,7 +239,7 @@ def _experts_here(chunk: Any) -> int:
 
 
 def _moved(name: str, by: int) -> str:
-    """The name of the expert that is so many further on."""
+    """Return the name with the expert's number increased by ``by``."""
     return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + by}", name)
 
 

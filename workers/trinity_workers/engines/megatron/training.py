@@ -1,4 +1,4 @@
-"""Log-probabilities and gradients of a model that may be a pipeline."""
+"""Log-probabilities and gradients of a model that may be distributed over a pipeline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...learning.grpo import Batch
 from .cpu import adapted
 
 LossFunction: TypeAlias = Callable[[Tensor, Batch], tuple[Tensor, dict[str, float]]]
-"""From log-probabilities [B, R] of a micro-batch: its loss (0-dim) and its metrics."""
+"""Returns loss (0-dim) and metrics of a micro-batch from its log-probabilities [B, R]."""
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """The batch in so many equal parts, filled up with rows in which no token counts."""
+    """Return the batch in ``count`` equal parts, padded with rows in which no token counts."""
     missing = -len(batch) % count
     if missing:
         filler = batch.rows(0, 1)
@@ -31,7 +31,7 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
 def response_logprobs(
     chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int, temperature: float
 ) -> list[Tensor]:
-    """Log-probabilities [B, R] of every micro-batch, on the last pipeline stage; else nothing."""
+    """Return log-probabilities [B, R] of every micro-batch; empty before the last stage."""
 
     def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
         found = _logprobs(logits, row, vocabulary, temperature)
@@ -49,7 +49,7 @@ def accumulate_gradients(
     vocabulary: int,
     temperature: float,
 ) -> list[dict[str, float]]:
-    """Add the gradients of the micro-batches' losses up, over data-parallel replicas as a mean.
+    """Accumulate the gradients of the micro-batches' losses; their mean over replicas.
 
     Returns:
         The loss's metrics of every micro-batch on the last pipeline stage; else nothing.
@@ -57,14 +57,14 @@ def accumulate_gradients(
 
     def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, dict[str, float]]:
         value, metrics = loss(_logprobs(logits, row, vocabulary, temperature), row.batch)
-        # The schedule divides by the number of micro-batches, as for losses that are means.
+        # The schedule divides by the number of micro-batches, as if losses were means.
         return value * len(parts), metrics
 
     return _run_schedule(chunks, parts, finish, forward_only=False)
 
 
 def whole_logits(chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int) -> list[Tensor]:
-    """Logits [B, S, vocabulary] of every micro-batch, on the last pipeline stage; else nothing."""
+    """Return logits [B, S, vocabulary] of every micro-batch; empty before the last stage."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
@@ -77,13 +77,12 @@ def whole_logits(chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: i
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A micro-batch whose rows were moved so that they begin with their first real token.
+    """Micro-batch whose rows are shifted so that they begin with their first real token.
 
-    Then the padding is on the right alone, where a causal mask hides it from every token that
-    counts: no other mask is needed, which fused attention does not take.
+    Padding is then on the right only, where a causal mask hides it from every token that counts. So
+    no other mask is needed, which fused attention does not support.
 
-    tokens: [B, S] int64, moved.
-    firsts: [B] int64, how far each row was moved.
+    tokens: [B, S] int64, shifted. firsts: [B] int64, the shift of each row.
     """
 
     batch: Batch
@@ -105,14 +104,14 @@ def _run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Run megatron-core's schedule for the layout in use over micro-batches of one size.
+    """Run megatron-core's schedule for the current layout over equal micro-batches.
 
     Args:
         chunks: This rank's chunks.
         parts: The micro-batches, the same on all ranks of one replica.
-        finish: From logits [B, S, vocabulary / tensor-parallel ranks] to what is differentiated
-            (0-dim) and what is returned.
-        forward_only: Whether nothing is differentiated.
+        finish: Returns, from logits [B, S, vocabulary / tensor-parallel ranks], the value to
+            differentiate (0-dim) and the result.
+        forward_only: If True, nothing is differentiated.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -138,13 +137,13 @@ def _run_schedule(
 
 
 def _logprobs(logits: Tensor, row: _Rows, vocabulary: int, temperature: float) -> Tensor:
-    """Log-probabilities [B, R] of response tokens, 0 on padding, from logits split over ranks."""
+    """Return log-probabilities [B, R] of response tokens, 0 on padding, from split logits."""
     from megatron.core import parallel_state as state
     from megatron.core import tensor_parallel
 
     columns = row.tokens.shape[1]
     width = row.batch.response_mask.shape[1]
-    # The column before a token predicts it.
+    # The column before a token predicts the token.
     before = columns - width - 1 + torch.arange(width, device=logits.device)
     places = (before[None] - row.firsts[:, None]) % columns
     mine = logits.shape[-1]

@@ -1,7 +1,7 @@
-"""Between Hugging Face's names and shapes and Megatron's: the port, and mbridge behind it.
+"""Mapping between Hugging Face's and Megatron's names and shapes: a protocol, and mbridge's.
 
-The port knows of one tensor at a time and of no other rank: reading folders, gathering shards and
-cutting them stay ours. mbridge moves to Megatron-Bridge, which can take its place here.
+The protocol handles one tensor at a time, on one rank. Reading folders, gathering and cutting
+shards are this project's. mbridge is becoming Megatron-Bridge, which can replace it here.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ from .model import has_experts, padded_vocabulary
 
 
 class WeightMapping(Protocol):
-    """How one Megatron parameter relates to Hugging Face tensors.
+    """Mapping between one Megatron parameter and Hugging Face tensors.
 
-    Names are Megatron's with the layer's and the expert's number in the whole model.
+    Names are Megatron's, with layer and expert numbers of the whole model.
     """
 
     def huggingface_names(self, name: str) -> list[str]:
-        """The Hugging Face tensors that the parameter is made of, in order."""
+        """Return the names of the parameter's Hugging Face tensors, in order."""
         ...
 
     def to_megatron(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole parameter, from whole tensors."""
+        """Return the whole parameter, from whole tensors."""
         ...
 
     def to_huggingface(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that the whole parameter holds, by name; they may be views of it."""
+        """Return the tensors of the whole parameter by name; they may be views of it."""
         ...
 
     def split(
         self, name: str, whole: torch.Tensor, parameter: torch.nn.Parameter, parts: int
     ) -> Sequence[torch.Tensor]:
-        """The shards of a parameter over so many tensor-parallel ranks."""
+        """Return the shards of a parameter over ``parts`` tensor-parallel ranks."""
         ...
 
     def merge(self, name: str, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole parameter from its shards in rank order, which were cut along ``dim``."""
+        """Return the whole parameter from its shards along ``dim``, in rank order."""
         ...
 
 
 def mapping(hf: Any, config: Any, vocabulary_parts: int) -> WeightMapping:
-    """The mapping of a model of this configuration.
+    """Return the mapping of a model of this configuration.
 
     Args:
-        hf: The Hugging Face configuration.
-        config: megatron-core's TransformerConfig made of it.
-        vocabulary_parts: Tensor-parallel ranks, which the vocabulary is padded for.
+        hf: Hugging Face configuration.
+        config: TransformerConfig of megatron-core, made from it.
+        vocabulary_parts: Tensor-parallel ranks, for which the vocabulary is padded.
     """
     return _MBridge(hf, config, vocabulary_parts)
 
 
 def local_mapping(hf: Any, config: Any, parts: int) -> WeightMapping:
-    """The mapping of one tensor-parallel rank's shards: each becomes slices of whole tensors."""
+    """Return the mapping of one tensor-parallel rank's shards to slices of whole tensors."""
     mine = copy.copy(hf)
     mine.num_attention_heads = hf.num_attention_heads // parts
     mine.num_key_value_heads = hf.num_key_value_heads // parts
-    # Without it, it would be derived from the number of heads.
+    # Otherwise it is derived from the number of heads.
     mine.head_dim = config.kv_channels
     mine.vocab_size = padded_vocabulary(hf.vocab_size, parts) // parts
     return _MBridge(mine, config, 1)
 
 
 class _MBridge:
-    """mbridge's mapping for models of the local layer spec too.
+    """Mapping of mbridge, extended to models of the local layer spec.
 
-    Its bridge is told our configuration: its own asks for Transformer Engine.
+    mbridge's own configuration requires Transformer Engine, so its bridge gets this one.
     """
 
     def __init__(self, hf: Any, config: Any, vocabulary_parts: int) -> None:
@@ -83,7 +83,7 @@ class _MBridge:
             direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
 
         class Bridge(kind):  # type: ignore[misc, valid-type]
-            # A copy: mbridge would write a tied model's mapping into its class, for all to come.
+            # A copy: mbridge writes a tied model's mapping into the class, for all later models.
             _DIRECT_MAPPING = direct
 
             def _build_config(self) -> Any:
@@ -123,13 +123,13 @@ class _MBridge:
         if len(shards) == 1:
             return shards[0]
         if "linear_fc1" in known and "layer_norm" not in known:
-            # Every shard has its part of the gate, then its part of the other.
+            # Every shard has its part of the gate, then its part of the up projection.
             halves = [shard.chunk(2) for shard in shards]
             return torch.cat([half[part] for part in (0, 1) for half in halves])
         return torch.cat(list(shards), dim=dim)
 
     def _known(self, name: str) -> str:
-        """The name that the fused layers have, which are what mbridge knows."""
+        """Return the name that the parameter has in fused layers, which mbridge knows."""
         name = name.replace(
             ".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"
         )

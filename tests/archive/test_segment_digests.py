@@ -1,0 +1,145 @@
+"""A byte of an archived or exported log that was changed is noticed by every reader."""
+
+import json
+
+import anyio
+import pytest
+
+from tests.support.pipeline import is_folded, publish_steps, reducer_task, until
+from trinity_events.archive import Archive, BadRecording, read_recording, record_run
+from trinity_events.archive.export import whole_stream
+from trinity_events.log import Entry, Stream
+from trinity_events.reducer import reducer
+from trinity_events.replay import load_monitor
+
+RUN = "run"
+CHANGED = "was changed since it was written"
+
+
+def segment_of(folder, payloads=(b"one", b"two", b"three")):
+    archive = Archive(folder / RUN, RUN)
+    entries = [Entry(f"{number}-0", payload) for number, payload in enumerate(payloads, 1)]
+    archive.add(Stream.EVENTS, entries)
+    [path] = archive.folder.iterdir()
+    return archive, path
+
+
+@pytest.fixture
+async def trimmed(publisher, log, redis_url, run_id, tmp_path, monkeypatch, two_segments_stay):
+    """A run whose beginning is in segments alone; its folder."""
+    monkeypatch.setattr(reducer, "SNAPSHOT_EVERY", 10)
+    async with reducer_task(redis_url, run_id, tmp_path / "root"):
+        for step in range(1, 30):
+            await publish_steps(publisher, [step])
+            await until(lambda: is_folded(log))
+            if await log.first_retained_id(Stream.EVENTS) is not None:
+                break
+    assert await log.first_retained_id(Stream.EVENTS) is not None
+    return tmp_path / "root" / run_id
+
+
+def flip_a_metric(folder):
+    """Change one character of an event's bytes in the first segment; it is base64 still."""
+    path = min((folder / "log").glob("events.*"))
+    first, line, *rest = path.read_bytes().splitlines(keepends=True)
+    entry = json.loads(line)
+    payload = entry["payload"]
+    at = len(payload) // 2
+    other = "A" if payload[at] != "A" else "B"
+    changed = line.replace(payload.encode(), (payload[:at] + other + payload[at + 1 :]).encode())
+    assert changed != line
+    path.write_bytes(first + changed + b"".join(rest))
+    return path
+
+
+@pytest.mark.parametrize("command", ["replay", "export", "verify"])
+async def test_a_flipped_character_of_a_segment_is_told_by_every_command_that_reads_it(
+    trimmed, run_id, cli, tmp_path, command
+):
+    path = flip_a_metric(trimmed)
+    output = ["--output", str(tmp_path / "run.jsonl")] if command == "export" else []
+    asked = (command, run_id, "--checkpoint-root", str(trimmed.parent), *output)
+    said = await anyio.to_thread.run_sync(lambda: cli(*asked))
+    assert said.returncode == 1, said.stdout
+    assert f"error: {path} {CHANGED}" in said.stderr
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+async def test_a_flipped_character_is_noticed_by_readers_that_go_on_on_the_server(
+    trimmed, log, run_id
+):
+    flip_a_metric(trimmed)
+    archive = Archive(trimmed, run_id)
+    with pytest.raises(BadRecording, match=CHANGED):
+        async for _ in whole_stream(log, Stream.EVENTS, archive):
+            pass
+    await log._redis.delete(log.keys.snapshot)  # the reducer folds anew, from the files
+    with pytest.raises(BadRecording, match=CHANGED):
+        await load_monitor(log, lambda after: archive.read(Stream.EVENTS, after))
+
+
+async def test_a_reducer_that_has_to_fold_a_changed_segment_says_so_and_announces_nothing(
+    trimmed, log, redis_url, run_id, caplog
+):
+    path = flip_a_metric(trimmed)
+    await log._redis.delete(log.keys.snapshot)
+    before = await log.last_id(Stream.ANNOUNCEMENTS)
+    async with reducer_task(redis_url, run_id, trimmed.parent):
+        await until(lambda: f"{path} {CHANGED}" in caplog.text)
+    assert await log.last_id(Stream.ANNOUNCEMENTS) == before
+
+
+def test_nothing_of_a_changed_segment_is_used(tmp_path):
+    archive, path = segment_of(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"id":"3-0"', b'"id":"4-0"'))
+    read = []
+    with pytest.raises(BadRecording, match=CHANGED):
+        read.extend(entry.payload for entry in archive.read(Stream.EVENTS))
+    assert read == []
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x20, 0x80])
+def test_every_byte_of_a_segment_is_in_its_digest(tmp_path, mask):
+    archive, path = segment_of(tmp_path)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :])
+        with pytest.raises(BadRecording):
+            list(archive.read(Stream.EVENTS))
+    path.write_bytes(whole)
+    assert len(list(archive.read(Stream.EVENTS))) == 3
+
+
+def test_a_segment_of_before_there_were_digests_is_read(tmp_path):
+    archive, path = segment_of(tmp_path)
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    header = json.loads(first)
+    del header["digest"]
+    path.write_bytes(b"".join([json.dumps(header).encode() + b"\n", *rest]))
+    assert [entry.payload for entry in archive.read(Stream.EVENTS)] == [b"one", b"two", b"three"]
+
+
+async def test_what_is_shared_with_a_log_is_not_kept_out_of_a_changed_segment(tmp_path):
+    archive, path = segment_of(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"payload":"b', b'"payload":"c', 1))
+    aside = archive.set_aside(Stream.EVENTS, "0-0", "3-0")
+    assert list(archive.read(Stream.EVENTS)) == []
+    assert [one.name for one in aside.iterdir()] == [path.name]
+
+
+async def test_a_flipped_character_of_an_export_is_told_and_never_imported(
+    publisher, log, cli, tmp_path
+):
+    await publish_steps(publisher, [1])
+    path = tmp_path / "run.jsonl"
+    await record_run(log, path)
+    first, line, *rest = path.read_bytes().splitlines(keepends=True)
+    at = line.index(b'"payload":"') + 40
+    other = b"A" if line[at : at + 1] != b"A" else b"B"
+    path.write_bytes(b"".join([first, line[:at], other, line[at + 1 :], *rest]))
+    with pytest.raises(BadRecording, match=CHANGED):
+        read_recording(path)
+    said = await anyio.to_thread.run_sync(
+        lambda: cli("import", str(path), env={"TRINITY_HOME": str(tmp_path / "home")})
+    )
+    assert (said.returncode, said.stderr.startswith(f"error: {path} {CHANGED}")) == (1, True)

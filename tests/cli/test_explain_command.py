@@ -1,0 +1,70 @@
+"""``trinity-events explain``, as a process."""
+
+import json
+import re
+
+import anyio
+import pytest
+
+from tests.support.event_histories import committed, failed, finished, registration, started
+from trinity_events.log import AsyncPublisher, new_producer
+from trinity_schemas import RunClosed
+
+
+@pytest.fixture
+async def waiting_run(publisher, log, run_id):
+    """A run of which step 3 waits for one save of two."""
+    actor = AsyncPublisher(log, publisher.epoch, new_producer("actor"))
+    await publisher.publish(committed(3, "state_dict", registration(expected=2)))
+    await actor.publish(finished(3, "a", rank=0))
+    await actor.publish(started(3, "b", rank=1))
+    return run_id
+
+
+async def test_it_says_what_a_step_waits_for_by_name_and_since_when(cli, waiting_run, redis_url):
+    shown = cli("explain", waiting_run, "3", "--redis-url", redis_url)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("Step 3 state_dict waits for 1 of 2 saves: model of actor-1")
+    assert "s ago" in shown.stdout
+
+
+async def test_status_counts_to_now_while_a_run_is_open(cli, waiting_run, publisher):
+    await anyio.sleep(1.1)
+    [shown] = re.findall(r"started ([0-9.]+) s ago", cli("status", waiting_run).stdout)
+    assert float(shown) >= 1.1, "nothing was said since, and that is what one wants to see"
+    await publisher.publish(RunClosed(reason="interrupted"))
+    shown = [cli("status", waiting_run).stdout for _ in range(2)]
+    assert shown[0] == shown[1], "what has ended grows no older"
+
+
+async def test_what_a_terminal_cannot_show_is_written_out(cli, waiting_run, publisher):
+    await publisher.publish(failed(3, "c", name="√"))
+    shown = cli("replay", waiting_run, env={"PYTHONIOENCODING": "ascii"})
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert r"\u221a" in shown.stdout
+
+
+async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):
+    answer = json.loads(cli("explain", waiting_run, "3", "--json").stdout)
+    assert answer.pop("explanation").startswith("Step 3 state_dict waits for")
+    assert answer == {
+        "run_id": waiting_run,
+        "epoch": 1,
+        "step": 3,
+        "kinds": {"state_dict": "waiting"},
+    }
+
+
+async def test_a_step_that_is_not_known_is_one_sentence(cli, waiting_run):
+    shown = cli("explain", waiting_run, "9")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    [line] = shown.stderr.splitlines()
+    assert line.startswith(f"error: nothing is known of step 9 in epoch 1 of run {waiting_run}")
+    assert "its newest step is 3" in line
+
+
+def test_a_run_that_is_not_known_is_one_sentence(cli):
+    shown = cli("explain", "nope", "3")
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("error: there is no run 'nope'")
+    assert len(shown.stderr.splitlines()) == 1

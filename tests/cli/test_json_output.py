@@ -1,0 +1,72 @@
+"""``--json`` prints JSON, whatever is in the log, and times in seconds."""
+
+import json
+import math
+import time
+
+import pytest
+
+from tests.support.event_histories import History, committed, opened, registration, started
+from trinity_events.log import AsyncPublisher, new_producer
+from trinity_events.views import state_as_json
+from trinity_schemas import ExplorerStatusChanged, RunClosed, StepCommitted, SyncRequested
+
+
+def strictly(text: str):
+    """As a program reads it whose language has no NaN."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+async def test_a_number_that_json_does_not_have_is_null(cli, publisher, run_id):
+    metrics = {"loss": math.nan, "reward": math.inf, "kl": 0.5}
+    await publisher.publish(StepCommitted(step=1, kind="weights", metrics=metrics))
+    [*_, last] = cli("tail", run_id, "--json").stdout.splitlines()
+    assert strictly(last)["event"]["metrics"] == {"loss": None, "reward": None, "kl": 0.5}
+
+
+@pytest.mark.parametrize("command", ["status", "replay", "runs"])
+async def test_moments_are_seconds_since_1970_in_every_command(
+    cli, publisher, log, run_id, command
+):
+    explorer = AsyncPublisher(log, 1, new_producer("explorer", 0))
+    await explorer.publish(ExplorerStatusChanged(status="running"))
+    await explorer.publish(SyncRequested())
+    await publisher.publish(committed(1, "state_dict", registration()))
+    await publisher.publish(started(1))
+    await publisher.publish(RunClosed(reason="finished"))
+    shown = cli(command, *(() if command == "runs" else (run_id,)), "--json")
+    told = strictly(shown.stdout)
+    if command == "runs":
+        [told] = [one for one in told if one["run_id"] == run_id]
+        moments = [told["opened_at"]]
+    else:
+        [step] = told["steps"].values()
+        [slot] = step["kinds"]["state_dict"]["slots"].values()
+        [explorer] = told["explorers"].values()
+        [attempt] = told["attempts"].values()
+        moments = [told["opened_at"], told["closed_at"], attempt["since"], slot["running"]["a"]]
+        moments += [explorer["heard_at"], explorer["requested_at"]]
+        moments += [step["kinds"]["state_dict"]["committed_at"]]
+    assert all(0 <= time.time() - moment < 300 for moment in moments), moments
+
+
+def test_no_moment_of_the_state_is_forgotten():
+    """Every time in the history is above a thousand milliseconds."""
+    history = History()
+    history.add(opened(1))
+    history.add(committed(1, "weights"))
+    history.add(started(2), by="actor")
+    state = history.fold()[0].state
+
+    def numbers(value):
+        if isinstance(value, dict):
+            return [one for inner in value.values() for one in numbers(inner)]
+        if isinstance(value, list):
+            return [one for inner in value for one in numbers(inner)]
+        return [value] if isinstance(value, int | float) else []
+
+    assert max(numbers(state_as_json(state))) < 1000

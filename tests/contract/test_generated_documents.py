@@ -1,0 +1,373 @@
+"""What is generated from the contract: JSON Schema, AsyncAPI, tables. All in step with it."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from jsonschema import Draft202012Validator
+
+import trinity_schemas
+from tests.support.event_histories import (
+    DIGEST,
+    History,
+    failed,
+    finished,
+    opened,
+    part,
+    registration,
+    slot,
+)
+from trinity_schemas import (
+    ANNOUNCEMENT_TYPES,
+    EVENT_TYPES,
+    SENT_BY,
+    AppliedPhases,
+    Chunk,
+    ConsumerDetached,
+    DeadlineReached,
+    ExperienceGroup,
+    ExpiredAttempt,
+    ExplorerStatusChanged,
+    LeaseExpired,
+    PartDelta,
+    Producer,
+    PublishedPart,
+    RunClosed,
+    RunKeys,
+    RunOpened,
+    RunResumed,
+    SaveGranted,
+    SaveProgressed,
+    SaveProof,
+    SaveRequested,
+    SaveStarted,
+    StepCommitted,
+    StepFailed,
+    StepReady,
+    StepRef,
+    StepSuperseded,
+    SyncRequested,
+    TensorEntry,
+    ThreadCountRegistered,
+    TrainerStatusChanged,
+    TrainerWait,
+    VersionRefused,
+    VersionRetired,
+    WeightManifest,
+    WeightsApplied,
+    decode_envelope,
+    encode,
+    event_tag,
+    to_json,
+)
+from trinity_schemas.asyncapi import asyncapi
+from trinity_schemas.documents import FOLDER, PAGE, lagging, main, write
+from trinity_schemas.schemas import json_schemas
+
+ROOT = Path(__file__).parents[2]
+AT = StepRef(2, 7)
+SAMPLES = [
+    RunOpened(config_digest=DIGEST),
+    RunResumed(step=7),
+    RunClosed(reason="failed", step=7, error="out of memory"),
+    ThreadCountRegistered(step=7, registration=registration()),
+    SaveRequested(save_id="a", slot=slot(7)),
+    SaveGranted(epoch=2, save_id="a", slot=slot(7), caused_by="1-0", lease=30.0),
+    SaveStarted(save_id="a", slot=slot(7), path=".staging/x/actor"),
+    SaveProgressed(save_id="a", slot=slot(7), bytes=4, total=8),
+    finished(7, path="a/b"),
+    failed(7),
+    StepCommitted(step=7, kind="weights", registrations=(registration(),), metrics={"loss": 0.5}),
+    opened(7, 0, 1),
+    msgspec.structs.replace(
+        part(7),
+        delta=PartDelta(base=AT, whole=8, dense=1, delta=2, skip=3, changed=4, elements=5),
+    ),
+    VersionRetired(epoch=2, step=7),
+    StepReady(
+        epoch=2,
+        step=7,
+        kind="weights",
+        caused_by="1-0",
+        saves=(SaveProof(slot=slot(7), save_id="a", bytes=8, digest=DIGEST),),
+        save_count=1,
+        path=".staging/x",
+        parts=(PublishedPart(rank=0, manifest_digest=DIGEST, bytes=8, base=AT),),
+        version_digest=DIGEST,
+        transport="redis",
+    ),
+    StepFailed(epoch=2, step=7, kind="checkpoint", caused_by="1-0", reason="disk full"),
+    StepSuperseded(epoch=2, step=7, kind="checkpoint", caused_by="1-0", by=AT),
+    WeightsApplied(
+        version=AT,
+        digest=DIGEST,
+        bytes=8,
+        verified_at=1.5,
+        phases=AppliedPhases(fetch=0.5, pause=0.25),
+    ),
+    VersionRefused(version=AT, rank=0, chunk=3, reason="chunk 3 is not what was published"),
+    TrainerStatusChanged(
+        status="require_sync",
+        step=7,
+        waits_for=TrainerWait(
+            what="experiences", step=8, have=1, expected=2, missing=("explorer-1",), seconds=5.0
+        ),
+    ),
+    ExplorerStatusChanged(status="running"),
+    SyncRequested(wanted=AT),
+    LeaseExpired(
+        holder=Producer(role="actor", rank=1, node="here", incarnation="x"),
+        lease=10.0,
+        attempts=(ExpiredAttempt(save_id="a", slot=slot(7)),),
+    ),
+    DeadlineReached(step=7, kind="checkpoint", seconds=60.0),
+    ConsumerDetached(group="eval", stream="announcements", position="1-0", pending=3, idle=9.0),
+]
+MANIFEST = WeightManifest(
+    run_id="r",
+    epoch=1,
+    step=2,
+    rank=0,
+    tensors=(TensorEntry(name="a", dtype="float32", shape=(2,), offset=0),),
+    chunks=(Chunk(nbytes=8, digest=DIGEST),),
+)
+GROUP = ExperienceGroup(
+    run_id="r",
+    group_id="g",
+    step=1,
+    explorer=0,
+    version=AT,
+    prompt_tokens=[1],
+    responses=[[2, 3]],
+    logprobs=[[-0.5, -0.25]],
+    rewards=[1.0],
+    scores=[1.0],
+)
+
+
+def in_envelope(event):
+    history = History()
+    history.add(event)
+    return history.entries[-1][1]
+
+
+def valid(schema, message):
+    return Draft202012Validator(schema).is_valid(message)
+
+
+def plain(message):
+    return json.loads(msgspec.json.encode(to_json(message)))
+
+
+def checkout(tmp_path):
+    """A copy of what the generator reads and writes."""
+    (tmp_path / PAGE).parent.mkdir(parents=True)
+    shutil.copy(ROOT / PAGE, tmp_path / PAGE)
+    write(tmp_path)
+    return tmp_path
+
+
+def test_what_is_generated_is_in_step_with_the_contract():
+    assert lagging(ROOT) == []
+
+
+def test_there_is_a_sample_and_a_sender_of_every_event():
+    assert [type(one) for one in SAMPLES] == list(EVENT_TYPES)
+    assert set(SENT_BY) == set(EVENT_TYPES)
+    assert {SENT_BY[one] for one in ANNOUNCEMENT_TYPES} == {"reducer"}
+
+
+@pytest.mark.parametrize("event", SAMPLES, ids=event_tag)
+def test_a_sample_of_every_event_validates_and_survives_the_wire(event):
+    schemas, envelope = json_schemas(), in_envelope(event)
+    assert decode_envelope(encode(envelope)) == envelope
+    raw = plain(envelope)
+    assert valid(schemas["envelope"], raw)
+    assert valid(schemas[event_tag(event)], raw["event"])
+    assert not valid(schemas[event_tag(event)], {**raw["event"], "type": "another"})
+    for name, schema in schemas.items():
+        if name not in (event_tag(event), "envelope"):
+            assert not valid(schema, raw["event"]), f"taken for {name}"
+
+
+def test_what_travels_beside_events_validates_too():
+    schemas = json_schemas()
+    assert valid(schemas["weight-manifest"], plain(MANIFEST))
+    assert valid(schemas["experience-group"], plain(GROUP))
+    assert not valid(schemas["experience-group"], {**plain(GROUP), "step": -1})
+
+
+@pytest.mark.parametrize("step", [-1, 2**60, 1.5, "7", None])
+def test_a_schema_refuses_what_the_decoder_refuses(step):
+    schema = json_schemas()["deadline-reached"]
+    raw = plain(DeadlineReached(step=1, kind="weights", seconds=1.0))
+    assert valid(schema, raw)
+    assert not valid(schema, {**raw, "step": step})
+
+
+def test_a_schema_takes_fields_of_a_later_version():
+    raw = {**plain(VersionRetired(epoch=1, step=1)), "later": True}
+    assert valid(json_schemas()["version-retired"], raw)
+
+
+def test_every_schema_is_valid_json_schema():
+    for schema in json_schemas().values():
+        Draft202012Validator.check_schema(schema)
+    for schema in asyncapi()["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+
+
+def references(node):
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        for value in node.values():
+            yield from references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from references(value)
+
+
+def test_every_reference_resolves_in_its_own_document():
+    for document in (asyncapi(), *json_schemas().values()):
+        found = set(references(document))
+        assert found
+        for reference in found:
+            node = document
+            root, *path = reference.split("/")
+            assert root == "#"
+            for key in path:
+                node = node[key]
+
+
+def test_every_message_of_asyncapi_is_in_one_channel_and_its_operations_know_only_those():
+    document = asyncapi()
+    channels = document["channels"]
+    of_channels = [name for one in channels.values() for name in one["messages"]]
+    assert sorted(of_channels) == sorted(document["components"]["messages"])
+    for operation in document["operations"].values():
+        messages = channels[operation["channel"]["$ref"].rpartition("/")[2]]["messages"]
+        assert operation["messages"]
+        for one in operation["messages"]:
+            assert one["$ref"].startswith(operation["channel"]["$ref"])
+            assert one["$ref"].rpartition("/")[2] in messages
+
+
+def test_a_channels_address_is_the_key_once_its_parameter_has_the_literal_braces():
+    channels, keys = asyncapi()["channels"], RunKeys.of("grpo-7b")
+    addresses = {
+        name: one["address"].replace("{run}", one["parameters"]["run"]["examples"][0])
+        for name, one in channels.items()
+    }
+    assert addresses == {
+        "events": keys.events,
+        "announcements": keys.announcements,
+        "experiences": keys.experiences,
+        "deadLetters": keys.dead,
+    }
+
+
+def test_the_payload_of_an_asyncapi_message_takes_its_own_event_alone():
+    document = asyncapi()
+    ready, started = in_envelope(SAMPLES[14]), in_envelope(SAMPLES[6])
+    payload = document["components"]["messages"]["StepReady"]["payload"]
+    schema = {**payload, "components": document["components"]}
+    assert valid(schema, plain(ready))
+    assert not valid(schema, plain(started))
+
+
+def test_generating_twice_gives_the_same_bytes(tmp_path):
+    root = checkout(tmp_path)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    assert len(before) == len(EVENT_TYPES) + 5
+    write(root)
+    assert {path: path.read_bytes() for path in before} == before
+    assert all(text.endswith(b"\n") for text in before.values())
+
+
+def check(root, package):
+    """The command, over a package that lies in a folder of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "trinity_schemas.documents", "--check", str(root)],
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_check_fails_with_one_sentence_when_an_event_changes(tmp_path):
+    root = checkout(tmp_path)
+    package = root / "changed" / "trinity_schemas"
+    shutil.copytree(ROOT / "schemas/trinity_schemas", package)
+    assert check(root, package).returncode == 0
+    events = (package / "events.py").read_text()
+    wanted = "    wanted: Annotated["
+    changed = events.replace(wanted, "    patience: int = 0\n" + wanted)
+    assert changed != events
+    (package / "events.py").write_text(changed)
+    found = check(root, package)
+    assert found.returncode == 1
+    assert found.stderr.count("\n") == 1
+    assert "run make schemas" in found.stderr
+    assert "schemas/json/sync-requested.json" in found.stderr
+    assert "docs/contract.md" in found.stderr
+    assert "run-opened.json" not in found.stderr
+
+
+@pytest.mark.parametrize("path", [FOLDER / "asyncapi.json", FOLDER / "run-opened.json", PAGE])
+def test_a_file_that_was_edited_lags_and_is_written_anew(tmp_path, path):
+    root = checkout(tmp_path)
+    before = (root / path).read_text()
+    (root / path).write_text(before.replace("type", "sort"))
+    assert main([str(root), "--check"]) == 1
+    assert main([str(root)]) == 0
+    assert main([str(root), "--check"]) == 0
+
+
+def test_a_schema_of_no_event_is_removed(tmp_path):
+    root = checkout(tmp_path)
+    stray = root / FOLDER / "no-such-event.json"
+    stray.write_text("{}")
+    assert lagging(root) == [stray]
+    write(root)
+    assert not stray.exists()
+
+
+def test_a_page_without_its_markers_is_refused(tmp_path):
+    root = checkout(tmp_path)
+    (root / PAGE).write_text("# The contract\n")
+    with pytest.raises(ValueError, match="lost its markers"):
+        write(root)
+
+
+def test_every_field_on_the_page_has_a_meaning():
+    page = (ROOT / PAGE).read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 100
+    assert [row for row in rows if re.search(r"\|\s*\|", row)] == []
+
+
+def test_every_key_of_a_run_is_on_the_page():
+    page = (ROOT / PAGE).read_text()
+    assert [key for key in RunKeys.of("grpo-7b") if f"`{key}`" not in page] == []
+
+
+def test_the_contract_imports_msgspec_alone():
+    folder = Path(trinity_schemas.__file__).parent
+    imported = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {one.name.partition(".")[0] for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"msgspec"}

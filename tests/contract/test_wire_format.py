@@ -1,0 +1,307 @@
+"""The contract: what is on the wire, and what a reader refuses."""
+
+from contextlib import nullcontext
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.support.event_histories import DIGEST, History, finished, part
+from trinity_schemas import (
+    MAX_EVENT_BYTES,
+    Chunk,
+    ContractError,
+    EnvelopeReader,
+    ExperienceGroup,
+    PartBase,
+    Producer,
+    RunClosed,
+    RunKeys,
+    StepCommitted,
+    StepReady,
+    StepRef,
+    TensorEntry,
+    UnknownEventType,
+    WeightManifest,
+    check_run_id,
+    chunk_key,
+    decode_envelope,
+    decode_experiences,
+    decode_manifest,
+    encode,
+    event_tag,
+    manifest_key,
+    to_json,
+)
+
+
+def envelope(event=None):
+    history = History()
+    history.add(event or finished(3))
+    return history.entries[-1][1]
+
+
+def changed(**fields):
+    return msgspec.msgpack.encode({**to_json(envelope()), **fields})
+
+
+def test_an_event_survives_the_wire():
+    for event in (finished(3, path="a/b"), part(4), StepCommitted(step=1, kind="weights")):
+        sent = envelope(event)
+        assert decode_envelope(encode(sent)) == sent
+
+
+def test_tags_are_kebab_case():
+    assert event_tag(StepReady) == "step-ready"
+    assert to_json(envelope(part(1)))["event"]["type"] == "version-part-published"
+
+
+def test_unknown_fields_are_ignored():
+    raw = to_json(envelope())
+    raw["later"] = {"deep": [1, 2]}
+    raw["event"]["later"] = 1
+    assert decode_envelope(msgspec.msgpack.encode(raw)) == envelope()
+
+
+def test_unknown_event_types_are_told_apart_from_broken_ones():
+    with pytest.raises(UnknownEventType, match="'from-the-future'"):
+        decode_envelope(changed(event={"type": "from-the-future"}))
+    with pytest.raises(ContractError, match="Expected `int`"):
+        decode_envelope(changed(epoch="one"))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", b"not msgpack at all", encode(envelope())[:-3], b"\x81\xa1a" * 100_000],
+    ids=["empty", "reserved byte", "text", "truncated", "deeply nested"],
+)
+def test_foreign_bytes_are_refused(payload):
+    with pytest.raises(ContractError):
+        decode_envelope(payload)
+
+
+def spliced(*fields):
+    """An envelope with these fields before its own, as they come, also twice."""
+    names = ("run_id", "epoch", "producer", "sequence", "occurred_at", "event")
+    pairs = [*fields, *((name, to_json(envelope())[name]) for name in names)]
+    pack = msgspec.msgpack.encode
+    return bytes([0x80 + len(pairs)]) + b"".join(pack(name) + pack(one) for name, one in pairs)
+
+
+STRANGER = {"role": "no slug", "rank": 0, "node": "n", "incarnation": "i"}
+UNUSUAL = {
+    "the usual": spliced(),
+    "a trace": spliced(("trace", {"traceparent": "00-1"})),
+    "an unknown field": spliced(("later", 1)),
+    "another sender": changed(producer={**STRANGER, "role": "worker"}),
+    "a sender that is no sender": changed(producer=STRANGER),
+    "another run": changed(run_id="another"),
+    "a run that is no slug": changed(run_id="no slug"),
+    "two senders": spliced(("producer", STRANGER)),
+    "two runs": spliced(("run_id", "no slug")),
+    "an event twice": spliced(("event", {"type": "run-closed", "reason": "finished"})),
+    "no event": msgspec.msgpack.encode({"run_id": "r"}),
+    "an unknown event": changed(event={"type": "from-the-future"}),
+    "a broken sequence": changed(sequence=0),
+    "text": b"not msgpack at all",
+    "nothing": b"",
+    "too much": spliced() + b" " * MAX_EVENT_BYTES,
+    "too much of the usual": changed(event={**to_json(finished(3)), "more": "m" * MAX_EVENT_BYTES}),
+}
+
+
+def outcome(decode, payload):
+    try:
+        return decode(payload)
+    except ContractError as error:
+        return type(error), str(error), getattr(error, "sender", None)
+
+
+@pytest.mark.parametrize("payload", UNUSUAL.values(), ids=UNUSUAL)
+def test_a_reader_that_knows_the_sender_says_what_one_says_that_does_not(payload):
+    reader = EnvelopeReader(most=1)
+    for _ in range(2):
+        assert outcome(reader.decode, spliced()) == envelope()
+        assert outcome(reader.decode, payload) == outcome(decode_envelope, payload)
+
+
+def test_a_reader_keeps_no_senders_that_are_large():
+    reader = EnvelopeReader()
+    raw = to_json(envelope())
+    raw["producer"]["more"] = "m" * 100_000
+    assert reader.decode(msgspec.msgpack.encode(raw)) == envelope()
+    assert not reader._met
+    largest = Producer(role="r" * 127, rank=2**31, node="\U0001f600" * 256, incarnation="i" * 127)
+    reader.decode(encode(msgspec.structs.replace(envelope(), producer=largest)))
+    assert len(reader._met) == 1
+
+
+def test_an_oversized_event_is_refused_by_its_sender_and_by_its_readers():
+    big = StepCommitted(step=1, kind="weights", metrics={f"m{i}": 1.0 for i in range(400_000)})
+    with pytest.raises(ContractError, match="above the limit"):
+        encode(envelope(big))
+    with pytest.raises(ContractError, match="above the limit"):
+        decode_envelope(b"\x00" * (MAX_EVENT_BYTES + 1))
+
+
+def test_text_that_is_none_is_refused_by_its_sender():
+    with pytest.raises(ContractError, match=r"text that is not UTF-8: 'a\\udcff'"):
+        encode(envelope(RunClosed(reason="failed", error="a\udcff")))
+
+
+@pytest.mark.parametrize("number", [np.int64(1), np.float32(1), torch.ones(1)])
+def test_a_tensor_for_a_number_is_refused_by_its_sender(number):
+    with pytest.raises(ContractError, match=r"^StepCommitted holds .*: .* give item\(\)$"):
+        encode(envelope(StepCommitted(step=1, kind="weights", metrics={"loss": number})))
+
+
+@pytest.mark.parametrize("step", [-1, 2**60, 1.5, "7"])
+def test_an_impossible_step_is_refused(step):
+    raw = to_json(envelope())
+    raw["event"]["slot"]["step"] = step
+    with pytest.raises(ContractError):
+        decode_envelope(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize("run_id", ["", "a/b", "{a}", "a:b", "..", ".hidden", "a b", "x" * 64, "é"])
+def test_run_ids_are_slugs(run_id):
+    with pytest.raises(ValueError, match="is not a slug"):
+        check_run_id(run_id)
+    with pytest.raises(ValueError, match="is not a slug"):
+        RunKeys.of(run_id)
+
+
+def test_keys_of_a_run_share_one_hash_tag():
+    assert RunKeys.of("grpo-7b").events == "trinity:{grpo-7b}:events"
+    assert all("{grpo-7b}" in key for key in RunKeys.of("grpo-7b"))
+
+
+def test_weights_have_hash_tags_of_their_own():
+    assert "{r.1.2.0}" in manifest_key("r", 1, 2, 0)
+    assert chunk_key("r", 1, 2, 0, 7).endswith(":7")
+
+
+def manifest(**changes):
+    fields = {
+        "run_id": "r",
+        "epoch": 1,
+        "step": 2,
+        "rank": 0,
+        "tensors": (
+            TensorEntry(name="a", dtype="float32", shape=(2, 3), offset=0),
+            TensorEntry(name="b", dtype="bfloat16", shape=(), offset=24),
+            TensorEntry(name="c", dtype="int8", shape=(0, 4), offset=26),
+        ),
+        "chunks": (Chunk(nbytes=20, digest=DIGEST), Chunk(nbytes=6, digest=DIGEST)),
+    }
+    return WeightManifest(**{**fields, **changes})
+
+
+def test_a_manifest_survives_the_wire():
+    assert decode_manifest(encode(manifest())) == manifest()
+    assert manifest().nbytes == 26
+
+
+def test_a_tensor_lies_behind_the_one_before_or_at_the_next_aligned_place():
+    one, other = (TensorEntry(name=name, dtype="int8", shape=(1,), offset=0) for name in "ab")
+    for offset, fits in ((0, False), (1, True), (2, False), (63, False), (64, True), (128, False)):
+        chunks = (Chunk(nbytes=offset + 1, digest=DIGEST),)
+        moved = msgspec.structs.replace(other, offset=offset)
+        with nullcontext() if fits else pytest.raises(ValueError, match="next multiple of 64"):
+            manifest(tensors=(one, moved), chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("tensors", [{"name": "a", "dtype": "float32", "shape": [7], "offset": 0}], "28 bytes"),
+        ("tensors", [{"name": "a", "dtype": "float128", "shape": [1], "offset": 0}], "dtype"),
+        ("tensors", [{"name": "a", "dtype": "int8", "shape": [26], "offset": 5}], "begins at 5"),
+        ("tensors", [{"name": "a", "dtype": "int8", "shape": [2**60], "offset": 0}], "Expected"),
+        ("tensors", [{"name": "a", "dtype": "int8", "shape": [-1], "offset": 0}], "Expected"),
+        ("chunks", [[2**60, DIGEST]], "chunks hold"),
+        ("chunks", [[26, "md5"]], "Expected"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(field, value, said):
+    raw = {**to_json(manifest()), field: value}
+    with pytest.raises(ContractError, match=said):
+        decode_manifest(msgspec.msgpack.encode(raw))
+
+
+def test_a_manifest_without_deltas_is_the_bytes_that_it_always_was():
+    tensors = [
+        {"name": one.name, "dtype": one.dtype, "shape": one.shape, "offset": one.offset}
+        for one in manifest().tensors
+    ]
+    raw = {"run_id": "r", "epoch": 1, "step": 2, "rank": 0, "tensors": tensors}
+    chunks = [[20, DIGEST], [6, DIGEST]]
+    assert encode(manifest()) == msgspec.msgpack.encode({**raw, "chunks": chunks})
+
+
+BASE = PartBase(epoch=1, step=1, manifest_digest=DIGEST, bytes=10)
+
+
+def shrunk(**changes):
+    """A manifest of a delta, of a tensor that was skipped and of a dense one."""
+    fields = {"encoding": "delta", "stored": 5, "digest": DIGEST, **changes}
+    delta = TensorEntry(name="a", dtype="float32", shape=(2, 3), offset=0, **fields)
+    stored = delta.part_bytes
+    skipped = TensorEntry(
+        name="b", dtype="int8", shape=(9,), offset=stored, encoding="skip", digest=DIGEST
+    )
+    dense = TensorEntry(name="c", dtype="int8", shape=(2,), offset=stored)
+    chunks = (Chunk(nbytes=stored + 2, digest=DIGEST),)
+    return manifest(tensors=(delta, skipped, dense), chunks=chunks, base=BASE)
+
+
+def test_a_manifest_of_deltas_survives_the_wire_and_tiles_what_they_take():
+    assert decode_manifest(encode(shrunk())) == shrunk()
+    assert shrunk().nbytes == 7
+    assert [one.nbytes for one in shrunk().tensors] == [24, 9, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stored": 24}, "delta of 24 bytes of a tensor of 24"),
+        ({"stored": 0}, "delta of 0 bytes"),
+        ({"digest": None}, "without the digest"),
+        ({"encoding": "skip"}, "skipped and has a stored size"),
+        ({"encoding": "dense", "digest": None}, "dense and has a stored size"),
+    ],
+)
+def test_a_manifest_whose_deltas_contradict_it_is_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        shrunk(**changes)
+
+
+def test_a_delta_needs_a_part_that_it_rests_on():
+    with pytest.raises(ValueError, match="part without a base"):
+        msgspec.structs.replace(shrunk(), base=None)
+
+
+def test_a_tensor_appears_once_in_a_manifest():
+    twice = (TensorEntry(name="a", dtype="int8", shape=(0,), offset=0),) * 2
+    with pytest.raises(ValueError, match="twice"):
+        manifest(tensors=twice, chunks=())
+
+
+def test_experiences_must_be_complete():
+    group = ExperienceGroup(
+        run_id="r",
+        group_id="g",
+        step=1,
+        explorer=0,
+        version=StepRef(1, 0),
+        prompt_tokens=[1],
+        responses=[[2, 3]],
+        logprobs=[[-0.5, -0.25]],
+        rewards=[1.0],
+        scores=[1.0],
+    )
+    assert decode_experiences(encode(group)) == group
+    for broken in ({"rewards": []}, {"logprobs": [[-0.5]]}):
+        with pytest.raises(ContractError):
+            decode_experiences(msgspec.msgpack.encode({**to_json(group), **broken}))

@@ -1,0 +1,492 @@
+"""The main job as Compose runs it: the file's promises, and its processes without containers."""
+
+import fcntl
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from tests.support.pipeline import PATIENCE
+from trinity_events.server import connect_sync
+from trinity_schemas import RunKeys, SaveStrategy, decode_envelope
+from trinity_workers.config import BadSettings, RunSettings
+
+ROOT = Path(__file__).parents[2]
+STEPS = 30
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+
+# --- the file -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compose():
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / "compose.yaml").read_text())
+
+
+def keys(value) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(keys, value.values()))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+def compose_commands() -> list[list[str]]:
+    candidates = [["docker-compose"], ["docker", "compose"]]
+    found = [one for one in candidates if shutil.which(one[0])]
+    return [
+        one
+        for one in found
+        if subprocess.run([*one, "version"], capture_output=True, check=False).returncode == 0
+    ]
+
+
+if COMPOSE := compose_commands():  # where there is none, there is nothing to ask
+
+    @pytest.mark.parametrize("command", COMPOSE, ids=" ".join)
+    def test_compose_accepts_the_file(command):
+        checked = subprocess.run(
+            [*command, "-f", str(ROOT / "compose.yaml"), "config", "-q"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert checked.returncode == 0, checked.stderr
+
+
+def test_the_file_keeps_to_what_compose_1_29_knows(compose):
+    assert set(compose) <= {"services", "volumes", "x-contained", "x-image", "x-server", "x-urls"}
+    assert not keys(compose) & {"gpus", "develop", "start_interval", "include", "models"}
+    for service in compose["services"].values():
+        for condition in service.get("depends_on", {}).values():
+            assert set(condition) == {"condition"}
+
+
+def test_every_service_is_checked_and_hears_signals(compose):
+    assert set(compose["services"]) == {"events", "chunks", "reducer", "trainer", "explorer"}
+    for name, service in compose["services"].items():
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert service["init"] is True, name
+
+
+def test_no_container_can_fill_the_host_or_do_what_it_need_not(compose):
+    for name, service in compose["services"].items():
+        assert service["logging"]["driver"] == "json-file", name
+        assert {"max-size", "max-file"} <= set(service["logging"]["options"]), name
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "mem_limit" in service, name
+        if service["image"].startswith("redis"):
+            assert service["user"] == "redis", "to become another user takes a capability"
+            [most] = re.findall(r"--maxmemory (\d+)(?:mb|gb)", service["command"])
+            assert int(most) < int(service["mem_limit"].removesuffix("mb")), name
+        else:
+            assert [one.partition(":")[0] for one in service["tmpfs"]] == ["/tmp", "/home/trinity"]
+
+
+def test_nothing_is_published_beyond_loopback(compose):
+    published = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
+    assert list(published) == ["events"]
+    assert all(port.startswith("127.0.0.1:") for port in published["events"])
+    assert not keys(compose) & {"network_mode", "privileged"}
+
+
+def test_the_log_has_a_file_on_a_volume_and_the_chunks_have_none(compose):
+    events, chunks = compose["services"]["events"], compose["services"]["chunks"]
+    assert "--appendonly yes" in events["command"]
+    assert events["volumes"] == ["events:/data"]
+    assert "--appendonly no" in chunks["command"]
+    assert "--maxmemory " in chunks["command"]
+    assert "volumes" not in chunks
+    for server in (events, chunks):
+        assert "--maxmemory-policy noeviction" in server["command"]
+
+
+def test_the_checkpoints_are_shared_and_ray_has_memory(compose):
+    services = compose["services"]
+    for name in ("reducer", "trainer"):
+        assert services[name]["volumes"] == ["checkpoints:/checkpoints"]
+    assert services["explorer"]["volumes"] == ["checkpoints:/checkpoints:ro"]
+    assert "shm_size" in services["trainer"]
+    assert "--fresh" in services["trainer"]["command"]  # else `up` after `stop` is refused
+    assert "container_name" not in services["explorer"]  # it could not be scaled
+
+
+def test_the_image_ignores_all_but_the_package():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in lines
+    assert not any(line.startswith("!.") for line in lines)
+
+
+def test_the_health_of_trainer_and_explorer_is_that_of_their_own_process(compose):
+    for name in ("trainer", "explorer"):
+        service = compose["services"][name]
+        check = " ".join(service["healthcheck"]["test"])
+        assert "trinity-events" not in check, "it would ask the server"
+        [option] = [one for one in service["command"] if one.startswith("--health-file=")]
+        assert option.removeprefix("--health-file=") in check
+
+
+# --- the processes --------------------------------------------------------------------------
+
+
+class Processes:
+    """What Compose runs, as processes: no Ray goes across them."""
+
+    def __init__(self, folder: Path, run_id: str, redis_url: str, weights_url: str):
+        self.folder = folder
+        self.run_id = run_id
+        self.redis_url = redis_url
+        self.env = os.environ | {
+            "TRINITY_REDIS_URL": redis_url,
+            "TRINITY_WEIGHTS_REDIS_URL": weights_url,
+        }
+        self._started: list[subprocess.Popen] = []
+
+    def start(self, command: str, *args: str, within=(), **streams) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [
+                *within,
+                *(sys.executable, "-m", "trinity_events", command, "--run", self.run_id),
+                *("--checkpoint-root", str(self.folder), *args),
+            ],
+            env=self.env,
+            text=True,
+            start_new_session=True,
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams),
+        )
+        self._started.append(process)
+        return process
+
+    def wait_for_announcements(self, count: int, process: subprocess.Popen) -> None:
+        give_up = time.monotonic() + 2 * PATIENCE
+        with connect_sync(self.redis_url) as client:
+            while client.xlen(RunKeys.of(self.run_id).announcements) < count:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < give_up, "waited in vain"
+                time.sleep(0.02)
+
+    def closed(self) -> list[str]:
+        with connect_sync(self.redis_url) as client:
+            entries = client.xrange(RunKeys.of(self.run_id).events)
+        events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
+        return [one.reason for one in events if type(one).__name__ == "RunClosed"]
+
+    def end(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def processes(tmp_path, run_id, redis_url, weights_url):
+    started = Processes(tmp_path, run_id, redis_url, weights_url)
+    yield started
+    started.end()
+
+
+def ended(process: subprocess.Popen, seconds: float = PATIENCE) -> tuple[int, str, str]:
+    out, error = process.communicate(timeout=seconds)
+    assert "Traceback" not in error
+    return process.returncode, out, error
+
+
+def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(processes):
+    reducer = processes.start("reducer")
+    explorer = processes.start("explorer", "--json")
+    trainer = processes.start(
+        "trainer", "--steps", str(STEPS), "--save-interval", "10", "--seed", "7", "--json"
+    )
+    processes.wait_for_announcements(5, trainer)
+    explorer.kill()
+    again = processes.start("explorer", "--json")  # its rank is free when the other's lease is up
+
+    status, out, error = ended(trainer, 240)
+    assert status == 0, error
+    for line in filter(None, error.splitlines()):  # rich 13.0 ends with an empty one
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[ ,]", line), "no line without its time"
+    assert f"run {processes.run_id}: starting Ray" in error
+    log = json.loads(out)["log"]
+    assert log["steps"] == STEPS
+    assert log["versions_unaccounted"] == 0
+    status, out, error = ended(again)
+    assert status == 0, error
+    explored = json.loads(out)
+    assert explored["rank"] == 0
+    assert explored["accuracy_before"] is None  # it joined later, and did not begin at step 1
+    assert explored["groups"] < 16 * STEPS
+    assert explored["accuracy_after"] is not None
+    assert processes.closed() == ["finished"]
+
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+    folder = processes.folder / processes.run_id
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    assert (folder / "model" / "config.json").is_file()
+
+
+def healthy(compose, name: str, path: Path, age: int) -> bool:
+    """Run the container's health check, of another file and of a shorter age."""
+    command = compose["services"][name]["healthcheck"]["test"][1:]
+    command = [
+        one.replace("/tmp/alive", str(path)).replace("30 seconds", f"{age} seconds")
+        for one in command
+    ]
+    assert str(path) in " ".join(command)
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def waited_for(met, seconds: float = 120):
+    give_up = time.monotonic() + seconds
+    while not (found := met()):
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.1)
+    return found
+
+
+def test_a_frozen_explorer_is_named_with_when_it_was_heard_of_and_is_not_healthy(
+    processes, compose, tmp_path, cli
+):
+    processes.start("reducer")
+    files = [tmp_path / f"alive-{rank}" for rank in (0, 1)]
+    explorers = [
+        processes.start("explorer", "--rank", str(rank), "--health-file", str(file))
+        for rank, file in enumerate(files)
+    ]
+    at_work = tmp_path / "alive"
+    trainer = processes.start(
+        *("trainer", "--explorers", "2", "--steps", "100000", "--save-interval", "0"),
+        *("--health-file", str(at_work)),
+    )
+    processes.wait_for_announcements(5, trainer)
+    explorers[1].send_signal(signal.SIGSTOP)
+    try:
+        status = ("status", processes.run_id, "--redis-url", processes.redis_url)
+
+        def waits():
+            return json.loads(cli(*status, "--json").stdout).get("trainer_waits")
+
+        waited_for(lambda: (found := waits()) and found["missing"] == ["explorer-1"])
+        told = waits()
+        assert told["what"] == "experiences"
+        assert told["have"] < told["expected"] == 16
+        assert 0 < time.time() - told["since"] < 200
+        shown = " ".join(cli(*status, env={"COLUMNS": "400"}).stdout.split())
+        assert f"waits for the experiences of step {told['step']} from explorer-1 since" in shown
+        assert "Last heard of: explorer-1 at " in shown
+        waited_for(lambda: not healthy(compose, "explorer", files[1], 10))
+        assert healthy(compose, "explorer", files[0], 60)
+        assert healthy(compose, "trainer", at_work, 60)
+    finally:
+        explorers[1].send_signal(signal.SIGCONT)
+    waited_for(lambda: waits() is None)
+    waited_for(lambda: healthy(compose, "explorer", files[1], 10))
+    trainer.send_signal(signal.SIGSTOP)
+    try:
+        waited_for(lambda: not healthy(compose, "trainer", at_work, 10))
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+    trainer.terminate()
+    assert ended(trainer, 60)[0] == 143
+    assert not at_work.exists()
+    for explorer in explorers:
+        ended(explorer, 60)
+
+
+READ_ONLY = """
+set -e
+mount --make-rprivate /
+for folder; do
+    [ "$folder" = -- ] && break
+    mount --bind "$folder" "$folder"
+done
+mount -o remount,bind,ro /
+while [ "$1" != -- ]; do shift; done
+shift
+exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
+"""
+"""Runs a command that can write to these folders alone, and has no capability."""
+
+
+def contained(*writable: Path) -> tuple[str, ...]:
+    return ("unshare", "--mount", "sh", "-c", READ_ONLY, "sh", *map(str, writable), "--")
+
+
+def can_contain() -> bool:
+    try:
+        return (
+            subprocess.run([*contained(), "true"], capture_output=True, check=False).returncode == 0
+        )
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not can_contain(), reason="root with mount namespaces alone can try it")
+def test_the_parts_write_to_their_checkpoints_their_home_and_temporary_files_alone(
+    processes, tmp_path
+):
+    room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
+    processes.env |= {"HOME": f"{room}/home", "TMPDIR": room, "TRINITY_HOME": ""}
+    try:
+        within = contained(tmp_path, Path(room))
+        reducer = processes.start("reducer", within=within)
+        explorer = processes.start("explorer", within=contained(Path(room)))
+        options = ("--steps", "6", "--save-interval", "3")
+        trainer = processes.start("trainer", *options, within=within)
+        status, _, error = ended(trainer, 240)
+        assert status == 0, error
+        assert ended(explorer)[0] == 0
+        reducer.terminate()
+        assert ended(reducer)[0] == 0
+    finally:
+        shutil.rmtree(room)
+    assert (tmp_path / processes.run_id / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+def test_explorers_of_a_collective_group_come_and_go(processes):
+    """The trainer waits for experiences of one that died; who takes its place asks for weights."""
+    reducer = processes.start("reducer")
+    explorers = [processes.start("explorer", "--rank", rank, "--json") for rank in "01"]
+    trainer = processes.start(
+        *("trainer", "--weights", "collective", "--explorers", "2", "--steps", "15"),
+        *("--save-interval", "0", "--json"),
+    )
+    processes.wait_for_announcements(4, trainer)
+    explorers[1].kill()
+    explorers[1] = processes.start("explorer", "--rank", "1", "--json")
+
+    status, out, error = ended(trainer, 240)
+    assert status == 0, error
+    assert "weights travel by a collective group" in error
+    summary = json.loads(out)
+    assert summary["transport"] == "collective"
+    assert summary["log"]["versions_published"] == 16
+    assert summary["log"]["versions_unaccounted"] == 0
+    for rank, explorer in enumerate(explorers):
+        status, out, error = ended(explorer)
+        assert status == 0, error
+        assert json.loads(out)["rank"] == rank
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+
+
+def take_terminal():
+    """Before a process is another: it may have been under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@contextmanager
+def terminal():
+    """One that is looked at, with what a process is to be started with to have it as its own."""
+    ours, theirs = os.openpty()
+    gone = threading.Event()
+
+    def look():
+        while not gone.is_set():
+            if select.select([ours], [], [], 0.05)[0]:
+                with suppress(OSError):  # nobody has it open
+                    os.read(ours, 65536)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield {
+            **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+            "preexec_fn": take_terminal,
+        }
+    finally:
+        gone.set()
+        looking.join()
+        os.close(theirs)
+        os.close(ours)
+
+
+def test_a_terminal_that_goes_ends_the_trainer_and_the_log_says_so(processes):
+    reducer = processes.start("reducer")
+    explorer = processes.start("explorer", "--rank", "0")
+    with terminal() as streams:
+        trainer = processes.start("trainer", "--steps", "100000", **streams)
+        processes.wait_for_announcements(4, trainer)
+    assert trainer.wait(PATIENCE) == 128 + signal.SIGHUP
+    assert processes.closed() == ["interrupted"]
+    assert ended(explorer)[0] == 0
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+
+
+def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
+    reducer = processes.start("reducer")
+    trainer = processes.start("trainer")
+    with connect_sync(processes.redis_url) as client:
+        give_up = time.monotonic() + 2 * PATIENCE
+        while not client.exists(RunKeys.of(processes.run_id).events):
+            assert time.monotonic() < give_up, "waited in vain"
+            time.sleep(0.01)
+    time.sleep(0.3)  # Ray is starting, and would have a word with the signal too
+    trainer.terminate()
+    status, out, error = ended(trainer)
+    assert status == 143, error
+    assert "INTERRUPTED" in out
+    assert "was interrupted" in error
+    assert processes.closed() == ["interrupted"]
+    reducer.terminate()
+    assert ended(reducer)[0] == 0
+
+
+def test_sigterm_stops_an_explorer_that_waits(processes):
+    explorer = processes.start("explorer", "--rank", "0")
+    with connect_sync(processes.redis_url) as client:
+        before = client.client_list()
+        give_up = time.monotonic() + 2 * PATIENCE
+        while len(client.client_list()) <= len(before) and time.monotonic() < give_up:
+            time.sleep(0.05)
+    time.sleep(0.5)
+    explorer.terminate()
+    assert ended(explorer)[0] == 143
+
+
+def test_an_explorer_of_a_run_that_nobody_opens_says_so(processes):
+    status, _, error = ended(processes.start("explorer", "--wait", "0.5"), 60)
+    assert status == 1
+    assert f"run {processes.run_id} was not opened within 0.5 s" in error
+    assert f"there is no run {processes.run_id!r} on this server" in error, "it may be mistyped"
+
+
+def test_settings_travel_as_text_and_bad_ones_are_refused():
+    settings = RunSettings(steps=7, explorers=2, save_strategy="single_node")
+    assert RunSettings.from_text(settings.to_text()) == settings
+    placed = settings.placed(
+        run_id="one",
+        epoch=3,
+        redis_url="redis://u:secret@host",
+        weights_url="redis://chunks",
+        checkpoint_folder=Path("/somewhere/one"),
+    )
+    assert placed.to_text() == settings.to_text()
+    assert placed.save_strategy == "single_node"
+    with pytest.raises(BadSettings, match="have the same version"):
+        RunSettings.from_text('{"steps": 0}')
+
+
+@pytest.mark.parametrize("command", ["demo", "trainer"])
+def test_every_save_strategy_of_the_contract_is_an_option_and_no_other(cli, command):
+    [strategies, *_] = get_args(SaveStrategy)
+    shown = cli(command, "--help", env={"COLUMNS": "80"}).stdout
+    assert re.search(rf"--save-strategy +\W{re.escape('|'.join(get_args(strategies)))}\W", shown)

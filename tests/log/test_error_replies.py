@@ -1,0 +1,124 @@
+"""Error replies of a server that is there: told as they are, with the way out."""
+
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.event_histories import committed
+from tests.support.redis_servers import servers
+from trinity_events.errors import DeadlineExceeded, PublishError, ServerRefuses
+from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run
+from trinity_events.log.error_replies import reply_text
+from trinity_events.log.retry import is_transient
+from trinity_events.server import Deadline, connect, connect_sync, open_client
+
+NOWHERE = 1
+PATIENCE = 8.0
+"""Seconds after which clients have given up on a replica, which may become a primary."""
+REFUSING = {
+    "OOM command not allowed .*: it is full; raise its maxmemory": ("CONFIG SET", "maxmemory", 1),
+    "READONLY You can't write .*: it is a replica; name the": ("REPLICAOF", "127.0.0.1", NOWHERE),
+    "NOREPLICAS Not enough .*: it waits for": ("CONFIG SET", "min-replicas-to-write", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with servers(tmp_path_factory.mktemp("refusing"), 1) as [one]:
+        yield one
+
+
+@pytest.mark.parametrize("truth", REFUSING)
+async def test_what_a_server_refuses_is_told_with_its_code_and_the_way_out(server, run_id, truth):
+    with open_client(server.url) as admin:
+        publisher = Publisher(SyncEventLog(open_client(server.url), run_id), 1, new_producer("a"))
+        patience = PATIENCE if "READONLY" in truth else 0.5
+        admin.execute_command(*REFUSING[truth])
+        try:
+            with pytest.raises(PublishError, match=truth):
+                async with connect(server.url) as client:
+                    await open_run(client, run_id, deadline=patience)
+            publisher.publish(committed(1))
+            with pytest.raises(PublishError, match=truth):
+                publisher.flush(patience)
+        finally:
+            admin.replicaof("NO", "ONE")
+            admin.execute_command("CONFIG SET", "maxmemory", 0)
+            admin.execute_command("CONFIG SET", "min-replicas-to-write", 0)
+            publisher.flush(30)
+            publisher.log.close()
+
+
+@contextmanager
+def answering(reply):
+    """A server that answers every command with the same error."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    while data := connection.recv(4096):
+                        count = sum(1 for line in data.split(b"\r\n") if line.startswith(b"*"))
+                        connection.sendall(f"-{reply}\r\n".encode() * count)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("reply", "truth"),
+    [
+        (
+            "LOADING Redis is loading the dataset in memory",
+            "LOADING Redis is loading .*: it is reading its data; wait until it has",
+        ),
+        (
+            "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+            "MASTERDOWN Link .*: it is a replica",
+        ),
+        ("ERR max number of clients reached", "max number of clients reached"),
+    ],
+)
+async def test_a_server_that_refuses_every_command_is_there(monkeypatch, reply, truth):
+    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
+    with answering(reply) as url:
+        with pytest.raises(ServerRefuses, match=f"refuses to work \\({truth}"):
+            connect_sync(url).__enter__()
+        with pytest.raises(ServerRefuses, match=truth):
+            async with connect(url):
+                pass
+
+
+async def test_a_wait_that_ends_says_that_the_server_refuses_and_not_that_it_is_away(server):
+    async def write():
+        with open_client(server.url) as client:
+            client.set("key", "value")
+
+    with open_client(server.url) as admin:
+        admin.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(DeadlineExceeded, match=r"the server refuses \(OOM .*it is full"):
+                await Deadline(0.2, "nothing was written").ask(write)
+        finally:
+            admin.config_set("maxmemory", 0)
+
+
+async def test_a_place_in_a_script_is_not_told(server):
+    with open_client(server.url) as admin:
+        admin.config_set("maxmemory", 1)
+        try:
+            script = admin.register_script("return redis.call('SET', KEYS[1], 'value')")
+            with pytest.raises(Exception, match="user_script") as caught:
+                script(keys=["key"])
+        finally:
+            admin.config_set("maxmemory", 0)
+    assert is_transient(caught.value)
+    assert reply_text(caught.value).endswith("it is full; raise its maxmemory, or remove data")
+    assert "user_script" not in reply_text(caught.value)

@@ -1,0 +1,104 @@
+"""A trainer whose checkpoint root is not the reducer's hears of it, with both paths."""
+
+import logging
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.pipeline import folded, reducer_process, reducer_task, until
+from trinity_events import CheckpointCoordinator
+from trinity_events.checkpoint_layout import REDUCER_MARK
+from trinity_events.log import Publisher, SyncEventLog, new_producer
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def commits(publisher, sync_client, run_id):
+    """Commits steps of a trainer that writes its checkpoints below a root."""
+    own = Publisher(SyncEventLog(sync_client, run_id), publisher.epoch, new_producer("trainer"))
+
+    async def commit(root, *steps):
+        coordinator = CheckpointCoordinator(own, root / run_id)
+        for step in steps:
+            await coordinator.register_and_monitor(step)
+
+    yield commit
+    own.close()
+
+
+async def leads(log):
+    await until(log.leaders_folder)
+
+
+async def test_a_trainer_with_another_root_hears_of_it_once_with_both_paths(
+    commits, log, redis_url, run_id, tmp_path, caplog
+):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    async with reducer_task(redis_url, run_id, theirs):
+        await leads(log)
+        with caplog.at_level(logging.WARNING):
+            await commits(ours, 1, 2)
+    [said] = [one.message for one in caplog.records if "uses the folder" in one.message]
+    assert f"{theirs / run_id} on {socket.gethostname()}" in said
+    assert str(ours / run_id) in said
+    assert "--checkpoint-root" in said
+
+
+async def test_the_same_root_under_another_name_is_the_same(
+    commits, log, redis_url, run_id, tmp_path, caplog
+):
+    (tmp_path / "link").symlink_to(tmp_path / "root", target_is_directory=True)
+    async with reducer_task(redis_url, run_id, tmp_path / "root"):
+        await leads(log)
+        await commits(tmp_path / "link", 1)
+    assert "uses the folder" not in caplog.text
+
+
+async def test_a_reducer_that_leads_no_more_is_not_compared_with(
+    commits, log, redis_url, run_id, tmp_path, caplog
+):
+    async with reducer_task(redis_url, run_id, tmp_path / "yesterday"):
+        await leads(log)
+    assert await log.leaders_folder() is None
+    await commits(tmp_path / "today", 1)
+    async with reducer_task(redis_url, run_id, tmp_path / "today"):
+        await leads(log)
+        await commits(tmp_path / "today", 2)
+    assert "uses the folder" not in caplog.text
+
+
+async def test_a_folder_that_cannot_be_marked_stops_nothing(log, redis_url, run_id, tmp_path):
+    (tmp_path / run_id / REDUCER_MARK).mkdir(parents=True)
+    async with reducer_task(redis_url, run_id, tmp_path):
+        await folded(log)
+    assert [path.name for path in (tmp_path / run_id).glob(f"{REDUCER_MARK}*")] == [REDUCER_MARK]
+
+
+def test_the_command_says_so_on_the_terminal(redis_url, run_id, tmp_path):
+    with reducer_process(redis_url, run_id, tmp_path / "theirs"):
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "trinity_events", "trainer", "--run", run_id),
+                *("--redis-url", redis_url, "--weights-redis-url", redis_url),
+                *("--checkpoint-root", str(tmp_path / "ours")),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            said = ""
+            for line in process.stderr:
+                said += " " + line.strip()
+                if "--checkpoint-root" in said:
+                    break
+            assert "warning: the reducer of run" in said
+            squeezed = said.replace(" ", "")  # lines end where the terminal does
+            assert str(tmp_path / "theirs" / run_id) in squeezed
+            assert str(tmp_path / "ours" / run_id) in squeezed
+            process.terminate()
+            process.communicate(timeout=120)
+        finally:
+            process.kill()

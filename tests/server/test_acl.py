@@ -1,0 +1,371 @@
+"""The users of docs/security.md, taken from its text, on a server that has no other rules."""
+
+from functools import partial
+
+import anyio
+import pytest
+import redis
+import torch
+
+from tests.support.acl_rules import DOCS, rules
+from tests.support.event_histories import History, committed, registration, started
+from tests.support.experiences import group as experiences
+from tests.support.pipeline import announced, publish_steps, reducer_task
+from tests.support.redis_servers import servers
+from trinity_events import StepReady, subscribe
+from trinity_events.archive.export import Recording, import_recording
+from trinity_events.archive.format import Header
+from trinity_events.errors import PermissionDenied
+from trinity_events.log import (
+    ORIGIN,
+    AsyncPublisher,
+    Entry,
+    Publisher,
+    RedisEventLog,
+    SyncEventLog,
+    list_runs,
+    new_producer,
+    open_run,
+)
+from trinity_events.log.position import LAST_ID
+from trinity_events.log.run_index import renumber_index
+from trinity_events.log.scripts import Scripts
+from trinity_events.replay import current_state
+from trinity_events.server import connect, connect_sync, open_client
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
+from trinity_events.weights.transports.collective.rendezvous import Rendezvous
+from trinity_schemas import (
+    RUN_INDEX,
+    ExplorerStatusChanged,
+    RunKeys,
+    SaveStarted,
+    chunk_key,
+    encode,
+    explorer_key,
+)
+from trinity_workers.experiences import ExperienceReader, ExperienceWriter
+
+RUN = "acl-run"
+KEYS = RunKeys.of(RUN)
+
+
+USERS = [line.split()[1] for line in rules() if not line.startswith("user default")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("acl")
+    users = folder / "users.acl"
+    users.write_text("\n".join([*rules(), "user admin on >ADMIN ~* &* +@all", ""]))
+    with servers(folder, 1, "--aclfile", str(users)) as [one]:
+        yield one
+
+
+def url_of(server, user):
+    return server.url_of(user, user.upper())
+
+
+def admin(server):
+    return connect_sync(url_of(server, "admin"))
+
+
+@pytest.fixture
+def clean(server):
+    """The server with nothing on it, and nobody refused anything by the end."""
+    with admin(server) as client:
+        client.flushall()
+        client.execute_command("ACL LOG RESET")
+        yield server
+        assert client.acl_log() == []
+
+
+def test_the_page_has_a_user_for_every_role_and_its_table_too():
+    assert USERS == ["reducer", "trainer", "explorer", "consumer", "viewer"]
+    for user in USERS:
+        assert f"\n| `{user}` |" in DOCS.read_text()
+
+
+async def test_the_whole_pipeline_runs_with_these_users(clean, tmp_path, cli):
+    def subscribing(user, **options):
+        url = url_of(clean, user)
+        return subscribe(RUN, StepReady, redis_url=url, start="beginning", deadline=15, **options)
+
+    async with (
+        connect(url_of(clean, "trainer")) as trainers,
+        reducer_task(url_of(clean, "reducer"), RUN, tmp_path),
+    ):
+        epoch = await open_run(trainers, RUN)
+        trainer = AsyncPublisher(RedisEventLog(trainers, RUN), epoch, new_producer("trainer"))
+        await publish_steps(trainer, [1])
+        await trainer.publish(committed(1, "state_dict", registration(expected=0)))
+        for user, options in (("viewer", {}), ("consumer", {"group": "eval"})):
+            async with subscribing(user, **options) as events:
+                for kind in ("weights", "state_dict"):
+                    event = await anext(aiter(events))
+                    assert (event.step, event.kind) == (1, kind)
+                    await event.ack()
+        async with connect(url_of(clean, "viewer")) as viewers:
+            assert list(await list_runs(viewers)) == [RUN]
+            assert (await current_state(RedisEventLog(viewers, RUN))).trainer_step == 1
+        env = {"TRINITY_REDIS_URL": url_of(clean, "viewer")}
+        exported = ("export", RUN, "--output", str(tmp_path / "run.jsonl"))
+        viewing = (
+            *(("runs",), ("status", RUN), ("explain", RUN, "1"), ("tail", RUN), ("replay", RUN)),
+            *(("verify", RUN, "--checkpoint-root", str(tmp_path)), exported),
+        )
+        for command in viewing:
+            shown = await anyio.to_thread.run_sync(partial(cli, *command, env=env))
+            assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
+
+
+async def test_what_the_trainer_does_around_the_log_is_allowed_to_it(clean):
+    async with (
+        connect(url_of(clean, "trainer")) as client,
+        connect(url_of(clean, "explorer")) as explorers,
+    ):
+        epoch = await open_run(client, RUN)
+        group = experiences(RUN, 1, epoch=epoch)
+        await ExperienceWriter(explorers, RUN, bound=10).add(group, deadline=5)
+        reader = ExperienceReader(client, RUN, epoch)
+        [taken], entry_ids = await reader.take(1, 1, deadline=5)
+        await reader.ack(entry_ids, deadline=5)
+        assert taken.group_id == group.group_id
+        rank = explorer_key(RUN, epoch, 0)
+        assert await explorers.set(rank, "me", nx=True, px=60_000)
+        for lease in (60_000, 0):
+            assert await Scripts(explorers)("renew", keys=[rank], args=["me", lease])
+
+
+def publish(client, role, event):
+    publisher = Publisher(SyncEventLog(client, RUN), 1, new_producer(role))
+    publisher.publish(event)
+    publisher.flush(10)
+    publisher.close()
+
+
+def test_what_ranks_and_explorers_do_is_allowed_to_them(clean):
+    with (
+        open_client(url_of(clean, "trainer")) as rank,
+        open_client(url_of(clean, "explorer")) as explorer,
+    ):
+        publish(rank, "actor", started(1))
+        publish(explorer, "explorer", ExplorerStatusChanged(status="running"))
+        log = SyncEventLog(rank, RUN)
+        log.beat("incarnation", 5)
+        log.rest("incarnation")
+        assert not log.granted("save", 0.01)
+        part = PartRef(RUN, 1, 1, 0)
+        store = RedisChunkStore(rank)
+        writer = PartWriter(store, part)
+        writer.add("a", torch.ones(3))
+        writer.seal()
+        source = RedisChunkStore(explorer).open(part)
+        store.delete(part)
+        [data] = source.read([12], lambda *_: None)
+        assert len(data) == 12
+        source.close()
+        store.begin(part)
+        assert rank.get(chunk_key(*part, 0)) is None, "it is freed"
+        writer.discard()
+
+
+async def test_the_reducer_may_put_a_recorded_run_on_the_server(clean):
+    history = History()
+    history.add(started(1))
+    events = [Entry(entry_id, encode(one)) for entry_id, one in history.entries]
+    recording = Recording(
+        header=Header(run_id=RUN, position=events[-1].id), events=events, announcements=[], dead=[]
+    )
+    async with connect(url_of(clean, "reducer")) as client:
+        await import_recording(client, recording)
+        assert await RedisEventLog(client, RUN).read() == events
+
+
+@pytest.mark.parametrize("user", ["trainer", "consumer"])
+async def test_a_reader_of_a_checkpoint_may_hold_it(clean, user):
+    async with connect(url_of(clean, user)) as client:
+        log = RedisEventLog(client, RUN)
+        assert await log.acquire_lease(1, "me", 60)
+        await log.release_lease(1, "me")
+
+
+async def test_a_group_outlives_its_members_with_these_rules(clean):
+    options = {"group": "eval", "start": "beginning", "claim_after": 0.02, "max_deliveries": 2}
+    async with connect(url_of(clean, "trainer")) as trainers:
+        epoch = await open_run(trainers, RUN)
+        trainer = AsyncPublisher(RedisEventLog(trainers, RUN), epoch, new_producer("trainer"))
+        await trainer.publish(started(13))
+        for step in (13, 13, 14):
+            url = url_of(clean, "consumer")
+            async with subscribe(RUN, SaveStarted, redis_url=url, deadline=15, **options) as events:
+                assert (await anext(aiter(events))).event.slot.step == step
+            await trainer.publish(started(14))
+            await anyio.sleep(0.05)
+        [letter] = await RedisEventLog(trainers, RUN).dead_letters()
+    assert letter.reason == "group eval: delivered 2 times and never acknowledged"
+
+
+@pytest.mark.parametrize("user", ["trainer", "explorer"])
+async def test_the_reducer_may_mend_a_log_to_which_a_writer_gave_the_largest_id(clean, user):
+    with admin(clean) as client:
+        client.xgroup_create(KEYS.events, "group", mkstream=True)
+    async with (
+        connect(url_of(clean, "trainer")) as trainers,
+        connect(url_of(clean, user)) as writers,
+    ):
+        epoch = await open_run(trainers, RUN)
+        payload = encode(History().entries[0][1])
+        await writers.xadd(KEYS.events, {"e": payload}, id=LAST_ID)
+        trainer = AsyncPublisher(RedisEventLog(trainers, RUN), epoch, new_producer("trainer"))
+        async with reducer_task(url_of(clean, "reducer"), RUN):
+            await publish_steps(trainer, [1])
+            await announced(RedisEventLog(trainers, RUN), 1)
+        await trainers.xadd(RUN_INDEX, {"run": RUN}, id=LAST_ID)
+    async with connect(url_of(clean, "reducer")) as reducers:
+        await renumber_index(reducers)
+        assert list(await list_runs(reducers)) == [RUN]
+
+
+def test_no_rule_lets_a_user_append_by_a_script_alone(server):
+    # Else ids could not be chosen: docs/security.md says why they can.
+    with admin(server) as client:
+        client.execute_command(
+            *("ACL", "SETUSER", "scripted", "on", ">SCRIPTED", "resetkeys", f"~{KEYS.events}"),
+            *("-@all", "+evalsha"),
+        )
+        digest = client.script_load("return redis.call('XADD', KEYS[1], '*', 'e', ARGV[1])")
+        with pytest.raises(redis.ResponseError, match=r"ACL|NOPERM|permissions"):
+            redis.Redis(port=server.port, username="scripted", password="SCRIPTED").evalsha(
+                digest, 1, KEYS.events, b"x"
+            )
+        client.execute_command("ACL", "DELUSER", "scripted")
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+OTHERS = [user for user in USERS if user != "reducer"]
+ANNOUNCE = "return redis.call('XADD', KEYS[1], '*', 'e', 'forged')"
+TAMPERING = {
+    "announcing": ("XADD", KEYS.announcements, "*", "e", "forged"),
+    "announcing by a script": ("EVAL", ANNOUNCE, "1", KEYS.announcements),
+    "trimming the announcements": ("XTRIM", KEYS.announcements, "MAXLEN", "0"),
+    "deleting the announcements": ("DEL", KEYS.announcements),
+    "trimming the events": ("XTRIM", KEYS.events, "MAXLEN", "0"),
+    "deleting an event": ("XDEL", KEYS.events, "1-0"),
+    "moving the reducer": ("SET", KEYS.position, "0-0"),
+    "forging its state": ("SET", KEYS.snapshot, "forged"),
+    "forging what stands": ("HSET", KEYS.current, "step-ready/weights", "1-0 forged"),
+    "taking the lead": ("INCR", KEYS.fence),
+    "renaming": ("RENAME", KEYS.events, KEYS.announcements),
+    "flushing": ("FLUSHALL",),
+    "ending connections": ("CLIENT", "KILL", "TYPE", "normal"),
+    "hearing of all keys": ("CLIENT", "TRACKING", "ON", "BCAST"),
+    "making users": ("ACL", "SETUSER", "me", "on"),
+    "configuring": ("CONFIG", "SET", "maxmemory", "1"),
+}
+
+
+@pytest.mark.parametrize("user", OTHERS)
+@pytest.mark.parametrize("deed", TAMPERING)
+def test_only_the_reducer_decides_what_a_run_is(server, user, deed):
+    with (
+        open_client(url_of(server, user)) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        client.execute_command(*TAMPERING[deed])
+
+
+@pytest.mark.parametrize("user", OTHERS)
+def test_nobody_else_announces_by_the_digest_of_a_script_either(server, user):
+    with admin(server) as client:
+        digest = client.script_load(ANNOUNCE)
+        before = client.xlen(KEYS.announcements)
+        with open_client(url_of(server, user)) as other, pytest.raises(redis.ResponseError):
+            other.evalsha(digest, 1, KEYS.announcements)
+        assert client.xlen(KEYS.announcements) == before
+
+
+def test_the_reducer_announces(clean):
+    with open_client(url_of(clean, "reducer")) as client:
+        assert client.execute_command(*TAMPERING["announcing"])
+
+
+@pytest.mark.parametrize("user", ["consumer", "viewer"])
+def test_who_only_listens_publishes_nothing(server, user):
+    with (
+        open_client(url_of(server, user)) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        SyncEventLog(client, RUN).append(b"forged")
+
+
+@pytest.mark.parametrize("user", ["explorer", "consumer", "viewer"])
+def test_only_the_trainer_writes_weights(server, user):
+    with (
+        open_client(url_of(server, user)) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        RedisChunkStore(client).begin(PartRef(RUN, 1, 1, 0)).seal(b"forged")
+
+
+# --- how it is said --------------------------------------------------------------------------
+
+
+async def test_what_is_refused_is_said_with_its_command_and_the_way_out(server):
+    with pytest.raises(PermissionDenied) as caught:
+        async with connect(url_of(server, "viewer")) as client:
+            await client.xadd(KEYS.events, {"e": "forged"})
+    assert "'xadd'" in str(caught.value)
+    assert "viewer:***@" in str(caught.value)
+    assert "docs/security.md" in str(caught.value)
+    with (
+        pytest.raises(PermissionDenied, match="'xadd'"),
+        connect_sync(url_of(server, "viewer")) as sync_client,
+    ):
+        sync_client.xadd(KEYS.events, {"e": "forged"})
+
+
+async def test_a_script_that_is_refused_is_said_too(server):
+    with admin(server) as client:
+        client.script_load(ANNOUNCE)
+    with pytest.raises(PermissionDenied, match=r"docs/security\.md"):
+        async with connect(url_of(server, "consumer")) as client:
+            await client.register_script(ANNOUNCE)(keys=[KEYS.announcements])
+
+
+async def test_a_viewer_that_joins_a_group_is_told_at_once(server):
+    url = url_of(server, "viewer")
+    options = {"redis_url": url, "group": "eval", "deadline": 10, "wait_for_run": True}
+    async with subscribe(RUN, StepReady, **options) as events:
+        with pytest.raises(PermissionDenied, match=r"docs/security\.md"):
+            await anext(aiter(events))
+
+
+@pytest.mark.parametrize("who", ["", "viewer:WRONG@", "nobody:VIEWER@"])
+async def test_a_user_that_is_not_known_is_told_at_once_and_without_the_password(server, who):
+    url = f"redis://{who}127.0.0.1:{server.port}"
+    with pytest.raises(PermissionDenied, match="does not know this user") as caught:
+        async with connect(url):
+            pass
+    assert "WRONG" not in str(caught.value)
+    with pytest.raises(PermissionDenied, match="does not know this user"):
+        open_client(url)
+
+
+def refused():
+    return pytest.raises(redis.exceptions.NoPermissionError)
+
+
+def test_the_trainer_says_where_a_collective_group_meets_and_explorers_find_it(server):
+    info = WeightSyncInfo(run_id=RUN, epoch=1, address="10.0.0.1", port=5, token="secret")
+    with connect_sync(url_of(server, "trainer")) as client:
+        Rendezvous(client, RUN).announce(info)
+    with connect_sync(url_of(server, "explorer")) as client:
+        place = Rendezvous(client, RUN)
+        assert place.find(ORIGIN, 1)[1] == info
+        with refused():
+            place.announce(info)
+    with connect_sync(url_of(server, "viewer")) as client, refused():
+        Rendezvous(client, RUN).find(ORIGIN, 1)
+    with connect_sync(url_of(server, "trainer")) as client:
+        Rendezvous(client, RUN).withdraw(info)

@@ -1,0 +1,343 @@
+"""The embedded server and the choice of a server, with real server processes."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.redis_servers import Server, within
+from trinity_events.errors import InvalidUrl, ServerTooOld, ServerUnreachable
+from trinity_events.server import (
+    EmbeddedServer,
+    connect,
+    connect_sync,
+    embedded,
+    open_client,
+    reaper,
+    redacted,
+    serving,
+    serving_weights,
+)
+from trinity_events.server.url import parse
+
+
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRINITY_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """What does not answer in these tests never will."""
+    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
+
+
+def alive(server: EmbeddedServer) -> bool:
+    return server._answers()
+
+
+def test_the_last_user_to_leave_stops_the_server(own_home):
+    server = EmbeddedServer(own_home)
+    with server.attached():
+        with EmbeddedServer(own_home).attached():
+            pass
+        assert alive(server)
+    assert not alive(server)
+
+
+def test_what_was_written_is_there_when_it_starts_again(own_home):
+    for expected in (1, 2):
+        with serving(None) as url, connect_sync(url) as client:
+            assert client.incr("counter") == expected
+
+
+def test_a_server_without_durability_keeps_no_file(own_home):
+    with (
+        EmbeddedServer(own_home, "weights", durable=False).attached() as url,
+        connect_sync(url) as client,
+    ):
+        client.set("chunk", b"x")
+    with (
+        EmbeddedServer(own_home, "weights", durable=False).attached() as url,
+        connect_sync(url) as client,
+    ):
+        assert client.get("chunk") is None
+
+
+USE = (
+    "import sys, time; from pathlib import Path\n"
+    "from trinity_events.server import EmbeddedServer\n"
+    "with EmbeddedServer(Path(sys.argv[1]), sys.argv[2], durable=False).attached():\n"
+    "    print('ready', flush=True); time.sleep(60)\n"
+)
+
+
+@contextmanager
+def user_to_kill(home, name):
+    """A process that uses a server; it ends without a word."""
+    command = [sys.executable, "-c", USE, str(home), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout.readline() == "ready\n"
+        try:
+            yield user
+        finally:
+            user.kill()
+
+
+def keepers(home):
+    """Processes that watch over a server of the home."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_bytes()
+            if b"reaper.py" in command and os.fsencode(home) in command:
+                found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["redis", "weights"])
+def test_a_server_ends_with_its_last_user_although_all_were_killed(own_home, name):
+    server = EmbeddedServer(own_home, name)
+    with user_to_kill(own_home, name):
+        with user_to_kill(own_home, name):
+            assert alive(server)
+            assert len(keepers(own_home)) == 1, "one, although there are two users"
+        time.sleep(2.5 * reaper.LOOK)
+        assert alive(server), "one user is left"
+    within(10, lambda: not alive(server) and not keepers(own_home))
+
+
+def test_a_server_that_starts_again_at_once_outlives_the_keeper_of_the_one_before(own_home):
+    server = EmbeddedServer(own_home)
+    with server.attached():
+        pass
+    with server.attached():
+        time.sleep(2.5 * reaper.LOOK)
+        assert alive(server)
+        assert len(keepers(own_home)) == 1
+    assert not alive(server), "who leaves in order stops it before it goes on"
+    within(10, lambda: not keepers(own_home))
+
+
+def test_many_who_start_at_once_share_one_server(own_home):
+    pids = []
+
+    def use():
+        with EmbeddedServer(own_home).attached() as url, connect_sync(url) as client:
+            pids.append(client.info("server")["process_id"])
+            started.wait(20)
+
+    started = threading.Barrier(4)
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(pids)) == 1
+    assert len(pids) == 4
+
+
+@pytest.mark.parametrize("temporary", ["", "temporary" * 8])
+def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path, monkeypatch, temporary):
+    if temporary:
+        (tmp_path / temporary).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
+    home = tmp_path / ("long" * 30)
+    server = EmbeddedServer(home)
+    assert len(os.fsencode(server.socket)) <= 100
+    with server.attached() as url, connect_sync(url) as client:
+        assert client.ping()
+    assert not server.socket.parent.exists(), "it is gone with the server"
+    with user_to_kill(home, "redis"):
+        assert alive(server)
+    within(10, lambda: not alive(server) and not keepers(home))
+    assert not server.socket.parent.exists(), "also where the keeper stopped it"
+
+
+def test_a_socket_that_cannot_be_made_elsewhere_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    server = EmbeddedServer(tmp_path / ("long" * 30))
+    with pytest.raises(ServerUnreachable, match="cannot listen at /proc/trinity-events-"):
+        server.attached().__enter__()
+
+
+def test_jobs_with_temporary_folders_of_their_own_share_the_server_of_a_long_path(
+    tmp_path, monkeypatch
+):
+    server = EmbeddedServer(tmp_path / ("long" * 30))
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        monkeypatch.setattr(tempfile, "tempdir", first)
+        with server.attached() as url, connect_sync(url) as client:
+            process = client.info("server")["process_id"]
+            monkeypatch.setattr(tempfile, "tempdir", second)
+            with server.attached() as same, connect_sync(same) as another:
+                assert same == server.url == url
+                assert another.info("server")["process_id"] == process, "and none on its file"
+        shutil.rmtree(first)
+        with server.attached() as url, connect_sync(url) as client:
+            assert client.ping(), "it starts where the temporary folder is by now"
+        Path(first).mkdir()
+
+
+def test_a_server_whose_socket_was_removed_gets_no_second_one_beside_it(own_home, monkeypatch):
+    monkeypatch.setattr(embedded, "FREE_DEADLINE", 0.2)
+    server = EmbeddedServer(own_home)
+    with server.attached() as url, connect_sync(url) as client:
+        process = client.info("server")["process_id"]
+        client.set("counter", 7)
+        server.socket.unlink()
+        with pytest.raises(ServerUnreachable, match=f"process {process}.* end it, or set"):
+            EmbeddedServer(own_home).attached().__enter__()
+        assert client.get("counter") == b"7", "who is connected goes on"
+    within(10, lambda: not keepers(own_home) and not Path(f"/proc/{process}").exists())
+    with server.attached() as url, connect_sync(url) as client:
+        assert client.get("counter") == b"7"
+
+
+def test_a_socket_is_not_put_where_others_can_replace_it(tmp_path, monkeypatch):
+    server = EmbeddedServer(tmp_path / ("long" * 30))
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        server.socket.parent.mkdir()
+        server.socket.parent.chmod(0o777)
+        with pytest.raises(ServerUnreachable, match="used by others: remove it, or set TMPDIR"):
+            server.attached().__enter__()
+        server.socket.parent.rmdir()
+        with server.attached() as url, connect_sync(url) as client:
+            assert client.ping()
+
+
+@pytest.mark.parametrize("name", ["with space", "a#b", "a?b", "a%41"])
+def test_a_home_may_have_any_name(tmp_path, name):
+    with EmbeddedServer(tmp_path / name).attached() as url, connect_sync(url) as client:
+        assert client.ping()
+
+
+def test_a_home_that_cannot_be_written_is_one_sentence():
+    server = EmbeddedServer(Path("/proc/home")).attached()
+    with pytest.raises(ServerUnreachable, match="set TRINITY_HOME to one that can be written"):
+        server.__enter__()
+
+
+def test_the_url_given_comes_before_the_environment_and_before_the_embedded(own_home, monkeypatch):
+    with serving(None) as url:
+        assert url == EmbeddedServer(own_home).url
+        with serving_weights(None, url) as weights:
+            assert weights == EmbeddedServer(own_home, "weights").url
+    monkeypatch.setenv("TRINITY_REDIS_URL", "redis://from-environment")
+    with serving(None) as url:
+        assert url == "redis://from-environment"
+    with serving("redis://given") as url:
+        assert url == "redis://given"
+        with serving_weights(None, url) as weights:
+            assert weights == "redis://given"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost",
+        "localhost:6379",
+        "",
+        "redis:localhost",
+        "redis://localhost:0",
+        "redis://localhost:port",
+        "redis://one:1,two:2",  # several nodes are a cluster's
+        "redis+cluster://one:1,two:0",
+        "unix+cluster:///socket",
+    ],
+)
+def test_what_is_no_url_of_a_server_is_refused(url):
+    with pytest.raises(InvalidUrl, match="use redis://HOST:PORT"):
+        open_client(url)
+
+
+def test_a_password_is_never_shown():
+    for scheme in ("redis", "rediss", "redis+cluster"):
+        shown = redacted(f"{scheme}://me:se:cret@one:1,two:2/0?ssl_ca_certs=ca.pem")
+        assert shown == f"{scheme}://me:***@one:1,two:2/0?ssl_ca_certs=ca.pem"
+    with pytest.raises(InvalidUrl) as caught:
+        open_client("http://me:secret@localhost")
+    assert "secret" not in str(caught.value)
+    assert redacted("unix:///tmp/socket") == "unix:///tmp/socket"
+
+
+def test_the_nodes_of_a_cluster_are_told_from_its_url():
+    parsed = parse("rediss+cluster://me:secret@one:1,two,[::1]:3?ssl_check_hostname=false")
+    assert parsed.url == "rediss://me:secret@one:1?ssl_check_hostname=false"
+    assert parsed.cluster
+    assert parsed.more == (("two", 6379), ("::1", 3))
+    assert not parse("redis://one:1/3").cluster
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://user:secret@127.0.0.1:1/0", "redis+cluster://:secret@127.0.0.1:1"]
+)
+def test_a_worker_without_a_server_is_told_so(impatient, url):
+    with pytest.raises(ServerUnreachable, match="no Redis server answers") as caught:
+        open_client(url)
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_server_that_is_just_starting_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 20.0)
+    server = Server(tmp_path)
+    starting = threading.Timer(0.3, server.start)
+    starting.start()
+    try:
+        async with connect(server.url) as client:
+            assert await client.ping()
+        with connect_sync(server.url) as sync_client:
+            assert sync_client.ping()
+    finally:
+        starting.join()
+        server.kill()
+
+
+async def test_an_unreachable_server_is_one_sentence_without_the_password(impatient):
+    url = "redis://user:secret@127.0.0.1:1/0"
+    with pytest.raises(ServerUnreachable, match="no Redis server answers") as caught:
+        async with connect(url):
+            pass
+    assert "secret" not in str(caught.value)
+    assert "user:***@127.0.0.1:1" in str(caught.value)
+
+
+@pytest.fixture
+def old_server():
+    """Answers INFO as Redis 6.2 does; nothing else is asked of a server that is too old."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    while data := connection.recv(4096):
+                        text = b"redis_version:6.2.14\r\n"
+                        info = b"$%d\r\n%s\r\n" % (len(text), text)
+                        for command in data.split(b"*")[1:]:
+                            connection.sendall(info if b"INFO\r\n" in command else b"+OK\r\n")
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_server_that_is_too_old_is_one_sentence(old_server):
+    with pytest.raises(ServerTooOld, match=r"is version 6.2.14, but 7.0 or newer is needed"):
+        connect_sync(old_server).__enter__()
+    with pytest.raises(ServerTooOld, match=r"upgrade it"):
+        async with connect(old_server):
+            pass

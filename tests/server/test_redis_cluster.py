@@ -1,0 +1,292 @@
+"""The pipeline on a Redis Cluster of three nodes."""
+
+import asyncio
+import re
+import sys
+from functools import partial
+
+import anyio
+import pytest
+import torch
+
+from tests.support.acl_rules import DOCS, rules
+from tests.support.event_histories import History, committed, registration, started
+from tests.support.experiences import group as experiences
+from tests.support.pipeline import announced, publish_steps, reducer_task
+from tests.support.redis_servers import cluster
+from trinity_events import StepReady, liveness, subscribe
+from trinity_events.archive.export import Recording, import_recording
+from trinity_events.archive.format import Header
+from trinity_events.errors import InvalidUrl, KeyConflict, ServerUnreachable
+from trinity_events.log import (
+    ORIGIN,
+    AsyncPublisher,
+    DeadLetter,
+    Entry,
+    Publisher,
+    RedisEventLog,
+    Stream,
+    SyncEventLog,
+    list_runs,
+    new_producer,
+    open_run,
+)
+from trinity_events.log.position import LAST_ID, is_from_a_clock
+from trinity_events.log.run_index import renumber_index
+from trinity_events.reducer import reduce_all
+from trinity_events.replay import current_state
+from trinity_events.server import connect, connect_sync, open_client
+from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
+from trinity_schemas import RUN_INDEX, RunKeys, SaveStarted, encode
+from trinity_workers.experiences import ExperienceReader, ExperienceWriter
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("cluster")) as three:
+        yield three
+
+
+@pytest.fixture(params=["any node", "by name"])
+def url(request, nodes):
+    """A URL that does not say that it is a cluster, and one that does."""
+    if request.param == "any node":
+        return nodes[0].url
+    return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+
+
+def runs_on_every_node(nodes):
+    """Ids of runs of which each is on another node."""
+    with open_client(nodes[0].url) as client:
+        found = {}
+        number = 0
+        while len(found) < len(nodes):
+            name = f"run-{number}"
+            found.setdefault(client.get_node_from_key(RunKeys.of(name).events).port, name)
+            number += 1
+    return list(found.values())
+
+
+async def test_the_whole_pipeline_runs_on_a_cluster(nodes, url, tmp_path):
+    for run_id in runs_on_every_node(nodes):
+        async with connect(url) as client, reducer_task(url, run_id, tmp_path):
+            epoch = await open_run(client, run_id)
+            log = RedisEventLog(client, run_id)
+            trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
+            await publish_steps(trainer, [1])
+            await trainer.publish(committed(1, "state_dict", registration(expected=0)))
+            for group in (None, f"eval-{epoch}"):
+                async with subscribe(
+                    run_id, StepReady, redis_url=url, group=group, deadline=15
+                ) as events:
+                    event = await anext(aiter(events))
+                    assert event.step == 1
+                    await event.ack()
+            assert run_id in await list_runs(client)
+
+
+async def test_ids_that_no_clock_makes_are_mended_on_every_node(nodes, url):
+    async with connect(url) as client, connect(url, retry=False) as own:
+        for run_id in runs_on_every_node(nodes):
+            log = RedisEventLog(client, run_id)
+            epoch = await open_run(client, run_id)
+            await client.xadd(log.keys.events, {"e": b"no event"}, id=LAST_ID)
+            trainer = AsyncPublisher(log, epoch, new_producer("trainer"))
+            before = len(await log.read(stream=Stream.ANNOUNCEMENTS))
+            async with reducer_task(url, run_id):
+                await publish_steps(trainer, [1])
+                await announced(log, before + 1)
+            assert is_from_a_clock(await log.last_id())
+        await client.xadd(RUN_INDEX, {"run": run_id}, id=LAST_ID)
+        await renumber_index(own)
+        assert await open_run(client, run_id) > epoch
+
+
+async def test_what_is_told_of_silence_and_of_taken_keys_is_told_of_runs_on_every_node(
+    nodes, url, monkeypatch
+):
+    monkeypatch.setattr(liveness, "ABANDONED_AFTER", 0.0)
+    async with connect(url) as client:
+        for run_id in runs_on_every_node(nodes):
+            await open_run(client, run_id)
+            log = RedisEventLog(client, run_id)
+            assert await liveness.abandoned_since(client, await current_state(log)) is not None
+            await client.set(log.keys.holds, "of something else")
+            with pytest.raises(KeyConflict, match=re.escape(f"{log.keys.holds} is a string")):
+                await log.acquire_lease(1, "me", 60)
+            await client.delete(log.keys.holds)
+
+
+async def test_one_reducer_serves_the_runs_of_all_nodes(nodes, run_id, tmp_path):
+    names = [f"{name}-{run_id}" for name in runs_on_every_node(nodes)]
+
+    async def make_ready(client, name):
+        epoch = await open_run(client, name)
+        log = RedisEventLog(client, name)
+        await publish_steps(AsyncPublisher(log, epoch, new_producer("trainer")), [1])
+        [ready, *_] = await announced(log, 1)
+        assert isinstance(ready, StepReady)
+
+    async with connect(nodes[2].url) as client, anyio.create_task_group() as tasks:
+        serve = partial(reduce_all, nodes[1].url, run_id=None, root=tmp_path)
+        tasks.start_soon(serve)
+        async with anyio.create_task_group() as trainers:
+            for name in names:
+                trainers.start_soon(make_ready, client, name)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_recorded_run_can_be_put_on_a_cluster(nodes, run_id):
+    async with connect(nodes[0].url) as client:
+        log = RedisEventLog(client, run_id)
+        recorded = History()
+        recorded.add(started(1))
+        entries = [Entry(entry_id, encode(one)) for entry_id, one in recorded.entries]
+        await import_recording(
+            client,
+            Recording(
+                header=Header(run_id=run_id, position=entries[-1].id),
+                events=entries,
+                announcements=[],
+                dead=[DeadLetter(Entry("1-0", b"no event"), "no event")],
+            ),
+        )
+        assert await log.read() == entries
+        assert [one.reason for one in await log.dead_letters()] == ["no event"]
+
+
+async def test_the_users_of_the_page_work_on_a_cluster_with_what_it_says_beside(nodes, run_id):
+    [beside] = re.findall(r"Users need `(\S+ \S+ \+command)` beside", DOCS.read_text())
+    [trainer] = [line for line in rules() if line.startswith("user trainer ")]
+    _, name, *words = trainer.split(" ", 2)[0:2] + re.findall(r"\([^)]*\)|\S+", trainer)[2:]
+    for node in nodes:
+        with node.client() as client:
+            client.execute_command("ACL", "SETUSER", name, *words, *beside.split())
+    url = f"redis://{name}:TRAINER@127.0.0.1:{nodes[0].port}"
+    async with connect(url) as client:
+        epoch = await open_run(client, run_id)
+        with open_client(url) as sync_client:
+            publisher = Publisher(SyncEventLog(sync_client, run_id), epoch, new_producer("actor"))
+            publisher.publish(started(1))
+            await asyncio.to_thread(publisher.close)
+        log = RedisEventLog(client, run_id)
+        assert len(await log.read()) == 2
+    for node in nodes:
+        with node.client() as admin:
+            assert admin.acl_log() == []
+
+
+async def test_workers_publish_to_a_cluster(nodes, url, run_id):
+    async with connect(url) as client:
+        epoch = await open_run(client, run_id)
+        log = RedisEventLog(client, run_id)
+        with open_client(url) as sync_client:
+            publisher = Publisher(SyncEventLog(sync_client, run_id), epoch, new_producer("actor"))
+            for step in range(10):
+                publisher.publish(started(step))
+            await asyncio.to_thread(publisher.close)
+            publisher.log.beat("me", 5)
+            assert set(await log.heartbeat_ttls(["me", "you"])) == {"me"}
+            assert not await asyncio.to_thread(publisher.log.granted, "save", 0.01)
+        assert len(await log.read()) == 11
+
+
+async def test_one_client_waits_for_runs_of_all_nodes_at_once(nodes, run_id):
+    heard = []
+
+    async def wait(log):
+        with anyio.fail_after(20):
+            while not (found := await log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=5)):
+                pass
+        heard.append(found[0][1].payload.decode())
+
+    names = [f"{run_id}-{number}" for number in range(30)]
+    async with (
+        connect(nodes[0].url) as client,
+        connect(nodes[1].url) as other,
+        anyio.create_task_group() as tasks,
+    ):
+        for name in names:
+            tasks.start_soon(wait, RedisEventLog(client, name))
+        for name in names:
+            await RedisEventLog(other, name).append(name.encode())
+    assert sorted(heard) == sorted(names)
+
+
+async def test_a_subscription_outlives_a_restart_of_its_node(nodes, run_id):
+    [name, *_] = [f"{name}-{run_id}" for name in runs_on_every_node(nodes)]
+    options = {"redis_url": nodes[0].url, "start": "beginning", "deadline": 20}
+    options["wait_for_run"] = True
+    async with (
+        connect(nodes[1].url) as client,
+        subscribe(name, SaveStarted, **options) as follower,
+        subscribe(name, SaveStarted, group="eval", **options) as member,
+    ):
+        log = RedisEventLog(client, name)
+        publisher = AsyncPublisher(log, 1, new_producer("trainer"))
+        for step in (1, 2):
+            await publisher.publish(started(step))
+            for events in (follower, member):
+                event = await anext(aiter(events))
+                assert event.event.slot.step == step
+                await event.ack()
+            if step == 1:
+                port = client.get_node_from_key(log.keys.events).port
+                [node] = [one for one in nodes if one.port == port]
+                node.kill()
+                await anyio.to_thread.run_sync(node.start)
+
+
+async def test_experiences_and_weights_live_on_a_cluster(nodes, url, run_id):
+    async with connect(url) as client:
+        await ExperienceWriter(client, run_id, bound=10).add(
+            experiences(run_id, 1, epoch=1), deadline=5
+        )
+        reader = ExperienceReader(client, run_id, 1)
+        [_], entry_ids = await reader.take(1, 1, deadline=5)
+        await reader.ack(entry_ids, deadline=5)
+        assert await client.xlen(RunKeys.of(run_id).experiences) == 0
+    with open_client(url) as sync_client:
+        store = RedisChunkStore(sync_client)
+        parts = [PartRef(run_id, 1, 1, rank) for rank in range(8)]
+        for part in parts:
+            writer = PartWriter(store, part, chunk_bytes=4)
+            writer.add("a", torch.arange(6, dtype=torch.uint8))
+            writer.seal()
+        at = {
+            sync_client.get_node_from_key(f"trinity-weights:{{{run_id}.1.1.{rank}}}").port
+            for rank in range(8)
+        }
+        assert len(at) > 1
+        for part in parts:
+            source = store.open(part)
+            assert source.read([4, 2], lambda *_: None) == [bytes(range(6))]
+            store.delete(part)
+            assert store.open(part) is None
+
+
+async def test_checked_clients_of_both_kinds_know_a_cluster(nodes, url):
+    with connect_sync(url) as sync_client:
+        assert sync_client.get_nodes()
+    async with connect(url, retry=False) as client:
+        assert client.get_nodes()
+
+
+async def test_what_a_cluster_has_not_is_said(nodes):
+    with pytest.raises(InvalidUrl, match="names database 3, but a cluster has no databases"):
+        open_client(f"redis+cluster://127.0.0.1:{nodes[0].port}/3")
+    with pytest.raises(InvalidUrl, match="is not the URL of a Redis server"):
+        open_client("unix+cluster:///socket")
+
+
+async def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
+    url = "redis+cluster://me:secret@127.0.0.1:1,127.0.0.1:2"
+    with pytest.raises(ServerUnreachable, match="no Redis server answers at") as caught:
+        open_client(url)
+    assert "redis+cluster://me:***@127.0.0.1:1,127.0.0.1:2" in str(caught.value)
+    with pytest.raises(ServerUnreachable, match="no Redis server answers at"):
+        async with connect(url):
+            pass

@@ -1,0 +1,59 @@
+"""Runs with checkpoints on disk, and their removal."""
+
+from tests.support.event_histories import History, committed, finished, registration
+from trinity_events.core import plan_files
+from trinity_events.log import MemoryEventLog
+from trinity_events.reducer import CheckpointFiles
+from trinity_events.reducer.checkpoint_retention import CheckpointRetention
+from trinity_events.reducer.checkpoint_trash import CheckpointTrash
+
+RUN = "history"
+
+
+def staged(step, epoch=1, name="aaaa"):
+    return f".staging/epoch_{epoch}_step_{step}_{name}"
+
+
+class Run:
+    """A run whose checkpoints are on disk, and who removes them."""
+
+    def __init__(self, root, *, keep=2, grace=0.0):
+        self.folder = root / RUN
+        self.log = MemoryEventLog(RUN)
+        self.history = History()
+        self.files = CheckpointFiles(root, RUN)
+        self.keep, self.grace = keep, grace
+
+    def save(self, step, *, epoch=1, name="aaaa"):
+        """A whole checkpoint, and its folder by its final name."""
+        folder = self.folder / staged(step, epoch, name)
+        folder.mkdir(parents=True)
+        (folder / "model.pt").write_text(f"{epoch}.{step}")
+        self.history.epoch = epoch
+        self.history.add(committed(step, "checkpoint", registration("checkpoint")))
+        path = f"{staged(step, epoch, name)}/model.pt"
+        self.history.add(finished(step, f"{epoch}-{step}", kind="checkpoint", path=path))
+        self.files.reconcile(plan_files(self.state))
+
+    @property
+    def state(self):
+        return self.history.fold()[0].state
+
+    async def removal(self):
+        token, _ = await self.log.lead(60)
+        return CheckpointRetention(
+            self.log, CheckpointTrash(self.files, token), token, self.keep, grace=self.grace
+        )
+
+    async def look(self):
+        removal = await self.removal()
+        await removal.look(self.state)
+        await self.log.renew(removal._token, 0)
+
+    @property
+    def steps(self):
+        return sorted(int(path.name[12:]) for path in self.folder.glob("global_step_*"))
+
+    @property
+    def left_in_staging(self):
+        return sorted(path.name for path in (self.folder / ".staging").iterdir())

@@ -1,0 +1,156 @@
+"""Mark tests by what their code and their fixtures use: no test is marked by hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+SERVER = "tests.support.redis_servers"
+"""Module whose servers count as ``server``, although they are processes too."""
+NEEDS = {
+    "server": (SERVER, "trinity_events.server.embedded"),
+    "processes": (
+        "subprocess",
+        "multiprocessing",
+        "os.fork",
+        "anyio.open_process",
+        "trinity_workers.launch.launcher",
+        "trinity_workers.launch.processes",
+    ),
+    "megatron": ("megatron", "mbridge", "tests.support.megatron_ranks"),
+}
+"""Marker to the modules and functions that it stands for."""
+URLS = {"redis_url", "weights_url"}
+"""Fixtures that start the session's servers."""
+
+
+def mark_by_needs(items: list[pytest.Item]) -> None:
+    """Add the markers ``server``, ``processes``, ``ray`` and ``megatron`` to the tests they fit."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            for name in _needs(item):
+                item.add_marker(name)
+
+
+def _needs(item: pytest.Function) -> set[str]:
+    given = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+    fixtures = _fixtures(item)
+    functions = [item.function, *fixtures.values()]
+    used = set().union(*(_used(one) for one in (*functions, *given)))
+    found = {name for name, targets in NEEDS.items() if any(_within(used, one) for one in targets)}
+    if URLS & set(fixtures):
+        found.add("server")
+    if "megatron" in item.path.stem:
+        found.add("megatron")
+    # Helpers that know each transport mention Ray: only a test's own words count.
+    if "ray_cluster" in item.fixturenames or "ray" in given or _imports_ray(item):
+        found.add("ray")
+    return found
+
+
+def _imports_ray(item: pytest.Function) -> bool:
+    function = _plain(item.function)
+    words = set(_words(function.__code__)) if isinstance(function, FunctionType) else set()
+    return "ray" in words or "ray" in item.path.stem.split("_")
+
+
+def _fixtures(item: pytest.Function) -> dict[str, Any]:
+    """Return the functions of the fixtures that a test uses, by name and by getfixturevalue."""
+    manager = item.session._fixturemanager
+    ahead, found = list(item.fixturenames), {}
+    while ahead:
+        name = ahead.pop()
+        definitions = None if name in found else manager.getfixturedefs(name, item)
+        if not definitions:
+            continue
+        found[name] = definitions[-1].func
+        ahead += definitions[-1].argnames
+        function = _plain(found[name])
+        if isinstance(function, FunctionType) and "getfixturevalue" in function.__code__.co_names:
+            ahead += [one for one in function.__code__.co_consts if isinstance(one, str)]
+    return found
+
+
+def _within(used: set[str], target: str) -> bool:
+    return any(one == target or one.startswith(f"{target}.") for one in used)
+
+
+def _used(start: Any) -> frozenset[str]:
+    function = _plain(start)
+    return _reached(function) if function is not None else frozenset()
+
+
+@cache
+def _reached(start: FunctionType | type) -> frozenset[str]:
+    """Return the full names of what a function or class uses, through all code of the tests."""
+    seen, ahead, used = {start}, [start], set()
+    while ahead:
+        names, following = _uses(ahead.pop())
+        used |= names
+        ahead += [one for one in following if one not in seen]
+        seen |= set(following)
+    return frozenset(used)
+
+
+@cache
+def _uses(what: FunctionType | type) -> tuple[frozenset[str], tuple[Any, ...]]:
+    """Return the full names in its own code, and the functions and classes of tests among them."""
+    values: list[Any] = []
+    names: set[str] = set()
+    if isinstance(what, type):
+        members = (getattr(one, "fget", None) or one for one in vars(what).values())
+        values += [*members, *what.__bases__]
+    else:
+        spaces = [what.__globals__]
+        for word in _words(what.__code__):
+            names.add(word)  # an import within the function
+            for space in spaces:
+                if word in space:
+                    value = space[word]
+                    values.append(value)
+                    if isinstance(value, ModuleType):
+                        names.add(value.__name__)
+                        spaces = [*spaces, vars(value)]
+        values += [cell.cell_contents for cell in what.__closure__ or () if _is_filled(cell)]
+    following = []
+    for value in values:
+        module = getattr(value, "__module__", None)
+        if isinstance(module, str):
+            names.add(f"{module}.{getattr(value, '__name__', '')}")
+        one = _plain(value)
+        if one is not None and one.__module__.startswith("tests.") and one.__module__ != SERVER:
+            following.append(one)
+    return frozenset(names), tuple(dict.fromkeys(following))
+
+
+def _plain(value: Any) -> FunctionType | type | None:
+    """Return the function of tests behind decorators, or the class; None of all else."""
+    value = getattr(getattr(value, "hypothesis", None), "inner_test", value)
+    value = getattr(value, "_get_wrapped_function", lambda: value)()  # a fixture
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    try:
+        value = inspect.unwrap(value)
+    except (TypeError, ValueError):
+        return None
+    return value if isinstance(value, FunctionType | type) else None
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals, attributes and imports in the code and in what it defines."""
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _words(one)

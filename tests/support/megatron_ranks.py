@@ -1,0 +1,222 @@
+"""Tiny models, and what tests of Megatron let their ranks do."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tests.support.rank_processes import Rank
+from tests.support.tensors import identical
+from trinity_workers.engines.megatron import (
+    MegatronEngine,
+    ModelOptions,
+    OptimizerOptions,
+    ParallelLayout,
+    leave,
+)
+from trinity_workers.engines.megatron.layout import join as join_layout
+from trinity_workers.learning.grpo import Batch, collate
+from trinity_workers.learning.policy import isolated_rng
+
+SIZES = {
+    "vocab_size": 98,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+CONFIGS = {
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-untied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**{**SIZES, "vocab_size": 97, "num_key_value_heads": 4}),
+    "llama-one-group": lambda: LlamaConfig(**{**SIZES, "num_key_value_heads": 1}),
+    "llama-scaled": lambda: LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "qwen3-deep": lambda: Qwen3Config(**{**SIZES, "num_hidden_layers": 4}, head_dim=8),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SIZES, **EXPERTS, head_dim=8, num_experts=4, norm_topk_prob=True
+    ),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **SIZES, **EXPERTS, num_experts=4, shared_expert_intermediate_size=32
+    ),
+}
+
+
+def make_folder(folder: Path, name: str) -> Path:
+    """A Hugging Face folder of a random model in which no two weights are equal, biases too."""
+    with isolated_rng(0):
+        model = AutoModelForCausalLM.from_config(CONFIGS[name]())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def in_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """The folder's weights by name."""
+    return {
+        name: value
+        for path in folder.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
+
+
+def unpadded(tokens: torch.Tensor) -> Batch:
+    """Rows [B, S] of real tokens, all but the first of them responses, as a batch."""
+    rows, columns = tokens.shape
+    return Batch(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        position_ids=torch.arange(columns).expand_as(tokens),
+        response_mask=torch.ones(rows, columns - 1, dtype=torch.bool),
+        advantages=torch.ones(rows),
+        old_logprobs=torch.zeros(rows, columns - 1),
+    )
+
+
+def make_engine(
+    rank: Rank,
+    folder: Path,
+    layout: ParallelLayout,
+    optimizer: OptimizerOptions | None = None,
+    options: dict[str, Any] | None = None,
+    **keywords: Any,
+) -> None:
+    """Make the rank's engine, in the place of the one before."""
+    if not hasattr(rank.held, "engine"):
+        rank.exits.callback(drop_engine, rank)
+    drop_engine(rank)
+    rank.held.engine = MegatronEngine(
+        folder,
+        device=torch.device("cpu"),
+        layout=layout,
+        optimizer=optimizer,
+        model=ModelOptions(**(options or {})),
+        **keywords,
+    )
+
+
+def join(rank: Rank, layout: ParallelLayout) -> None:
+    """Join a layout beside the engine's."""
+    join_layout(layout, seed=0)
+
+
+def drop_engine(rank: Rank) -> None:
+    """Forget the rank's engine and its layout."""
+    rank.held.engine = None
+    gc.collect()
+    leave()
+
+
+def full_weights(rank: Rank) -> dict[str, torch.Tensor]:
+    """What the engine streams."""
+    return {name: value.clone() for name, value in rank.held.engine.get_per_tensor_param()}
+
+
+def logits(rank: Rank, batch: Batch) -> torch.Tensor | None:
+    """The engine's logits."""
+    return rank.held.engine.logits(batch)
+
+
+def padded_batch(seed: int, rows: int = 6) -> Batch:
+    """Rows of prompts of 1 to 6 tokens and responses of 1 to 7, padded on both sides."""
+    lot = random.Random(seed)
+    groups = [
+        Group(
+            prompt_tokens=[lot.randint(0, 96) for _ in range(lot.randint(1, 6))],
+            responses=[[lot.randint(0, 96) for _ in range(lot.randint(1, 7))] for _ in range(2)],
+            rewards=[0.0, 1.0],
+        )
+        for _ in range(rows // 2)
+    ]
+    return collate(groups, 0)
+
+
+@dataclass
+class Group:
+    """A group of experiences."""
+
+    prompt_tokens: list[int]
+    responses: list[list[int]]
+    rewards: list[float]
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        return [[-4.5] * len(one) for one in self.responses]
+
+
+def train(rank: Rank, batches: list[Batch]) -> list[float]:
+    """Steps on the cross-entropy of the responses; their losses, over all replicas' tokens.
+
+    Replicas each take their share of the rows, pipeline stages but the last return nothing.
+    """
+    engine: MegatronEngine = rank.held.engine
+    share, shares = data_rank()
+    losses = []
+    for batch in batches:
+        mine = batch.rows(len(batch) * share // shares, len(batch) * (share + 1) // shares)
+        tokens = batch.token_count
+
+        def loss(logprobs, _, tokens=tokens):
+            value = -logprobs.sum() / tokens
+            return value * shares, {"loss": float(value.detach())}
+
+        metrics, norm = engine.train_batch(mine, loss)
+        assert norm > 0
+        losses.append(sum(one["loss"] for one in metrics))
+    total = torch.tensor(losses)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.tolist()
+
+
+def data_rank() -> tuple[int, int]:
+    """Which replica the rank is of, and of how many."""
+    return (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def logprobs(rank: Rank, batch: Batch) -> torch.Tensor | None:
+    """The engine's log-probabilities of the responses."""
+    return rank.held.engine.response_logprobs(batch, temperature=0.7)
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """The same names, and the same bits."""
+    assert sorted(one) == sorted(other)
+    for key, value in one.items():
+        assert identical(value, other[key]), key

@@ -1,0 +1,117 @@
+"""The pipeline around a test: a reducer as a process or as a task, and what it announces."""
+
+import asyncio
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import anyio
+
+from tests.support.event_histories import committed, opened, part
+from trinity_events.archive import Recording, read_recording, record_run
+from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, position
+from trinity_events.reducer import reduce_run
+from trinity_events.server import connect
+from trinity_schemas import StepReady, decode_envelope
+
+PATIENCE = 120.0
+"""Seconds after which an event that a test waits for will not come, on a loaded machine too."""
+
+
+@contextmanager
+def reducer_process(redis_url, run_id, root, *options, stderr=subprocess.DEVNULL):
+    """The reducer as users start it."""
+    command = [
+        *(sys.executable, "-m", "trinity_events", "reducer"),
+        *("--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(root), *options),
+    ]
+    process = subprocess.Popen(command, stderr=stderr)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def reducer_task(redis_url, run_id, root=None, policy=None):
+    """The reducer as a task, ended as its process ends it: by a cancel scope.
+
+    Not in a task group, since fixtures are torn down in another task; and not by task.cancel(),
+    which asyncio.wait_for of Python 3.11, that redis-py sends with, may swallow.
+    """
+    scope = anyio.CancelScope()
+
+    async def reduce():
+        with scope:
+            await reduce_run(own, run_id, root, policy=policy)
+
+    async with connect(redis_url, retry=False) as own:
+        task = asyncio.create_task(reduce())
+        try:
+            yield
+        finally:
+            scope.cancel()
+            await task
+
+
+async def announced(log: RedisEventLog, count: int) -> list[StepReady]:
+    """The first announcements, once there are that many."""
+    with anyio.fail_after(PATIENCE):
+        while len(found := await log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)) < count:
+            await anyio.sleep(0.01)
+    return [decode_envelope(entry.payload).event for entry in found]
+
+
+async def until(met, deadline=PATIENCE):
+    """Wait until a condition holds; it may be a coroutine function."""
+    with anyio.fail_after(deadline):
+        while True:
+            held = met()
+            if asyncio.iscoroutine(held):
+                held = await held
+            if held:
+                return held
+            await anyio.sleep(0.01)
+
+
+async def folded(log: RedisEventLog) -> None:
+    """Wait until the reducer has folded all that is in the log now."""
+    last = position(await log.last_id())
+    await until(lambda: _reached(log, last))
+
+
+async def _reached(log: RedisEventLog, last: tuple[int, int]) -> bool:
+    return position((await log.load())[1]) >= last
+
+
+async def events_of(log: RedisEventLog, kind) -> list:
+    """The events of one type that were published."""
+    found = [decode_envelope(entry.payload) for entry in await log.read(limit=100_000)]
+    return [envelope for envelope in found if isinstance(envelope.event, kind)]
+
+
+async def publish_steps(publisher: AsyncPublisher, steps) -> None:
+    for step in steps:
+        await publisher.publish(opened(step))
+        await publisher.publish(part(step))
+        await publisher.publish(committed(step, "weights"))
+
+
+async def count_announcements(log: RedisEventLog) -> int:
+    return await log._redis.xlen(log.keys.announcements)
+
+
+async def recorded(log, archive=None) -> Recording:
+    """A run's log by way of a file, its parts as lists."""
+    with TemporaryDirectory() as room:
+        path = Path(room) / "log.jsonl"
+        await record_run(log, path, archive)
+        recording = read_recording(path)
+        return Recording(recording.header, *(list(part) for part in recording[1:]))
+
+
+async def is_folded(log):
+    return (await log.load())[1] == await log.last_id()

@@ -1,0 +1,61 @@
+"""Parts that are read while they are still being published."""
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from tests.support.published_parts import announcement
+from tests.support.tensors import identical
+from tests.support.transport_processes import CHUNK, SOME
+from trinity_events.weights import load_version
+
+CHUNKS = 6000 * 4 // CHUNK
+"""Whole chunks of SOME; a short one follows."""
+
+
+@contextmanager
+def reading(store, parts, deadline=30.0, taker=None):
+    """Reads along in the block; how it ended is known behind it."""
+    told = SimpleNamespace(ended=None, stop=threading.Event())
+
+    def run():
+        told.ended = store.prefetch(parts, told.stop, deadline, taker)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield told
+        thread.join(30)
+    finally:
+        told.stop.set()
+        thread.join(30)
+
+
+def until(condition):
+    """Wait for what another thread does."""
+    for _ in range(10_000):
+        if condition():
+            return
+        threading.Event().wait(0.002)
+    raise AssertionError("it did not happen")
+
+
+def write(writer, tensors=SOME):
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    return writer
+
+
+def follower_of(store):
+    """Chunks that the reader has digested so far."""
+    seen = [one.seen for one in store.followers if one.seen is not None]
+    return len(seen[0].digests) if seen else 0
+
+
+def has(module, tensors):
+    return all(identical(module.get_parameter(name), tensor) for name, tensor in tensors)
+
+
+def load(store, module, ahead, part, report):
+    event = announcement(part, report)
+    return load_version(store, part.run_id, event, module, ahead=ahead)

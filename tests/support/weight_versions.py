@@ -1,0 +1,44 @@
+"""Publish weight versions and wait for them; tensors of every dtype and layout."""
+
+import anyio
+import torch
+
+from tests.support.pipeline import announced
+from trinity_events.weights.tensors import DTYPES
+from trinity_schemas import StepReady
+
+
+def publish(trainer, tensors, step):
+    trainer.open_version(step)
+    trainer.publish(tensors.items(), step)
+    trainer.commit(step)
+
+
+async def ready(log, step) -> StepReady:
+    with anyio.fail_after(10):
+        while True:
+            found = [one for one in await announced(log, 1) if isinstance(one, StepReady)]
+            for event in found:
+                if event.step == step:
+                    return event
+            await anyio.sleep(0.01)
+
+
+def awkward() -> dict[str, torch.Tensor]:
+    """Everything that tends to go wrong on the way."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"dtype.{name}": torch.randint(0, 256, (7, 16), generator=generator, dtype=torch.uint8)
+        .view(dtype)
+        .clone()
+        for name, dtype in DTYPES.items()
+        if dtype is not torch.bool
+    }
+    tensors["dtype.bool"] = torch.tensor([True, False, True])
+    tensors["scalar"] = torch.tensor(1.5, dtype=torch.bfloat16)
+    tensors["empty"] = torch.empty(0, 3)
+    tensors["transposed"] = torch.arange(12.0).reshape(3, 4).t()
+    tensors["strided"] = torch.arange(100.0)[::7]
+    tensors["odd"] = torch.arange(5, dtype=torch.uint8)
+    tensors["after odd"] = torch.arange(3.0)
+    return tensors

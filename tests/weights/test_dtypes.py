@@ -1,0 +1,186 @@
+"""Versions of another dtype than the model's: what travels, what is installed, what is refused."""
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from tests.support.pipeline import reducer_task
+from tests.support.published_parts import announcement
+from tests.support.shards import module_of, publish, rows
+from tests.support.tensors import identical
+from tests.support.weight_versions import ready
+from trinity_events.errors import IncompatibleWeights
+from trinity_events.weights import (
+    PartWriter,
+    ShardOffset,
+    Synchronizer,
+    check_fit,
+    install,
+    load_version,
+    pull_version,
+)
+from trinity_schemas import VersionPartPublished, WeightsApplied, decode_envelope
+
+
+def model(dtype, seed=0):
+    """A model with a buffer of whole numbers, which are never converted."""
+    torch.manual_seed(seed)
+    made = torch.nn.Sequential(torch.nn.Linear(256, 40), torch.nn.Linear(40, 3)).to(dtype)
+    made.register_buffer("steps", torch.tensor([seed, 7]))
+    return made
+
+
+def has(module, source):
+    """Return True for the values of another module, in the module's own dtypes."""
+    found, given = module.state_dict(), source.state_dict()
+    return all(identical(one, given[name].to(one.dtype)) for name, one in found.items())
+
+
+def published(trainer, source, step, **options):
+    trainer.open_version(step)
+    report = trainer.publish(source.state_dict(), step, **options)
+    trainer.commit(step)
+    return report
+
+
+async def test_a_version_travels_in_the_dtype_that_is_asked_for(trainer, explorer, log):
+    source, serving = model(torch.float32), model(torch.bfloat16, seed=1)
+    full = published(trainer, source, 1)
+    half = published(trainer, source, 2, dtype=torch.bfloat16)
+    assert half.bytes < 0.55 * full.bytes
+    with explorer.pull(await ready(log, 2)) as version:
+        for name, tensor in version.tensors():
+            expected = source.state_dict()[name]
+            assert identical(tensor, expected.bfloat16() if name != "steps" else expected)
+    explorer.apply(serving, await ready(log, 2))
+    assert has(serving, source)
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    said = [one.bytes for one in told if isinstance(one, VersionPartPublished)]
+    assert said == [full.bytes, half.bytes]
+
+
+@pytest.mark.parametrize("how", ["apply", "load"])
+async def test_another_dtype_is_refused_with_the_way_out_and_taken_where_that_is_asked_for(
+    trainer, explorer, log, how
+):
+    source, serving = model(torch.float32), model(torch.bfloat16, seed=1)
+    published(trainer, source, 1)
+    event, before = await ready(log, 1), serving[0].weight.clone()
+    take = getattr(explorer, how)
+    refused = r"publish it with dtype=torch.bfloat16, or take it with cast=True"
+    with pytest.raises(IncompatibleWeights, match=refused):
+        take(serving, event)
+    assert identical(serving[0].weight, before)
+    take(serving, event, cast=True)
+    assert has(serving, source)
+    explorer.flush()
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    [applied] = [one for one in told if isinstance(one, WeightsApplied)]
+    assert applied.digest == event.version_digest, "of what travelled"
+
+
+@pytest.mark.parametrize("how", ["apply", "load"])
+async def test_what_is_no_floating_point_tensor_is_never_converted(trainer, explorer, log, how):
+    source, serving = model(torch.float32), model(torch.float32, seed=1)
+    published(trainer, source, 1)
+    serving.steps = serving.steps.int()
+    with pytest.raises(IncompatibleWeights, match=r"'steps' is torch.int32 .* in the version$"):
+        getattr(explorer, how)(serving, await ready(log, 1), cast=True)
+
+
+@pytest.mark.parametrize("how", ["apply", "load"])
+async def test_deltas_and_digests_of_tensors_go_with_conversion(
+    redis_url, weights_url, publisher, log, run_id, explorer, how
+):
+    trainer = Synchronizer(
+        run_id,
+        publisher.epoch,
+        redis_url=redis_url,
+        weights_url=weights_url,
+        full_every=10,
+        tensor_digests=True,
+    )
+    source, serving = model(torch.float32), model(torch.float32, seed=1)
+    take = getattr(explorer, how)
+    async with reducer_task(redis_url, run_id):
+        with closing(trainer):
+            published(trainer, source, 1)
+            take(serving, await ready(log, 1))
+            assert has(serving, source)
+            for step in (2, 3, 4):
+                # From the second on the model is of another dtype than what deltas rest on.
+                serving.bfloat16()
+                with torch.no_grad():
+                    source[0].weight[step] += 1
+                assert published(trainer, source, step).delta is not None
+                take(serving, await ready(log, step), cast=True)
+                assert has(serving, source)
+            serving.float()
+            take(serving, await ready(log, 4))
+            assert has(serving, source)
+
+
+async def test_what_is_read_along_after_a_conversion_is_taken_whole(trainer, explorer, log):
+    source, serving = model(torch.float32), model(torch.float32, seed=1)
+    published(trainer, source, 1)
+    explorer.load(serving, await ready(log, 1))
+    serving.bfloat16()
+    for step in (2, 3):
+        with torch.no_grad():
+            source[0].weight += 1
+        published(trainer, source, step)
+        explorer.load(serving, await ready(log, step), cast=True)
+        assert has(serving, source)
+
+
+def test_shards_and_boxes_of_them_are_converted_on_every_transport(shard_stores, part):
+    weight, bias = torch.rand(30, 24), torch.rand(5)
+    shards = rows(weight, 11)
+    event = publish(
+        shard_stores, part, [("weight", *shards[0]), ("bias", bias)], [("weight", *shards[1])]
+    )
+    refused = pytest.raises(IncompatibleWeights, match="cast=True")
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        module = module_of(weight=(30, 24), bias=(5,)).to(dtype)
+        with pull_version(shard_stores[-1], part.run_id, event) as version:
+            with refused:
+                check_fit(module, version)
+            install(check_fit(module, version, cast=True))
+        assert identical(module["weight"], weight.to(dtype))
+        assert identical(module["bias"], bias.to(dtype))
+        loaded = module_of(weight=(30, 24), bias=(5,)).to(dtype)
+        with refused:
+            load_version(shard_stores[-1], part.run_id, event, loaded)
+        load_version(shard_stores[-1], part.run_id, event, loaded, cast=True)
+        assert identical(loaded["weight"], weight.to(dtype))
+        assert identical(loaded["bias"], bias.to(dtype))
+
+
+def test_shards_travel_in_the_dtype_that_is_asked_for(shard_stores, part):
+    weight = torch.rand(30, 24)
+    reports = []
+    for rank, (tensor, *place) in enumerate(rows(weight, 11)):
+        to = part._replace(rank=rank)
+        writer = PartWriter(shard_stores[rank], to, 64, dtype=torch.float16, tensor_digests=True)
+        writer.add("weight", tensor, ShardOffset(*place))
+        reports.append(writer.seal())
+    assert sum(one.bytes for one in reports) == weight.nbytes / 2
+    with pull_version(shard_stores[-1], part.run_id, announcement(part, *reports)) as version:
+        assert identical(dict(version.tensors())["weight"].cpu(), weight.half())
+
+
+def test_a_client_publishes_in_its_dtype_through_helpers_too(redis_url, weights_url, run_id):
+    made = Synchronizer(
+        run_id, 1, redis_url=redis_url, weights_url=weights_url, dtype=torch.float16
+    )
+    for one in (made, made.bind("actor", 0)):
+        writer = one.part_writer(1, 0)
+        writer.add("weight", torch.rand(300, 10))
+        assert writer.seal().bytes == 6000
+        one.close()
+
+
+def test_a_dtype_that_holds_no_weights_is_refused(shard_stores, part):
+    with pytest.raises(TypeError, match="choose a floating-point dtype"):
+        PartWriter(shard_stores[0], part, dtype=torch.int8)

@@ -1,0 +1,152 @@
+"""Digests of single tensors: what was published is compared with what a model has."""
+
+import pytest
+import torch
+
+from tests.support.pipeline import reducer_task
+from tests.support.published_parts import announcement
+from tests.support.weight_versions import awkward, publish, ready
+from trinity_events import Synchronizer
+from trinity_events.errors import CorruptVersion, IncompatibleWeights
+from trinity_events.weights import (
+    PartWriter,
+    ShardOffset,
+    SharedMemoryStore,
+    TensorSlice,
+    check_installed,
+    synchronizer,
+)
+from trinity_events.weights.deltas.tracker import LastPublished
+from trinity_events.weights.tensors import as_bytes, digest
+from trinity_schemas import (
+    VersionRefused,
+    WeightManifest,
+    WeightsApplied,
+    decode_envelope,
+    decode_manifest,
+)
+
+
+@pytest.fixture
+def store():
+    made = SharedMemoryStore()
+    yield made
+    made.close()
+
+
+def manifest(store, part, tensors, *, digests=True, last=None) -> WeightManifest:
+    """Of what is published: names, tensors, and places of shards."""
+    writer = PartWriter(store, part, last=last, tensor_digests=digests)
+    for one in tensors:
+        writer.add(*one)
+    announcement(part, writer.seal())
+    source = store.open(part)
+    try:
+        return decode_manifest(source.manifest)
+    finally:
+        source.close()
+
+
+def test_a_manifest_has_the_digest_of_every_tensor_when_asked_for(store, part):
+    tensors = list(awkward().items())
+    found = manifest(store, part, tensors)
+    assert [one.digest for one in found.tensors] == [digest(as_bytes(one)) for _, one in tensors]
+    without = manifest(store, part._replace(step=2), tensors, digests=False)
+    assert {one.digest for one in without.tensors} == {None}
+
+
+def test_two_versions_have_the_same_digest_of_a_tensor_only_where_it_is_the_same(store, part):
+    one, other = torch.ones(5), torch.ones(7)
+    first = manifest(store, part, [("a", one), ("b", other)])
+    other[3] = 2
+    second = manifest(store, part._replace(step=2), [("b", other), ("a", one)])
+    before, after = (
+        {each.name: each.digest for each in found.tensors} for found in (first, second)
+    )
+    assert before["a"] == after["a"]
+    assert before["b"] != after["b"]
+
+
+def test_a_delta_has_the_digest_of_the_whole_tensor(store, part):
+    tensor, last = torch.ones(4096), LastPublished(4)
+    last.begin(part, lambda _: True)
+    manifest(store, part, [("a", tensor)], last=last)
+    tensor[7] = 3
+    second = part._replace(step=2)
+    last.begin(second, lambda _: True)
+    [entry] = manifest(store, second, [("a", tensor)], last=last).tensors
+    assert entry.encoding == "delta"
+    assert entry.digest == digest(as_bytes(tensor))
+
+
+def test_what_something_else_wrote_into_a_model_is_found_and_named(store, part):
+    sent = {"a": torch.randn(6, 4), "b": torch.randn(3)}
+    told = manifest(store, part, sent.items())
+    module = torch.nn.ParameterDict({name: tensor.clone() for name, tensor in sent.items()})
+    assert check_installed(module, [told]) == 2
+    with torch.no_grad():
+        module.get_parameter("b")[1] += 1
+    with pytest.raises(CorruptVersion, match=r"'b' of the model .* step 1"):
+        check_installed(module, [told])
+    assert check_installed(module, [told], {"a": None}) == 1, "of the others nothing was asked"
+
+
+def test_shards_are_compared_where_the_model_has_all_of_them(store, part):
+    whole = torch.randn(6, 4)
+    rows = [("a", whole[:4].contiguous(), ShardOffset((0, 0), (6, 4)))]
+    told = manifest(store, part, rows)
+    with torch.no_grad():
+        assert check_installed(torch.nn.ParameterDict({"a": whole.clone()}), [told]) == 1
+        wrong = whole.clone()
+        wrong[2, 2] += 1
+        with pytest.raises(CorruptVersion, match="'a'"):
+            check_installed(torch.nn.ParameterDict({"a": wrong}), [told])
+    some = TensorSlice((2, 0), (4, 4))
+    assert (
+        check_installed(torch.nn.ParameterDict({"a": whole[2:].clone()}), [told], {"a": some}) == 0
+    )
+    some = TensorSlice((0, 0), (5, 4))
+    assert (
+        check_installed(torch.nn.ParameterDict({"a": whole[:5].clone()}), [told], {"a": some}) == 1
+    )
+
+
+@pytest.mark.parametrize("way", ["apply", "load"])
+async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
+    way, publisher, redis_url, weights_url, run_id, log, monkeypatch
+):
+    urls = {"redis_url": redis_url, "weights_url": weights_url}
+    trainer = Synchronizer(run_id, publisher.epoch, tensor_digests=True, **urls)
+    explorer = Synchronizer(run_id, 0, role="explorer", **urls)
+    model = torch.nn.ParameterDict({"a": torch.zeros(8), "b": torch.zeros(4)})
+
+    def spoil(*_):
+        with torch.no_grad():
+            model.get_parameter("b")[0] = -1
+
+    async with reducer_task(redis_url, run_id):
+        publish(trainer, {"a": torch.ones(8), "b": torch.ones(4)}, 1)
+        event = await ready(log, 1)
+        with monkeypatch.context() as patch:
+            if way == "apply":
+                real = synchronizer.install
+                patch.setattr(synchronizer, "install", lambda fit: (real(fit), spoil()))
+            else:
+                at = "trinity_events.weights.load.check_installed"
+                patch.setattr(at, lambda *told, **how: (spoil(), check_installed(*told, **how)))
+            with pytest.raises(CorruptVersion, match="'b' of the model"):
+                getattr(explorer, way)(model, event)
+        trainer.open_version(2)
+        trainer.publish({"a": torch.ones(8)}.items(), 2, subset=True)
+        trainer.commit(2)
+        with pytest.raises(IncompatibleWeights, match="'b' may hold"):
+            explorer.apply(model, await ready(log, 2))
+        getattr(explorer, way)(model, event)
+        explorer.flush()
+        told = [decode_envelope(entry.payload).event for entry in await log.read()]
+        assert [one.version.step for one in told if isinstance(one, WeightsApplied)] == [1]
+        [refused] = [one for one in told if isinstance(one, VersionRefused)]
+        assert (refused.version.step, refused.chunk) == (1, None)
+        assert "'b' of the model" in refused.reason
+    explorer.close()
+    trainer.close()

@@ -1,0 +1,427 @@
+"""Weight versions over a real server: whole or invisible, bit for bit."""
+
+import contextlib
+import pickle
+
+import anyio
+import pytest
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from tests.support.pipeline import announced, reducer_task
+from tests.support.tensors import identical
+from tests.support.weight_versions import awkward, publish, ready
+from trinity_events import Synchronizer
+from trinity_events.errors import (
+    BufferFull,
+    CorruptVersion,
+    IncompatibleWeights,
+    ServerUnreachable,
+    VersionUnavailable,
+)
+from trinity_events.weights import (
+    PartRef,
+    PartWriter,
+    RedisChunkStore,
+    SharedMemoryStore,
+    adopt,
+)
+from trinity_events.weights.tensors import dtype_name
+from trinity_schemas import (
+    SaveFailed,
+    VersionRetired,
+    WeightsApplied,
+    chunk_key,
+    decode_envelope,
+    decode_manifest,
+    manifest_key,
+)
+
+
+async def test_every_kind_of_tensor_travels_bit_for_bit(trainer, explorer, log):
+    sent = awkward()
+    publish(trainer, sent, 3)
+    with explorer.pull(await ready(log, 3)) as version:
+        received = dict(version.tensors())
+        assert list(received) == list(sent)
+        for name, tensor in sent.items():
+            assert received[name].dtype == tensor.dtype
+            assert received[name].shape == tensor.shape
+            assert identical(received[name], tensor), name
+
+
+async def test_applying_installs_in_place_and_reports_what_is_served(trainer, explorer, log):
+    model, source = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    publish(trainer, dict(source.named_parameters()), 1)
+    event = await ready(log, 1)
+    phases = explorer.apply(model, event)
+    assert identical(model.weight, source.weight)
+    assert identical(model.bias, source.bias)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    explorer.flush()
+    told = [decode_envelope(entry.payload) for entry in await log.read()][-1]
+    assert isinstance(told.event, WeightsApplied)
+    assert (told.producer.role, told.producer.rank) == ("explorer", 1)
+    assert told.event.digest == event.version_digest
+    assert told.event.phases == phases
+
+
+async def test_a_version_is_invisible_before_it_is_committed(trainer, log):
+    trainer.open_version(1)
+    trainer.publish([("a", torch.ones(100))], 1)
+    await anyio.sleep(0.2)
+    assert await log._redis.xlen(log.keys.announcements) == 0
+    trainer.commit(1)
+    await ready(log, 1)
+
+
+async def test_a_chunk_that_was_changed_is_never_installed(trainer, explorer, log, weights_client):
+    model = torch.nn.Linear(32, 4)
+    before = model.weight.clone()
+    publish(trainer, dict(torch.nn.Linear(32, 4).named_parameters()), 1)
+    event = await ready(log, 1)
+    key = chunk_key(explorer.run_id, event.epoch, 1, 0, 2)
+    weights_client.setrange(key, 5, b"\x55")
+    with pytest.raises(CorruptVersion, match="chunk 2 of the weights of step 1"):
+        explorer.apply(model, event)
+    assert identical(model.weight, before)
+
+
+async def test_a_truncated_chunk_is_never_installed(trainer, explorer, log, weights_client):
+    publish(trainer, {"a": torch.ones(100)}, 1)
+    event = await ready(log, 1)
+    weights_client.set(chunk_key(explorer.run_id, event.epoch, 1, 0, 1), b"short")
+    with pytest.raises(CorruptVersion, match="chunk 1"), explorer.pull(event):
+        pass
+
+
+async def test_a_manifest_that_was_swapped_is_not_believed(trainer, explorer, log, weights_client):
+    publish(trainer, {"a": torch.ones(100)}, 1)
+    publish(trainer, {"a": torch.zeros(100)}, 2)
+    event = await ready(log, 2)
+    epoch, run_id = event.epoch, explorer.run_id
+    other = weights_client.get(manifest_key(run_id, epoch, 1, 0))
+    weights_client.set(manifest_key(run_id, epoch, 2, 0), other)
+    refused = pytest.raises(CorruptVersion, match="not the one that was announced")
+    with refused, explorer.pull(event):
+        pass
+
+
+async def test_a_version_that_is_gone_is_an_error_that_says_so(
+    trainer, explorer, log, weights_client
+):
+    publish(trainer, {"a": torch.ones(100)}, 1)
+    event = await ready(log, 1)
+    weights_client.delete(chunk_key(explorer.run_id, event.epoch, 1, 0, 3))
+    with pytest.raises(VersionUnavailable, match="chunk 3"), explorer.pull(event):
+        pass
+    weights_client.delete(manifest_key(explorer.run_id, event.epoch, 1, 0))
+    refused = pytest.raises(VersionUnavailable, match="retired, expired, or on another server")
+    with refused, explorer.pull(event):
+        pass
+
+
+async def test_retired_versions_are_freed_and_the_newest_two_stay(
+    trainer, explorer, log, weights_client
+):
+    for step in range(6):
+        publish(trainer, {"a": torch.full((100,), float(step))}, step)
+        await ready(log, step)
+    with anyio.fail_after(10):
+        while not any(
+            isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
+        ):
+            await anyio.sleep(0.01)
+    trainer.part_writer(6, 0)  # whoever publishes next frees first
+    keys = weights_client.keys(f"trinity-weights:{{{explorer.run_id}.*")
+    steps = {key.decode().split("}")[0].split(".")[-2] for key in keys}
+    assert steps == {"4", "5"}
+    assert all(weights_client.ttl(key) > 0 for key in keys), "orphans expire"
+
+
+async def test_what_does_not_fit_changes_nothing_and_names_the_tensor(trainer, explorer, log):
+    model = torch.nn.Linear(8, 4)
+    before = model.weight.clone()
+    good = dict(torch.nn.Linear(8, 4).named_parameters())
+    wrong = {
+        "has no 'extra'": {**good, "extra": torch.ones(1)},
+        "has no 'bias', which the model needs": {"weight": good["weight"]},
+        "'bias' is torch.float32": {**good, "bias": torch.ones(5)},
+        "'weight' is torch.float32": {**good, "weight": good["weight"].bfloat16()},
+    }
+    for step, (said, tensors) in enumerate(wrong.items()):
+        publish(trainer, tensors, step)
+        event = await ready(log, step)
+        with pytest.raises(IncompatibleWeights, match=said):
+            explorer.apply(model, event)
+    assert identical(model.weight, before)
+
+
+async def test_tied_parameters_need_one_tensor(trainer, explorer, log):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    publish(trainer, {"a.weight": torch.ones(4, 4)}, 1)
+    explorer.apply(model, await ready(log, 1))
+    assert identical(model["b"].weight, torch.ones(4, 4))
+
+
+async def test_tied_parameters_that_come_under_both_names_are_compared_before_they_are_loaded(
+    trainer, explorer, log
+):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    for step, other in ((1, 1.0), (2, 2.0), (3, 1.0)):
+        tensors = {"a.weight": torch.full((4, 4), 1.0), "b.weight": torch.full((4, 4), other)}
+        publish(trainer, tensors, step)
+        event = await ready(log, step)
+        if other == 1.0:
+            explorer.load(model, event)
+        else:
+            with pytest.raises(IncompatibleWeights, match="are one tensor in the model and differ"):
+                explorer.load(model, event)
+        assert identical(model["b"].weight, torch.ones(4, 4))
+
+
+async def test_a_module_under_two_names_takes_its_buffers_under_both_or_one(trainer, explorer, log):
+    shared = torch.nn.BatchNorm1d(3)
+    model = torch.nn.ModuleDict({"a": shared, "b": shared})
+    sent = {
+        name: torch.full_like(one, step)
+        for step, (name, one) in enumerate(model.state_dict().items())
+        if name.startswith("a.")
+    }
+    both = sent | {name.replace("a.", "b."): one for name, one in sent.items()}
+    for step, tensors in enumerate((both, sent)):
+        torch.nn.init.zeros_(shared.running_mean)
+        publish(trainer, tensors, step)
+        explorer.apply(model, await ready(log, step))
+        assert all(identical(one, both[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("how", ["apply", "load", "adopt"])
+async def test_a_model_that_is_compiled_or_wrapped_takes_versions_by_plain_names(
+    trainer, explorer, log, how
+):
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    sent = {name: torch.ones_like(tensor) for name, tensor in plain.state_dict().items()}
+    publish(trainer, sent, 1)
+    event = await ready(log, 1)
+    compiled = torch.compile(torch.nn.Sequential(plain[0], checkpoint_wrapper(plain[1])))
+    assert "_orig_mod.1._checkpoint_wrapped_module.weight" in dict(compiled.named_parameters())
+    if how == "adopt":
+        with explorer.pull(event) as version:
+            adopt(compiled, version)
+            assert all(identical(one, sent[name]) for name, one in plain.state_dict().items())
+    else:
+        getattr(explorer, how)(compiled, event)
+        assert all(identical(one, sent[name]) for name, one in plain.state_dict().items())
+        publish(trainer, dict(compiled.named_parameters()) | dict(compiled.named_buffers()), 2)
+        getattr(explorer, how)(compiled, await ready(log, 2))
+
+
+async def test_without_urls_the_embedded_servers_are_used_and_chunks_are_in_no_file(
+    publisher, log, client, weights_client, redis_url, run_id
+):
+    ours, theirs = Synchronizer(run_id, publisher.epoch), Synchronizer(run_id, 0, role="explorer")
+    async with reducer_task(redis_url, run_id):
+        publish(ours, {"weight": torch.ones(2, 2), "bias": torch.ones(2)}, 1)
+        model = torch.nn.Linear(2, 2)
+        theirs.apply(model, await ready(log, 1))
+        assert identical(model.weight, torch.ones(2, 2))
+    for one in (pickle.loads(pickle.dumps(ours)), ours, theirs):
+        one.close()
+    chunks = f"trinity-weights:{{{run_id}.*"
+    assert weights_client.keys(chunks) and not await client.keys(chunks)
+
+
+def test_a_transport_that_there_is_not_is_refused_when_it_is_named(run_id):
+    with pytest.raises(ValueError, match="there is no transport 'auto': redis, shm, ray, coll"):
+        Synchronizer(run_id, 1, transport="auto")
+
+
+async def test_a_publication_that_fails_leaves_nothing_and_says_so(trainer, log, weights_client):
+    def tensors():
+        yield "a", torch.ones(100)
+        raise RuntimeError("gather failed")
+
+    trainer.open_version(1)
+    with pytest.raises(RuntimeError, match="gather failed"):
+        trainer.publish(tensors(), 1)
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+    trainer.flush()
+    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(told, SaveFailed)
+    assert (told.slot.kind, told.message) == ("weights", "gather failed")
+
+
+async def test_a_publication_opens_its_version_and_publishes_it_when_its_block_ends(
+    trainer, explorer, log
+):
+    with trainer.publication(1, ranks=(0,)) as part:
+        part.add("a", torch.arange(3.0))
+    trainer.commit(1)
+    with explorer.pull(await ready(log, 1)) as version:
+        assert identical(dict(version.tensors())["a"], torch.arange(3.0))
+
+
+async def test_a_publication_whose_block_raises_is_discarded_and_failed_once(
+    trainer, log, weights_client
+):
+    part = trainer.publication(1)
+
+    def half():
+        with part:
+            part.add("a", torch.ones(100))
+            raise RuntimeError("gather failed")
+
+    with pytest.raises(RuntimeError, match="gather failed"):
+        half()
+    part.give_up()
+    assert not part.published
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+    trainer.flush()
+    told = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [one.message for one in told if isinstance(one, SaveFailed)] == ["gather failed"]
+
+
+async def test_a_chunk_server_that_is_gone_is_told_to_the_log(log, redis_url, run_id):
+    broken = Synchronizer(run_id, 1, redis_url=redis_url, weights_url="unix:///nowhere/redis.sock")
+    broken.open_version(1)
+    with pytest.raises(ServerUnreachable, match=r"nowhere.*, or leave --weights-redis-url"):
+        broken.publish([("a", torch.ones(3))], 1)
+    broken.close()
+    told = [decode_envelope(entry.payload).event for entry in await log.read()][-1]
+    assert isinstance(told, SaveFailed)
+    assert told.slot.kind == "weights"
+
+
+async def test_a_version_that_the_log_does_not_take_is_taken_back(
+    trainer, weights_client, monkeypatch
+):
+    def refuses(*_):
+        raise BufferFull("no room")
+
+    monkeypatch.setattr(trainer, "part_published", refuses)
+    with pytest.raises(BufferFull):
+        trainer.publish([("a", torch.ones(100))], 1)
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+
+
+async def test_what_was_sent_is_taken_back_although_the_failure_cannot_be_told(
+    trainer, weights_client, monkeypatch
+):
+    def refuses(*_):
+        raise BufferFull("no room")
+
+    monkeypatch.setattr(trainer, "part_failed", refuses)
+    with pytest.raises(TypeError, match="complex64"):
+        trainer.publish([("a", torch.ones(100)), ("b", torch.ones(1, dtype=torch.complex64))], 1)
+    assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
+
+
+@pytest.mark.parametrize(("name", "shape"), [("", (1,)), ("n" * 257, (1,)), ("deep", (1,) * 33)])
+async def test_what_readers_would_refuse_is_refused_by_who_publishes(trainer, name, shape):
+    with pytest.raises(ValueError, match=r"cannot be published: a name has 1 to 256 characters"):
+        trainer.publish([(name, torch.zeros(shape))], 1)
+
+
+async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, weights_client):
+    for step in range(1, 6):
+        trainer.open_version(step, ranks=(0, 1))
+        for rank in (0, 1):
+            trainer.publish([(f"rank.{rank}", torch.ones(8))], step, rank)
+        trainer.commit(step)
+        await ready(log, step)
+    for rank in (0, 1):
+        trainer.part_writer(6, rank).discard()
+        kept = [
+            step
+            for step in range(1, 6)
+            if weights_client.exists(manifest_key(trainer.run_id, 1, step, rank))
+        ]
+        assert kept == [4, 5], rank
+
+
+def test_a_dtype_that_cannot_travel_is_refused():
+    with pytest.raises(TypeError, match="complex64 cannot be published"):
+        dtype_name(torch.complex64)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_tensor_that_wraps_another_travels_by_its_elements(wrapped, part):
+    """Such as what torch's collectives return before they end, and what quantizes as it goes."""
+    sent = torch.arange(600_000.0)
+    with contextlib.closing(SharedMemoryStore()) as store:
+        writer = PartWriter(store, part, tensor_digests=True)
+        tensor = AsyncCollectiveTensor(sent)
+        writer.add("w", torch.nn.Parameter(tensor) if wrapped else tensor)
+        writer.seal()
+        with contextlib.closing(store.open(part)) as source:
+            assert bytes(source.data) == sent.numpy().tobytes()
+
+
+@pytest.mark.parametrize("elements", [3, 600_000])
+def test_a_tensor_whose_memory_was_freed_is_refused(elements, weights_client, part):
+    tensor = torch.ones(elements)
+    tensor.untyped_storage().resize_(0)
+    writer = PartWriter(RedisChunkStore(weights_client), part)
+    with pytest.raises(ValueError, match=r"'w' has no memory \(it was freed\)"):
+        writer.add("w", tensor)
+
+
+async def test_a_synchronizer_is_picklable_and_connects_where_it_is_used(trainer, explorer, log):
+    copy = pickle.loads(pickle.dumps(trainer))
+    publish(copy, {"a": torch.ones(3)}, 1)
+    copy.close()
+    event = await ready(log, 1)
+    with explorer.pull(event) as version:
+        assert version.bytes == 12
+    assert trainer.bind("actor", 2).producer.rank == 2
+
+
+def test_a_part_holds_one_chunk_in_memory(weights_client, run_id):
+    store = RedisChunkStore(weights_client)
+    writer = PartWriter(store, PartRef(run_id, 1, 1, 0), chunk_bytes=1024)
+    writer.add("big", torch.arange(10_000, dtype=torch.uint8))
+    report = writer.seal()
+    assert (report.bytes, report.chunks) == (10_000, 10)
+    manifest = decode_manifest(store.open(PartRef(run_id, 1, 1, 0)).manifest)
+    assert [chunk.nbytes for chunk in manifest.chunks] == [1024] * 9 + [784]
+
+
+async def test_an_adapter_is_published_and_applied_alone(trainer, explorer, log):
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("base", "lora")})
+    before = model["base"].weight.clone()
+    adapter = {
+        f"lora.{name}": torch.rand_like(one) for name, one in model["lora"].named_parameters()
+    }
+    trainer.open_version(1)
+    trainer.publish(adapter.items(), 1, subset=True)
+    trainer.commit(1)
+    explorer.apply(model, await ready(log, 1))
+    assert identical(model["base"].weight, before)
+    assert identical(model["lora"].weight, adapter["lora.weight"])
+    # Without saying so, a version that lacks tensors is refused.
+    publish(trainer, adapter, 2)
+    with pytest.raises(IncompatibleWeights, match=r"no 'base\.weight', which the model needs"):
+        explorer.apply(model, await ready(log, 2))
+
+
+async def test_an_explorer_that_joins_loads_a_version_straight_into_its_model_and_says_so(
+    trainer, explorer, log, weights_client
+):
+    source, module = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
+    publish(trainer, dict(source.named_parameters()), 1)
+    event = await ready(log, 1)
+    explorer.load(module, event)
+    assert identical(module.weight, source.weight)
+    explorer.flush()
+    said = [decode_envelope(entry.payload).event for entry in await log.read()]
+    [applied] = [one for one in said if isinstance(one, WeightsApplied)]
+    assert (applied.digest, applied.bytes) == (event.version_digest, 4 * 31 * 40 - 40)
+    weights_client.setrange(chunk_key(explorer.run_id, event.epoch, 1, 0, 0), 5, b"\x55")
+    with pytest.raises(CorruptVersion, match=r"chunk 0 .* the model has some of it"):
+        explorer.load(module, event)

@@ -1,0 +1,598 @@
+"""Weights through a collective group: real processes over Gloo, some of which die."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import socket
+import time
+from unittest import mock
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+import redis
+import torch
+
+from tests.support import collective_processes as at
+from tests.support.collective_processes import TIMEOUT, TRAINERS, Places, Tiny, wait_for
+from tests.support.gpu import GPU
+from tests.support.pipeline import reducer_task
+from tests.support.rank_processes import RankProcesses
+from tests.support.tensors import identical
+from tests.support.weight_versions import ready
+from trinity_events import Synchronizer
+from trinity_events.errors import (
+    CorruptVersion,
+    DeadlineExceeded,
+    GroupBroken,
+    VersionUnavailable,
+)
+from trinity_events.weights.transports.collective.groups import backend_for
+from trinity_events.weights.transports.collective.messages import Channel, Hello
+from trinity_events.weights.transports.collective.rendezvous import own_address
+from trinity_events.weights.transports.collective.staged_versions import Buffer
+from trinity_schemas import (
+    PublishedPart,
+    SaveFailed,
+    StepReady,
+    StepRef,
+    SyncRequested,
+    VersionOpened,
+    WeightsApplied,
+    decode_envelope,
+    version_digest,
+)
+from trinity_schemas.keys import meeting_key
+from trinity_workers.collectives import CollectiveBroken, PeerFailed
+from trinity_workers.config import RunSettings
+from trinity_workers.explorer import Explorer
+from trinity_workers.explorer.along import ReadingAlong
+from trinity_workers.explorer.versions import NewestVersion
+from trinity_workers.trainer.requests import WeightRequests
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+EXPLORERS = 2
+
+
+def soon(places: Places) -> float:
+    """Seconds within which everybody must have heard that a peer is gone."""
+    return 2 * places.timeout + 8
+
+
+@pytest.fixture(scope="module", params=["cpu", GPU])
+def processes(request):
+    """Over Gloo, and over NCCL on one GPU of which each process says that it is another host's."""
+    made = RankProcesses(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def places(publisher, redis_url, weights_url, run_id, tmp_path) -> Places:
+    return Places(run_id, publisher.epoch, redis_url, weights_url, tmp_path)
+
+
+class Run:
+    """A trainer of two ranks and some explorers, as processes."""
+
+    def __init__(self, processes: RankProcesses, places: Places) -> None:
+        self.processes = processes
+        self.places = places._replace(device=processes.device)
+        self._meetings = 0
+
+    def ask(self, ranks, function, *args):
+        """What the function returned or raised on each of the ranks."""
+        asked = [self.processes.ask(rank, function, *args) for rank in ranks]
+        return [answer() for answer in asked]
+
+    def begin(self, kind="fsdp2", explorers=EXPLORERS):
+        self.processes.start(TRAINERS + EXPLORERS)
+        self.begin_training(kind)
+        self.explorers = range(TRAINERS, TRAINERS + explorers)
+        assert self.ask(self.explorers, at.explore, self.places) == [None] * explorers
+        [names] = self.ask([0], at.set_up, explorers)
+        return names
+
+    def begin_training(self, kind="fsdp2"):
+        self._meetings += 1
+        found = self.ask(range(TRAINERS), at.begin_training, self.places, kind, self._meetings)
+        assert found == [None, None], found
+
+    def send(self, step, *args):
+        return self.ask(range(TRAINERS), at.send, step, *args)
+
+    def sending(self, step, stop):
+        """Send until rank 0 is at a tensor; returns how to get the answers."""
+        at_it = self.places.folder / f"step-{step}"
+        asked = [self.processes.ask(rank, at.send, step, (stop, at_it)) for rank in range(TRAINERS)]
+        wait_for(at_it.exists)
+        return asked, at_it.with_suffix(".go")
+
+    def end(self):
+        for rank in range(TRAINERS + EXPLORERS):
+            with contextlib.suppress(ProcessLookupError, OSError):
+                os.kill(self.processes.pid(rank), signal.SIGCONT)
+        self.processes.end()
+
+
+@pytest.fixture
+async def run(processes, places):
+    made = Run(processes, places)
+    async with reducer_task(places.redis_url, places.run_id):
+        yield made
+        await anyio.to_thread.run_sync(made.end)
+
+
+async def off(function, *args):
+    """In a thread, while the reducer goes on."""
+    return await anyio.to_thread.run_sync(lambda: function(*args))
+
+
+async def told(log) -> list:
+    return [decode_envelope(entry.payload) for entry in await log.read(limit=100_000)]
+
+
+@pytest.fixture
+def committer(places):
+    made = Synchronizer(
+        places.run_id, places.epoch, redis_url=places.redis_url, weights_url=places.weights_url
+    )
+    yield made
+    made.close()
+
+
+def expected() -> dict[str, torch.Tensor]:
+    return dict(Tiny(seed=7).state_dict())
+
+
+def assert_equal(found, wanted):
+    assert not isinstance(found, BaseException), found
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        assert identical(found[name], tensor), name
+
+
+# --- whole runs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-original", "fsdp2"])
+async def test_every_explorer_serves_the_trainers_weights_and_says_so_by_digest(
+    run, committer, log, kind
+):
+    assert sorted(await off(run.begin, kind)) == ["explorer-0", "explorer-1"]
+    for step in (1, 2):
+        assert await off(run.send, step) == [None, None]
+        committer.commit(step)
+        event = await ready(log, step)
+        assert event.transport == "collective"
+        for found in await off(run.ask, run.explorers, at.apply, event):
+            assert_equal(found, expected())
+    heard = await told(log)
+    applied = [(one.producer.rank, one.event) for one in heard]
+    applied = [(rank, one) for rank, one in applied if isinstance(one, WeightsApplied)]
+    ref = StepRef(run.places.epoch, 2)
+    assert [
+        rank for rank, one in applied if (one.version, one.digest) == (ref, event.version_digest)
+    ]
+    assert sorted(rank for rank, _ in applied) == [0, 0, 1, 1]
+    opened = [one.event.transport for one in heard if isinstance(one.event, VersionOpened)]
+    assert opened == ["collective"] * 2
+
+
+async def test_an_explorer_that_is_killed_midway_is_an_error_in_time_and_the_next_group_works(
+    run, committer, log
+):
+    await off(run.begin)
+    asked, go = await off(run.sending, 1, 3)
+    began = time.monotonic()
+    at.kill(run.processes, TRAINERS + 1)
+    go.touch()
+    own, peer = [await off(answer) for answer in asked]
+    assert time.monotonic() - began < soon(run.places)
+    assert isinstance(own, GroupBroken), own
+    assert isinstance(peer, PeerFailed), peer
+    failed = [one.event for one in await told(log)][-1]
+    assert isinstance(failed, SaveFailed)
+    # NCCL sends what its buffers hold: its first rank may learn of the death only from the others.
+    broke = "collective group broke|did not get the complete weights"
+    assert re.search(broke, failed.message), failed.message
+    # The same step again, with those who are left.
+    assert await off(run.send, 1) == [None, None]
+    committer.commit(1)
+    [found] = await off(run.ask, [TRAINERS], at.apply, await ready(log, 1))
+    assert_equal(found, expected())
+
+
+async def test_an_explorer_that_hangs_is_an_error_in_time_and_may_come_back(run, committer, log):
+    await off(run.begin)
+    began = time.monotonic()
+    os.kill(run.processes.pid(TRAINERS), signal.SIGSTOP)
+    own, peer = await off(run.send, 1)
+    assert time.monotonic() - began < soon(run.places)
+    assert isinstance(own, GroupBroken), own
+    assert isinstance(peer, PeerFailed), peer
+    assert await off(run.send, 1) == [None, None]
+    os.kill(run.processes.pid(TRAINERS), signal.SIGCONT)
+    assert sorted((await off(run.ask, [0], at.set_up, 2))[0]) == ["explorer-0", "explorer-1"]
+    assert await off(run.send, 2) == [None, None]
+    committer.commit(2)
+    event = await ready(log, 2)
+    for found in await off(run.ask, run.explorers, at.apply, event):
+        assert_equal(found, expected())
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+async def test_a_trainers_rank_that_is_killed_midway_leaves_explorers_whole_and_free(
+    run, committer, log, opened, killed
+):
+    await off(run.begin)
+    assert await off(run.send, 1) == [None, None]
+    committer.commit(1)
+    first = await ready(log, 1)
+    asked, go = await off(run.sending, 2, 3)
+    began = time.monotonic()
+    at.kill(run.processes, killed)
+    go.touch()
+    other = [await off(answer) for answer in asked][1 - killed]
+    assert time.monotonic() - began < soon(run.places)
+    # Torch ends a rank whose own group over NCCL broke; over Gloo the rank hears of it.
+    wanted = CollectiveBroken if run.places.device == "cpu" else ProcessLookupError
+    assert isinstance(other, wanted), other
+    # Nobody has half of step 2, and step 1 is still there to be applied.
+    lie = StepReady(
+        **{name: getattr(first, name) for name in first.__struct_fields__} | {"step": 2}
+    )
+    for found in await off(run.ask, run.explorers, at.apply, lie):
+        assert isinstance(found, VersionUnavailable)
+        assert "the newest here is of step 1" in str(found)
+    for found in await off(run.ask, run.explorers, at.apply, first):
+        assert_equal(found, expected())
+    # Another trainer takes over, and the explorers find it by themselves.
+    successor = opened("trainer", group_timeout=run.places.timeout)
+    names = await off(successor.setup_weight_sync_group, 2, 30)
+    assert sorted(names) == ["explorer-0", "explorer-1"]
+    newer = await off(sent, successor, 3, Tiny(seed=9).named_parameters())
+    for found in await off(run.ask, run.explorers, at.apply, newer):
+        assert_equal(found, dict(Tiny(seed=9).state_dict()))
+
+
+# --- one process, explorers as threads --------------------------------------------------------
+
+
+@pytest.fixture
+def opened(places):
+    """Makes trainers and explorers in this process, and closes them at the end."""
+    made = []
+
+    def make(role, rank=0, **but):
+        options = {"group_timeout": TIMEOUT, "transport": "collective", "chunk_bytes": 4096} | but
+        made.append(
+            Synchronizer(
+                places.run_id,
+                places.epoch if role == "trainer" else 0,
+                redis_url=places.redis_url,
+                weights_url=places.weights_url,
+                role=role,
+                rank=rank,
+                **options,
+            )
+        )
+        if role == "explorer":
+            made[-1].join_weight_sync_group()
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
+
+
+def sent(trainer, step, tensors) -> StepReady:
+    """Send a version; what the reducer would announce of it."""
+    group = trainer.model_update_group(step)
+    try:
+        for name, tensor in tensors:
+            group.add(name, tensor)
+        group.seal()
+    except GroupBroken as error:
+        group.fail(error)
+        raise
+    part = PublishedPart(
+        rank=0, manifest_digest=group.report.manifest_digest, bytes=group.report.bytes
+    )
+    return StepReady(
+        epoch=trainer.epoch,
+        step=step,
+        kind="weights",
+        caused_by="1-0",
+        parts=(part,),
+        version_digest=version_digest([(0, part.manifest_digest)]),
+        transport="collective",
+    )
+
+
+SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in range(6)]
+
+
+def test_a_version_stays_as_it_is_while_it_is_held_and_memory_is_bounded(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    staging = explorer._groups._staging
+    buffers = set()
+    with explorer.pull(sent(trainer, 0, SOME)) as version:
+        for step in range(1, 10):
+            newer = sent(trainer, step, [("other", torch.rand(6000))])
+            buffers.add(id(staging._newest[1]))
+        for (name, tensor), (_, wanted) in zip(version.tensors(), SOME, strict=True):
+            assert identical(tensor, wanted), name
+        with explorer.pull(newer) as other:
+            assert dict(other.tensors())["other"].shape == (6000,)
+    for step in range(10, 14):
+        sent(trainer, step, SOME)
+        buffers.add(id(staging._newest[1]))
+    assert len(buffers) <= 3
+
+
+def test_an_explorer_that_keeps_up_has_room_for_one_version(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    staging, buffers = explorer._groups._staging, set()
+    for step in range(6):
+        with explorer.pull(
+            sent(trainer, step, [("a", torch.full((3000,), float(step)))])
+        ) as version:
+            assert (dict(version.tensors())["a"] == step).all()
+        buffers.add(id(staging._newest[1]))
+    assert len(buffers) == 1
+
+
+def test_what_nobody_has_read_yet_stays_until_the_next_version_is_whole(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    unread = sent(trainer, 1, SOME)
+    writer = trainer.part_writer(2, 0)
+    writer.add("a", torch.rand(3_000_000))
+    writer.discard()
+    with explorer.pull(unread) as version:
+        assert len(version.names) == len(SOME)
+
+
+@pytest.mark.parametrize("where", ["__init__", "_grow"])
+def test_an_explorer_that_was_short_of_memory_gets_the_next_version(opened, monkeypatch, where):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    large = [("large", torch.rand(500_000))]
+    refused = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, where, mock.Mock(side_effect=refused))
+        with pytest.raises(GroupBroken):
+            sent(trainer, 1, large)
+    with explorer.pull(sent(trainer, 2, large)) as version:
+        assert identical(dict(version.tensors())["large"], large[0][1])
+
+
+def test_a_chunk_that_explorers_make_no_room_for_is_sent_in_several(opened, monkeypatch):
+    monkeypatch.setattr("trinity_events.weights.transports.collective.frames.MOST_BYTES", 10_000)
+    trainer, explorer = opened("trainer", chunk_bytes=20_000), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    with explorer.pull(sent(trainer, 1, SOME)) as version:
+        assert version.bytes >= 24_000
+
+
+def test_bytes_that_were_changed_on_the_way_are_found_before_anything_is_installed(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    event = sent(trainer, 1, Tiny(seed=7).named_parameters())
+    explorer._groups._staging._newest[1]._memory[70] ^= 0x55
+    model = Tiny(seed=1)
+    with pytest.raises(CorruptVersion, match="chunk 0 of the weights of step 1"):
+        explorer.apply(model, event)
+    assert_equal(dict(model.state_dict()), dict(Tiny(seed=1).state_dict()))
+
+
+def test_an_explorer_that_comes_late_gets_the_next_version_and_is_told_so(opened):
+    trainer, first = opened("trainer"), opened("explorer", 0)
+    assert trainer.get_weight_sync_info().run_id == trainer.run_id
+    assert trainer.setup_weight_sync_group(1, 10) == ("explorer-0",)
+    missed = sent(trainer, 1, SOME)
+    late = opened("explorer", 1)
+    with pytest.raises(VersionUnavailable, match=r"was not in the .* when they were sent \(none"):
+        late.pull(missed).__enter__()
+    wait_for(lambda: late.get_weight_sync_info() is not None)
+    trainer.setup_weight_sync_group(2, 10)
+    newer = sent(trainer, 2, SOME)
+    for explorer in (first, late):
+        with explorer.pull(newer) as version:
+            assert version.bytes >= 24_000
+
+
+async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_again(
+    opened, places, committer, log
+):
+    trainer, _ = opened("trainer"), opened("explorer", 0)
+    trainer.setup_weight_sync_group(1, 10)
+    trained = Tiny(seed=7)
+    config = RunSettings(transport="collective", explorers=2).placed(
+        run_id=places.run_id,
+        epoch=places.epoch,
+        redis_url=places.redis_url,
+        weights_url=places.weights_url,
+        checkpoint_folder=places.folder,
+    )
+
+    async def send():
+        await off(sent, trainer, 1, trained.named_parameters())
+
+    requests = WeightRequests(places.run_id, places.redis_url, send)
+    versions = NewestVersion(places.run_id, places.epoch, places.redis_url, sent=True)
+    began = await log.last_id()
+    async with reducer_task(places.redis_url, places.run_id):
+        await send()
+        committer.commit(1)
+        event = await ready(log, 1)
+        late = Explorer(config, 1)
+        late.join()
+        late._model, late._along = Tiny(seed=1), ReadingAlong(config, late._synchronizer)
+        with anyio.fail_after(20):
+            async with requests.heard(began), anyio.create_task_group() as tasks:
+                tasks.start_soon(versions.follow)
+                async with requests.answered():
+                    await late._refresh(versions, 1)
+                tasks.cancel_scope.cancel()
+    assert_equal(dict(late._model.state_dict()), dict(trained.state_dict()))
+    await off(late.leave)
+    heard = [one.event for one in await told(log)]
+    [asked] = [one for one in heard if isinstance(one, SyncRequested)]
+    assert asked.wanted == StepRef(places.epoch, 1)
+    [applied] = [one for one in heard if isinstance(one, WeightsApplied)]
+    assert applied.digest == event.version_digest, "what was sent again is what was announced"
+
+
+def test_a_version_is_not_asked_for_that_would_not_be_sent(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    first = sent(trainer, 1, SOME)
+    sent(trainer, 2, SOME)
+    assert not explorer.request_weights(first), "a newer one is here, and will be announced"
+    kept = msgspec.structs.replace(first, step=3, transport="redis")
+    assert not explorer.request_weights(kept)
+    assert explorer.request_weights(msgspec.structs.replace(first, step=3))
+
+
+def test_who_never_joined_is_told_what_to_do(opened, places):
+    trainer, _ = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    event = sent(trainer, 1, SOME)
+    reader = opened("reader")
+    with (
+        pytest.raises(VersionUnavailable, match=r"not joined; .* --weights redis"),
+        reader.pull(event),
+    ):
+        pass
+
+
+def test_a_group_is_torn_down_and_set_up_anew(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    sent(trainer, 1, SOME)
+    trainer.teardown_weight_sync_group()
+    with explorer.pull(sent(trainer, 2, SOME)):
+        pass
+    explorer.teardown_weight_sync_group()
+    with pytest.raises(GroupBroken, match=r"no explorer .* start one"):
+        sent(trainer, 3, SOME)
+    explorer.join_weight_sync_group()
+    trainer.setup_weight_sync_group(1, 10)
+    with explorer.pull(sent(trainer, 4, SOME)):
+        pass
+
+
+def test_explorers_find_a_trainer_that_was_started_again(opened):
+    trainer, explorer = opened("trainer"), opened("explorer")
+    trainer.setup_weight_sync_group(1, 10)
+    before = trainer.get_weight_sync_info()
+    trainer.close()
+    again = opened("trainer")
+    assert again.setup_weight_sync_group(1, 10) == ("explorer-0",)
+    assert again.get_weight_sync_info() != before
+    with explorer.pull(sent(again, 1, SOME)):
+        pass
+
+
+@pytest.mark.parametrize("when", ["it sends", "it waits for explorers"])
+def test_a_trainer_is_found_although_the_server_has_forgotten_where_it_waits(opened, places, when):
+    """As after so long without a version that it expired, or a restart of a server in memory."""
+    trainer, _ = opened("trainer"), opened("explorer", 0)
+    trainer.setup_weight_sync_group(1, 10)
+    with redis.Redis.from_url(places.weights_url) as client:
+        assert client.delete(meeting_key(places.run_id))
+    if when == "it sends":
+        sent(trainer, 1, SOME)
+    late = opened("explorer", 1)
+    assert trainer.setup_weight_sync_group(2, 10) == ("explorer-0", "explorer-1")
+    with late.pull(sent(trainer, 2, SOME)) as version:
+        assert version.bytes >= 24_000
+
+
+def test_explorers_that_do_not_come_are_an_error_that_says_who_is_there(opened):
+    trainer, _ = opened("trainer"), opened("explorer", 3)
+    trainer.setup_weight_sync_group(1, 10)
+    with pytest.raises(DeadlineExceeded, match=r"1 of 2 explorers .* 0\.3 s \(there: explorer-3\)"):
+        trainer.setup_weight_sync_group(2, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [
+        (["a", "b", "c"], "nccl"),
+        (["a", "b", "b"], "gloo"),
+        (["a", None], "gloo"),
+        ([None, None], "gloo"),
+    ],
+)
+def test_nccl_is_taken_where_each_has_a_gpu_of_its_own(gpus, backend):
+    assert backend_for(gpus) == backend
+
+
+def test_a_trainer_is_found_at_the_address_by_which_it_reaches_the_server(monkeypatch):
+    class Probe:
+        def __init__(self, *_):
+            self.towards = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def connect(self, where):
+            if where[0] == "nowhere":
+                raise OSError("no such host")
+            self.towards = where
+
+        def getsockname(self):
+            return ("127.0.0.1" if self.towards[0] == "localhost" else "10.1.2.3", 4)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "10.9.9.9")
+    clients = {url: redis.Redis.from_url(url) for url in SERVERS}
+    assert {url: own_address(client) for url, client in clients.items()} == SERVERS
+
+
+SERVERS = {
+    "redis://elsewhere:7000": "10.1.2.3",
+    "redis://localhost:7000": "10.9.9.9",
+    "redis://nowhere:7000": "10.9.9.9",
+    "unix:///run/redis.sock": "10.9.9.9",
+}
+
+
+def test_explorers_of_one_name_are_an_error_that_says_what_each_needs(opened):
+    trainer, _, _ = opened("trainer"), opened("explorer", 0), opened("explorer", 0)
+    with pytest.raises(DeadlineExceeded, match=r"1 of 2 explorers .* each with a rank of its own"):
+        trainer.setup_weight_sync_group(2, 1.0)
+
+
+def test_strangers_do_not_get_in(opened):
+    trainer, _ = opened("trainer"), opened("explorer")
+    info = trainer.get_weight_sync_info()
+    guess = socket.create_connection((info.address, info.port))
+    Channel(guess).send(Hello(run_id=info.run_id, token="guess", name="mallory"), 5)
+    noise = socket.create_connection((info.address, info.port))
+    noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    huge = socket.create_connection((info.address, info.port))
+    huge.sendall(b"\xff\xff\xff\xff")
+    assert trainer.setup_weight_sync_group(1, 10) == ("explorer-0",)
+    for one in (guess, noise, huge):
+        one.close()
+
+
+def test_only_rank_0_sends(opened):
+    trainer = opened("trainer")
+    with pytest.raises(ValueError, match="only rank 0 is in the collective group"):
+        trainer.part_writer(1, 1)

@@ -1,0 +1,208 @@
+"""Megatron's distributed checkpoints: written at one layout, loaded at another."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from tests.support import megatron_ranks as at  # noqa: E402
+from trinity_workers.engines.megatron import (  # noqa: E402
+    CheckpointRefused,
+    OptimizerOptions,
+    ParallelLayout,
+)
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+ONE = ParallelLayout()
+TENSOR = ParallelLayout(tensor=2)
+PIPELINE = ParallelLayout(pipeline=2)
+BOTH = ParallelLayout(tensor=2, pipeline=2)
+
+TRAINED = OptimizerOptions(learning_rate=3e-3)
+RAMPED = OptimizerOptions(learning_rate=3e-3, ramp_steps=8)
+DISTRIBUTED = OptimizerOptions(learning_rate=3e-3, distributed=True)
+
+
+def batches(count: int):
+    return [at.padded_batch(step % 4, rows=8) for step in range(count)]
+
+
+def save(rank, folder):
+    rank.held.engine.save_checkpoint(str(folder))
+
+
+def load(rank, folder):
+    rank.held.engine.load_checkpoint(str(folder))
+
+
+def test_a_checkpoint_keeps_the_defaults_of_generation(engine_ranks, megatron_folder, tmp_path):
+    engine_ranks("qwen3", 2, TENSOR)(save, tmp_path)
+    [kept, given] = [
+        (folder / "generation_config.json").read_bytes()
+        for folder in (tmp_path / "huggingface", megatron_folder("qwen3"))
+    ]
+    assert kept == given
+
+
+def optimizer_state(rank):
+    """The ordinary optimizer's state by kind and tensor, gathered from all ranks, and its steps."""
+    engine = rank.held.engine
+    states = {}
+    for one in engine.optimizer.chained_optimizers:
+        states |= one.optimizer.state
+    stream = copy.copy(engine._stream)
+    stream.entries = [msgspec.structs.replace(one, dtype="float32") for one in stream.entries]
+    own = [dict(chunk.named_parameters()) for chunk in engine._chunks]
+    found = {}
+    for kind in ("exp_avg", "exp_avg_sq", "master"):
+        stream._parameters = [
+            {name: state_of(states, parameter, kind) for name, parameter in chunk.items()}
+            for chunk in own
+        ]
+        found |= {f"{kind} of {name}": value.clone() for name, value in stream}
+    return found, {float(one["step"]) for one in states.values()}
+
+
+def state_of(states, parameter, kind):
+    main = getattr(parameter, "main_param", None)  # where the parameter is none in float32
+    main = parameter if main is None else main
+    return main if kind == "master" else states[main][kind]
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at", "options"),
+    [
+        ((2, TENSOR), (1, ONE), {}),
+        ((2, PIPELINE), (2, TENSOR), {}),
+        ((2, TENSOR), (2, PIPELINE), {"dtype": torch.bfloat16}),
+        ((4, BOTH), (2, TENSOR), {"dtype": torch.bfloat16}),
+    ],
+)
+def test_the_optimizers_state_is_the_same_tensor_by_tensor_at_another_layout(
+    engine_ranks, tmp_path, saved_at, loaded_at, options
+):
+    ranks = engine_ranks("qwen3", *saved_at, TRAINED, options)
+    ranks(at.train, batches(3))
+    ranks(save, tmp_path / "checkpoint")
+    expected, steps = ranks(optimizer_state)[0]
+    assert steps == {3.0}
+    assert any(one.abs().max() > 1e-4 for name, one in expected.items() if "exp_avg of" in name)
+
+    ranks = engine_ranks("qwen3", *loaded_at, TRAINED, options, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    for found, steps in ranks(optimizer_state):
+        assert steps == {3.0}
+        assert sorted(found) == sorted(expected)
+        for name, value in found.items():
+            assert value.dtype is torch.float32, name
+            # Of the value: squares of gradients are far below 1e-5 themselves.
+            torch.testing.assert_close(value, expected[name], atol=0, rtol=1e-5)
+
+
+def goes_on(ranks, count: int) -> list[float]:
+    """The losses of steps from here on, and none of the stages that have none."""
+    return next(losses for losses in ranks(at.train, batches(count)) if any(losses))
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at"),
+    [
+        ((2, TENSOR), (2, TENSOR)),
+        ((2, TENSOR), (1, ONE)),
+        ((2, TENSOR), (2, PIPELINE)),
+        ((2, PIPELINE), (4, BOTH)),
+        ((4, BOTH), (1, ONE)),
+    ],
+)
+def test_a_checkpoint_of_one_layout_goes_on_at_another_as_if_nothing_had_been(
+    engine_ranks, tmp_path, saved_at, loaded_at
+):
+    ranks = engine_ranks("qwen3", *saved_at, TRAINED)
+    ranks(at.train, batches(3))
+    ranks(save, tmp_path / "checkpoint")
+    weights = ranks(at.full_weights)[0]
+    expected = goes_on(ranks, 3)
+
+    ranks = engine_ranks("qwen3", *loaded_at, TRAINED, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    for found in ranks(at.full_weights):
+        at.assert_same(found, weights)
+    # The losses tell of the optimizer's state: without it they are others from the second step.
+    assert goes_on(ranks, 3) == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_not_loaded_with_the_model_makes_a_difference(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
+    ranks(at.train, batches(3))
+    ranks(save, tmp_path / "checkpoint")
+    expected = goes_on(ranks, 3)
+    ranks(load_model_alone, tmp_path / "checkpoint")
+    assert goes_on(ranks, 3) != pytest.approx(expected, abs=1e-5)
+
+
+def load_model_alone(rank, folder):
+    optimizer, rank.held.engine.optimizer = rank.held.engine.optimizer, None
+    load(rank, folder)
+    rank.held.engine.optimizer = optimizer
+
+
+def save_after_more_steps(rank, folder, more):
+    """Prepare a checkpoint, take further steps and write it then; their losses."""
+    writes = rank.held.engine.prepare_checkpoint(str(folder))
+    assert not folder.exists()
+    losses = at.train(rank, more)
+    for write in writes.values():
+        write()
+    return losses
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_prepared(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR, RAMPED)
+    ranks(at.train, batches(2))
+    weights = ranks(at.full_weights)[0]
+    losses = ranks(save_after_more_steps, tmp_path / "checkpoint", batches(3))
+    ranks = engine_ranks("qwen3", 2, TENSOR, RAMPED, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    at.assert_same(ranks(at.full_weights)[0], weights)
+    for found, expected in zip(ranks(at.train, batches(3)), losses, strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_checkpoint_that_was_not_finished_is_refused_on_every_rank(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR)
+    ranks(save, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "model" / "metadata.json").unlink()
+    for error in ranks.answers(load, tmp_path / "checkpoint"):
+        assert isinstance(error, CheckpointRefused)
+        assert "its save was not finished" in str(error)
+
+
+def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen2-moe", 2, ParallelLayout(expert=2))
+    ranks(save, tmp_path / "checkpoint")
+    weights = ranks(at.full_weights)[0]
+    ranks = engine_ranks("qwen2-moe", 1, ONE, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    at.assert_same(ranks(at.full_weights)[0], weights)
+
+
+def test_a_distributed_optimizers_state_is_refused_and_its_model_loads(engine_ranks, tmp_path):
+    """What megatron-core 0.16 loads of it without Apex is wrong, where it loads anything."""
+    ranks = engine_ranks("qwen3", 2, ONE, DISTRIBUTED)
+    ranks(at.train, batches(2))
+    ranks(save, tmp_path / "checkpoint")
+    weights = ranks(at.full_weights)[0]
+    ranks = engine_ranks("qwen3", 2, TENSOR, DISTRIBUTED)
+    for error in ranks.answers(load, tmp_path / "checkpoint"):
+        assert isinstance(error, CheckpointRefused)
+        assert "use the ordinary optimizer" in str(error)
+    shutil.rmtree(tmp_path / "checkpoint" / "training")
+    ranks(load, tmp_path / "checkpoint")
+    at.assert_same(ranks(at.full_weights)[0], weights)

@@ -1,0 +1,296 @@
+"""Converting between Hugging Face folders and Megatron checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
+
+from tests.support import megatron_ranks as at  # noqa: E402
+from trinity_events.errors import TrinityError  # noqa: E402
+from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+
+def convert(rank, source, target, **keywords):
+    from trinity_workers.convert import convert
+
+    return convert(source, target, **keywords)
+
+
+@pytest.fixture
+def converting(rank_processes):
+    """Converts in a process of its own."""
+    rank_processes.leave()
+    rank_processes.start(1)
+
+    def run(source, target, **keywords):
+        from functools import partial
+
+        answer = rank_processes.ask(0, partial(convert, **keywords), source, target)()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", "qwen2-untied", "qwen3", "llama", "llama-one-group", "qwen3-moe", "qwen2-moe"],
+)
+def test_a_model_comes_back_bit_for_bit(converting, megatron_folder, tmp_path, name):
+    there = converting(megatron_folder(name), tmp_path / "megatron")
+    back = converting(tmp_path / "megatron", tmp_path / "back", shard_bytes=20_000)
+    assert (there.to, back.to) == ("megatron", "huggingface")
+    assert there.bytes == back.bytes
+    at.assert_same(at.in_folder(tmp_path / "back"), at.in_folder(megatron_folder(name)))
+    files = sorted(one.name for one in (tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "dtype_of",
+    [
+        lambda name: torch.bfloat16,
+        lambda name: torch.float32 if "norm" in name else torch.bfloat16,
+    ],
+    ids=["bfloat16", "float32 norms"],
+)
+def test_every_tensor_keeps_its_dtype(converting, megatron_folder, tmp_path, dtype_of):
+    weights = {
+        name: value.to(dtype_of(name))
+        for name, value in at.in_folder(megatron_folder("qwen3")).items()
+    }
+    source = folder_with(weights, megatron_folder("qwen3"), tmp_path / "source")
+    converting(source, tmp_path / "megatron")
+    converting(tmp_path / "megatron", tmp_path / "back")
+    at.assert_same(at.in_folder(tmp_path / "back"), weights)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.1.input_layernorm.weight"]
+)
+def test_tensors_that_a_checkpoint_stores_in_one_dtype_have_one(
+    converting, megatron_folder, tmp_path, name
+):
+    weights = at.in_folder(megatron_folder("qwen3"))
+    weights[name] = weights[name].half()
+    source = folder_with(weights, megatron_folder("qwen3"), tmp_path / "source")
+    with pytest.raises(TrinityError, match=r"several dtypes \(float32, float16\)"):
+        converting(source, tmp_path / "megatron")
+
+
+def folder_with(weights, like, folder):
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((like / "config.json").read_bytes())
+    return folder
+
+
+def test_generation_defaults_come_back_byte_for_byte(converting, megatron_folder, tmp_path):
+    source = folder_with(
+        at.in_folder(megatron_folder("qwen3")), megatron_folder("qwen3"), tmp_path / "source"
+    )
+    said = b'{"do_sample": true, "temperature": 0.6, "eos_token_id": [1, 2], "of_ours": 7}\n'
+    (source / "generation_config.json").write_bytes(said)
+    converting(source, tmp_path / "megatron")
+    converting(tmp_path / "megatron", tmp_path / "back")
+    assert (tmp_path / "back" / "generation_config.json").read_bytes() == said
+
+
+def load(rank, folder):
+    rank.held.engine.load_checkpoint(str(folder))
+
+
+def test_what_was_converted_loads_at_any_layout(
+    converting, engine_ranks, megatron_folder, tmp_path
+):
+    converting(megatron_folder("llama"), tmp_path / "megatron")
+    layout = ParallelLayout(tensor=2)
+    ranks = engine_ranks("llama", 2, layout, load_weights=False)
+    ranks(load, tmp_path / "megatron")
+    at.assert_same(ranks(at.full_weights)[1], at.in_folder(megatron_folder("llama")))
+
+
+def peaks(rank, folders):
+    """By how much each conversion raised this process's resident memory at most, in bytes."""
+    from trinity_workers.convert import convert
+
+    def resident(field):
+        [line] = [
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(field)
+        ]
+        return int(line.split()[1]) * 1024
+
+    found = []
+    for source, target in folders:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident("VmRSS")
+        convert(source, target)
+        found.append(resident("VmHWM") - before)
+    return found
+
+
+def deep_folder(folder, layers):
+    """A model of so many layers of 9 MiB, and what its weights take."""
+    sizes = at.SIZES | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}
+    config = Qwen3Config(**sizes, head_dim=64, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu").save_pretrained(folder)
+    return (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_memory_does_not_grow_with_the_layers(converting, rank_processes, tmp_path, way):
+    grown = deep_folder(tmp_path / "16", 16) - deep_folder(tmp_path / "4", 4)
+    folders = [(tmp_path / one, tmp_path / f"megatron-{one}") for one in ("4", "16")]
+    if way == "back":
+        for pair in folders:
+            converting(*pair)
+        folders = [(one, tmp_path / f"back-{one.name}") for _, one in folders]
+    warm = (folders[0][0], tmp_path / "warm")
+    _, few, many = rank_processes.ask(0, peaks, [warm, *folders])()
+    assert many - few < grown / 6
+
+
+def test_what_cannot_be_converted_leaves_nothing(converting, megatron_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TrinityError, match="neither a Hugging Face folder"):
+        converting(tmp_path / "empty", tmp_path / "target")
+    with pytest.raises(TrinityError, match="exists already"):
+        converting(megatron_folder("qwen2"), megatron_folder("qwen3"))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((megatron_folder("qwen2") / "config.json").read_bytes())
+    save_file({"model.norm.weight": torch.ones(32)}, broken / "model.safetensors")
+    with pytest.raises(TrinityError, match="has no tensor"):
+        converting(broken, tmp_path / "target")
+    assert {one.name for one in tmp_path.iterdir()} == {"empty", "broken"}
+
+
+CONVERTING = (
+    "import sys; from pathlib import Path\n"
+    "from trinity_events.open_folder import partial_folder\n"
+    "with partial_folder(Path(sys.argv[1])) as made:\n"
+    "    (made / 'result').mkdir()\n"
+    "    print(made.name, flush=True); sys.stdin.read()\n"
+)
+
+
+def test_what_a_killed_conversion_has_left_is_removed_by_the_next_and_no_other(
+    converting, megatron_folder, tmp_path
+):
+    target, other = tmp_path / "target", tmp_path / "other"
+    left = []
+    with ExitStack() as exits:
+        for one in (target, other, other):
+            command = [sys.executable, "-c", CONVERTING, str(one)]
+            writer = exits.enter_context(
+                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+            )
+            left.append(writer.stdout.readline().strip())
+            if one == target:
+                writer.kill()
+                writer.wait()
+        assert left[0].startswith(".target.")
+        assert left[0].endswith(".part")
+        converting(megatron_folder("qwen2"), target)
+        assert {one.name for one in tmp_path.iterdir()} == {"target", *left[1:]}
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_converts_there_and_back(cli, megatron_folder, tmp_path):
+    source, there, back = megatron_folder("qwen3"), tmp_path / "megatron", tmp_path / "back"
+    shown = cli("convert", str(source), str(there))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    weights = at.in_folder(source)
+    size = sum(one.nbytes for one in weights.values())
+    assert shown.stdout == (
+        f"{source} converted to megatron in {there}: {len(weights)} tensors, {size} bytes\n"
+    )
+    done = json.loads(cli("convert", str(there), str(back), "--json").stdout)
+    assert done == {
+        "source": str(there),
+        "target": str(back),
+        "to": "huggingface",
+        "tensors": len(weights),
+        "bytes": size,
+    }
+    at.assert_same(at.in_folder(back), weights)
+
+
+def no_folder(folder):
+    return "is no folder: give the folder of the model"
+
+
+def no_checkpoint(folder):
+    folder.mkdir()
+    return "is neither a Hugging Face folder (config.json) nor a Megatron checkpoint"
+
+
+def unfinished(folder):
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "huggingface" / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "model").mkdir()
+    return "is neither a Hugging Face folder (config.json) nor a Megatron checkpoint"
+
+
+def unknown_architecture(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "thinker9"}')
+    return "config.json describes no model that can be converted"
+
+
+def architecture_without_mapping(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
+    return "a Megatron model cannot be made of 'gpt2': choose llama, qwen2"
+
+
+def no_weights(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return "has no *.safetensors files to load weights from"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        no_folder,
+        no_checkpoint,
+        unfinished,
+        unknown_architecture,
+        architecture_without_mapping,
+        no_weights,
+    ],
+)
+def test_what_the_command_cannot_convert_is_one_sentence(cli, tmp_path, make):
+    expected = make(tmp_path / "source")
+    shown = cli("convert", str(tmp_path / "source"), str(tmp_path / "target"))
+    assert (shown.returncode, shown.stdout) == (1, "")
+    [line] = shown.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+    assert not (tmp_path / "target").exists()

@@ -1,0 +1,159 @@
+"""Models on megatron-core, on real ranks over Gloo: what they compute, and which weights."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from tests.support import megatron_ranks as at  # noqa: E402
+from tests.support.tensors import identical  # noqa: E402
+from trinity_workers.engines.megatron import (  # noqa: E402
+    LayoutRefused,
+    OptimizerOptions,
+    ParallelLayout,
+)
+from trinity_workers.engines.megatron import layout as megatron_layout  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+ONE = ParallelLayout()
+TENSOR = ParallelLayout(tensor=2)
+PIPELINE = ParallelLayout(pipeline=2)
+VIRTUAL = ParallelLayout(pipeline=2, virtual=2)
+BOTH = ParallelLayout(tensor=2, pipeline=2)
+EXPERTS = ParallelLayout(expert=2)
+
+CASES = [
+    ("qwen2", 1, ONE),
+    ("qwen2", 2, TENSOR),
+    ("qwen2", 2, PIPELINE),
+    ("qwen2-untied", 2, TENSOR),
+    ("qwen3", 2, TENSOR),
+    ("qwen3", 2, PIPELINE),
+    ("qwen3-deep", 2, VIRTUAL),
+    ("llama", 2, TENSOR),
+    ("llama-one-group", 2, PIPELINE),
+    ("llama-scaled", 2, TENSOR),
+    ("qwen3-moe", 1, ONE),
+    ("qwen3-moe", 2, EXPERTS),
+    ("qwen3-moe", 2, PIPELINE),
+    ("qwen2-moe", 2, EXPERTS),
+    ("qwen2-moe", 2, PIPELINE),
+    ("qwen3", 4, BOTH),
+    ("llama", 4, BOTH),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "layout"), CASES)
+def test_logits_are_hugging_faces_and_the_stream_its_weights_bit_for_bit(
+    engine_ranks, megatron_folder, name, world, layout
+):
+    ranks = engine_ranks(name, world, layout)
+    tokens = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(1))
+    reference = AutoModelForCausalLM.from_pretrained(megatron_folder(name))
+    with torch.no_grad():
+        expected = reference(tokens, use_cache=False).logits
+    found = [one for one in ranks(at.logits, at.unpadded(tokens)) if one is not None]
+    assert len(found) == world // layout.pipeline, "the last stage's ranks have them"
+    for one in found:
+        torch.testing.assert_close(one, expected, atol=1e-4, rtol=0)
+
+    weights = at.in_folder(megatron_folder(name))
+    for streamed in ranks(at.full_weights):
+        assert sorted(streamed) == sorted(weights)
+        for key, value in streamed.items():
+            assert identical(value, weights[key]), key
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE])
+def test_a_bfloat16_engine_streams_every_tensor_in_bfloat16(
+    engine_ranks, megatron_folder, layout, trained
+):
+    optimizer = OptimizerOptions(learning_rate=1e-3) if trained else None
+    options = {"dtype": torch.bfloat16}
+    ranks = engine_ranks("qwen3", 2, layout, optimizer=optimizer, options=options)
+    weights = {key: one.bfloat16() for key, one in at.in_folder(megatron_folder("qwen3")).items()}
+    for streamed in ranks(at.full_weights):
+        at.assert_same(streamed, weights)
+    for shards in ranks(local_shards):
+        assert {tensor.dtype for _, tensor, _, _ in shards} == {torch.bfloat16}
+
+
+def local_shards(rank):
+    return [
+        (one.name, one.tensor.clone(), one.global_shape, one.offsets)
+        for one in rank.held.engine.local_shards()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [("qwen2", 1, ONE), ("llama", 4, BOTH), ("qwen2-moe", 2, EXPERTS), ("qwen3-deep", 2, VIRTUAL)],
+)
+def test_local_shards_lie_where_they_say_and_cover_every_tensor(
+    engine_ranks, megatron_folder, name, world, layout
+):
+    weights = at.in_folder(megatron_folder(name))
+    missing = {key: torch.ones_like(value, dtype=torch.bool) for key, value in weights.items()}
+    for shards in engine_ranks(name, world, layout)(local_shards):
+        for key, tensor, shape, offsets in shards:
+            assert shape == weights[key].shape, key
+            place = tuple(
+                slice(start, start + size)
+                for start, size in zip(offsets, tensor.shape, strict=True)
+            )
+            assert identical(tensor, weights[key][place]), key
+            missing[key][place] = False
+    assert not any(one.any() for one in missing.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "says"),
+    [
+        ("qwen2", ParallelLayout(context=2), "log-probabilities would be wrong"),
+        ("qwen2", ParallelLayout(tensor=2, sequence_parallel=True), "does not pad sequences"),
+        ("qwen2", ParallelLayout(tensor=3), "2 ranks cannot hold replicas of 3 ranks"),
+        ("qwen2", ParallelLayout(pipeline=2, virtual=2), "2 layers cannot be divided into 4"),
+        ("qwen2", ParallelLayout(virtual=2), "need a pipeline"),
+        ("qwen3-moe", ParallelLayout(expert=4), "the 2 of a pipeline stage are no multiple"),
+        ("qwen2", ParallelLayout(tensor=0), "sizes are 1 or more"),
+        ("qwen3-moe", TENSOR, "cannot be tensor-parallel"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_on_every_rank(
+    rank_group, megatron_folder, name, layout, says
+):
+    for answer in rank_group(2).answers(at.make_engine, megatron_folder(name), layout):
+        assert isinstance(answer, LayoutRefused)
+        assert says in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (ParallelLayout(context=2), "context parallelism is not supported"),
+        (ParallelLayout(tensor=2, sequence_parallel=True), "sequence parallelism is not supported"),
+        (ParallelLayout(tensor=2, expert=2), "experts and tensors cannot be spread together"),
+    ],
+)
+def test_what_computes_wrong_numbers_is_refused_beside_transformer_engine_too(
+    monkeypatch, layout, says
+):
+    monkeypatch.setattr(megatron_layout, "has_transformer_engine", lambda: True)
+    with pytest.raises(LayoutRefused, match=says):
+        layout.check(4)
+
+
+def test_a_second_model_with_sequence_parallelism_is_refused_on_every_rank(
+    rank_group, megatron_folder
+):
+    ranks = rank_group(2)
+    ranks(at.make_engine, megatron_folder("qwen2"), TENSOR)
+    for answer in ranks.answers(at.join, ParallelLayout(tensor=2, sequence_parallel=True)):
+        assert isinstance(answer, LayoutRefused)
+        assert "sequence parallelism is not supported" in str(answer)

@@ -1,0 +1,129 @@
+"""Training on megatron-core: every layout learns what one rank learns."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from tests.support import megatron_ranks as at  # noqa: E402
+from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
+from trinity_workers.learning.grpo import response_logprobs  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+STEPS = 20
+TOLERANCE = 1e-4
+"""Of a loss near 5: sums of float32 are taken in another order, and AdamW magnifies that."""
+BFLOAT16 = {"dtype": torch.bfloat16}
+ROUNDED = 0.03
+"""Of a loss near 5 whose activations have eight bits."""
+
+CASES = [
+    (2, ParallelLayout(tensor=2), {}, {}),
+    (2, ParallelLayout(pipeline=2), {}, {}),
+    (2, ParallelLayout(pipeline=2), {"recompute": True}, {}),
+    (2, ParallelLayout(), {}, {}),
+    (2, ParallelLayout(), {"recompute": True}, {}),
+    (2, ParallelLayout(), {}, {"distributed": True}),
+    (2, ParallelLayout(tensor=2), {"recompute": True}, {}),
+    (4, ParallelLayout(tensor=2, pipeline=2), {}, {}),
+    (4, ParallelLayout(tensor=2, pipeline=2), {"recompute": True}, {}),
+    (4, ParallelLayout(tensor=2), {}, {"distributed": True}),
+]
+
+
+def optimizer(**values) -> OptimizerOptions:
+    return OptimizerOptions(learning_rate=3e-3, ramp_steps=4, **values)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return [at.padded_batch(step % 4, rows=8) for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def losses_alone(rank_processes, megatron_folder, batches):
+    """The losses of one rank, by model and options; each is trained once."""
+    made = {}
+
+    def losses(name: str, **options) -> list[float]:
+        key = (name, *options.items())
+        if key not in made:
+            ranks = rank_processes.group(1)
+            ranks(at.make_engine, megatron_folder(name), ParallelLayout(), optimizer(), options)
+            [made[key]] = ranks(at.train, batches)
+            rank_processes.leave()
+        return made[key]
+
+    return losses
+
+
+def losses_of(ranks, batches, layout: ParallelLayout) -> list[list[float]]:
+    """The losses of the ranks that have them."""
+    found = [losses for losses in ranks(at.train, batches) if any(losses)]
+    assert len(found) == ranks.world // layout.pipeline
+    return found
+
+
+@pytest.mark.parametrize(("world", "layout", "options", "values"), CASES)
+def test_losses_follow_those_of_one_rank_for_twenty_steps(
+    losses_alone, batches, engine_ranks, world, layout, options, values
+):
+    alone = losses_alone("qwen3")
+    assert alone[-1] < alone[0] - 0.3, "there was something to learn"
+    ranks = engine_ranks("qwen3", world, layout, optimizer(**values), options)
+    for losses in losses_of(ranks, batches, layout):
+        assert losses == pytest.approx(alone, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3-moe", ParallelLayout(expert=2)),
+        ("qwen3-moe", ParallelLayout(pipeline=2)),
+        ("qwen2-moe", ParallelLayout(expert=2)),
+    ],
+)
+def test_a_mixture_of_experts_learns_what_it_does_on_one_rank(
+    losses_alone, batches, engine_ranks, name, layout
+):
+    alone = losses_alone(name)
+    assert alone[-1] < alone[0] - 0.3, "there was something to learn"
+    ranks = engine_ranks(name, 2, layout, optimizer())
+    for losses in losses_of(ranks, batches, layout):
+        assert losses == pytest.approx(alone, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(tensor=2), ParallelLayout(pipeline=2)])
+def test_bfloat16_learns_what_float32_does(losses_alone, batches, engine_ranks, layout):
+    ranks = engine_ranks("qwen3", 2, layout, optimizer(), BFLOAT16)
+    for losses in losses_of(ranks, batches, layout):
+        assert losses == pytest.approx(losses_alone("qwen3", **BFLOAT16), abs=ROUNDED)
+        assert losses == pytest.approx(losses_alone("qwen3"), abs=ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [
+        ("qwen2", 2, ParallelLayout(tensor=2)),
+        ("qwen2", 2, ParallelLayout(pipeline=2)),
+        ("llama", 2, ParallelLayout(tensor=2)),
+    ],
+)
+def test_logprobs_of_padded_rows_are_hugging_faces(
+    engine_ranks, megatron_folder, name, world, layout
+):
+    from transformers import AutoModelForCausalLM
+
+    batch = at.padded_batch(5)
+    assert (batch.attention_mask[:, 0] == 0).any(), "some prompts are shorter"
+    reference = AutoModelForCausalLM.from_pretrained(megatron_folder(name))
+    with torch.no_grad():
+        expected = response_logprobs(reference, batch, temperature=0.7)
+    ranks = engine_ranks(name, world, layout)
+    found = [one for one in ranks(at.logprobs, batch) if one is not None]
+    assert found
+    for one in found:
+        torch.testing.assert_close(one, expected, atol=1e-4, rtol=0)

@@ -1,0 +1,83 @@
+"""A run is not begun anew over what it has saved, unless one says so; then the log and we tell."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.event_histories import committed, finished, registration
+from tests.support.pipeline import events_of
+from trinity_schemas import RunOpened, TrainerStatusChanged
+from trinity_workers.config import RunSettings
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def command(name, run_id, redis_url, root, *more):
+    return [
+        *(name, "--run", run_id, "--redis-url", redis_url, "--weights-redis-url", redis_url),
+        *("--checkpoint-root", str(root), "--steps", "2", *more),
+    ]
+
+
+async def saved(publisher, step, kind="checkpoint"):
+    await publisher.publish(finished(step, kind=kind, path=f".staging/epoch_1_step_{step}_a/m"))
+    await publisher.publish(committed(step, kind, registration(kind)))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("demo", "checkpoint"), ("trainer", "state_dict")])
+async def test_a_run_with_ready_checkpoints_is_not_begun_anew_unasked(
+    cli, publisher, log, redis_url, run_id, tmp_path, name, kind
+):
+    await saved(publisher, 300, kind)
+    said = cli(*command(name, run_id, redis_url, tmp_path), timeout=120)
+    assert said.returncode == 1
+    what = kind.replace("_", " ")
+    assert f"error: run {run_id} has a ready {what} of step 300 (epoch 1), in " in said.stderr
+    assert str(tmp_path / run_id) in said.stderr
+    assert "--fresh" in said.stderr
+    assert "Traceback" not in said.stderr
+    assert len(await events_of(log, RunOpened)) == 1, "no epoch is taken"
+
+
+def test_checkpoints_whose_log_is_gone_are_not_begun_over_either(cli, redis_url, run_id, tmp_path):
+    (tmp_path / run_id / "global_step_40").mkdir(parents=True)
+    said = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=120)
+    assert said.returncode == 1
+    assert "has a checkpoint of step 40 that its log does not know" in said.stderr
+
+
+async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(
+    publisher, log, redis_url, run_id, tmp_path
+):
+    await saved(publisher, 40)
+    await publisher.publish(TrainerStatusChanged(status="running", step=57))
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "trinity_events"),
+            *command("trainer", run_id, redis_url, tmp_path, "--fresh"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "starts at step 1" in " ".join(lines):
+                break
+        said = " ".join("".join(lines).split())
+        assert f"warning: run {run_id} begins anew: epoch 1 had reached step 57" in said
+        assert "epoch 2 starts at step 1" in said
+        process.terminate()
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert len(await events_of(log, RunOpened)) == 2
+
+
+def test_the_last_step_is_saved_whatever_the_interval():
+    settings = RunSettings(steps=250, save_interval=100)
+    assert [step for step in range(1, 251) if settings.is_save_step(step)] == [100, 200, 250]
+    assert RunSettings(steps=3, save_interval=100).is_save_step(3)
+    assert not RunSettings(steps=3, save_interval=0).is_save_step(3)

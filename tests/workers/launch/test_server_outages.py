@@ -1,0 +1,456 @@
+"""The processes of a run while their server is away, and a reducer that ends."""
+
+import sys
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+from msgspec import structs
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("reasoning_gym")
+
+from tests.support.event_histories import committed
+from tests.support.pipeline import until
+from tests.support.redis_servers import servers
+from trinity_events import Synchronizer
+from trinity_events.archive import Archive
+from trinity_events.cli.tail import _Asked, _tail
+from trinity_events.errors import DeadlineExceeded, RunNotFound
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
+from trinity_events.server import clients, connect
+from trinity_events.weights.transports.shared_memory import available
+from trinity_schemas import (
+    ExperienceGroup,
+    ExplorerStatusChanged,
+    RunKeys,
+    StepCommitted,
+    StepRef,
+    decode_envelope,
+    explorer_key,
+)
+from trinity_workers.config import RunConfig, RunSettings
+from trinity_workers.experiences import ExperienceReader, ExperienceWriter
+from trinity_workers.launch import launcher, lifecycle, processes, ranks
+from trinity_workers.launch.openings import Openings
+from trinity_workers.launch.processes import ReducerFailed, ReducerProcess
+from trinity_workers.launch.progress import ProgressView
+from trinity_workers.launch.ranks import RankLost, claimed_rank
+
+RUN = "run"
+AWAY = 0.3
+"""Seconds of an outage. More than the client's own patience, of which these have none."""
+
+
+@pytest.fixture(autouse=True)
+def no_retries(monkeypatch):
+    monkeypatch.setattr(clients, "_RETRIES", 0)
+
+
+@pytest.fixture
+def server(tmp_path):
+    with servers(tmp_path, 1) as [one]:
+        yield one
+
+
+@pytest.fixture
+async def client(server):
+    async with connect(server.url) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def log(client):
+    await open_run(client, RUN)
+    return RedisEventLog(client, RUN)
+
+
+@pytest.fixture
+def publisher(log):
+    return AsyncPublisher(log, 1, new_producer("trainer"))
+
+
+@pytest.fixture
+def config(server, tmp_path):
+    return RunConfig(
+        run_id=RUN,
+        epoch=1,
+        redis_url=server.url,
+        weights_url=server.url,
+        checkpoint_folder=tmp_path,
+        model_folder=tmp_path,
+        steps=1,
+        explorers=1,
+        sync_timeout=20.0,
+    )
+
+
+async def outage(server, seconds=AWAY):
+    """Away from now on, for so long."""
+    server.kill()
+    await anyio.sleep(seconds)
+    await anyio.to_thread.run_sync(server.start)
+
+
+@asynccontextmanager
+async def beside(*work):
+    async with anyio.create_task_group() as tasks:
+        for one in work:
+            tasks.start_soon(one)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+@contextmanager
+def raising(kind, match):
+    with pytest.RaisesGroup(pytest.RaisesExc(kind, match=match), flatten_subgroups=True):
+        yield
+
+
+async def test_a_run_tells_why_it_failed_whatever_that_is_made_of(client, config, log):
+    with pytest.raises(RuntimeError, match="is not there"):
+        async with lifecycle.closing(client, config):
+            raise RuntimeError("/ckpt/\udcff is not there")  # as names come that are no text
+    [*_, closed] = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert closed.error == r"RuntimeError: /ckpt/\udcff is not there"
+
+
+@pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
+async def test_weights_in_shared_memory_are_published_while_the_server_is_away(server, log):
+    trainer = Synchronizer(RUN, 1, redis_url=server.url, transport="shm")
+    model = pytest.importorskip("torch").nn.Linear(4, 4)
+    with closing(trainer):
+        for step in (1, 2, 3):
+            if step == 2:
+                server.kill()
+            trainer.open_version(step)
+            trainer.publish(model.state_dict(), step)
+            trainer.commit(step)
+        await anyio.to_thread.run_sync(server.start)
+        await anyio.to_thread.run_sync(trainer.flush)
+    events = [decode_envelope(entry.payload).event for entry in await log.read()]
+    assert [one.step for one in events if isinstance(one, StepCommitted)] == [1, 2, 3]
+
+
+# --- the view ---------------------------------------------------------------------------------
+
+
+async def test_an_outage_of_the_server_does_not_end_the_training(server, log, publisher, capsys):
+    async with launcher._shown(ProgressView(RUN, 10), log):
+        await anyio.sleep(0.1)
+        await outage(server)
+        await publisher.publish(committed(1))
+        shown = ""
+
+        def is_shown():
+            nonlocal shown
+            shown += capsys.readouterr().err
+            return "step 1/10" in shown
+
+        await until(is_shown)
+
+
+async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, capsys):
+    asked = _Asked(lines=5, follow=True, as_json=True)
+    async with beside(partial(_tail, server.url, RUN, Path(), asked)):
+        said = ""
+        for step in (1, 2):
+            await publisher.publish(StepCommitted(step=step, kind="weights"))
+            with anyio.fail_after(20):
+                while f'"step": {step}' not in said:
+                    said += capsys.readouterr().out
+                    await anyio.sleep(0.05)
+            await outage(server, 0.5)
+
+
+async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monkeypatch, caplog):
+    view = ProgressView(RUN, 10)
+    monkeypatch.setattr(view, "_show", lambda *_: 1 / 0)
+    async with launcher._shown(view, log):
+        await until(lambda: "is not shown any more: division by zero" in caplog.text)
+        await anyio.sleep(0)
+        await publisher.publish(committed(1))
+
+
+# --- openings ---------------------------------------------------------------------------------
+
+
+async def test_an_explorer_hears_of_an_opening_after_an_outage(server, client, log, tmp_path):
+    openings = Openings(log, Archive(tmp_path, RUN))
+    async with beside(openings.follow):
+        assert (await openings.opened(5)).epoch == 1
+        await outage(server)
+        await open_run(client, RUN)
+        await until(lambda: openings._newest.epoch == 2)
+
+
+async def test_openings_that_cannot_be_read_at_first_are_read_later(server, log, tmp_path):
+    openings = Openings(log, Archive(tmp_path, RUN))
+    async with beside(partial(outage, server), openings.follow):
+        assert (await openings.opened(10)).epoch == 1
+
+
+async def test_a_server_that_stays_away_is_named_as_the_cause_that_no_run_was_found(
+    server, log, tmp_path
+):
+    openings = Openings(log, Archive(tmp_path, RUN))
+    server.kill()
+    async with beside(openings.follow):
+        with pytest.raises(RunNotFound, match=r"within 0.3 s: the server does not answer \(Error"):
+            await openings.opened(0.3)
+
+
+# --- experiences ------------------------------------------------------------------------------
+
+
+def group(step, index=0, epoch=1):
+    return ExperienceGroup(
+        run_id=RUN,
+        group_id=f"{epoch}-{step}-{index}",
+        step=step,
+        explorer=0,
+        version=StepRef(epoch, 0),
+        prompt_tokens=[1],
+        responses=[[2]],
+        logprobs=[[-1.0]],
+        rewards=[1.0],
+        scores=[1.0],
+    )
+
+
+@pytest.fixture
+def writer(client):
+    return ExperienceWriter(client, RUN, bound=5)
+
+
+@pytest.fixture
+def reader(client):
+    return ExperienceReader(client, RUN, 1)
+
+
+async def test_groups_are_added_and_taken_through_an_outage(server, client, writer, reader):
+    await writer.add(group(1, 0), deadline=5)
+
+    async def add():
+        await anyio.sleep(0.05)  # once it is away
+        await writer.add(group(1, 1), deadline=20)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outage, server)
+        tasks.start_soon(add)
+        groups, entry_ids = await reader.take(1, 2, deadline=20)
+    assert [one.group_id for one in groups] == ["1-1-0", "1-1-1"]
+    server.kill()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outage, server)
+        await reader.ack(entry_ids, deadline=20)
+    assert await client.xlen(RunKeys.of(RUN).experiences) == 0
+
+
+async def test_what_is_of_no_use_is_freed_and_counted_once_also_through_an_outage(
+    server, client, writer, reader, monkeypatch
+):
+    for epoch in (1, 0):
+        await writer.add(group(1, epoch=epoch), deadline=5)
+    free, away = reader._free, False
+
+    async def away_at_first():
+        nonlocal away
+        if not away:
+            away = True
+            server.kill()
+            tasks.start_soon(outage, server)
+        await free()
+
+    monkeypatch.setattr(reader, "_free", away_at_first)
+    async with anyio.create_task_group() as tasks:
+        groups, entry_ids = await reader.take(1, 1, deadline=20)
+    assert (len(groups), reader.dropped) == (1, 1)
+    assert await client.xlen(RunKeys.of(RUN).experiences) == 1
+    await reader.ack(entry_ids, deadline=5)
+    assert (await client.xpending(RunKeys.of(RUN).experiences, "trainer"))["pending"] == 0
+
+
+async def test_a_server_that_stays_away_from_experiences_is_named_at_the_deadline(
+    server, writer, reader
+):
+    server.kill()
+    away = r"within 0.2 s: the server does not answer \(Error"
+    with pytest.raises(DeadlineExceeded, match=f"a group of run {RUN} was not added {away}"):
+        await writer.add(group(1), deadline=0.2)
+    with pytest.raises(DeadlineExceeded, match=f"0 of 1 experience groups .* arrived {away}"):
+        await reader.take(1, 1, deadline=0.2)
+    with pytest.raises(DeadlineExceeded, match=f"experience groups .* were not freed {away}"):
+        await reader.ack([b"1-0"], deadline=0.2)
+
+
+# --- ranks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_lease(monkeypatch):
+    monkeypatch.setattr(ranks, "LEASE", 0.2)
+
+
+async def test_a_rank_is_kept_through_an_outage_that_is_longer_than_its_lease(
+    server, client, config, short_lease
+):
+    async with claimed_rank(client, config, None) as rank:
+        assert rank == 0
+        await outage(server)
+        await until(lambda: client.exists(explorer_key(RUN, 1, 0)))
+        await anyio.sleep(0.2)
+
+
+async def test_a_rank_that_another_has_after_an_outage_is_lost(server, client, config, short_lease):
+    with raising(RankLost, "explorer rank 0 of run run was lost to another"):
+        async with claimed_rank(client, config, None):
+            await client.set(explorer_key(RUN, 1, 0), "another")
+            await outage(server)
+            await anyio.sleep(10)
+
+
+async def test_a_rank_is_claimed_when_the_server_is_back(server, client, config):
+    server.kill()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outage, server)
+        async with claimed_rank(client, config, None) as rank:
+            assert rank == 0
+
+
+async def test_a_server_that_stays_away_from_ranks_is_named_and_leaving_it_is_no_error(
+    server, client, config, short_lease
+):
+    config = msgspec.structs.replace(config, sync_timeout=0.2)
+    with raising(DeadlineExceeded, "rank 0 of run run was not held within 0.2 s: the server does"):
+        async with claimed_rank(client, config, None):
+            server.kill()
+            await anyio.sleep(10)
+
+
+def test_the_command_that_replays_a_run_can_be_typed_as_it_is(tmp_path, monkeypatch):
+    home = tmp_path / "my home"
+    monkeypatch.setenv("TRINITY_HOME", str(home))
+    given = launcher.LaunchOptions(
+        run_id=RUN,
+        alone=True,
+        settings=RunSettings(),
+        redis_url=None,
+        weights_redis_url=None,
+        transport="auto",
+        checkpoint_root=home / "checkpoints",
+    )
+    assert launcher._replay_command(given) == f"TRINITY_HOME='{home}' trinity-events replay {RUN}"
+    url = "rediss://me:secret@host?ssl_ca_certs=a&ssl_check_hostname=false"
+    there = structs.replace(given, redis_url=url, checkpoint_root=tmp_path)
+    shown = launcher._replay_command(there)
+    assert shown.endswith(f"hostname=false' --checkpoint-root {tmp_path}")
+    assert "'rediss://me:***@host?" in shown
+
+
+# --- the end of a run -------------------------------------------------------------------------
+
+
+async def test_the_last_weights_are_waited_for_through_an_outage(
+    server, log, config, publisher, capsys
+):
+    explorer = AsyncPublisher(log, 1, new_producer("explorer"))
+    await explorer.publish(ExplorerStatusChanged(status="running"))
+    async with anyio.create_task_group() as tasks:
+        view = ProgressView(RUN, 1)
+        tasks.start_soon(launcher._last_weights_taken, log, config, view)
+        await anyio.sleep(0.1)
+        await outage(server)
+        await explorer.publish(ExplorerStatusChanged(status="stopped"))
+    assert "did not take" not in capsys.readouterr().err
+
+
+async def test_a_server_that_stays_away_is_named_where_the_last_weights_were_not_seen(
+    server, log, config, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(launcher, "EXPLORERS_DEADLINE", 0.2)
+    view = ProgressView(RUN, 1)
+    monkeypatch.setattr(view, "say", said.append)
+    server.kill()
+    await launcher._last_weights_taken(log, config, view)
+    [line] = said
+    assert "were not seen to take the last weights within 0.2 s: the server does not" in line
+
+
+async def test_the_end_of_a_run_is_waited_for_through_an_outage(server, client, log, config):
+    async with anyio.create_task_group() as tasks:
+
+        async def fold_after_an_outage():
+            await until(lambda: _is_closed(log))
+            await outage(server)
+            await client.set(log.keys.position, await log.last_id())
+
+        tasks.start_soon(fold_after_an_outage)
+        async with lifecycle.closing(client, config):
+            pass
+
+
+async def _is_closed(log):
+    return len(await log.read()) == 2
+
+
+# --- the reducer ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reducer(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_SHORTEST_PAUSE", 0.01)
+    return ReducerProcess(server.url, RUN, tmp_path)
+
+
+def ends_at_once(reducer):
+    reducer._command = [sys.executable, "-c", "raise SystemExit(3)"]
+
+
+def pauses(caplog):
+    return [float(one.split()[-2]) for one in caplog.messages if "started again in" in one]
+
+
+async def test_the_password_of_its_server_is_in_no_list_of_processes(server, client, log, tmp_path):
+    await client.execute_command("ACL SETUSER demo on >in-secret ~* &* +@all")
+    url = server.url.replace("//", "//demo:in-secret@")
+    async with ReducerProcess(url, RUN, tmp_path).running():
+        await until(lambda: client.exists(log.keys.leader))
+        for listed in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                assert b"in-secret" not in listed.read_bytes()
+
+
+async def test_a_reducer_that_does_not_come_to_work_is_given_up_after_growing_pauses(
+    reducer, caplog
+):
+    ends_at_once(reducer)
+    with raising(ReducerFailed, "ended 6 times in a row, last with status 3: see .*reducer.log"):
+        async with reducer.running():
+            await anyio.sleep(20)
+    assert pauses(caplog) == [0.01, 0.02, 0.04, 0.08, 0.16]
+    assert reducer.restarts == 5
+
+
+async def test_what_a_reducer_did_before_it_worked_is_forgotten(reducer, monkeypatch, caplog):
+    monkeypatch.setattr(processes, "_SETTLED", 0.0)
+    ends_at_once(reducer)
+    async with reducer.running():
+        await until(lambda: reducer.restarts > 2 * processes._MOST_RESTARTS)
+    assert set(pauses(caplog)) == {0.01}
+
+
+async def test_a_reducer_that_is_started_while_the_server_is_away_works_when_it_is_back(
+    server, client, log, reducer
+):
+    server.kill()
+    async with reducer.running():
+        await until(lambda: reducer.restarts)
+        await anyio.to_thread.run_sync(server.start)
+        await until(lambda: client.exists(log.keys.leader))

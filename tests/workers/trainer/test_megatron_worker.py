@@ -1,0 +1,131 @@
+"""The trainer's ranks on Megatron: where they are, and that they train as FSDP's do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import anyio
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from tests.support.experiences import make_groups  # noqa: E402
+from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
+from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
+from trinity_workers.launch.lifecycle import closing  # noqa: E402
+from trinity_workers.trainer.fleet import RayTrainerFleet, WorkerDied  # noqa: E402
+from trinity_workers.trainer.megatron import (  # noqa: E402
+    DistGlobalInfo,
+    DistRankInfo,
+    MegatronTrainWorker,
+    MegatronWorker,
+)
+from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
+
+
+def infos(rank):
+    worker = MegatronWorker()
+    return worker.get_megatron_global_info(), worker.get_megatron_rank_info()
+
+
+def test_ranks_know_their_places_in_megatrons_order(engine_ranks):
+    found = engine_ranks("qwen2", 4, ParallelLayout(tensor=2, pipeline=2))(infos)
+    assert {one for one, _ in found} == {DistGlobalInfo(2, 1, 2, 1)}
+    assert [one for _, one in found] == [
+        DistRankInfo(tp_rank=rank % 2, dp_rank=0, pp_rank=rank // 2, cp_rank=0) for rank in range(4)
+    ]
+    found = engine_ranks("qwen2", 4, ParallelLayout(tensor=2))(infos)
+    assert [one.dp_rank for _, one in found] == [0, 0, 1, 1]
+
+
+def make_worker(rank, config):
+    kind = MegatronTrainWorker if config.engine == "megatron" else TrainWorker
+    rank.held.worker = kind(config, rank.number)
+    return rank.held.worker.address() if rank.number == 0 else None
+
+
+def train(rank, host, port, steps):
+    worker = rank.held.worker
+    worker.setup(host, port)
+    index, count = worker.data_share()
+    metrics = [worker.train_step(groups[index::count]) for groups in steps]
+    weights = {name: value.clone() for name, value in worker._engine.get_per_tensor_param()}
+    worker.shutdown()
+    return metrics, weights
+
+
+@pytest.fixture
+def trained(rank_processes, make_config):
+    """What workers of so many ranks come to from the same start, on the same groups."""
+    rank_processes.leave()
+
+    def run(world: int, steps, **settings):
+        config = make_config(trainers=world, ramp_steps=0, sync_timeout=30.0, **settings)
+        rank_processes.start(world)
+        places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
+        asked = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
+        answers = [answer() for answer in asked]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(2, {}), (2, {"pipeline_parallel": 2}), (4, {"tensor_parallel": 2})],
+)
+def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settings):
+    steps = [make_groups(run_id, seed) for seed in (1, 2, 3)]
+    [(expected, expected_weights)] = trained(1, steps)
+    for metrics, weights in trained(world, steps, engine="megatron", **settings):
+        for mine, theirs in zip(metrics, expected, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4, rel=1e-4)
+        assert sorted(weights) == sorted(expected_weights)
+        for name, value in weights.items():
+            # Megatron lets no weight decay pull at biases and norms.
+            torch.testing.assert_close(value, expected_weights[name], atol=1e-4, rtol=0)
+
+
+def dies_in_its_next_gradient(worker):
+    """Let a rank die in the middle of a training step, when all have begun on it."""
+
+    def learn(batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    worker._learn = learn
+
+
+async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
+    client, log, run_id, make_config
+):
+    import ray
+
+    config = make_config(engine="megatron", trainers=2, sync_timeout=30.0)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        fleet = RayTrainerFleet(config)
+        await fleet.prepare()
+        with anyio.fail_after(60):
+            await fleet.train_step(make_groups(run_id, 1))
+            await fleet._workers[1].__ray_call__.remote(dies_in_its_next_gradient)
+            with pytest.raises(WorkerDied):
+                async with closing(client, config):
+                    await fleet.train_step(make_groups(run_id, 2))
+    finally:
+        with contextlib.suppress(Exception):
+            await fleet.shutdown()
+        ray.shutdown()
+    said = [decode_envelope(entry.payload).event for entry in await log.read(limit=1000)]
+    [closed] = [one for one in said if isinstance(one, RunClosed)]
+    assert closed.reason == "failed"
+    said = closed.error or ""
+    assert said.startswith("WorkerDied: trainer worker 1 (process ")
+    assert f"of run {run_id} died in train_step at step 2: killed by SIGKILL" in said
