@@ -28,8 +28,8 @@ def commands() -> list[str]:
 
 
 def help_of(command: str) -> str:
-    """What ``trinity-events COMMAND --help`` prints in a terminal of 80 columns."""
-    # The terminal and the servers of whoever runs this must not show in it.
+    """Return the output of ``trinity-events COMMAND --help`` in a terminal of 80 columns."""
+    # The caller's terminal and servers must not show in the output.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TRINITY_")}
     with mock.patch.dict(os.environ, {**kept, "COLUMNS": "80"}, clear=True):
         result = CliRunner().invoke(build(), [command, "--help"], prog_name="trinity-events")
