@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,10 @@ import pytest
 import redis.asyncio
 
 pytest.register_assert_rewrite("tests.support")
+
+# A shell that runs the tests in the background has them ignore SIGINT, and what they start too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.support.markers import mark_by_needs  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
