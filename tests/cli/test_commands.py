@@ -403,7 +403,7 @@ async def test_a_run_that_cannot_be_read_hides_no_other(finished_run, client, cl
     await client.set(RunKeys.of(taken).position, b"\xff")
     said = cli("runs", "--json", "--redis-url", redis_url)
     assert said.returncode == 0, said.stderr
-    assert f"of run {spoiled} the snapshot is not readable" in said.stderr
+    assert f"error: run {spoiled}: the snapshot is not readable" in said.stderr
     assert f"error: {RunKeys.of(taken).position} holds " in said.stderr
     listed = {row["run_id"] for row in json.loads(said.stdout)}
     assert finished_run in listed

@@ -153,7 +153,7 @@ async def test_tail_goes_back_into_the_archive(cli, archived_run, log, tmp_path)
     assert ready["event"]["step"] == 3
     elsewhere = cli("tail", archived_run, "-s", "3", "--checkpoint-root", str(tmp_path / "none"))
     assert elsewhere.returncode == 0
-    assert "name that with --checkpoint-root" in elsewhere.stderr
+    assert "name it with --checkpoint-root" in elsewhere.stderr
 
 
 async def test_explain_knows_what_became_of_a_step_that_was_settled(cli, archived_run, tmp_path):
@@ -165,7 +165,7 @@ async def test_explain_knows_what_became_of_a_step_that_was_settled(cli, archive
     assert told["kinds"] == {"weights": "ready"}
     elsewhere = cli("explain", archived_run, "3", "--checkpoint-root", str(tmp_path / "none"))
     assert elsewhere.returncode == 1
-    assert "name that with --checkpoint-root" in elsewhere.stderr
+    assert "name it with --checkpoint-root" in elsewhere.stderr
 
 
 async def test_explain_says_so_of_the_step_in_which_a_run_failed(cli, run, publisher, log, client):
