@@ -93,7 +93,7 @@ def test_a_failed_checkpoint_is_a_line_at_once_and_the_table_is_printed(start, t
     demo = start("--run", run_id, "--save-interval", "2", "--checkpoint-root", str(tmp_path))
     told = f"in {tmp_path / run_id}/.staging/epoch_1_step_2_"
     lines = demo.until(lambda: [line for line in demo.said if "FAILED" in line])
-    assert lines[0].startswith("step 2: ")
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 2: ", lines[0])
     assert "NotADirectoryError: [Errno 20] Not a directory" in lines[0]
     assert told.replace("in ", "(writing ") in lines[0]
     demo.until(lambda: [line for line in demo.said if re.search(r"staleness .* FAILED \d+", line)])

@@ -370,7 +370,7 @@ def test_the_gpu_of_the_first_tensor_is_taken_whatever_a_thread_takes_for_the_cu
 
 def test_a_torch_without_a_runtime_is_refused_with_the_way_out():
     if torch.version.cuda is None:
-        with pytest.raises(GpuUnusable, match=r"no.* CUDA runtime .* --weights shm"):
+        with pytest.raises(GpuUnusable, match=r"no.* CUDA runtime: .* --weights shm"):
             memory._runtime()
     else:
         assert memory._runtime().cudaGetErrorString(0) == b"no error"
