@@ -234,7 +234,9 @@ def test_no_rule_lets_a_user_append_by_a_script_alone(server):
             *("-@all", "+evalsha"),
         )
         digest = client.script_load("return redis.call('XADD', KEYS[1], '*', 'e', ARGV[1])")
-        with pytest.raises(redis.ResponseError, match=r"ACL|NOPERM|permissions|can't run this command"):
+        with pytest.raises(
+            redis.ResponseError, match=r"ACL|NOPERM|permissions|can't run this command"
+        ):
             redis.Redis(port=server.port, username="scripted", password="SCRIPTED").evalsha(
                 digest, 1, KEYS.events, b"x"
             )

@@ -1017,7 +1017,9 @@ async def test_versions_in_shared_memory_are_freed_once_retired(trainer, explore
 async def test_a_transport_that_is_not_known_is_an_error_that_names_it(explorer, trainer, log):
     publish(trainer, {"a": torch.ones(3)}, 1)
     event = msgspec.structs.replace(await ready(log, 1), transport="pigeon")
-    refused = pytest.raises(VersionUnavailable, match=r"transport pigeon, .* it knows redis, shm, ray")
+    refused = pytest.raises(
+        VersionUnavailable, match=r"transport pigeon, .* it knows redis, shm, ray"
+    )
     with refused, explorer.pull(event):
         pass
 
