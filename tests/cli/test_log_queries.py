@@ -165,7 +165,7 @@ async def test_explain_knows_what_became_of_a_step_that_was_settled(cli, archive
     assert told["kinds"] == {"weights": "ready"}
     elsewhere = cli("explain", archived_run, "3", "--checkpoint-root", str(tmp_path / "none"))
     assert elsewhere.returncode == 1
-    assert "name it with --checkpoint-root" in elsewhere.stderr
+    assert "name that with --checkpoint-root" in elsewhere.stderr
 
 
 async def test_explain_says_so_of_the_step_in_which_a_run_failed(cli, run, publisher, log, client):
