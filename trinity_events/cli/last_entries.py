@@ -13,12 +13,11 @@ from ..archive import Archive
 from ..archive.export import whole_stream
 from ..core.event_filter import EventFilter
 from ..log import Entry, PageSize, RedisEventLog, Stream, before, position, stream_order
+from ..log.merged_reader import Found
 from ..replay import page_of, read_all
 from ..views.terminal import tell
 
 T = TypeVar("T")
-Found = tuple[Stream, Entry]
-
 _COUNTED = 1_000_000
 """Maximum entries to count back in an archive; for a larger number all entries are printed."""
 

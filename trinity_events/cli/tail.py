@@ -14,7 +14,6 @@ from msgspec import Struct
 from trinity_schemas import (
     EVENT_TYPES,
     ContractError,
-    Envelope,
     event_tag,
     to_json,
 )
@@ -30,6 +29,7 @@ from ..log import (
     Stream,
     require_run,
 )
+from ..log.merged_reader import Found
 from ..log.run_index import nearest_name
 from ..replay import page_of
 from ..server import Deadline, server_clock
@@ -46,8 +46,6 @@ from .options import (
     print_json,
 )
 from .times import moment
-
-Found = tuple[Stream, Entry]
 
 LINES = 20
 """Number of entries that are printed without --lines and --since."""
@@ -151,18 +149,19 @@ async def _tail(redis_url: str | None, run: str | None, root: Path, asked: _Aske
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         wanted = await _filter(client, log, asked)
-        printing = _Printing(wanted, as_json=asked.as_json)
         begin = await begin_of_last(log, asked.lines, wanted)
         after = dict(begin.after)
         archive = Archive(root / log.run_id, log.run_id)
         async for stream, entry in last_entries(log, archive, begin, asked.lines, wanted):
             after[stream] = entry.id
-            printing.one(stream, entry)
+            _print(stream, entry, as_json=asked.as_json)
         if asked.follow:
-            await _follow(log, after, printing)
+            await _follow(log, after, wanted, as_json=asked.as_json)
 
 
-async def _follow(log: RedisEventLog, after: dict[Stream, str], printing: _Printing) -> None:
+async def _follow(
+    log: RedisEventLog, after: dict[Stream, str], wanted: EventFilter, *, as_json: bool
+) -> None:
     ahead, page = MergedReader(log, after), PageSize(page_of(Stream.ANNOUNCEMENTS))
     wait = Deadline(None, f"nothing more of run {log.run_id}")
     faults = wait.faults
@@ -179,7 +178,8 @@ async def _follow(log: RedisEventLog, after: dict[Stream, str], printing: _Print
         page.learn([entry for _, entry in found])
         for stream, entry in found:
             after[stream] = entry.id
-            printing.one(stream, entry)
+            if is_wanted(entry, wanted):
+                _print(stream, entry, as_json=as_json)
 
 
 async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, asked: _Asked) -> EventFilter:
@@ -218,22 +218,8 @@ def _steps(text: str) -> range:
         ) from None
 
 
-class _Printing:
-    """Printer of the matching entries."""
-
-    def __init__(self, wanted: EventFilter, *, as_json: bool) -> None:
-        self._wanted = wanted
-        self._as_json = as_json
-
-    def one(self, stream: Stream, entry: Entry) -> None:
-        """Print an entry if it matches."""
-        if is_wanted(entry, self._wanted):
-            _print(stream, entry, decoded(entry), as_json=self._as_json)
-
-
-def _print(
-    stream: Stream, entry: Entry, envelope: Envelope | ContractError, *, as_json: bool
-) -> None:
+def _print(stream: Stream, entry: Entry, *, as_json: bool) -> None:
+    envelope = decoded(entry)
     if isinstance(envelope, ContractError):
         if as_json:
             print_json({"id": entry.id, "stream": stream.value, "undecodable": str(envelope)})

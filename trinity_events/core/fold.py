@@ -46,7 +46,10 @@ Sequence and time follow from the log, so that a replay gives the bytes that the
 
 # Consumers outlive epochs: their events, and events about them, are not fenced.
 _UNFENCED_EVENTS = (
-    *(WeightsApplied, VersionRefused, ExplorerStatusChanged, SyncRequested),
+    WeightsApplied,
+    VersionRefused,
+    ExplorerStatusChanged,
+    SyncRequested,
     ConsumerDetached,
 )
 _EPOCH_EVENTS = (RunOpened, RunResumed)

@@ -45,16 +45,12 @@ class MergedReader:
 
     async def read(self, *, seconds: float, limit: int) -> list[Found]:
         """Return the next entries; none if none comes within ``seconds``."""
-        if len(self._after) == 1:
-            return self._read(
-                await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
-            )
         if not self._held:
-            self._held = self._read(
-                await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
-            )
-            if not self._held:
-                return []
+            found = await self._log.read_blocking(self._after, seconds=seconds, limit=limit)
+            self._read(found)
+            if not found or len(self._after) == 1:
+                return found
+            self._held = found
         through = max(position(entry.id)[0] for _, entry in self._held)
         await anyio.sleep(_SETTLED)
         known = await self._read_through(through, limit)

@@ -1,4 +1,4 @@
-"""The command that trains again, after a run that did not finish."""
+"""Commands that a run's summary tells a user to type next."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def again_command(arguments: Sequence[str], run_id: str) -> str:
         else:
             words.append(redacted(argument) if "://" in argument else argument)
         follows_run = argument == "--run"
+    return shell_command(words)
+
+
+def shell_command(words: Sequence[str]) -> str:
+    """Return a command as it is typed in any shell, with this process's ``TRINITY_HOME``."""
     home = os.environ.get("TRINITY_HOME")
     prefix = f"TRINITY_HOME={shlex.quote(home)} " if home else ""
     return prefix + shlex.join(words)

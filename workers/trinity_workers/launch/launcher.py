@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -42,6 +40,7 @@ from ..explorer import ExplorationResult, Explorer
 from ..health import beating
 from ..trainer import Trainer, TrainingResult
 from .actors import Actors, in_words
+from .again import shell_command
 from .earlier import begins_anew, earlier_epoch
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
@@ -141,7 +140,6 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             if weights_url != redis_url:
                 await warn_of_eviction(chunks, weights_url, setting=WEIGHTS_SERVER)
         log = RedisEventLog(client, options.run_id)
-        folder = options.checkpoint_root / options.run_id
         own = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
         await own()  # before the run is opened: it would be opened in vain
         earlier = await earlier_epoch(log, folder, fresh=options.fresh)
@@ -346,11 +344,9 @@ async def _summarize_log(
 def _replay_command(options: LaunchOptions) -> str:
     """What to type to replay the run, from any shell."""
     words = ["trinity-events", "replay", options.run_id]
-    home = os.environ.get("TRINITY_HOME")
     if options.redis_url:
         words += ["--redis-url", redacted(options.redis_url)]
     if options.checkpoint_root != (trinity_home() / "checkpoints").resolve():
         # Where a long run's older entries are.
         words += ["--checkpoint-root", str(options.checkpoint_root)]
-    prefix = f"TRINITY_HOME={shlex.quote(home)} " if home else ""
-    return prefix + shlex.join(words)
+    return shell_command(words)
