@@ -13,8 +13,9 @@ from typing import NamedTuple
 from trinity_schemas.codec import MAX_MANIFEST_BYTES
 
 from ....errors import CorruptVersion
+from ....file_locks import try_lock
 from ..base import Check, PartRef
-from .segments import end_beside, locked
+from .segments import end_beside
 
 DATA = 4096
 """Byte at which the data begins, after a page for the header."""
@@ -120,7 +121,7 @@ class Mapping:
 
 def leased(descriptor: int, path: Path) -> bool:
     """Lock a segment for reading; return True if its name still denotes it."""
-    if not locked(descriptor, fcntl.LOCK_SH):
+    if not try_lock(descriptor, fcntl.LOCK_SH):
         return False  # it is being rewritten
     return path.stat().st_ino == os.fstat(descriptor).st_ino
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ....file_locks import try_lock
 from ...tensors import digest
 from ..base import Ended, PartRef, Take, Taker
 from .part import (
@@ -28,7 +29,7 @@ from .part import (
     let_go,
     name_while_written,
 )
-from .segments import locked, read_beside
+from .segments import read_beside
 
 _AT_ONCE = 16
 """Maximum chunks digested for one part before the next part has its turn."""
@@ -66,7 +67,7 @@ class PartPrefetch:
         if self._digest():
             return True
         # The writer holds its lock until the part is sealed or given up, or its process ends.
-        if locked(self._descriptor, fcntl.LOCK_SH):
+        if try_lock(self._descriptor, fcntl.LOCK_SH):
             self.close()
             self.sealed = bool(self._find(file_name(self.part)))
             if not self.sealed and self.seen is not None:

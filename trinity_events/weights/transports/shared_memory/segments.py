@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....errors import SharedMemoryUnusable
+from ....file_locks import try_lock
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 _LOCK = "owner"
@@ -78,18 +79,9 @@ def _is_dead(folder: Path) -> bool:
     try:
         if folder.name.startswith(".") and time.time() - made < _UNFINISHED:
             return False  # its lock is about to be taken
-        return locked(lock, fcntl.LOCK_EX)
+        return try_lock(lock)
     finally:
         os.close(lock)
-
-
-def locked(descriptor: int, how: int) -> bool:
-    """Return True if the lock was free and is taken now."""
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def read_beside(descriptor: int) -> None:
@@ -168,7 +160,7 @@ class Segment:
 
     def take(self) -> bool:
         """Lock the segment for writing; return False if it has readers."""
-        if not locked(self._descriptor, fcntl.LOCK_EX):
+        if not try_lock(self._descriptor):
             return False
         if _is_read_beside(self._descriptor):
             self.give()
