@@ -46,6 +46,18 @@ class OpenFolder:
         finally:
             os.close(descriptor)
 
+    @staticmethod
+    @contextmanager
+    def of_run(path: Path, *, create: bool = False) -> Iterator[OpenFolder]:
+        """Open a run's folder, which may not be a link; the checkpoint root above it may be one.
+
+        Raises FileNotFoundError, and UnsafePath if the folder is a link.
+        """
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with OpenFolder.at(path.parent) as root, root.below(path.name, create=create) as run:
+            yield run
+
     @contextmanager
     def below(self, *names: str, create: bool = False) -> Iterator[OpenFolder]:
         """Open a folder below this one. Raises UnsafePath if any of the names is a link."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from pathlib import Path
@@ -52,7 +51,7 @@ def of_leader(leader: bytes | None, mark_bytes: bytes | None) -> bytes | None:
 
 def other_folder(mark_bytes: bytes | None, folder: Path, run_id: str) -> str | None:
     """Return a warning with both paths if the reducer uses another folder; None otherwise."""
-    if mark_bytes is None or _read(folder / REDUCER_MARK) == mark_bytes:
+    if mark_bytes is None or _read(folder) == mark_bytes:
         return None
     mark = msgspec.json.decode(mark_bytes, type=RootMark)
     files = " and ".join(ITERATION_FILES.values())
@@ -63,14 +62,9 @@ def other_folder(mark_bytes: bytes | None, folder: Path, run_id: str) -> str | N
     )
 
 
-def _read(path: Path) -> bytes | None:
+def _read(folder: Path) -> bytes | None:
     try:
-        mark = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with OpenFolder.at(folder) as run:
+            return run.read(REDUCER_MARK, _LONGEST)
     except OSError:
         return None
-    try:
-        return os.read(mark, _LONGEST)
-    except OSError:
-        return None
-    finally:
-        os.close(mark)

@@ -88,12 +88,9 @@ class Archive:
     @contextmanager
     def _opened(self, *, create: bool = False) -> Iterator[OpenFolder]:
         """Open the folder for a change; neither it nor the run's folder may be a link."""
-        run = self.folder.parent
-        if create:
-            run.parent.mkdir(parents=True, exist_ok=True)
-        with OpenFolder.at(run.parent) as root, root.below(run.name, create=create) as opened:
-            self._claim(opened)
-            with opened.below(ARCHIVE, create=create) as folder:
+        with OpenFolder.of_run(self.folder.parent, create=create) as run:
+            self._claim(run)
+            with run.below(ARCHIVE, create=create) as folder:
                 yield folder
 
     def clear_up(self) -> None:

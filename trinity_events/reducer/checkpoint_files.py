@@ -59,8 +59,6 @@ class CheckpointFiles:
         self.folder = root / run_id
         self.lock = threading.Lock()
         """Held while folders are renamed."""
-        self._root = root
-        self._run_id = run_id
         self._claim = claim
         self._reported: set[str] = set()
 
@@ -70,9 +68,7 @@ class CheckpointFiles:
 
         Raises FileNotFoundError, UnsafePath if it is a link, and what ``claim`` raises.
         """
-        if create:
-            self._root.mkdir(parents=True, exist_ok=True)
-        with OpenFolder.at(self._root) as root, root.below(self._run_id, create=create) as run:
+        with OpenFolder.of_run(self.folder, create=create) as run:
             self._claim(run)
             yield run
 
@@ -117,7 +113,7 @@ class CheckpointFiles:
         final = final_name(promotion.step)
         there = run.stat(final) is not None
         # Promoted before: a late writer has made the staged folder again.
-        if there and (promotion.only_if_absent or _made_from(run, final) == promotion.staged):
+        if there and (promotion.only_if_absent or made_from(run, final) == promotion.staged):
             return
         with staging.below(name) as staged:
             if there and promotion.adds_to:
@@ -146,14 +142,14 @@ class CheckpointFiles:
                 run.write(iteration.name, step)
 
 
-def _made_from(run: OpenFolder, final: str) -> str | None:
-    """Return the staged folder that a checkpoint was made from; None if its mark is absent."""
+def made_from(folder: OpenFolder, name: str) -> str | None:
+    """Return the staged folder that a folder below was made from; None if it has no mark."""
     try:
-        with run.below(final) as target:
-            mark = target.read(MADE_FROM, _LONGEST_MARK)
-        return None if mark is None else mark.decode()
-    except (OSError, UnicodeDecodeError):
+        with folder.below(name) as made:
+            mark = made.read(MADE_FROM, _LONGEST_MARK)
+    except OSError:
         return None
+    return None if mark is None else mark.decode(errors="replace")
 
 
 def _link_missing(source: OpenFolder, target: OpenFolder) -> None:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from ..checkpoint_layout import STAGING, StagedFolder, staged_path_of
+from ..checkpoint_layout import StagedFolder, staged_path_of
 from ..core import MonitorState, plan_files
 from ..core.checkpoint_retention import is_of_this_line, removable_steps
 from ..log import EventLog
-from .checkpoint_trash import CheckpointTrash, epochs_made_in, origin_of
+from .checkpoint_trash import CheckpointTrash
 from .live_state import LiveState
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class CheckpointRetention:
         if not await anyio.to_thread.run_sync(self._trash.has, needed):
             return False
         made = await anyio.to_thread.run_sync(self._trash.made)
-        epochs = await anyio.to_thread.run_sync(epochs_made_in, self._trash.folder, made)
+        epochs = await anyio.to_thread.run_sync(self._trash.epochs, made)
         steps = removable_steps(state, epochs, self._keep)
         if steps:
             doomed = await self._log.mark_deleting(self._token, steps)
@@ -102,7 +102,7 @@ class CheckpointRetention:
 
     def _may_go(self, name: str, state: MonitorState) -> bool:
         """Return True unless the folder is a checkpoint of another line of the run's epochs."""
-        origin = origin_of(self._trash.folder / STAGING / name)
+        origin = self._trash.origin_of_staged(name)
         return origin is None or is_of_this_line(state, origin.epoch, origin.step)
 
     async def _remove(self, folders: dict[int, int]) -> None:

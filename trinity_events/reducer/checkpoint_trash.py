@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from ..checkpoint_layout import (
@@ -22,12 +21,18 @@ from ..checkpoint_layout import (
     trashed_name,
 )
 from ..open_folder import OpenFolder
-from .checkpoint_files import CheckpointFiles
+from .checkpoint_files import CheckpointFiles, made_from
 
-_LONGEST_MARK = 4096
-"""Bytes read of a :data:`MADE_FROM` file; it holds one path."""
 _OTHERS_STAY = 60.0
 """Seconds before a folder that another leader moved is removed; that leader may restore it."""
+
+
+class Origin(NamedTuple):
+    """Epoch and step that a folder was saved for."""
+
+    epoch: int | None
+    """None if the name of the staged folder has another form."""
+    step: int
 
 
 class CheckpointTrash:
@@ -42,7 +47,6 @@ class CheckpointTrash:
 
     def __init__(self, files: CheckpointFiles, token: int) -> None:
         self._files = files
-        self.folder = files.folder
         self._token = token
 
     def made(self) -> dict[int, int]:
@@ -55,6 +59,15 @@ class CheckpointTrash:
                     with run.below(name) as folder:
                         if folder.is_file(MADE_FROM):
                             found[step] = os.fstat(folder.descriptor).st_ino
+        return found
+
+    def epochs(self, steps: Iterable[int]) -> dict[int, int | None]:
+        """Return each step with the epoch that made its final folder; None if it is unknown."""
+        found: dict[int, int | None] = {}
+        with self._opened() as run:
+            for step in steps:
+                origin = _origin(run, final_name(step))
+                found[step] = None if origin is None else origin.epoch
         return found
 
     def has(self, names: Iterable[str]) -> bool:
@@ -91,6 +104,11 @@ class CheckpointTrash:
                 if staging and folder and staging.is_folder(name):
                     found.append(folder)
         return found
+
+    def origin_of_staged(self, name: str) -> Origin | None:
+        """Return what a staged folder was saved for; None if it never had a final name."""
+        with self._opened(STAGING) as staging:
+            return _origin(staging, name)
 
     def move_staged(self, name: str, grace: float) -> None:
         """Move a staged folder to the trash if nothing in it changed for ``grace`` seconds."""
@@ -153,33 +171,9 @@ def _changed_at(folder: OpenFolder) -> float:
     return newest
 
 
-class Origin(NamedTuple):
-    """Epoch and step that a folder was saved for."""
-
-    epoch: int | None
-    """None if the name of the staged folder has another form."""
-    step: int
-
-
-def epochs_made_in(folder: Path, steps: Iterable[int]) -> dict[int, int | None]:
-    """Return each step with the epoch that made its final folder; None for an unknown epoch."""
-    found: dict[int, int | None] = {}
-    for step in steps:
-        origin = origin_of(folder / final_name(step))
-        found[step] = None if origin is None else origin.epoch
-    return found
-
-
-def origin_of(folder: Path) -> Origin | None:
-    """Return what a folder was saved for; None for a folder that never had a final name."""
-    try:
-        mark = os.open(folder / MADE_FROM, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+def _origin(folder: OpenFolder | None, name: str) -> Origin | None:
+    mark = None if folder is None else made_from(folder, name)
+    if mark is None:
         return None
-    try:
-        staged = parse_made_from(os.read(mark, _LONGEST_MARK).decode(errors="replace"))
-    except OSError:
-        return None
-    finally:
-        os.close(mark)
+    staged = parse_made_from(mark)
     return Origin(staged.epoch, staged.step) if staged else Origin(None, 0)
