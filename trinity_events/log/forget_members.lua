@@ -1,12 +1,12 @@
 -- Removes idle members with nothing pending, but never the member that read last: it shows how
 -- long the group has been idle.
 -- KEYS: stream   ARGV: group, milliseconds
+--include helpers
 local members = redis.pcall('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])
 if members.err then return 0 end
 local idle, freshest = {}, nil
 for number, member in ipairs(members) do
-  local fields = {}
-  for i = 1, #member, 2 do fields[member[i]] = member[i + 1] end
+  local fields = named(member)
   idle[number] = fields
   if not freshest or fields['idle'] < freshest['idle'] then freshest = fields end
 end

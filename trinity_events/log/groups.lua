@@ -2,11 +2,7 @@
 -- milliseconds idle, members, 1 if every entry was delivered.
 -- KEYS: stream   ARGV: the member that a group is created with
 if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
-local function named(list)
-  local fields = {}
-  for i = 1, #list, 2 do fields[list[i]] = list[i + 1] end
-  return fields
-end
+--include helpers
 local found = {}
 for _, info in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   local group = named(info)

@@ -7,18 +7,7 @@ if KEYS[3] and redis.call('GET', KEYS[3]) ~= ARGV[3] then return -1 end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 local PAGE = 500
 local MOST_FIELDS = 200 -- our entries have one; a call takes some thousands of arguments
-local function named(list)
-  local fields = {}
-  for i = 1, #list, 2 do fields[list[i]] = list[i + 1] end
-  return fields
-end
-local function below(a, b) -- compares as text: Lua numbers have fewer digits than ids
-  local am, an = a:match('^(%d+)-(%d+)$')
-  local bm, bn = b:match('^(%d+)-(%d+)$')
-  if am == bm then am, bm = an, bn end
-  if #am ~= #bm then return #am < #bm end
-  return am < bm
-end
+--include helpers
 local limit = ARGV[1]
 local info = named(redis.call('XINFO', 'STREAM', KEYS[1]))
 if below(info['last-generated-id'], limit) or not below(ARGV[2], limit) then return 0 end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -10,10 +11,14 @@ from typing import Any
 import redis
 import redis.asyncio
 
+_INCLUDE = re.compile(r"^--include (\w+)\n", re.MULTILINE)
+"""Line of a script in whose place another script of the package is put."""
+
 
 @cache
 def _text(name: str, package: str) -> str:
-    return files(package).joinpath(f"{name}.lua").read_text()
+    text = files(package).joinpath(f"{name}.lua").read_text()
+    return _INCLUDE.sub(lambda found: _text(found[1], package), text)
 
 
 def lua_script(

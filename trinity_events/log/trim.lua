@@ -3,17 +3,10 @@
 -- KEYS: stream, fence   ARGV: limit (the first id to keep), token or ''
 if ARGV[2] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
-local function below(a, b) -- compares as text: Lua numbers have fewer digits than ids
-  local am, an = a:match('^(%d+)-(%d+)$')
-  local bm, bn = b:match('^(%d+)-(%d+)$')
-  if am == bm then am, bm = an, bn end
-  if #am ~= #bm then return #am < #bm end
-  return am < bm
-end
+--include helpers
 local limit = ARGV[1]
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-  local fields = {}
-  for i = 1, #group, 2 do fields[group[i]] = group[i + 1] end
+  local fields = named(group)
   local needed = fields['last-delivered-id']
   local pending = redis.call('XPENDING', KEYS[1], fields['name'])
   if pending[1] > 0 and below(pending[2], needed) then needed = pending[2] end
