@@ -6,50 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from .publish import PartWriter, PublishedPartReport
 from .slices import ShardOffset
 
+if TYPE_CHECKING:
+    from .synchronizer import Synchronizer
+
 logger = logging.getLogger(__name__)
-
-
-class PublishesParts(Protocol):
-    """The steps that a publication takes; :class:`~trinity_events.weights.Synchronizer` has them.
-
-    Each step is one method there.
-    """
-
-    def open_version(self, global_step: int, ranks: Iterable[int] = (0,)) -> None:
-        """Publish that these ranks will publish a version."""
-        ...
-
-    def part_writer(
-        self,
-        global_step: int,
-        rank: int,
-        *,
-        subset: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> PartWriter:
-        """Begin an attempt, and return the writer of its part."""
-        ...
-
-    def part_published(
-        self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
-    ) -> None:
-        """Publish that a part is whole."""
-        ...
-
-    def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
-        """Publish that a part failed."""
-        ...
-
-    def part_given_up(self, rank: int) -> None:
-        """Publish that the rank gave up its part."""
-        ...
 
 
 class Publication:
@@ -70,7 +37,7 @@ class Publication:
 
     def __init__(
         self,
-        synchronizer: PublishesParts,
+        synchronizer: Synchronizer,
         global_step: int,
         rank: int = 0,
         *,
