@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import time
 from types import ModuleType
 
@@ -89,8 +90,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name in given.names or BENCHMARKS:
         why = BENCHMARKS[name].missing() if hasattr(BENCHMARKS[name], "missing") else None
-        if why is not None and not given.names:
-            say(f"{name} was left out: {why}")
+        if why is not None:
+            left_out = f"{name} was left out: {why}"
+            if given.names:
+                sys.exit(left_out)
+            say(left_out)
             continue
         report = measure(name, given.size)
         show(report)

@@ -70,8 +70,6 @@ def missing() -> str | None:
 
 def run(on: Stage, size: Size, noise: Noise) -> Findings:
     """Measure each model through each transport."""
-    if (why := missing()) is not None:
-        raise SystemExit(f"weights_gpu was left out: {why}")
     rows: list[Row] = []
     with EmbeddedServer(on.folder, "weights", durable=False).attached() as url:
         for turn in size.turns:
@@ -91,7 +89,7 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 def measured(turn: Turn, url: str, noise: Noise) -> list[Row]:
     """Measure one model."""
-    os.environ |= {"NCCL_HOSTID": "trainer", "NCCL_SOCKET_IFNAME": "lo"}
+    _share_gpu("trainer")
     with process_of(get_context("spawn"), serve, turn.model, url) as other:
         trainer = _Trainer(turn.model, url, other)
         try:
@@ -207,9 +205,15 @@ def _explorer_gpu() -> int:
     return 1 if torch.cuda.device_count() > 1 else 0
 
 
+def _share_gpu(host: str) -> None:
+    """Name this process another host to NCCL, if both processes have one GPU."""
+    if _explorer_gpu() == 0:
+        os.environ |= {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def serve(requests: Connection, model: Model, url: str) -> None:
     """Run the explorer's process until the trainer closes the pipe."""
-    os.environ |= {"NCCL_HOSTID": "explorer", "NCCL_SOCKET_IFNAME": "lo"}
+    _share_gpu("explorer")
     torch.cuda.set_device(_explorer_gpu())
     module = torch.nn.ParameterDict({name: one.cuda() for name, one in model.parameters().items()})
     collective = CollectiveStore(open_client(url), RUN, "explorer-1")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.fake_devices import LateLane
+from tests.support.gpu import GPU
 from tests.support.tensors import bits, identical
 from tests.support.weight_versions import awkward
 from trinity_events.weights import PartRef, PartWriter, SharedMemoryStore, check_fit, install
@@ -12,13 +13,6 @@ from trinity_events.weights.devices.host_to_device import HostToDevice, copy_pai
 from trinity_events.weights.devices.staging_memory import StagingMemory
 from trinity_events.weights.pull import pull_version
 from trinity_events.weights.transports.shared_memory import available
-
-GPU = pytest.param(
-    "cuda",
-    marks=pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="this machine has no GPU, or torch is built without"
-    ),
-)
 
 
 @pytest.fixture(params=["host", "late", GPU])

@@ -12,8 +12,9 @@ import anyio.to_thread
 import pytest
 import torch
 
+from tests.support.gpu import needs_gpu
 from tests.support.rank_processes import Rank, RankProcesses
-from tests.support.tensors import identical
+from tests.support.tensors import assert_equal
 from tests.support.weight_versions import ready
 from trinity_events import Synchronizer
 from trinity_workers.collectives import PeerFailed, raise_together
@@ -22,12 +23,7 @@ from trinity_workers.helpers import fsdp_upload_state_dict
 from trinity_workers.helpers.snapshot import SnapshotUploads
 from trinity_workers.learning.policy import load_policy
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="this machine has no GPU, or torch is built without"
-    ),
-]
+pytestmark = [pytest.mark.timeout(300), needs_gpu]
 
 WORLD = 2
 logger = logging.getLogger(__name__)
@@ -112,12 +108,6 @@ def upload(rank: Rank, step: int, how: str) -> dict[str, torch.Tensor]:
         fsdp_upload_state_dict(engine, synchronizer, step, logger, sharded=how == "shards")
     synchronizer.flush()
     return before
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(wanted)
-    for name, tensor in wanted.items():
-        assert identical(found[name], tensor), name
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
