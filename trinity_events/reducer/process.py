@@ -17,6 +17,7 @@ import redis.asyncio
 
 from ..archive.ownership import FolderOwner, log_identity
 from ..archive.segments import Archive
+from ..error_text import first_error
 from ..errors import FolderTaken, LogExhausted, TrinityError
 from ..log import ORIGIN, RedisEventLog, Stream
 from ..log.error_replies import reply_text
@@ -69,11 +70,13 @@ async def reduce_run(
                 return
             logger.warning("lost the lead of run %s", run_id)
         except* ABSENCE as errors:
-            logger.warning("run %s waits for the server: %s", run_id, reply_text(_leaf(errors)))
+            logger.warning(
+                "run %s waits for the server: %s", run_id, reply_text(first_error(errors))
+            )
         except* LogExhausted as errors:
-            logger.warning("run %s is about to be repaired: %s", run_id, _leaf(errors))
+            logger.warning("run %s is about to be repaired: %s", run_id, first_error(errors))
         except* TrinityError as errors:
-            logger.error("run %s cannot be folded: %s", run_id, _leaf(errors))
+            logger.error("run %s cannot be folded: %s", run_id, first_error(errors))
             await anyio.sleep(LONG_BREAK)
         except* Exception:
             logger.exception("run %s cannot be folded", run_id)
@@ -195,7 +198,3 @@ def tune_process() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):  # some systems allow fewer than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _leaf(error: BaseException) -> BaseException:
-    return _leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

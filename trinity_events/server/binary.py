@@ -19,7 +19,6 @@ BINARY_VARIABLE = "TRINITY_SERVER_BINARY"
 
 _SAYS_WITHIN = 30.0
 """Seconds that a binary may take to print its version."""
-"""Seconds that a binary may take to print its version."""
 
 
 class ServerBinary(NamedTuple):

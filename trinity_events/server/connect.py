@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 OLDEST_SERVER = (7, 0)
 """Oldest version of a server that is accepted."""
-"""Oldest version of a server that is accepted."""
 _PATIENCE = 2.0
 """Seconds for which a client waits for a server that is starting."""
 _LONGEST_PAUSE = 0.5
