@@ -1,14 +1,12 @@
 """Error replies of a server that is there: told as they are, with the way out."""
 
-import socket
 import sys
-import threading
-from contextlib import contextmanager
 
 import pytest
 
 from tests.support.event_histories import committed
 from tests.support.redis_servers import servers
+from tests.support.scripted_server import scripted_server
 from trinity_events.errors import DeadlineExceeded, PublishError, ServerRefuses
 from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run
 from trinity_events.log.error_replies import reply_text
@@ -52,26 +50,6 @@ async def test_what_a_server_refuses_is_told_with_its_code_and_the_way_out(serve
             publisher.log.close()
 
 
-@contextmanager
-def answering(reply):
-    """A server that answers every command with the same error."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    while data := connection.recv(4096):
-                        count = sum(1 for line in data.split(b"\r\n") if line.startswith(b"*"))
-                        connection.sendall(f"-{reply}\r\n".encode() * count)
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
-
-
 @pytest.mark.parametrize(
     ("reply", "truth"),
     [
@@ -88,7 +66,7 @@ def answering(reply):
 )
 async def test_a_server_that_refuses_every_command_is_there(monkeypatch, reply, truth):
     monkeypatch.setattr(sys.modules["trinity_events.server.connect"], "_PATIENCE", 0.1)
-    with answering(reply) as url:
+    with scripted_server(lambda _: f"-{reply}\r\n".encode()) as url:
         with pytest.raises(ServerRefuses, match=f"refuses to work \\({truth}"):
             connect_sync(url).__enter__()
         with pytest.raises(ServerRefuses, match=truth):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.redis_servers import Server, within
+from tests.support.scripted_server import scripted_server
 from trinity_events.errors import InvalidUrl, ServerTooOld, ServerUnreachable
 from trinity_events.server import (
     EmbeddedServer,
@@ -315,24 +315,10 @@ async def test_an_unreachable_server_is_one_sentence_without_the_password(impati
 @pytest.fixture
 def old_server():
     """Answers INFO as Redis 6.2 does; nothing else is asked of a server that is too old."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    while data := connection.recv(4096):
-                        text = b"redis_version:6.2.14\r\n"
-                        info = b"$%d\r\n%s\r\n" % (len(text), text)
-                        for command in data.split(b"*")[1:]:
-                            connection.sendall(info if b"INFO\r\n" in command else b"+OK\r\n")
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+    text = b"redis_version:6.2.14\r\n"
+    info = b"$%d\r\n%s\r\n" % (len(text), text)
+    with scripted_server(lambda command: info if b"INFO\r\n" in command else b"+OK\r\n") as url:
+        yield url
 
 
 async def test_a_server_that_is_too_old_is_one_sentence(old_server):
