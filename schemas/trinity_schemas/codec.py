@@ -11,6 +11,7 @@ from .events import EVENT_TYPES, event_tag
 from .experiences import ExperienceGroup
 from .identity import Producer, RunId
 from .manifest import WeightManifest
+from .rollouts import Experience, RolloutRequest
 
 MAX_EVENT_BYTES = 4 << 20
 """Bytes of an envelope or an experience group; larger ones are refused."""
@@ -55,6 +56,8 @@ _tags = msgspec.msgpack.Decoder(_Tagged)
 _senders = msgspec.msgpack.Decoder(Sender)
 _manifests = msgspec.msgpack.Decoder(WeightManifest)
 _experiences = msgspec.msgpack.Decoder(ExperienceGroup)
+_requests = msgspec.msgpack.Decoder(RolloutRequest)
+_samples = msgspec.msgpack.Decoder(Experience)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoders raise for bytes that they cannot decode."""
 T = TypeVar("T")
@@ -116,6 +119,16 @@ def decode_manifest(payload: bytes) -> WeightManifest:
 def decode_experiences(payload: bytes) -> ExperienceGroup:
     """Decode one experience group. Raises :class:`ContractError`."""
     return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience group")
+
+
+def decode_request(payload: bytes) -> RolloutRequest:
+    """Decode one rollout request. Raises :class:`ContractError`."""
+    return _decode(_requests, payload, MAX_EVENT_BYTES, "a rollout request")
+
+
+def decode_experience(payload: bytes) -> Experience:
+    """Decode one sample of a group. Raises :class:`ContractError`."""
+    return _decode(_samples, payload, MAX_EVENT_BYTES, "an experience")
 
 
 def to_json(message: msgspec.Struct) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from .identity import (
     TrainerStatus,
     Transport,
 )
+from .rollouts import Attempts, Ordinal, OrdinalRanges, TrainedLedger
 
 
 def _kebab(name: str) -> str:
@@ -70,6 +71,9 @@ class RunResumed(_Event, frozen=True):
     """A trainer opened a new epoch of the run and resumes from ``step``."""
 
     step: Step
+    checkpoint: Annotated[
+        StepRef | None, Meta(description="Checkpoint that it loads, by the epoch that wrote it.")
+    ] = None
     config: Annotated[
         Text | None, Meta(description="Configuration as JSON, without paths and secrets.")
     ] = None
@@ -387,6 +391,82 @@ class SyncRequested(_Event, frozen=True):
     ] = None
 
 
+# --- rollouts --------------------------------------------------------------------------------
+
+
+class ReissuedRollout(Struct, frozen=True, kw_only=True):
+    """Ordinal that is asked for again, with the reason why its earlier attempt counts no more."""
+
+    ordinal: Ordinal
+    attempt: Attempts
+    reason: Annotated[Slug, Meta(description="Reason, such as deadline, failed or stale.")]
+
+
+class RolloutsDispatched(_Event, frozen=True):
+    """The trainer asked explorers for the samples of prompts, for the first time or again."""
+
+    ordinals: Annotated[
+        OrdinalRanges, Meta(description="Ordinals that are asked for the first time.")
+    ] = ()
+    reissued: Annotated[
+        tuple[ReissuedRollout, ...], Meta(description="Ordinals that are asked for again.")
+    ] = ()
+    oldest: Annotated[
+        StepRef | None, Meta(description="Oldest weight version that may serve them.")
+    ] = None
+    fingerprint: Annotated[Digest | None, Meta(description="Fingerprint of the task set.")] = None
+
+
+class StepTrained(_Event, frozen=True):
+    """The trainer took an optimizer step; it tells the fates of ordinals."""
+
+    step: Step
+    trained: Annotated[OrdinalRanges, Meta(description="Ordinals whose groups were trained.")] = ()
+    dropped: Annotated[
+        dict[str, OrdinalRanges],
+        Meta(description="Ordinals that were given up since the step before, by reason."),
+    ] = {}
+    staleness: Annotated[
+        dict[int, Count], Meta(description="Staleness in steps to the number of samples.")
+    ] = {}
+    metrics: Annotated[dict[str, float], Meta(description="Metrics of the training step.")] = {}
+
+
+class LedgerRestored(_Event, frozen=True):
+    """The trainer resumes with the ledger of its checkpoint; ordinals without a fate are open."""
+
+    ledger: TrainedLedger
+    digest: Annotated[Digest, Meta(description="Digest of the encoded ledger.")]
+
+
+# --- waits -------------------------------------------------------------------------------------
+
+
+class WaitStarted(_Event, frozen=True):
+    """The sender has waited for longer than a threshold, and still waits."""
+
+    wait_id: Annotated[Slug, Meta(description="Name of the wait, never used again.")]
+    what: Annotated[Text, Meta(description="Object of the wait, in words.")]
+    waits_for: Annotated[
+        tuple[Name, ...],
+        Meta(max_length=16_384, description="Processes that it waits for, as role-rank."),
+    ] = ()
+    seconds: Annotated[Seconds, Meta(description="Seconds that it has waited so far.")] = 0.0
+    deadline: Annotated[
+        Seconds | None, Meta(description="Seconds after which it gives up, from the beginning.")
+    ] = None
+
+
+class WaitEnded(_Event, frozen=True):
+    """A wait that was told has ended."""
+
+    wait_id: Annotated[Slug, Meta(description="Name of the wait.")]
+    outcome: Annotated[
+        Literal["over", "deadline", "cancelled"], Meta(description="How the wait ended.")
+    ]
+    seconds: Annotated[Seconds, Meta(description="Seconds that it lasted.")] = 0.0
+
+
 # --- time: the leading reducer appends these events, so that the fold needs no clock --------
 
 
@@ -454,6 +534,11 @@ Event = (
     | TrainerStatusChanged
     | ExplorerStatusChanged
     | SyncRequested
+    | RolloutsDispatched
+    | StepTrained
+    | LedgerRestored
+    | WaitStarted
+    | WaitEnded
     | LeaseExpired
     | DeadlineReached
     | ConsumerDetached
@@ -487,6 +572,11 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     TrainerStatusChanged: "trainer",
     ExplorerStatusChanged: "explorer",
     SyncRequested: "explorer",
+    RolloutsDispatched: "trainer",
+    StepTrained: "trainer",
+    LedgerRestored: "trainer",
+    WaitStarted: "worker",
+    WaitEnded: "worker",
     LeaseExpired: "reducer",
     DeadlineReached: "reducer",
     ConsumerDetached: "reducer",

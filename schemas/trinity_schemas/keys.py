@@ -27,6 +27,7 @@ class RunKeys(NamedTuple):
     doomed: str
     identity: str
     folder: str
+    rollouts: str
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:

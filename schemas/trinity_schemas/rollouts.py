@@ -1,0 +1,139 @@
+"""Rollout requests and experiences, which travel beside the log on streams of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from .identity import Digest, Epoch, Name, RunId, Seconds, Step, StepRef
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+Ordinal = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=2**53,
+        description="Place of a prompt in the task set's order, counted on through its passes.",
+    ),
+]
+OrdinalRange = Annotated[
+    tuple[Ordinal, Ordinal], Meta(description="First and last of consecutive ordinals.")
+]
+OrdinalRanges = Annotated[
+    tuple[OrdinalRange, ...], Meta(max_length=65_536, description="Ordinals, as ranges.")
+]
+Attempts = Annotated[int, Meta(ge=1, le=2**31, description="Number of the attempt, from 1.")]
+Samples = Annotated[int, Meta(ge=1, le=2**20, description="Samples of a group.")]
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """Settings with which a rollout engine samples tokens."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, le=2**31, description="Tokens of one turn at most.")]
+    temperature: Annotated[float, Meta(ge=0, description="Temperature; 0 is greedy.")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus; 1 samples the policy.")] = 1.0
+    top_k: Annotated[int, Meta(ge=0, description="Most likely tokens; 0 samples the policy.")] = 0
+    seed: Annotated[int, Meta(ge=0, le=2**62, description="The run's seed.")] = 0
+
+
+class RolloutRequest(Struct, frozen=True, kw_only=True):
+    """Request of the trainer for one group: all samples of one prompt.
+
+    (epoch, ordinal, attempt) identifies it. The prompt is not part of it: trainer and explorers
+    hold the same task set, and ``fingerprint`` proves it.
+    """
+
+    run_id: RunId
+    epoch: Epoch
+    ordinal: Ordinal
+    attempt: Attempts
+    samples: Samples
+    sampling: Sampling
+    oldest: Annotated[StepRef, Meta(description="Oldest weight version that may serve it.")]
+    exact: Annotated[
+        bool, Meta(description="True if no other version than `oldest` may serve it.")
+    ] = False
+    fingerprint: Annotated[Digest, Meta(description="Fingerprint of the task set.")]
+    deadline: Annotated[
+        Seconds, Meta(description="Seconds after which the request is issued again.")
+    ]
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """Part of an episode: consecutive tokens that one side wrote."""
+
+    role: Annotated[
+        Literal["prompt", "policy", "environment"],
+        Meta(description="Writer of the tokens; only those of the policy are trained on."),
+    ]
+    tokens: Annotated[list[TokenId], Meta(description="Token ids, without padding.")]
+    logprobs: Annotated[
+        list[float],
+        Meta(description="Natural log-probability of each token that the policy sampled."),
+    ] = []
+    versions: Annotated[
+        list[tuple[StepRef, int]],
+        Meta(description="Weight versions that sampled the tokens, each with its number of tokens"),
+    ] = []
+
+
+class Experience(Struct, frozen=True, kw_only=True):
+    """One sample of a group: an episode, its reward, and the version of each sampled token.
+
+    An episode begins with a turn of the prompt, and has at least one turn of the policy. Turns of
+    the environment (results of tools) have no log-probabilities.
+    """
+
+    run_id: RunId
+    epoch: Epoch
+    ordinal: Ordinal
+    attempt: Attempts
+    sample: Annotated[int, Meta(ge=0, description="Index of the sample in its group.")]
+    samples: Samples
+    explorer: Annotated[Name, Meta(description="Name of the explorer that made it.")]
+    turns: Annotated[list[Turn], Meta(min_length=2, description="Turns of the episode, in order.")]
+    reward: Annotated[float, Meta(description="Reward to learn from.")]
+    reward_parts: Annotated[
+        dict[str, float], Meta(description="Named parts of the reward, and scores to show.")
+    ] = {}
+    finished: Annotated[
+        bool, Meta(description="False if the last turn met its limit of tokens.")
+    ] = True
+
+    def __post_init__(self) -> None:
+        if self.sample >= self.samples:
+            raise ValueError(f"sample {self.sample} is not one of {self.samples}")
+        if self.turns[0].role != "prompt" or not self.turns[0].tokens:
+            raise ValueError("the first turn must be a prompt of at least one token")
+        if not any(turn.role == "policy" for turn in self.turns):
+            raise ValueError("at least one turn must be the policy's")
+        for turn in self.turns:
+            turn_tokens = len(turn.tokens) if turn.role == "policy" else 0
+            if len(turn.logprobs) != turn_tokens:
+                raise ValueError("every token of the policy, and no other, needs a log-probability")
+            if sum(count for _, count in turn.versions) != turn_tokens:
+                raise ValueError("every token of the policy, and no other, needs a version")
+
+    @property
+    def oldest_version(self) -> StepRef:
+        """Return the oldest weight version that sampled one of its tokens."""
+        return min(version for turn in self.turns for version, _ in turn.versions)
+
+
+class TrainedLedger(Struct, frozen=True, kw_only=True):
+    """Fates of ordinals in a lineage, as a checkpoint holds them at its step.
+
+    Every ordinal below ``mark`` has a fate. From ``mark`` on, those in ``settled`` have one. The
+    next ordinal to dispatch is ``next``.
+    """
+
+    step: Step
+    mark: Ordinal
+    next: Ordinal
+    settled: OrdinalRanges = ()
+    trained: Annotated[int, Meta(ge=0, description="Ordinals that were trained.")] = 0
+    dropped: Annotated[
+        dict[str, int], Meta(description="Ordinals that were dropped, by reason.")
+    ] = {}
+    fingerprint: Annotated[Digest, Meta(description="Fingerprint of the task set.")]
