@@ -39,7 +39,6 @@ def collector(number):
     gc.collect()
 
 def wait():
-    print("dropped", flush=True)
     sys.stdin.read()
 """
 
@@ -78,7 +77,7 @@ def ended(code):
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
 @pytest.mark.parametrize("drop", ["finalizer", "weak_reference", "collector"])
 def test_a_command_ends_even_if_the_interpreter_drops_its_exit(drop, number, status):
-    assert ended(COMMAND.format(drop=drop, number=number)) == (status, "dropped\n", "")
+    assert ended(COMMAND.format(drop=drop, number=number)) == (status, "", "")
 
 
 def test_an_exit_that_unwinds_is_not_interrupted_by_more_signals():
@@ -96,7 +95,7 @@ finally:
     time.sleep(0.2)  # longer than a dropped exit takes to be asked for again
     print("cleaned", flush=True)
 """
-    ) == (143, "dropped\ncleaned\n", "")
+    ) == (143, "cleaned\n", "")
 
 
 def test_a_signal_after_an_exit_that_was_suppressed_exits():
@@ -128,12 +127,14 @@ finally:
 
 def test_a_block_ends_even_if_the_interpreter_drops_its_exit():
     code = BLOCK.format(block="finalizer(signal.SIGTERM); wait()", after="")
-    assert ended(code) == (143, "dropped\nleft True SIG_DFL\n", "")
+    assert ended(code) == (143, "left True SIG_DFL\n", "")
 
 
-def test_a_signal_whose_exit_a_block_dropped_last_ends_the_process_after_it():
+def test_a_signal_whose_exit_a_block_dropped_last_ends_the_process():
     code = BLOCK.format(block="finalizer(signal.SIGTERM)", after="wait()")
-    assert ended(code) == (-signal.SIGTERM, "left True SIG_DFL\ndropped\n", "")
+    status, _, errors = ended(code)
+    # It is sent again in the block or after it, as fast as the machine is.
+    assert (status, errors) in {(143, ""), (-signal.SIGTERM, "")}
 
 
 def test_a_second_signal_to_a_block_kills_the_process():
