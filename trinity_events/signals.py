@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,35 @@ def exiting_on_signals() -> Iterator[None]:
         yield
     finally:
         exits.restore()
+
+
+@asynccontextmanager
+async def cancelled_by_signals(
+    on_signal: Callable[[int], None] = lambda _: None,
+) -> AsyncIterator[None]:
+    """Cancel the block on SIGINT, or on another signal that asks the process to end.
+
+    Further signals do not interrupt its cleanup. Afterwards the handlers are as before.
+    """
+    import anyio  # loaded here, since commands handle signals before they load anything large
+
+    asked = (signal.SIGINT, *ending_signals())
+    handlers = {one: signal.getsignal(one) for one in asked}
+    try:
+        with anyio.open_signal_receiver(*asked) as signals:
+            async with anyio.create_task_group() as tasks:
+
+                async def listen() -> None:
+                    async for number in signals:
+                        on_signal(number)
+                        tasks.cancel_scope.cancel()
+
+                tasks.start_soon(listen)
+                yield
+                tasks.cancel_scope.cancel()
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
 
 
 class _SignalExit(SystemExit):
