@@ -157,3 +157,30 @@ Failing()
     )
     assert (status, said) == (0, "")
     assert "ValueError: of a finalizer" in errors
+
+
+def test_signals_cancel_a_block_whose_cleanup_they_do_not_interrupt():
+    assert ended(
+        """
+import anyio
+from trinity_events.signals import cancelled_by_signals, exit_on_signals
+exit_on_signals()
+handler = signal.getsignal(signal.SIGTERM)
+
+async def main():
+    received = []
+    async with cancelled_by_signals(received.append):
+        try:
+            hit(signal.SIGTERM)
+            await anyio.sleep_forever()
+        finally:
+            hit(signal.SIGTERM)
+            hit(signal.SIGINT)
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.1)
+            print("cleaned", received[0], signal.getsignal(signal.SIGTERM) is handler)
+    print("left", signal.getsignal(signal.SIGTERM) == handler)
+
+anyio.run(main)
+"""
+    ) == (0, "cleaned 15 False\nleft True\n", "")
