@@ -141,9 +141,10 @@ async def test_what_is_terminated_leaves_nothing_behind(finished_run, run_id, tm
     try:
         await until(lambda: list(room.glob("**/.*.part")))
         process.terminate()
-        assert process.wait(10) == 143
+        assert process.wait(60) == 143
     finally:
         process.kill()
+        process.wait()
     assert list(room.iterdir()) == []
 
 

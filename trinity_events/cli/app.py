@@ -13,6 +13,7 @@ import redis
 import typer
 from redis.exceptions import RedisClusterException
 
+from ..error_text import leaf_errors
 from ..errors import TrinityError
 from ..log.error_replies import is_reply, reply_text
 from ..server import permission_error
@@ -80,7 +81,7 @@ def run() -> None:
 
 def _in_a_sentence(error: Exception) -> str | None:
     """Return the message of an error; None for a defect of the program."""
-    for one in _causes(error):
+    for one in leaf_errors(error):
         cause = permission_error(one) or one
         if isinstance(cause, TrinityError):
             return f"error: {cause}"
@@ -92,10 +93,3 @@ def _in_a_sentence(error: Exception) -> str | None:
             where = f"{cause.filename}: " if cause.filename else ""
             return f"error: {where}{cause.strerror}"
     return None
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return the error, or the leaves of its group."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in _causes(one)]
-    return [error]
