@@ -40,3 +40,11 @@ LONGEST_REFUSAL = 500
 """Characters kept of the reason of a refusal."""
 MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""
+KEPT_EXCEPTIONS = 16_384
+"""Ranges of ordinals above the ledger's mark that have a fate."""
+KEPT_DROP_REASONS = 64
+"""Reasons for dropped ordinals that are counted by name; later ones are counted together."""
+KEPT_WAITS = 256
+"""Open waits that are known; the oldest one is dropped first."""
+LONGEST_WAIT_NAMES = 64
+"""Processes kept for one open wait."""
