@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -21,7 +23,7 @@ FEW = st.sets(st.integers(0, 40))
 def test_ranges_hold_the_ordinals_that_they_were_made_of(some):
     found = ranges(sorted(some, reverse=True))
     assert list(ordinals(found)) == sorted(some)
-    assert all(last + 1 < after for (_, last), (after, _) in zip(found, found[1:], strict=False))
+    assert all(last + 1 < after for (_, last), (after, _) in pairwise(found))
     assert count(found) == len(some)
 
 

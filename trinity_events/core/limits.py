@@ -40,7 +40,7 @@ LONGEST_REFUSAL = 500
 """Characters kept of the reason of a refusal."""
 MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""
-KEPT_EXCEPTIONS = 16_384
+KEPT_EXCEPTIONS = 65_536
 """Ranges of ordinals above the ledger's mark that have a fate."""
 KEPT_DROP_REASONS = 64
 """Reasons for dropped ordinals that are counted by name; later ones are counted together."""

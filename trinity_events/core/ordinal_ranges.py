@@ -55,13 +55,14 @@ def difference(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
     taken = intersection(some, others)
     at = 0
     for first, last in some:
+        start = first
         while at < len(taken) and taken[at][0] <= last:
-            if first < taken[at][0]:
-                found.append((first, taken[at][0] - 1))
-            first = taken[at][1] + 1
+            if start < taken[at][0]:
+                found.append((start, taken[at][0] - 1))
+            start = taken[at][1] + 1
             at += 1
-        if first <= last:
-            found.append((first, last))
+        if start <= last:
+            found.append((start, last))
     return found
 
 
