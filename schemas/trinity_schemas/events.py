@@ -89,6 +89,12 @@ class RunResumed(_Event, frozen=True):
         ChosenTransport | None, Meta(description="Transport of the weights, and the reason.")
     ] = None
 
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None and self.checkpoint.step != self.step:
+            raise ValueError(
+                f"the run resumes step {self.step} from a checkpoint of {self.checkpoint.step}"
+            )
+
 
 class RunClosed(_Event, frozen=True):
     """The run's current epoch ended; ``error`` is the cause of a failure."""

@@ -39,7 +39,7 @@ class Contradictions(NamedTuple):
     settled: list[Range]
     """Ordinals that have a fate already."""
     undispatched: list[Range]
-    """Ordinals that were never dispatched."""
+    """Ordinals that were not dispatched."""
 
     def __bool__(self) -> bool:
         return bool(self.settled or self.undispatched)
@@ -139,6 +139,24 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
             )
         self.next = last + 1
 
+    def note_dispatched(self, given: Sequence[Range]) -> Contradictions:
+        """Open ordinals that the log says were dispatched, those that have no fate.
+
+        Args:
+            given: Ordinals, as ascending and disjoint ranges; open ones may be among them.
+
+        Returns:
+            The ordinals that have a fate, and those that were skipped, which are open now too.
+        """
+        if not given:
+            return Contradictions([], [])
+        settled = self.contradictions(given).settled
+        skipped: list[Range] = []
+        if given[-1][1] >= self.next:
+            skipped = difference([(self.next, given[-1][1])], given)
+            self.next = given[-1][1] + 1
+        return Contradictions(settled, skipped)
+
     def train(self, ordinals: Iterable[int]) -> None:
         """Give open ordinals the fate of being trained.
 
@@ -158,7 +176,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
     def _settle_open(self, reason: str | None, given: list[int]) -> None:
         fate = "trained" if reason is None else f"dropped ({reason})"
         found = ranges(given)
-        contradictions = self._contradictions(found)
+        contradictions = self.contradictions(found)
         if contradictions.undispatched:
             raise LedgerError(
                 f"ordinals that were never dispatched cannot be {fate}: "
@@ -181,7 +199,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         Raises:
             LedgerError: The ledger would hold too many exceptions; it is unchanged.
         """
-        contradictions = self._contradictions(given)
+        contradictions = self.contradictions(given)
         fated = list(given)
         if contradictions:
             fated = difference(fated, union(*contradictions))
@@ -194,7 +212,7 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
             self.dropped[reason] = self.dropped.get(reason, 0) + count(fated)
         return contradictions
 
-    def _contradictions(self, given: Sequence[Range]) -> Contradictions:
+    def contradictions(self, given: Sequence[Range]) -> Contradictions:
         """Return the ordinals of ascending ranges that are not open."""
         if not given or (given[0][0] >= self.mark and given[-1][1] < self.next):
             return Contradictions(intersection(given, self.settled), [])

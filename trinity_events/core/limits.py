@@ -46,5 +46,7 @@ KEPT_DROP_REASONS = 64
 """Reasons for dropped ordinals that are counted by name; later ones are counted together."""
 KEPT_WAITS = 256
 """Open waits that are known; the oldest one is dropped first."""
-LONGEST_WAIT_NAMES = 64
-"""Processes kept for one open wait."""
+KEPT_WAIT_NAMES = 16
+"""Processes kept by name for one open wait; all are counted."""
+LONGEST_WAIT = 500
+"""Characters kept of the object of a wait."""
