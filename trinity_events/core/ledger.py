@@ -100,6 +100,10 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
             fingerprint=self.fingerprint,
         )
 
+    def settled_ranges(self) -> list[Range]:
+        """Return the ordinals that have a fate, as ranges."""
+        return union([(0, self.mark - 1)] if self.mark else [], self.settled)
+
     @property
     def settled_count(self) -> int:
         """Return the number of ordinals that have a fate."""
@@ -216,10 +220,9 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         """Return the ordinals of ascending ranges that are not open."""
         if not given or (given[0][0] >= self.mark and given[-1][1] < self.next):
             return Contradictions(intersection(given, self.settled), [])
-        below = [(0, self.mark - 1)] if self.mark else []
         dispatched = [(0, self.next - 1)] if self.next else []
         return Contradictions(
-            settled=intersection(given, union(below, self.settled)),
+            settled=intersection(given, self.settled_ranges()),
             undispatched=difference(given, dispatched),
         )
 
