@@ -291,7 +291,9 @@ class _Bookkeeper:
                     asked = union(asked, fact.ordinals)
                 elif isinstance(fact, StepTrained):
                     steps += 1
-        self.books.recomputed = {reason: number for reason, number in recomputed.items() if number}
+        self.books.recomputed = {
+            why: number for why, number in sorted(recomputed.items()) if number
+        }
         self.books.discarded_steps = steps - self.books.steps
 
     def _close(self) -> None:

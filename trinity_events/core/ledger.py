@@ -114,6 +114,13 @@ class Ledger(Struct, kw_only=True, omit_defaults=True):
         """Return the number of ordinals that were dispatched and have no fate."""
         return self.next - self.settled_count
 
+    @property
+    def in_words(self) -> str:
+        """Return the sums in words."""
+        reasons = ", ".join(f"{reason} {number}" for reason, number in self.dropped.items())
+        dropped = f"{sum(self.dropped.values())} dropped" + (f" ({reasons})" if reasons else "")
+        return f"{self.trained} trained, {dropped}, {self.open_count} open"
+
     def is_open(self, ordinal: int) -> bool:
         """Return True if an ordinal was dispatched and has no fate."""
         if not self.mark <= ordinal < self.next:

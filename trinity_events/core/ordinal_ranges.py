@@ -71,3 +71,10 @@ def words_of_ranges(ranges: Sequence[Range], most: int = 16) -> str:
     named = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges[:most]]
     more = count(ranges[most:])
     return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def compact_ranges(ranges: Sequence[Range], most: int = 8) -> str:
+    """Return ranges as one word, as ``3,5-9``, with at most ``most`` of them named."""
+    named = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:most]]
+    more = count(ranges[most:])
+    return ",".join([*named, f"+{more}"] if more else named)

@@ -10,6 +10,8 @@ from .fold_state import FoldState, describe_producer, keep_last
 from .limits import KEPT_WAIT_NAMES, KEPT_WAITS, LONGEST_WAIT
 from .state import MonitorState, OpenWait
 
+_TOLD = 16
+"""Waits that are told in words; the others are counted."""
 _OVERDUE = 60_000
 """Milliseconds after its deadline from which a wait is shown no more: its process is dead."""
 
@@ -53,16 +55,18 @@ def open_waits(state: MonitorState, now: int) -> list[OpenWait]:
 
 
 def chains_of_waits(state: MonitorState, now: int) -> list[str]:
-    """Return one sentence for each open wait, each followed by those of the named processes.
+    """Return one sentence for each open wait, followed by those of the processes it names.
 
-    A process that another one waits for is told behind that one, indented.
+    The latter are indented. Waits beyond the first few are counted.
     """
     waits = open_waits(state, now)
     named = {name for one in waits for name in one.waits_for if name != one.by}
     told: set[int] = set()
     # Roots first; a circle of waits has none, and is told from its oldest wait.
     ordered = sorted(waits, key=lambda one: one.by in named)
-    return [line for one in ordered for line in _chain(one, waits, now, told, 0)]
+    lines = [line for one in ordered for line in _chain(one, waits, now, told, 0)]
+    more = [f"{len(lines) - _TOLD} more waits are open."] if len(lines) > _TOLD else []
+    return [*lines[:_TOLD], *more]
 
 
 def _chain(
