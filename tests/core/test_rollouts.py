@@ -7,7 +7,9 @@ import pytest
 
 from tests.support.event_histories import History
 from trinity_events.core import decode_state, encode_state
+from trinity_events.core import ledger as ledger_module
 from trinity_events.core.ledger import Ledger
+from trinity_events.core.summary import Summarizer
 from trinity_schemas import (
     LedgerRestored,
     ReissuedRollout,
@@ -154,3 +156,19 @@ def test_a_ledger_is_restored_once_and_before_anything_is_dispatched():
     state = history.fold()[0].state
     assert state.anomaly_counts == {"unsound-ledger": 1}
     assert state.ledger.open_count == 4
+
+
+def test_the_summary_counts_every_trained_step_also_without_a_commit():
+    summarizer = Summarizer("history")
+    for _, envelope in trained_through_step_2().entries:
+        summarizer.add(envelope, 8)
+    assert summarizer.summary().steps == 2
+
+
+def test_a_ledger_of_too_many_exceptions_is_an_anomaly_and_stays_as_it_was(monkeypatch):
+    monkeypatch.setattr(ledger_module, "KEPT_EXCEPTIONS", 1)
+    history = trained_through_step_2()
+    history.add(StepTrained(step=3, trained=((19, 19),)))
+    state = history.fold()[0].state
+    assert state.anomaly_counts.keys() == {"ledger-full"}
+    assert 19 in state.ledger.open_ordinals()
