@@ -34,7 +34,7 @@ from trinity_schemas import (
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
-    *("export", "import", "verify", "trainer", "explorer", "convert"),
+    *("audit", "export", "import", "verify", "trainer", "explorer", "convert"),
 )
 
 

@@ -30,12 +30,13 @@ from trinity_schemas import (
     SaveStarted,
     StepCommitted,
     VersionOpened,
+    WaitStarted,
     to_json,
 )
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202eevil\x08\x7f"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-READING = ("status", "explain", "tail", "replay", "verify", "runs", "export")
+READING = ("status", "explain", "tail", "replay", "verify", "runs", "export", "audit")
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ async def hostile_run(client, redis_url, run_id, tmp_path):
             finished(3, path=EVIL, name=f"{EVIL}\nforged line"),
             started(3, "c", name=f"{EVIL}\nforged line"),
             committed(3, "state_dict", registration(expected=2, name="3")),
+            WaitStarted(wait_id="w", what=f"{EVIL}\nforged line", waits_for=(EVIL,)),
             ConsumerDetached(group=EVIL, stream="events", position="0-0", idle=1.0),
         ):
             await trainer.publish(event)

@@ -24,7 +24,7 @@ from trinity_events.log import (
     require_run,
     watch_runs,
 )
-from trinity_schemas import RunOpened, RunResumed, decode_envelope, grant_key
+from trinity_schemas import RunOpened, RunResumed, StepRef, decode_envelope, grant_key
 
 
 async def test_each_opening_of_a_run_takes_the_next_epoch(client, run_id):
@@ -32,10 +32,12 @@ async def test_each_opening_of_a_run_takes_the_next_epoch(client, run_id):
         for _ in range(10):
             tasks.start_soon(open_run, client, run_id)
     assert await open_run(client, run_id, resume_from=7) == 11
+    assert await open_run(client, run_id, resume_from=StepRef(11, 8)) == 12
     envelopes = [decode_envelope(e.payload) for e in await RedisEventLog(client, run_id).read()]
-    assert [one.epoch for one in envelopes] == list(range(1, 12))
+    assert [one.epoch for one in envelopes] == list(range(1, 13))
     assert envelopes[0].event == RunOpened()
-    assert envelopes[-1].event == RunResumed(step=7)
+    assert envelopes[-2].event == RunResumed(step=7)
+    assert envelopes[-1].event == RunResumed(step=8, checkpoint=StepRef(11, 8))
 
 
 async def test_what_cannot_be_published_is_an_error_that_names_the_event(run_id):

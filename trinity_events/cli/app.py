@@ -18,6 +18,7 @@ from ..errors import TrinityError
 from ..log.error_replies import is_reply, reply_text
 from ..server import permission_error
 from ..views.terminal import LogFormatter, say, tell
+from .audit import audit
 from .explain import explain
 from .export import export, import_
 from .reducer import reducer
@@ -50,7 +51,7 @@ def build() -> typer.Typer:
     )
     for plugin in metadata.entry_points(group=PLUGINS):
         app.command(plugin.name)(plugin.load())
-    listing = (serve, reducer, runs, status, explain, tail, replay, export, import_, verify)
+    listing = (serve, reducer, runs, status, explain, tail, replay, audit, export, import_, verify)
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
     return app
