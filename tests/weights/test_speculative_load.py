@@ -301,7 +301,7 @@ def test_an_adapter_makes_no_model_whole_that_was_filled_before(prefetching_ends
     assert has(module, [*changed()[:1], *SOME[1:]])
     explorer.load(module, announced(3, SOME))
     opened, stop = VersionOpened(step=4, ranks=(0,), transport="shm"), Event()
-    writer = trainer.part_writer(4, 0, subset=True)
+    writer = trainer.publication(4, subset=True).begin()
     for name, tensor in changed()[:2]:
         writer.add(name, tensor)  # where a full version would be
     assert explorer.prefetch(trainer.epoch, opened, stop, 0.2, module) == "late"
@@ -327,14 +327,15 @@ async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
         tasks.start_soon(along.follow)
         with anyio.fail_after(20):
             with along.filling(module):
-                while not follower_of(explorer._stores.opened["shm"]):
+                while not follower_of(explorer._session.stores.opened["shm"]):
                     trainer.open_version(2)  # until it listens, it does not hear of it
-                    writer = write(trainer.part_writer(2, 0), changed())
+                    part = trainer.publication(2)
+                    write(part.begin(), changed())
                     await anyio.sleep(0.1)
                 while not has(module, changed()[:-1]):
                     await anyio.sleep(0.01)
                 assert not has(module, changed())
-                trainer.part_published(2, 0, writer.seal(), 0.0)
+                part.publish()
                 trainer.commit(2)
                 event = await ready(log, 2)
             async with along.put_aside():

@@ -134,7 +134,7 @@ async def test_retired_versions_are_freed_and_the_newest_two_stay(
             isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
         ):
             await anyio.sleep(0.01)
-    trainer.part_writer(6, 0)  # whoever publishes next frees first
+    trainer.publication(6).begin()  # whoever publishes next frees first
     keys = weights_client.keys(f"trinity-weights:{{{explorer.run_id}.*")
     steps = {key.decode().split("}")[0].split(".")[-2] for key in keys}
     assert steps == {"4", "5"}
@@ -304,7 +304,7 @@ async def test_a_version_that_the_log_does_not_take_is_taken_back(
     def refuses(*_):
         raise BufferFull("no room")
 
-    monkeypatch.setattr(trainer, "part_published", refuses)
+    monkeypatch.setattr(trainer._publisher, "part_published", refuses)
     with pytest.raises(BufferFull):
         trainer.publish([("a", torch.ones(100))], 1)
     assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
@@ -316,7 +316,7 @@ async def test_what_was_sent_is_taken_back_although_the_failure_cannot_be_told(
     def refuses(*_):
         raise BufferFull("no room")
 
-    monkeypatch.setattr(trainer, "part_failed", refuses)
+    monkeypatch.setattr(trainer._publisher, "part_failed", refuses)
     with pytest.raises(TypeError, match="complex64"):
         trainer.publish([("a", torch.ones(100)), ("b", torch.ones(1, dtype=torch.complex64))], 1)
     assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
@@ -336,7 +336,7 @@ async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, w
         trainer.commit(step)
         await ready(log, step)
     for rank in (0, 1):
-        trainer.part_writer(6, rank).discard()
+        trainer.publication(6, rank).begin().discard()
         kept = [
             step
             for step in range(1, 6)

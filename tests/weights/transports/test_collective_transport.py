@@ -355,7 +355,7 @@ def test_what_nobody_has_read_yet_stays_until_the_next_version_is_whole(opened):
     trainer, explorer = opened("trainer"), opened("explorer")
     trainer.setup_weight_sync_group(1, 10)
     unread = sent(trainer, 1, SOME)
-    writer = trainer.part_writer(2, 0)
+    writer = trainer.publication(2).begin()
     writer.add("a", torch.rand(3_000_000))
     writer.discard()
     with explorer.pull(unread) as version:
@@ -595,4 +595,4 @@ def test_strangers_do_not_get_in(opened):
 def test_only_rank_0_sends(opened):
     trainer = opened("trainer")
     with pytest.raises(ValueError, match="only rank 0 is in the collective group"):
-        trainer.part_writer(1, 1)
+        trainer.publication(1, 1).begin()

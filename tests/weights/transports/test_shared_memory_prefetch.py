@@ -197,13 +197,16 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
     async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
         tasks.start_soon(along.follow)
         with anyio.fail_after(20):
-            while not explorer._stores.opened:  # until it listens, what is begun is not heard of
+            while (
+                not explorer._session.stores.opened
+            ):  # until it listens, what is begun is not heard of
                 trainer.open_version(1)
                 await anyio.sleep(0.1)
-            writer = write(trainer.part_writer(1, 0))
-            while follower_of(explorer._stores.opened["shm"]) < CHUNKS:
+            part = trainer.publication(1)
+            write(part.begin())
+            while follower_of(explorer._session.stores.opened["shm"]) < CHUNKS:
                 await anyio.sleep(0.01)
-            trainer.part_published(1, 0, writer.seal(), 0.0)
+            part.publish()
             trainer.commit(1)
             event = await ready(log, 1)
             async with along.put_aside():

@@ -1007,7 +1007,7 @@ async def test_versions_in_shared_memory_are_freed_once_retired(trainer, explore
             isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
         ):
             await anyio.sleep(0.01)
-    trainer.part_writer(6, 0)  # whoever publishes next frees first
+    trainer.publication(6).begin()  # whoever publishes next frees first
     steps = {path.name.split("~")[2] for path in users_folder().glob(f"*/{run_id}~*")}
     assert steps == {"4", "5"}
     trainer.close()

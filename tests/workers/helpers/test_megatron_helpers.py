@@ -43,6 +43,8 @@ from trinity_schemas import (  # noqa: E402
 from trinity_workers.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
+    PublishFull,
+    PublishShards,
     megatron_save_state_dict,
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
@@ -128,7 +130,8 @@ async def said_of(log, kind: type, step: int):
 
 def upload(rank, where, step, kind=Synchronizer, sharded=False):
     made = synchronizer(rank, where, kind)
-    megatron_upload_state_dict(rank.held.engine, made, step, logger, sharded=sharded)
+    strategy = PublishShards() if sharded else PublishFull()
+    megatron_upload_state_dict(rank.held.engine, made, step, logger, strategy=strategy)
 
 
 @pytest.mark.parametrize(
