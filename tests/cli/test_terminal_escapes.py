@@ -7,7 +7,6 @@ import logging
 import os
 import pty
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import trinity_events
 import trinity_workers
 from tests.support.event_histories import committed, finished, registration, slot, started
 from tests.support.pipeline import announced, reducer_task
+from tests.support.waits import child
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.log.envelopes import EnvelopeFactory
 from trinity_events.views import terminal
@@ -109,7 +109,7 @@ async def test_json_stays_json(cli, hostile_run, redis_url, tmp_path, command):
 @pytest.mark.parametrize("command", ["status", "tail", "replay", "verify"])
 async def test_nor_does_any_where_there_is_a_terminal(hostile_run, redis_url, command):
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-m", "trinity_events", command, hostile_run],
         stdout=theirs,
         stderr=theirs,

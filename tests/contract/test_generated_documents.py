@@ -24,6 +24,7 @@ from tests.support.event_histories import (
     registration,
     slot,
 )
+from tests.support.waits import PATIENCE
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
@@ -367,7 +368,7 @@ def check(root, package):
         env={**os.environ, "PYTHONPATH": str(package.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 

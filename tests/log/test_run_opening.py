@@ -7,6 +7,7 @@ import pytest
 import redis.asyncio
 
 from tests.support.event_histories import committed, registration
+from tests.support.waits import PATIENCE
 from trinity_events.errors import KeyConflict, PublishError, RunNotFound
 from trinity_events.log import (
     ORIGIN,
@@ -60,7 +61,7 @@ async def test_runs_are_listed_once_and_found_by_name(client, run_id):
 
 
 async def test_new_runs_are_waited_for_not_polled_for(client, run_id):
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
             found = []
 

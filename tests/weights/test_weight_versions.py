@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.support.pipeline import announced, reducer_task
 from tests.support.tensors import identical
+from tests.support.waits import PATIENCE
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.errors import (
@@ -129,7 +130,7 @@ async def test_retired_versions_are_freed_and_the_newest_two_stay(
     for step in range(6):
         publish(trainer, {"a": torch.full((100,), float(step))}, step)
         await ready(log, step)
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         while not any(
             isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
         ):

@@ -11,6 +11,7 @@ from tests.support.published_parts import announcement
 from tests.support.shards import verified
 from tests.support.tensors import identical
 from tests.support.transport_processes import Where
+from tests.support.waits import PATIENCE
 from tests.support.weight_versions import ready
 from trinity_events.errors import VersionUnavailable
 from trinity_events.weights import (
@@ -258,13 +259,13 @@ def test_a_delta_that_is_read_along_is_what_was_published(run_id, checked):
     try:
         tensors = changed(tensors, 1)
         event = published(ranks, tensors, 1)
-        thread.join(30)
+        thread.join(PATIENCE)
         apply(stores, run_id, model, event, have)
         assert ended == ["sealed"]
         assert_has(model, tensors)
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(PATIENCE)
         for store in stores:
             store.close()
 

@@ -22,7 +22,7 @@ from trinity_workers.engines import FSDPEngine
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
 from trinity_workers.learning.policy import load_policy
 
-pytestmark = [pytest.mark.timeout(300), needs_gpu]
+pytestmark = needs_gpu
 
 WORLD = 2
 logger = logging.getLogger(__name__)

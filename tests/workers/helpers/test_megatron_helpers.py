@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.failing_synchronizers import FailingSynchronizer  # noqa: E402
-from tests.support.pipeline import PATIENCE, announced, reducer_task, until  # noqa: E402
+from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
@@ -49,8 +50,6 @@ from trinity_workers.helpers import (  # noqa: E402
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
 )
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)
@@ -397,7 +396,7 @@ async def test_a_rank_killed_in_a_collective_fails_the_others_and_the_log_says_t
     ranks = await anyio.to_thread.run_sync(mortal_ranks, "qwen3", 2, layout)
     async with reducer_task(where.redis_url, where.run_id):
         call = (upload, where, 3) if what == "upload" else (save_state, where, tmp_path / "a", 3)
-        with anyio.fail_after(40):
+        with anyio.fail_after(PATIENCE):
             answers = await on(ranks, die_or, dies, at_collective, *call)
         assert isinstance(answers[dies], ProcessLookupError)
         assert isinstance(answers[1 - dies], CollectiveBroken)
