@@ -22,19 +22,26 @@ from .tensors import DTYPES
 _NOWHERE = PartBytes([])
 
 
-class PlannedSlice(NamedTuple):
-    """Slice that a part holds of a tensor, and that a tensor of the model needs."""
+class SharedSlice(NamedTuple):
+    """Slices of one tensor: those of the part and of the model, and what both have in common."""
 
-    entry: TensorEntry
-    """Entry of the tensor, or shard, in the part's manifest."""
-    target: torch.Tensor
-    """Tensor of the model."""
     held: TensorSlice
     """Slice that the part holds."""
     box: TensorSlice
     """Slice that the model's tensor holds."""
     inner: TensorSlice
     """Slice that both have in common, which is copied."""
+
+
+class PlannedSlice(NamedTuple):
+    """Copy of a tensor, or of what a part holds of it, into a tensor of the model."""
+
+    entry: TensorEntry
+    """Entry of the tensor, or shard, in the part's manifest."""
+    target: torch.Tensor
+    """Tensor of the model."""
+    shared: SharedSlice | None = None
+    """What is copied; None for a whole tensor, of which there may be very many."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,24 +50,42 @@ class PlannedSlice(NamedTuple):
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield the contiguous runs: offset in the part, offset in the tensor, and bytes."""
-        offset = self.entry.offset
-        for source, at, nbytes in contiguous_runs(
-            self.held, self.box, self.inner, self.dtype.itemsize
-        ):
+        offset, itemsize = self.entry.offset, self.dtype.itemsize
+        if self.shared is None:
+            if self.target.numel():
+                yield offset, 0, self.target.numel() * itemsize
+            return
+        for source, at, nbytes in contiguous_runs(*self.shared, itemsize):
             yield offset + source, at, nbytes
 
     def run(self) -> tuple[int, int, int] | None:
         """Return the only run, as of :meth:`runs`; None if there are several, or no bytes."""
         first = next(self.runs(), None)
-        whole = self.dtype.itemsize * self.inner.volume
-        return first if first is not None and first[2] == whole else None
+        if first is None or self.shared is None:
+            return first
+        return first if first[2] == self.dtype.itemsize * self.shared.inner.volume else None
+
+
+class PartPlan(NamedTuple):
+    """Copies from one part. Whole tensors are in two lists: a part may have very many."""
+
+    entries: list[TensorEntry]
+    """Entries of the tensors that the part holds whole, and that are copied whole."""
+    targets: list[torch.Tensor]
+    """Tensor of the model for each of these entries."""
+    slices: list[PlannedSlice]
+    """Copies of slices, and of the shards of other ranks' tensors."""
+
+    def in_order(self) -> list[PlannedSlice]:
+        """Return all copies, in the order of the part's bytes."""
+        whole = map(PlannedSlice, self.entries, self.targets)
+        return sorted([*whole, *self.slices], key=lambda one: one.entry.offset)
 
 
 class CopyPlan(NamedTuple):
     """Copies of all parts of a version into the tensors of a model."""
 
-    parts: list[list[PlannedSlice]]
-    """Slices that each part brings, in the order of the part's bytes."""
+    parts: list[PartPlan]
     twice: list[list[str]]
     """Groups of names that are one tensor in the model, and whose bytes must be equal."""
 
@@ -83,24 +108,33 @@ def plan_copies(
     Raises IncompatibleWeights when names, shapes or dtypes do not fit, and when shards overlap or
     leave a hole. It names the first.
     """
+    parts = [PartPlan([], [], []) for _ in manifests]
+    whole: set[str] = set()
     pieces: dict[str, list[tuple[int, Piece]]] = {}
     for number, manifest in enumerate(manifests):
+        entries, filled, _ = parts[number]
         for entry in manifest.tensors:
-            pieces.setdefault(entry.name, []).append((number, Piece(entry, _NOWHERE)))
+            name = entry.name
+            if wanted is None and entry.begins is None and name not in whole:
+                whole.add(name)
+                entries.append(entry)
+                filled.append(compatible_target(targets, name, entry.dtype, entry.shape, cast=cast))
+            else:
+                pieces.setdefault(name, []).append((number, Piece(entry, _NOWHERE)))
+    for name in pieces.keys() & whole:
+        raise IncompatibleWeights(f"{name!r} comes twice in the version, whole once at least")
     for name in wanted or ():
         if name not in pieces:
             raise IncompatibleWeights(f"the version has no {name!r}, which is wanted")
-    names: Collection[str] = pieces.keys() if wanted is None else wanted.keys()
-    parts: list[list[PlannedSlice]] = [[] for _ in manifests]
-    for name in names:
+    for name in pieces if wanted is None else wanted:
         box = None if wanted is None else wanted[name]
         for number, planned in _planned(targets, name, pieces[name], box, cast=cast):
-            parts[number].append(planned)
+            parts[number].slices.append(planned)
+    names: Collection[str] = whole | pieces.keys() if wanted is None else wanted.keys()
     subset = any(manifest.subset for manifest in manifests)
     if wanted is None and not subset and len(names) < len(targets):
         check_covered(targets, names)
-    in_order = [sorted(slices, key=lambda one: one.entry.offset) for slices in parts]
-    return CopyPlan(in_order, brought_twice(targets, names))
+    return CopyPlan(parts, brought_twice(targets, names))
 
 
 def _planned(
@@ -115,10 +149,7 @@ def _planned(
     shards = [piece for _, piece in pieces]
     box = selected_slice(name, shards, wanted)
     target = compatible_target(targets, name, shards[0].entry.dtype, box.shape, cast=cast)
-    if len(shards) == 1 and shards[0].entry.begins is None:  # one piece is the whole tensor
-        [(number, piece)] = pieces
-        yield number, PlannedSlice(piece.entry, target, piece.box, box, box)
-        return
     numbers = {id(piece): number for number, piece in pieces}
     for inner, piece in shares(name, shards, box):
-        yield numbers[id(piece)], PlannedSlice(piece.entry, target, piece.box, box, inner)
+        shared = SharedSlice(piece.box, box, inner)
+        yield numbers[id(piece)], PlannedSlice(piece.entry, target, shared)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .copy_plan import CopyPlan, PlannedSlice
+from .copy_plan import CopyPlan, PartPlan
 from .tensors import as_buffer, as_bytes, copy_bytes, flat_bytes, is_plain, is_row_major
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -122,7 +122,7 @@ def about_to_change(module: torch.nn.Module) -> None:
 def copy_targets(plan: CopyPlan) -> dict[str, CopyTarget]:
     """Return a destination for each tensor of a plan, by name; it serves one version."""
     found: dict[str, CopyTarget] = {}
-    for one in chain.from_iterable(plan.parts):
+    for one in chain.from_iterable(part.in_order() for part in plan.parts):
         name = one.entry.name
         if name not in found:
             found[name] = CopyTarget(one.target, one.dtype)
@@ -130,19 +130,19 @@ def copy_targets(plan: CopyPlan) -> dict[str, CopyTarget]:
 
 
 def by_chunk(
-    sizes: Sequence[int], slices: Sequence[PlannedSlice], targets: Mapping[str, CopyTarget]
+    sizes: Sequence[int], plan: PartPlan, targets: Mapping[str, CopyTarget]
 ) -> Iterator[tuple[int, list[ByteRange]]]:
     """Yield the number of each chunk that is needed, with the byte ranges to copy from it.
 
     Args:
         sizes: Sizes of the chunks of a part, in bytes.
-        slices: Slices that the part brings, in the order of its bytes.
+        plan: Copies from the part.
         targets: Destination of each tensor, by name.
     """
     index, begin = -1, 0
     end = 0
     found: list[ByteRange] = []
-    for one in slices:
+    for one in plan.in_order():
         target = targets[one.entry.name]
         for run in one.runs():
             first, at, left = run

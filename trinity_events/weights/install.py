@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from trinity_schemas import TensorEntry
+
 from ..errors import IncompatibleWeights
 from .compatibility import targets_of, tied
 from .copy_plan import PlannedSlice, plan_copies
@@ -16,7 +18,7 @@ from .devices.host_to_device import copy_pairs
 from .part_bytes import PartBytes
 from .pulled_version import Piece, PulledVersion, selected_slice, shares
 from .slices import Shape
-from .tensors import as_bytes, copy_bytes, digest, is_plain
+from .tensors import DTYPES, as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
 
 _LARGE = 64 << 10
@@ -68,9 +70,11 @@ def _check_fit(
     manifests = [manifest for manifest, _ in version.parts]
     plan = plan_copies(targets, manifests, version.wanted, cast=cast)
     fit = Fit([], [], [], [], [])
-    for slices, (_, buffer), base in zip(plan.parts, version.parts, version.bases, strict=True):
-        for planned in slices:
-            if not _fit_plain(fit, planned, buffer):
+    for part, (_, buffer), base in zip(plan.parts, version.parts, version.bases, strict=True):
+        copied = zip(part.entries, part.targets, strict=True)
+        slices = [PlannedSlice(*one) for one in copied if not _fit_whole(fit, *one, buffer)]
+        for planned in chain(slices, part.slices):
+            if not _fit_run(fit, planned, buffer):
                 _fit_view(fit, planned, Piece(planned.entry, buffer, base))
     for one, *others in plan.twice:
         content = _content(version, one)
@@ -83,11 +87,21 @@ def _check_fit(
     return fit
 
 
-def _fit_plain(fit: Fit, planned: PlannedSlice, buffer: PartBytes) -> bool:
-    """Add a copy of bytes by address; return False if the slice needs torch."""
-    target = planned.target
-    run = planned.run() if planned.entry.encoding == "dense" and buffer.on_host else None
-    if run is None or target.dtype != planned.dtype or not _is_written_by_address(target):
+def _fit_whole(fit: Fit, entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
+    """Add a copy of a whole tensor by address; return False if it needs more."""
+    if not _is_by_address(entry, target, buffer):
+        return False
+    nbytes = target.nbytes
+    fit.copies.append((target.data_ptr(), buffer.address(entry.offset, nbytes), nbytes))
+    fit.changed.append(target)
+    return True
+
+
+def _fit_run(fit: Fit, planned: PlannedSlice, buffer: PartBytes) -> bool:
+    """Add a copy of a contiguous run by address; return False if the slice needs torch."""
+    entry, target, _ = planned
+    run = planned.run() if _is_by_address(entry, target, buffer) else None
+    if run is None:
         return False
     source, at, nbytes = run
     fit.copies.append((target.data_ptr() + at, buffer.address(source, nbytes), nbytes))
@@ -95,32 +109,45 @@ def _fit_plain(fit: Fit, planned: PlannedSlice, buffer: PartBytes) -> bool:
     return True
 
 
+def _is_by_address(entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
+    """Return True if the elements are copied as bytes, between addresses of the host."""
+    return (
+        entry.encoding == "dense"
+        and buffer.on_host
+        and target.dtype == DTYPES[entry.dtype]
+        and is_plain(target)
+        and not target.is_inference()
+    )
+
+
 def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
     """Add a copy between views, or the delta of a view."""
-    _, target, held, box, inner = planned
-    view = target.detach()[inner.inside(box)]
+    target, shared = planned.target, planned.shared
+    view = target.detach()
+    if shared is not None:
+        view = view[shared.inner.inside(shared.box)]
     alike, dense = target.dtype == planned.dtype, piece.entry.encoding == "dense"
     if not alike and not dense and piece.base is None:
         raise ModelDiffers(
             f"{piece.entry.name!r} is {target.dtype} in the model: no delta can be applied to it"
         )
-    if dense or not alike or inner != held:
-        fit.pairs.append((view, piece.tensor()[inner.inside(held)]))
+    if shared is not None and shared.inner != shared.held:
+        fit.pairs.append((view, piece.tensor()[shared.inner.inside(shared.held)]))
+        return
+    if dense or not alike:
+        fit.pairs.append((view, piece.tensor()))
         return
     source, delta = checked(view, piece)
-    if source is not None and _is_written_by_address(view) and is_plain(source):
+    if source is None:
+        pass
+    elif is_plain(view) and is_plain(source) and not view.is_inference():
         fit.copies.append((view.data_ptr(), source.data_ptr(), view.nbytes))
         fit.changed.append(view)
         fit.held.append(source)
-    elif source is not None:
+    else:
         fit.pairs.append((view, source))
     if delta:
         fit.deltas.append((view, delta))
-
-
-def _is_written_by_address(target: torch.Tensor) -> bool:
-    """Return True if bytes are copied to the tensor's address, and autograd can be told so."""
-    return is_plain(target) and not target.is_inference()
 
 
 def install(fit: Fit) -> None:

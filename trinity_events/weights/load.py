@@ -17,7 +17,7 @@ from trinity_schemas import StepReady, WeightManifest
 
 from ..errors import CorruptVersion
 from .compatibility import is_cast, targets_of
-from .copy_plan import PlannedSlice, plan_copies
+from .copy_plan import PartPlan, plan_copies
 from .copy_target import ByteRange, CopyTarget, about_to_change, by_chunk, copy_targets
 from .devices.host_to_device import settle
 from .open_part import OpenPart, open_part
@@ -102,16 +102,16 @@ def load_version(
         destinations = copy_targets(plan)
         with torn.until_whole(module, names):
             about_to_change(module)
-            for part, slices in zip(parts, plan.parts, strict=True):
-                _fill(part, slices, destinations)
+            for part, copies in zip(parts, plan.parts, strict=True):
+                _fill(part, copies, destinations)
             check_installed(module, manifests, wanted, cast=cast)
     return manifests
 
 
-def _fill(part: OpenPart, slices: list[PlannedSlice], targets: dict[str, CopyTarget]) -> None:
+def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> None:
     """Copy one part into the model."""
     sizes = part.sizes
-    coming = by_chunk(sizes, slices, targets)
+    coming = by_chunk(sizes, plan, targets)
     if isinstance(part.source, ZeroCopySource):
         _receive(part, part.source, coming)
         return

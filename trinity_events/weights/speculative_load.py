@@ -164,10 +164,10 @@ class SpeculativeLoad:
             manifests = self._layout.manifests
             plan = plan_copies(self._targets, manifests, None)
             targets = copy_targets(plan)
-            for manifest, slices in zip(manifests, plan.parts, strict=True):
+            for manifest, copies in zip(manifests, plan.parts, strict=True):
                 self._plans[manifest.rank] = {
                     index: [_Copy(address(run.memory), run.begin, run.nbytes) for run in runs]
-                    for index, runs in by_chunk(_sizes(manifest), slices, targets)
+                    for index, runs in by_chunk(_sizes(manifest), copies, targets)
                 }
         return self._plans[rank]
 
