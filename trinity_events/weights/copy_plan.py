@@ -41,7 +41,7 @@ class PlannedSlice(NamedTuple):
     target: torch.Tensor
     """Tensor of the model."""
     shared: SharedSlice | None = None
-    """What is copied; None for a whole tensor, of which there may be very many."""
+    """Slices that are copied; None for a whole tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
