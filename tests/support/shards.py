@@ -3,9 +3,8 @@
 import torch
 
 from tests.support.published_parts import announcement
-from trinity_events.weights import PartWriter, load, pull
+from trinity_events.weights import PartWriter, open_part
 from trinity_events.weights.slices import ShardOffset
-from trinity_events.weights.tensors import Digesting
 from trinity_events.weights.transports.cuda import source
 from trinity_events.weights.transports.redis import values
 
@@ -15,20 +14,18 @@ CHUNK = 64
 def verified(monkeypatch) -> list[int]:
     """Sizes of what pulls verify from now on: what lies there, or as it comes from the server."""
     sizes = []
-    digest, received = pull.digest, values.ReceivedChunk
+    digest, received = open_part.digest, values.ReceivedChunk
 
-    class Seen(Digesting):
-        def digest(self):
-            sizes.append(CHUNK)
-            return super().digest()
+    def digested(*pieces):
+        sizes.append(sum(map(len, pieces)))
+        return digest(*pieces)
 
-    def noted(number, into, length, digested):
+    def noted(number, into, length, found):
         sizes.append(length)
-        return received(number, into, length, digested)
+        return received(number, into, length, found)
 
-    monkeypatch.setattr(pull, "digest", lambda data: sizes.append(len(data)) or digest(data))
+    monkeypatch.setattr(open_part, "digest", digested)
     monkeypatch.setattr(values, "ReceivedChunk", noted)
-    monkeypatch.setattr(load, "Digesting", Seen)
     digests = source.digests_of
     monkeypatch.setattr(
         source, "digests_of", lambda chunks: sizes.extend(map(len, chunks)) or digests(chunks)

@@ -147,7 +147,7 @@ def tied(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[st
 
 def brought_twice(targets: Mapping[str, torch.Tensor], names: Collection[str]) -> list[list[str]]:
     """Group the names that are one tensor in the model, such as tied embeddings."""
-    if len({targets[name].data_ptr() for name in names}) == len(names):
+    if len(set(map(torch.Tensor.data_ptr, map(targets.__getitem__, names)))) == len(names):
         return []
     found: dict[object, list[str]] = {}
     for name in names:

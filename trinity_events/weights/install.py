@@ -11,12 +11,13 @@ import torch
 from trinity_schemas import TensorEntry
 
 from ..errors import IncompatibleWeights
-from .compatibility import brought_twice, check_covered, compatible_target, targets_of, tied
+from .compatibility import targets_of, tied
+from .copy_plan import PlannedSlice, plan_copies
 from .deltas.apply import ModelDiffers, checked, overlay
 from .devices.host_to_device import copy_pairs
-from .part_bytes import PartBytes, as_tensor
+from .part_bytes import PartBytes
 from .pulled_version import Piece, PulledVersion, selected_slice, shares
-from .slices import Shape, TensorSlice
+from .slices import Shape
 from .tensors import DTYPES, as_bytes, copy_bytes, digest, is_plain
 from .threads import in_threads
 
@@ -31,24 +32,14 @@ class Fit(NamedTuple):
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
     """Target (or view of one) and source of each copy that needs torch."""
-    plain: list[torch.Tensor]
-    """Targets (or views) that are contiguous, as their sources are."""
     copies: list[tuple[int, int, int]]
     """Target address, source address and size in bytes of each plain copy."""
+    changed: list[torch.Tensor]
+    """Targets of plain copies, of which autograd is told."""
     held: list[torch.Tensor]
     """Sources of plain copies that are not the version's own memory, kept alive here."""
     deltas: list[tuple[torch.Tensor, memoryview]]
     """Target (or view) and delta, applied once everything is copied."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Add a copy into a target or a view of one."""
-        together = is_plain(target) and is_plain(source) and not target.is_inference()
-        if together and target.dtype == source.dtype:
-            self.plain.append(target)
-            self.copies.append((target.data_ptr(), source.data_ptr(), target.nbytes))
-            self.held.append(source)
-        else:
-            self.pairs.append((target, source))
 
 
 def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = False) -> Fit:
@@ -76,28 +67,16 @@ def check_fit(module: torch.nn.Module, version: PulledVersion, *, cast: bool = F
 def _check_fit(
     targets: dict[str, torch.Tensor], version: PulledVersion, *, cast: bool = False
 ) -> Fit:
-    fit, names = Fit([], [], [], [], []), set[str]()
-    pieces: dict[str, list[Piece]] = {}
-    if version.wanted is None:
-        for (manifest, buffer), base in zip(version.parts, version.bases, strict=True):
-            for entry in manifest.tensors:
-                if entry.begins is None and entry.encoding == "dense" and entry.name not in names:
-                    names.add(entry.name)
-                    _fit_whole(fit, targets, entry, buffer, cast=cast)
-                else:
-                    pieces.setdefault(entry.name, []).append(Piece(entry, buffer, base))
-    else:
-        pieces = version.by_name()
-    for name in pieces:
-        if name in names:
-            raise IncompatibleWeights(f"{name!r} comes twice in the version, whole each time")
-        box = None if version.wanted is None else version.wanted[name]
-        _fit_pieces(fit, targets, name, pieces[name], box, cast=cast)
-    names.update(pieces)
-    subset = any(manifest.subset for manifest, _ in version.parts)
-    if version.wanted is None and not subset and len(names) < len(targets):
-        check_covered(targets, names)
-    for one, *others in brought_twice(targets, names):
+    manifests = [manifest for manifest, _ in version.parts]
+    plan = plan_copies(targets, manifests, version.wanted, cast=cast)
+    fit = Fit([], [], [], [], [])
+    for part, (_, buffer), base in zip(plan.parts, version.parts, version.bases, strict=True):
+        copied = zip(part.entries, part.targets, strict=True)
+        slices = [PlannedSlice(*one) for one in copied if not _fit_whole(fit, *one, buffer)]
+        for planned in chain(slices, part.slices):
+            if not _fit_run(fit, planned, buffer):
+                _fit_view(fit, planned, Piece(planned.entry, buffer, base))
+    for one, *others in plan.twice:
         content = _content(version, one)
         for other in others:
             if _content(version, other) != content:
@@ -106,6 +85,69 @@ def _check_fit(
                     "is the model tied, and the one that was trained is not?"
                 )
     return fit
+
+
+def _fit_whole(fit: Fit, entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
+    """Add a copy of a whole tensor by address; return False if it needs more."""
+    if not _is_by_address(entry, target, buffer):
+        return False
+    nbytes = target.nbytes
+    fit.copies.append((target.data_ptr(), buffer.address(entry.offset, nbytes), nbytes))
+    fit.changed.append(target)
+    return True
+
+
+def _fit_run(fit: Fit, planned: PlannedSlice, buffer: PartBytes) -> bool:
+    """Add a copy of a contiguous run by address; return False if the slice needs torch."""
+    entry, target, _ = planned
+    run = planned.run() if _is_by_address(entry, target, buffer) else None
+    if run is None:
+        return False
+    source, at, nbytes = run
+    fit.copies.append((target.data_ptr() + at, buffer.address(source, nbytes), nbytes))
+    fit.changed.append(target)
+    return True
+
+
+def _is_by_address(entry: TensorEntry, target: torch.Tensor, buffer: PartBytes) -> bool:
+    """Return True if the elements are copied as bytes, between addresses of the host."""
+    return (
+        entry.encoding == "dense"
+        and buffer.on_host
+        and target.dtype == DTYPES[entry.dtype]
+        and is_plain(target)
+        and not target.is_inference()
+    )
+
+
+def _fit_view(fit: Fit, planned: PlannedSlice, piece: Piece) -> None:
+    """Add a copy between views, or the delta of a view."""
+    target, shared = planned.target, planned.shared
+    view = target.detach()
+    if shared is not None:
+        view = view[shared.inner.inside(shared.box)]
+    alike, dense = target.dtype == planned.dtype, piece.entry.encoding == "dense"
+    if not alike and not dense and piece.base is None:
+        raise ModelDiffers(
+            f"{piece.entry.name!r} is {target.dtype} in the model: no delta can be applied to it"
+        )
+    if shared is not None and shared.inner != shared.held:
+        fit.pairs.append((view, piece.tensor()[shared.inner.inside(shared.held)]))
+        return
+    if dense or not alike:
+        fit.pairs.append((view, piece.tensor()))
+        return
+    source, delta = checked(view, piece)
+    if source is None:
+        pass
+    elif is_plain(view) and is_plain(source) and not view.is_inference():
+        fit.copies.append((view.data_ptr(), source.data_ptr(), view.nbytes))
+        fit.changed.append(view)
+        fit.held.append(source)
+    else:
+        fit.pairs.append((view, source))
+    if delta:
+        fit.deltas.append((view, delta))
 
 
 def install(fit: Fit) -> None:
@@ -121,8 +163,8 @@ def install(fit: Fit) -> None:
         else:
             large += _pieces(to, source, nbytes)
     in_threads(_copy_some, large, sum(nbytes for _, _, nbytes in large))
-    if fit.plain:  # so that autograd knows
-        torch.autograd.graph.increment_version(fit.plain)
+    if fit.changed:
+        torch.autograd.graph.increment_version(fit.changed)
     with torch.no_grad():
         copy_pairs(fit.pairs)
         for target, delta in fit.deltas:
@@ -201,45 +243,3 @@ def _pieces(target: int, source: int, nbytes: int) -> list[tuple[int, int, int]]
 def _copy_some(pieces: Sequence[tuple[int, int, int]]) -> None:
     for piece in pieces:
         copy_bytes(*piece)
-
-
-def _fit_whole(
-    fit: Fit, targets: dict[str, torch.Tensor], entry: TensorEntry, buffer: PartBytes, *, cast: bool
-) -> None:
-    target = compatible_target(targets, entry.name, entry.dtype, entry.shape, cast=cast)
-    alike = target.dtype == DTYPES[entry.dtype]
-    if alike and buffer.on_host and is_plain(target) and not target.is_inference():
-        nbytes = target.nbytes
-        source = buffer.address(entry.offset, nbytes)
-        fit.plain.append(target)
-        fit.copies.append((target.data_ptr(), source, nbytes))
-    else:
-        fit.pairs.append((target, as_tensor(buffer, entry)))
-
-
-def _fit_pieces(
-    fit: Fit,
-    targets: dict[str, torch.Tensor],
-    name: str,
-    pieces: list[Piece],
-    wanted: TensorSlice | None,
-    *,
-    cast: bool,
-) -> None:
-    box = selected_slice(name, pieces, wanted)
-    target = compatible_target(targets, name, pieces[0].entry.dtype, box.shape, cast=cast)
-    alike = target.dtype == DTYPES[pieces[0].entry.dtype]
-    for part, piece in shares(name, pieces, box):
-        view = target.detach()[part.inside(box)]
-        if not alike and piece.entry.encoding != "dense" and piece.base is None:
-            raise ModelDiffers(
-                f"{name!r} is {target.dtype} in the model: no delta can be applied to it"
-            )
-        if not alike or piece.entry.encoding == "dense" or part != piece.box:
-            fit.copy(view, piece.tensor()[part.inside(piece.box)])
-            continue
-        source, delta = checked(view, piece)
-        if source is not None:
-            fit.copy(view, source)
-        if delta:
-            fit.deltas.append((view, delta))

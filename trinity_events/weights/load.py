@@ -8,43 +8,29 @@ verified there. A failure on the way leaves a model with bytes of two versions.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from typing import NamedTuple
 
 import torch
-from typing_extensions import Buffer
 
 from trinity_schemas import StepReady, WeightManifest
 
-from ..errors import CorruptVersion, VersionUnavailable
-from .compatibility import brought_twice, is_cast, targets_of
-from .copy_plan import ByteRange, PlannedSlice, about_to_change, by_chunk, plan_copies
+from ..errors import CorruptVersion
+from .compatibility import is_cast, targets_of
+from .copy_plan import PartPlan, plan_copies
+from .copy_target import ByteRange, CopyTarget, about_to_change, by_chunk, copy_targets
 from .devices.host_to_device import settle
+from .open_part import OpenPart, open_part
 from .partial_loads import PartialLoads
-from .pull import read_manifest
 from .pulled_version import Selection, names_in
 from .speculative_load import SpeculativeLoad
-from .tensors import Digesting, address
-from .transports.base import (
-    ChunkBuffers,
-    ChunkStore,
-    PartRef,
-    PartSource,
-    TensorSource,
-    ZeroCopySource,
-)
+from .tensors import address
+from .transports.base import ChunkBuffers, ChunkStore, PartRef, TensorSource, ZeroCopySource
 from .verify_model import check_installed
 
 
 class BaseRequired(Exception):
     """The version is a delta, or has one tensor of the model twice: it must be pulled first."""
-
-
-class _Part(NamedTuple):
-    ref: PartRef
-    source: PartSource | TensorSource
-    manifest: WeightManifest
 
 
 def load_version(
@@ -82,7 +68,16 @@ def load_version(
         CorruptVersion: when the stored bytes are not those announced; the module holds some.
     """
     with ExitStack() as held:
-        parts = [_opened(store, held, run_id, ready, index) for index in range(len(ready.parts))]
+        parts = [
+            open_part(
+                store,
+                held,
+                PartRef(run_id, ready.epoch, ready.step, announced.rank),
+                announced,
+                harm="the model has some of it",
+            )
+            for announced in ready.parts
+        ]
         if any(part.manifest.base is not None for part in parts):
             raise BaseRequired
         manifests = [part.manifest for part in parts]
@@ -102,52 +97,45 @@ def load_version(
             return manifests
         targets = targets_of(module)
         plan = plan_copies(targets, manifests, wanted, cast=cast)
-        if brought_twice(targets, names):
+        if plan.twice:
             raise BaseRequired
+        destinations = copy_targets(plan)
         with torn.until_whole(module, names):
             about_to_change(module)
-            for part, found in zip(parts, plan, strict=True):
-                _fill(part, found)
+            for part, copies in zip(parts, plan.parts, strict=True):
+                _fill(part, copies, destinations)
             check_installed(module, manifests, wanted, cast=cast)
     return manifests
 
 
-def _opened(store: ChunkStore, held: ExitStack, run_id: str, ready: StepReady, index: int) -> _Part:
-    announced = ready.parts[index]
-    ref = PartRef(run_id, ready.epoch, ready.step, announced.rank)
-    source = store.open(ref)
-    if source is None:
-        raise VersionUnavailable(f"the {ref} are not there: {store.missing(ref)}")
-    held.enter_context(closing(source))
-    return _Part(ref, source, read_manifest(source.manifest, ref, announced))
-
-
-def _fill(part: _Part, plan: list[PlannedSlice]) -> None:
+def _fill(part: OpenPart, plan: PartPlan, targets: dict[str, CopyTarget]) -> None:
     """Copy one part into the model."""
-    sizes = [chunk.nbytes for chunk in part.manifest.chunks]
+    sizes = part.sizes
+    coming = by_chunk(sizes, plan, targets)
     if isinstance(part.source, ZeroCopySource):
-        _receive(part, part.source, sizes, plan)
+        _receive(part, part.source, coming)
         return
+    wanted = dict(coming)
     if isinstance(part.source, TensorSource):
-        _copy(part, part.source, sizes, plan)
+        _copy(part, part.source, wanted)
         return
-    # The source is in memory: each chunk is verified there, and copied while it is in the cache.
-    wanted = dict(by_chunk(sizes, plan))
 
+    # The source is in memory: each chunk is verified there, and copied while it is in the cache.
     def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
-        begin = address(_verified(part, index, data, digested))
+        part.check(index, data, digested)
+        assert data is not None
+        begin = address(data)
         for run in wanted[index]:
             run.target.bring(run.at, begin + run.begin, run.nbytes)
 
     part.source.read(sizes, take, wanted)
 
 
-def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[PlannedSlice]) -> None:
+def _copy(part: OpenPart, source: TensorSource, wanted: dict[int, list[ByteRange]]) -> None:
     """Copy a part that lies on a device into the model."""
-    wanted = dict(by_chunk(sizes, plan))
     came = 0
-    for index, data, digested in source.each(sizes, wanted):
-        _check(part, index, len(data), digested, ())
+    for index, data, digested in source.each(part.sizes, wanted):
+        part.check_received(index, len(data), digested)
         for run in wanted[index]:
             run.target.copy(run.at, data[run.begin : run.begin + run.nbytes])
         came += 1
@@ -157,29 +145,31 @@ def _copy(part: _Part, source: TensorSource, sizes: list[int], plan: list[Planne
     settle({run.target.device for runs in wanted.values() for run in runs})
 
 
-def _finish(part: _Part, ahead: SpeculativeLoad) -> None:
+def _finish(part: OpenPart, ahead: SpeculativeLoad) -> None:
     """Copy the chunks that were not in the model before the part was sealed."""
-    sizes = [chunk.nbytes for chunk in part.manifest.chunks]
     taken = ahead.taken(part.ref)
 
     def take(index: int, data: memoryview | None, digested: str | None = None) -> None:
-        verified = _verified(part, index, data, digested)
+        part.check(index, data, digested)
+        assert data is not None
         if index >= taken or digested != part.manifest.chunks[index].digest:
-            ahead.bring(part.ref, index, verified)  # the chunk was written after it was digested
+            ahead.bring(part.ref, index, data)  # the chunk was written after it was digested
 
     assert not isinstance(part.source, TensorSource)
-    part.source.read(sizes, take, ahead.chunks(part.ref))
+    part.source.read(part.sizes, take, ahead.chunks(part.ref))
 
 
 def _receive(
-    part: _Part, source: ZeroCopySource, sizes: list[int], plan: list[PlannedSlice]
+    part: OpenPart, source: ZeroCopySource, wanted: Iterator[tuple[int, list[ByteRange]]]
 ) -> None:
+    """Receive a part from afar straight into the model."""
+    sizes = part.sizes
     beside = memoryview(bytearray(max(sizes, default=0)))
     """Scratch memory for bytes that are not selected but belong to a digested chunk."""
     coming: deque[list[ByteRange]] = deque()
 
     def rooms() -> Iterator[ChunkBuffers]:
-        for index, found in by_chunk(sizes, plan):
+        for index, found in wanted:
             coming.append(found)
             pieces, end = [], 0
             for run in found:
@@ -189,32 +179,6 @@ def _receive(
 
     with closing(source.receive(rooms())) as received:
         for one in received:
-            _check(part, one.number, one.length, one.digested, one.into)
+            part.check_received(one.number, one.length, one.digested, one.into)
             for run in coming.popleft():
                 run.target.note_copied(run.nbytes)
-
-
-def _verified(part: _Part, index: int, data: memoryview | None, digested: str | None) -> memoryview:
-    """Return a chunk that lies in memory, once its digest matches the manifest."""
-    found = memoryview(b"") if data is None else data
-    _check(part, index, None if data is None else len(data), digested, [found])
-    return found
-
-
-def _check(
-    part: _Part, index: int, length: int | None, digested: str | None, pieces: Iterable[Buffer]
-) -> None:
-    if length is None:
-        raise VersionUnavailable(f"chunk {index} of the {part.ref} is no longer there")
-    chunk = part.manifest.chunks[index]
-    if length == chunk.nbytes and digested != chunk.digest:
-        seen = Digesting()  # a digest taken before the seal is no proof of a fault
-        for piece in pieces:
-            seen.update(piece)
-        digested = seen.digest()
-    if length != chunk.nbytes or digested != chunk.digest:
-        raise CorruptVersion(
-            f"chunk {index} of the {part.ref} is not what was published: the model has some of it",
-            part.ref.rank,
-            index,
-        )

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Collection, Container, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 
 from trinity_schemas import (
-    ContractError,
     PartBase,
     PublishedPart,
     StepReady,
     StepRef,
     TensorEntry,
     WeightManifest,
-    decode_manifest,
 )
 
-from ..errors import CorruptVersion, VersionUnavailable
+from ..errors import CorruptVersion
 from .deltas.reconstruct import FullPart, Key
+from .open_part import OpenPart, open_part
 from .part_bytes import PartBytes
-from .publish import manifest_digest
 from .pulled_version import PulledVersion, Selection, slice_of
 from .slices import TensorSlice, byte_spans, intersection
-from .tensors import DTYPES, digest
-from .transports.base import ChunkStore, PartRef, PartSource, TensorSource
+from .tensors import DTYPES
+from .transports.base import ChunkStore, PartRef, TensorSource
+
+_HARM = "the version is not used"
 
 
 @contextmanager
@@ -61,20 +60,16 @@ def pull_version(
         parts: list[tuple[WeightManifest, PartBytes]] = []
         bases: list[FullPart | None] = []
         for announced in ready.parts:
-            part = PartRef(run_id, ready.epoch, ready.step, announced.rank)
-            source = store.open(part)
-            if source is None:
-                raise VersionUnavailable(f"the {part} are not there: {store.missing(part)}")
-            held.enter_context(closing(source))
-            chunks = None if wanted is None else partial(wanted_chunks, wanted=wanted)
-            manifest, buffer = _read_part(source, part, announced, chunks)
-            parts.append((manifest, buffer))
-            base = manifest.base
+            ref = PartRef(run_id, ready.epoch, ready.step, announced.rank)
+            part = open_part(store, held, ref, announced, harm=_HARM)
+            chunks = None if wanted is None else wanted_chunks(part.manifest, wanted)
+            parts.append((part.manifest, _read(part, chunks)))
+            base = part.manifest.base
             if base is None or (wanted is None and base.manifest_digest in have):
                 bases.append(None)
             else:
-                changed = _changed(manifest, wanted)
-                bases.append(_read_base(store, held, part, base, changed))
+                changed = _changed(part.manifest, wanted)
+                bases.append(_read_base(store, held, ref, base, changed))
         yield PulledVersion(
             ref=StepRef(ready.epoch, ready.step),
             digest=ready.version_digest,
@@ -91,57 +86,24 @@ def _read_base(
 ) -> FullPart:
     """Read the full part that is the base of a delta, with the bytes of these tensors."""
     at = part._replace(epoch=base.epoch, step=base.step)
-    source = store.open(at)
-    if source is None:
-        raise VersionUnavailable(
-            f"the {part} rest on the {at}, which are not there: {store.missing(at)}"
-        )
-    held.enter_context(closing(source))
     named = PublishedPart(rank=at.rank, manifest_digest=base.manifest_digest, bytes=base.bytes)
-    full, buffer = _read_part(source, at, named, partial(_chunks_of, keys=keys))
-    if full.base is not None:
+    full = open_part(store, held, at, named, harm=_HARM, needed_by=part)
+    buffer = _read(full, _chunks_of(full.manifest, keys))
+    if full.manifest.base is not None:
         raise CorruptVersion(f"the {part} rest on the {at}, which are not full themselves")
-    return FullPart(full, {entry.key: entry for entry in full.tensors}, buffer)
+    entries = {entry.key: entry for entry in full.manifest.tensors}
+    return FullPart(full.manifest, entries, buffer)
 
 
-def _read_part(
-    source: PartSource | TensorSource,
-    part: PartRef,
-    announced: PublishedPart,
-    chunks: Callable[[WeightManifest], Container[int]] | None = None,
-) -> tuple[WeightManifest, PartBytes]:
-    """Read a part, or the chunks of it that ``chunks`` selects by the manifest."""
-    manifest = read_manifest(source.manifest, part, announced)
-
-    def check(index: int, data: memoryview | None, digested: str | None = None) -> None:
-        if data is None:
-            raise VersionUnavailable(f"chunk {index} of the {part} is no longer there")
-        chunk = manifest.chunks[index]
-        # A digest taken before the seal is no proof of a fault.
-        if digested == chunk.digest and len(data) == chunk.nbytes:
-            return
-        if len(data) != chunk.nbytes or digest(data) != chunk.digest:
-            raise _corrupt(part, index)
-
-    # The sizes are safe: the manifest's digest is from the log, and its sums were checked.
-    sizes = [chunk.nbytes for chunk in manifest.chunks]
-    wanted = None if chunks is None else chunks(manifest)
-    if isinstance(source, TensorSource):
-        copied, came = source.copied(sizes, wanted)
-        for index, chunk in enumerate(manifest.chunks):
-            asked = wanted is None or index in wanted
-            if asked and came.get(index) != (chunk.nbytes, chunk.digest):
-                raise _corrupt(part, index)
-        return manifest, PartBytes(copied)
-    return manifest, PartBytes(source.read(sizes, check, wanted))
-
-
-def _corrupt(part: PartRef, index: int) -> CorruptVersion:
-    return CorruptVersion(
-        f"chunk {index} of the {part} is not what was published: the version is not used",
-        part.rank,
-        index,
-    )
+def _read(part: OpenPart, wanted: Container[int] | None) -> PartBytes:
+    """Read a part, or some chunks of it, and verify them."""
+    if not isinstance(part.source, TensorSource):
+        return PartBytes(part.source.read(part.sizes, part.check, wanted))
+    copied, came = part.source.copied(part.sizes, wanted)
+    for index in range(len(part.sizes)):
+        if wanted is None or index in wanted:
+            part.check_received(index, *came.get(index, (0, None)))
+    return PartBytes(copied)
 
 
 def wanted_chunks(manifest: WeightManifest, wanted: Selection) -> set[int]:
@@ -197,25 +159,3 @@ def _chunks_with(manifest: WeightManifest, spans: Iterable[tuple[int, int]]) -> 
         if begin < end:
             found.update(range(bisect_right(ends, begin), bisect_right(ends, end - 1) + 1))
     return found
-
-
-def read_manifest(raw: bytes, part: PartRef, announced: PublishedPart) -> WeightManifest:
-    """Decode and check a manifest. Raises CorruptVersion unless it is the announced one."""
-    if manifest_digest(raw) != announced.manifest_digest:
-        what = f"the manifest of the {part} is not the one that was announced"
-        raise CorruptVersion(what, part.rank)
-    try:
-        manifest = decode_manifest(raw)
-    except ContractError as error:
-        what = f"the manifest of the {part} contradicts itself: {error}"
-        raise CorruptVersion(what, part.rank) from None
-    named = PartRef(manifest.run_id, manifest.epoch, manifest.step, manifest.rank)
-    if named != part:
-        raise CorruptVersion(f"the manifest of the {part} is of the {named}", part.rank)
-    if manifest.nbytes != announced.bytes:
-        raise CorruptVersion(
-            f"the manifest of the {part} is of {manifest.nbytes} bytes, "
-            f"{announced.bytes} were announced",
-            part.rank,
-        )
-    return manifest

@@ -17,7 +17,8 @@ from msgspec import Struct
 from trinity_schemas import WeightManifest
 
 from .compatibility import brought_twice, targets_of
-from .copy_plan import about_to_change, by_chunk, plan_copies
+from .copy_plan import plan_copies
+from .copy_target import about_to_change, by_chunk, copy_targets
 from .pulled_version import names_in
 from .tensors import address, copy_bytes, is_plain
 from .transports.base import PartRef, Take, Taker
@@ -161,11 +162,12 @@ class SpeculativeLoad:
         if rank not in self._plans:
             assert self._layout is not None
             manifests = self._layout.manifests
-            found = plan_copies(self._targets, manifests, None)
-            for manifest, plan in zip(manifests, found, strict=True):
+            plan = plan_copies(self._targets, manifests, None)
+            targets = copy_targets(plan)
+            for manifest, copies in zip(manifests, plan.parts, strict=True):
                 self._plans[manifest.rank] = {
                     index: [_Copy(address(run.memory), run.begin, run.nbytes) for run in runs]
-                    for index, runs in by_chunk(_sizes(manifest), plan)
+                    for index, runs in by_chunk(_sizes(manifest), copies, targets)
                 }
         return self._plans[rank]
 

@@ -129,9 +129,17 @@ def as_buffer(memory: memoryview) -> torch.Tensor:
     return torch.frombuffer(borrowed, dtype=torch.uint8)
 
 
-def digest(data: Buffer) -> str:
-    """Return the XXH3 digest of 128 bits: it detects accidents, at the speed of memory."""
-    return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
+def digest(data: Buffer, *more: Buffer) -> str:
+    """Return the XXH3 digest of 128 bits: it detects accidents, at the speed of memory.
+
+    Several pieces are digested as one.
+    """
+    if not more:
+        return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
+    pieces = Digesting()
+    for piece in (data, *more):
+        pieces.update(piece)
+    return pieces.digest()
 
 
 class Digesting:

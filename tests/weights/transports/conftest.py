@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.published_parts import put
 from tests.support.ray_clusters import Elsewhere
-from trinity_events.weights import PartRef, RayStore, pull
+from trinity_events.weights import PartRef, RayStore, open_part
 
 
 @pytest.fixture
@@ -14,12 +14,12 @@ def digested(monkeypatch):
     """How many chunks a pull digested itself."""
     sizes = []
 
-    def counting(data):
-        sizes.append(len(data))
-        return digest(data)
+    def counting(*pieces):
+        sizes.append(sum(map(len, pieces)))
+        return digest(*pieces)
 
-    digest = pull.digest
-    monkeypatch.setattr(pull, "digest", counting)
+    digest = open_part.digest
+    monkeypatch.setattr(open_part, "digest", counting)
     return sizes
 
 
