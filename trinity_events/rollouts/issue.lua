@@ -5,28 +5,31 @@
 -- ARGV: epoch, group, then for each: earlier id or '', milliseconds that its claim must be idle,
 --   id or '', payload
 --include fence
+local function renewed(earlier, idle)
+  if idle == '0' then return false end
+  local claim = redis.pcall('XPENDING', KEYS[2], ARGV[2], earlier, earlier, 1)
+  return not claim.err and claim[1] and claim[1][3] < tonumber(idle)
+end
+local function replace(earlier, idle, id, payload)
+  if earlier ~= '' then
+    if renewed(earlier, idle) then return 2 end
+    if redis.call('XDEL', KEYS[2], earlier) == 0 then
+      local written = id ~= '' and #redis.call('XRANGE', KEYS[2], id, id) == 1
+      return written and 1 or 0
+    end
+    redis.call('XACK', KEYS[2], ARGV[2], earlier)
+  end
+  if id == '' then return 1 end
+  local added = redis.pcall('XADD', KEYS[2], id, 'e', payload)
+  if type(added) == 'table' and added.err and not added.err:find('equal or smaller', 1, true) then
+    return added
+  end
+  return 1
+end
 local done = {}
 for i = 3, #ARGV, 4 do
-  local earlier, idle, id, payload = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-  local reply = 1
-  if earlier ~= '' then
-    if idle ~= '0' then
-      local claim = redis.pcall('XPENDING', KEYS[2], ARGV[2], earlier, earlier, 1)
-      if not claim.err and claim[1] and claim[1][3] < tonumber(idle) then reply = 2 end
-    end
-    if reply == 1 and redis.call('XDEL', KEYS[2], earlier) == 0 then
-      local written = id ~= '' and #redis.call('XRANGE', KEYS[2], id, id) == 1
-      reply = written and 1 or 0
-    elseif reply == 1 then
-      redis.call('XACK', KEYS[2], ARGV[2], earlier)
-    end
-  end
-  if reply == 1 and id ~= '' then
-    local added = redis.pcall('XADD', KEYS[2], id, 'e', payload)
-    if type(added) == 'table' and added.err and not added.err:find('equal or smaller', 1, true) then
-      return added
-    end
-  end
+  local reply = replace(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3])
+  if type(reply) == 'table' then return reply end
   done[#done + 1] = reply
 end
 return done

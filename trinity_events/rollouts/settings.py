@@ -23,13 +23,13 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     order: Literal["ordinal", "arrival"] = "ordinal"
     """Groups that a step takes: those of the lowest ordinals, or those that arrive first."""
     window: int
-    """Maximum number of ordinals that are open at a time; it bounds the ledger and the answers."""
+    """Maximum number of ordinals that are open at a time."""
     claim_lease: float = 10.0
     """Seconds after which a claim that is not renewed lapses."""
     request_deadline: float = 300.0
     """Seconds from its claim after which a request is issued again, however often renewed."""
     max_attempts: int = 3
-    """Failed attempts after which an ordinal is dropped."""
+    """Failed attempts after which an ordinal is dropped; a stale answer is no failed attempt."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment from which an answer is deleted: its step is trained, or a checkpoint covers it."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 import redis.asyncio
@@ -19,12 +19,33 @@ T = TypeVar("T")
 LONGEST_BLOCK = 5.0
 """Seconds that one read blocks at most; shorter than the socket's timeout."""
 
+ANSWERS_AT_ONCE = 256
+"""Maximum samples of one read."""
 _KEYS = {
-    **dict.fromkeys(("begin", "issue", "renew", "forget"), ("epoch", "rollouts")),
-    **dict.fromkeys(("answer", "fail"), ("epoch", "rollouts", "experiences")),
+    **dict.fromkeys(("issue", "renew"), ("epoch", "rollouts")),
+    **dict.fromkeys(("begin", "answer", "fail"), ("epoch", "rollouts", "experiences")),
     "free": ("epoch", "experiences"),
 }
 """Keys of the scripts that check the caller's epoch."""
+
+
+class SeenClaim(NamedTuple):
+    """Claim of a request, as the server holds it."""
+
+    explorer: str
+    idle: float
+    """Seconds since it was made or renewed."""
+
+
+class Sight(NamedTuple):
+    """Requests and claims at one moment."""
+
+    uptime: float
+    """Seconds since the server was started."""
+    numbers: set[int]
+    """Numbers of the requests that are in the stream."""
+    claims: dict[int, SeenClaim]
+    group_exists: bool
 
 
 class RolloutStreams:
@@ -50,18 +71,52 @@ class RolloutStreams:
             LogLost: The server does not know the epoch.
         """
         keys = [getattr(self.keys, key) for key in _KEYS[script]]
-        return await self.ask(wait, lambda: self._scripts(script, keys=keys, args=self._args(args)))
+        return await self.ask(
+            wait, lambda: self._scripts(script, keys=keys, args=[self.epoch, *args])
+        )
 
-    async def look(self, wait: Deadline, limit: int) -> Any:
-        """Return the number of requests in the stream and the claims, if there is a group."""
+    async def look(self, wait: Deadline, limit: int) -> Sight:
+        """Return the requests in the stream, and at most ``limit`` claims."""
         keys, args = [self.keys.rollouts], [self.group, limit]
-        return await self.ask(wait, lambda: self._scripts("look", keys=keys, args=args))
+        up, ids, *claims = await self.ask(wait, lambda: self._scripts("look", keys=keys, args=args))
+        return Sight(
+            uptime=float(up),
+            numbers={self.number_of(one) for one in ids},
+            claims={
+                self.number_of(entry_id): SeenClaim(member.decode(), idle / 1000)
+                for entry_id, member, idle, _ in (claims[0] if claims else ())
+            },
+            group_exists=bool(claims),
+        )
 
-    async def begin(self, wait: Deadline, *, anew: bool) -> int:
-        """Make the epoch's group; return the number of the last request of this epoch."""
-        last = await self.write(wait, "begin", self.group, int(anew))
-        epoch, number = last.decode().split("-")
-        return int(number) if int(epoch) == self.epoch else 0
+    async def begin(self, wait: Deadline, *, withdraw_answers: bool) -> int:
+        """Make the epoch's group, withdraw all requests; return the last one's number."""
+        last = await self.write(wait, "begin", self.group, int(withdraw_answers))
+        return max(self.number_of(last), 0)
+
+    async def answers_after(
+        self, wait: Deadline, cursor: str, block: float | None = None
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Return entries of the stream of answers; wait ``block`` seconds for the first one."""
+        milliseconds = None if block is None else max(1, int(block * 1000))
+        reply = await self.ask(
+            wait,
+            lambda: self.client.xread(
+                {self.keys.experiences: cursor}, count=ANSWERS_AT_ONCE, block=milliseconds
+            ),
+        )
+        return reply[0][1] if reply else []
+
+    async def newest_answer(self, wait: Deadline) -> str:
+        """Return the largest id that the stream of answers ever had; 0-0 if there is none."""
+        try:
+            info = await wait.ask(lambda: self.client.xinfo_stream(self.keys.experiences))
+        except redis.ResponseError as error:
+            if "no such key" in str(error):
+                return "0-0"
+            raise
+        newest: bytes = info["last-generated-id"]
+        return newest.decode()
 
     async def ask(self, wait: Deadline, question: Callable[[], Awaitable[T]]) -> T:
         """Return the server's answer; retry while it is away. Raises as :meth:`write`."""
@@ -74,8 +129,11 @@ class RolloutStreams:
         """Return the entry id of this epoch's request with a number."""
         return f"{self.epoch}-{number}"
 
-    def _args(self, args: Sequence[object]) -> list[Any]:
-        return [self.epoch, *args]
+    def number_of(self, entry_id: bytes | str) -> int:
+        """Return the number of this epoch's request with an entry id; -1 for any other entry."""
+        text = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
+        epoch, _, number = text.partition("-")
+        return int(number) if epoch == str(self.epoch) and number.isdecimal() else -1
 
     def _refusal(self, error: redis.ResponseError) -> Exception | None:
         code, _, present = str(error).partition(" ")
