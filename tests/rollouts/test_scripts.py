@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.rollout_parts import answer, samples_of
 from tests.support.waits import PATIENCE
-from trinity_events.errors import LogLost, StaleEpoch
+from trinity_events.errors import KeyConflict, LogLost, StaleEpoch
 from trinity_events.log import open_run
 from trinity_events.rollouts import streams as module
 from trinity_events.rollouts.streams import RolloutStreams
@@ -127,3 +127,11 @@ async def test_ids_that_a_foreign_program_chose_do_not_stop_an_epoch(parts):
     dispatcher = await parts.dispatcher()
     await dispatcher.dispatch(1, parts.version)
     assert await answer(parts.explorer()) == [0]
+
+
+@pytest.mark.parametrize("field", ["rollouts", "experiences"])
+async def test_a_key_of_another_type_is_named(parts, field):
+    key = getattr(RunKeys.of(parts.run_id), field)
+    await parts.client.sadd(key, b"of something else")
+    with pytest.raises(KeyConflict, match=f":{field} is a set, .*; rename or delete it"):
+        await parts.dispatcher()

@@ -11,6 +11,7 @@ import redis.asyncio
 from trinity_schemas import RunKeys
 
 from ..errors import LogLost, StaleEpoch
+from ..log.key_errors import wrong_type
 from ..log.scripts import Scripts
 from ..server import Deadline
 
@@ -123,7 +124,15 @@ class RolloutStreams:
         try:
             return await wait.ask(question)
         except redis.ResponseError as error:
-            raise self._refusal(error) or error from None
+            raise self._refusal(error) or await self._conflict(error) or error from None
+
+    async def _conflict(self, error: redis.ResponseError) -> Exception | None:
+        if "WRONGTYPE" in str(error):
+            for key in (self.keys.rollouts, self.keys.experiences):
+                found = (await self.client.type(key)).decode()
+                if found not in ("none", "stream"):
+                    return wrong_type(key, found, "stream")
+        return None
 
     def request_id(self, number: int) -> str:
         """Return the entry id of this epoch's request with a number."""
