@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
-from trinity_events.rollouts.dispatch_state import DispatchState, Due
+from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group
 from trinity_events.rollouts.streams import SeenClaim, Sight
 
 LEASE, DEADLINE = 10.0, 100.0
@@ -71,3 +71,13 @@ def test_failed_attempts_exhaust_and_stale_or_lost_ones_do_not(state):
 def test_settings_that_cannot_work_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         settings("run", 1, **changes)
+
+
+def test_a_second_answer_of_an_ordinal_is_not_kept(state):
+    first, second = (
+        Group(ordinal=0, attempt=attempt, experiences=[], entry_ids=[f"{attempt}-0"])
+        for attempt in (1, 2)
+    )
+    assert state.arrive(first)
+    assert not state.arrive(second)
+    assert state.candidates(1) == [first]
