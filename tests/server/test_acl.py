@@ -12,6 +12,7 @@ from tests.support.event_histories import History, committed, registration, star
 from tests.support.experiences import group as experiences
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import servers
+from tests.support.rollout_parts import LONG, samples_of, settings
 from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.archive.export import Recording, import_recording
@@ -32,6 +33,7 @@ from trinity_events.log.position import LAST_ID
 from trinity_events.log.run_index import renumber_index
 from trinity_events.log.scripts import Scripts
 from trinity_events.replay import current_state
+from trinity_events.rollouts import RolloutClient, RolloutDispatcher
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
 from trinity_events.weights.transports.collective.rendezvous import Rendezvous
@@ -40,6 +42,7 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     RunKeys,
     SaveStarted,
+    StepRef,
     chunk_key,
     encode,
     explorer_key,
@@ -137,6 +140,39 @@ async def test_what_the_trainer_does_around_the_log_is_allowed_to_it(clean):
         assert await explorers.set(rank, "me", nx=True, px=60_000)
         for lease in (60_000, 0):
             assert await Scripts(explorers)("renew", keys=[rank], args=["me", lease])
+
+
+async def test_rollouts_are_dispatched_and_answered_with_these_rules(clean):
+    async with (
+        connect(url_of(clean, "trainer")) as client,
+        connect(url_of(clean, "explorer")) as explorers,
+    ):
+        epoch = await open_run(client, RUN)
+        trainer = AsyncPublisher(RedisEventLog(client, RUN), epoch, new_producer("trainer"))
+        with admin(clean) as foreign:  # An id above every epoch, so that the stream is made anew.
+            foreign.xadd(KEYS.rollouts, {"e": b"foreign"}, id="99999999-1")
+        for _ in range(2):
+            dispatcher = RolloutDispatcher(client, trainer, settings(RUN, epoch, max_attempts=1))
+            await dispatcher.start()
+        await dispatcher.dispatch(3, StepRef(epoch, 0))
+        explorer = RolloutClient(explorers, RUN, epoch, "a", lease=LONG)
+        claims = await explorer.claim(3, seconds=15)
+        assert await explorer.renew(claims) == claims
+        await explorer.fail(claims[0], "by chance")
+        for claim in claims[1:]:
+            assert await explorer.answer(claim, samples_of(claim))
+        groups = await dispatcher.take(2, deadline=15)
+        await dispatcher.trained(1, groups)
+        assert dispatcher.ledger.in_words == "2 trained, 1 dropped (attempts 1), 0 open"
+
+
+@pytest.mark.parametrize("user", ["explorer", "consumer", "viewer"])
+def test_only_the_trainer_asks_for_rollouts(server, user):
+    with (
+        open_client(url_of(server, user)) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        client.xadd(KEYS.rollouts, {"e": b"forged"})
 
 
 def publish(client, role, event):

@@ -19,6 +19,7 @@ PARTS = {
     "time": ("tests/reducer/test_timekeeper.py", "-k", "any_name or by_an_event or beside_one"),
     "a full disk": ("tests/end_to_end/test_full_disk.py", "-k", "log"),
     "keys of others": ("tests/log/test_key_conflicts.py",),
+    "rollouts": ("tests/rollouts", "-k", "not random_histories"),
 }
 
 

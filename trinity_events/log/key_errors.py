@@ -18,7 +18,7 @@ from .position import position
 C = TypeVar("C")
 
 _TYPES = {
-    **dict.fromkeys(("events", "announcements", "dead", "experiences"), "stream"),
+    **dict.fromkeys(("events", "announcements", "dead", "experiences", "rollouts"), "stream"),
     **dict.fromkeys(
         ("position", "epoch", "fence", "leader", "snapshot", "identity", "folder"), "string"
     ),

@@ -1,0 +1,83 @@
+"""The decisions of a dispatcher follow from what it was told alone."""
+
+import pytest
+
+from tests.support.rollout_parts import settings
+from trinity_events.core.ledger import Ledger
+from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group
+from trinity_events.rollouts.streams import SeenClaim, Sight
+
+LEASE, DEADLINE = 10.0, 100.0
+
+
+@pytest.fixture
+def state():
+    given = {"claim_lease": LEASE, "request_deadline": DEADLINE, "max_attempts": 2}
+    made = DispatchState(settings("run", 1, **given), Ledger())
+    made.ask(made.next_ordinals(2))
+    for ordinal, asked in made.asked.items():
+        asked.number = ordinal + 1
+    return made
+
+
+def sight(**idle):
+    claims = {int(name[1:]): SeenClaim("a", seconds) for name, seconds in idle.items()}
+    return Sight(uptime=1e6, numbers={1, 2}, claims=claims, group_exists=True)
+
+
+def test_a_claim_lapses_after_its_lease_and_an_unclaimed_request_never(state):
+    assert state.observe(sight(n1=LEASE - 1), now=1000, calm=1e6) == []
+    assert state.observe(sight(n1=LEASE), now=1001, calm=1e6) == [Due(0, "lapsed", LEASE)]
+    assert state.observe(sight(), now=1e9, calm=1e6) == []
+
+
+def test_a_claim_lapses_no_sooner_than_one_lease_after_an_outage(state):
+    assert state.observe(sight(n1=50 * LEASE), now=1000, calm=LEASE - 1) == []
+    assert state.observe(sight(n1=50 * LEASE), now=1001, calm=LEASE) == [Due(0, "lapsed", LEASE)]
+
+
+def test_a_claim_that_is_renewed_for_ever_is_overdue_after_the_deadline(state):
+    state.observe(sight(n1=0.0), now=1000, calm=1e6)
+    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE - 1, calm=1e6) == []
+    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE, calm=LEASE - 1) == []
+    assert state.observe(sight(n1=0.0), now=1000 + DEADLINE, calm=1e6) == [Due(0, "deadline")]
+
+
+def test_a_request_that_is_not_there_is_lost(state):
+    gone = Sight(uptime=1e6, numbers={2}, claims={}, group_exists=True)
+    assert state.observe(gone, now=1, calm=1) == [Due(0, "lost")]
+
+
+def test_failed_attempts_exhaust_and_stale_or_lost_ones_do_not(state):
+    for number, reason in enumerate(["stale", "lost", "stale", "lost"], 10):
+        again, exhausted = state.split([Due(0, reason)])
+        assert exhausted == []
+        state.reissue(again[0], number)
+    for reason in ("lapsed", "deadline", "failed"):
+        assert state.split([Due(1, reason)]) == ([Due(1, reason)], [])
+    state.reissue(Due(1, "lapsed"), 20)
+    assert state.split([Due(1, "failed")]) == ([], [Due(1, "failed")])
+    assert (state.asked[0].attempt, state.asked[1].attempt) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window": 1}, "window is 1: it must be at least prompts_per_step, 2"),
+        ({"max_attempts": 0}, "max_attempts is 0: it must be at least 1"),
+        ({"claim_lease": 0.0}, "claim_lease is 0.0: it must be above 0 seconds"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        settings("run", 1, **changes)
+
+
+def test_a_second_answer_of_an_ordinal_is_not_kept(state):
+    first, second = (
+        Group(ordinal=0, attempt=attempt, experiences=[], entry_ids=[f"{attempt}-0"])
+        for attempt in (1, 2)
+    )
+    assert state.arrive(first)
+    assert not state.arrive(second)
+    assert state.candidates(1) == [first]

@@ -1,0 +1,202 @@
+"""Explorers claim, renew and answer; the first answer wins."""
+
+import os
+import signal
+import sys
+
+import anyio
+import pytest
+
+from tests.support.rollout_parts import LEASE, answer, samples_of
+from tests.support.waits import PATIENCE, child, until
+from trinity_events.errors import StaleEpoch, TrinityError
+from trinity_events.log import AsyncPublisher, new_producer, open_run
+from trinity_events.rollouts import RolloutClient
+from trinity_events.server import connect
+from trinity_schemas import RunKeys
+
+CLAIM_AND_HANG = """
+import asyncio, sys
+from trinity_events.rollouts import RolloutClient
+from trinity_events.server import connect
+
+async def main(url, run_id):
+    async with connect(url) as client:
+        explorer = RolloutClient(client, run_id, 1, "killed", lease=float(sys.argv[3]))
+        claims = await explorer.claim(8, seconds=120)
+        async with explorer.renewing(claims):
+            print(len(claims), flush=True)
+            await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:3]))
+"""
+
+
+async def test_of_two_explorers_that_race_each_request_goes_to_one(parts, redis_url):
+    dispatcher = await parts.dispatcher(window=64)
+    await dispatcher.dispatch(40, parts.version)
+    claimed: list[int] = []
+    async with connect(redis_url) as other, anyio.create_task_group() as tasks:
+
+        async def race(client, name):
+            explorer = RolloutClient(client, parts.run_id, 1, name, lease=PATIENCE)
+            while claims := await explorer.claim(3, seconds=0.01):
+                claimed.extend(claim.request.ordinal for claim in claims)
+
+        tasks.start_soon(race, parts.client, "a")
+        tasks.start_soon(race, other, "b")
+    assert sorted(claimed) == list(range(40))
+
+
+async def test_of_two_answers_to_one_claim_the_first_counts(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(1, parts.version)
+    explorer = parts.explorer()
+    [claim] = await explorer.claim(1, seconds=PATIENCE)
+    answers: list[bool] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def say():
+            answers.append(await explorer.answer(claim, samples_of(claim)))
+
+        tasks.start_soon(say)
+        tasks.start_soon(say)
+    assert sorted(answers) == [False, True]
+    assert explorer.discarded == 1
+    assert await parts.client.xlen(RunKeys.of(parts.run_id).experiences) == claim.request.samples
+
+
+async def test_the_claims_of_a_killed_explorer_come_back(parts, redis_url):
+    dispatcher = await parts.dispatcher(claim_lease=LEASE)
+    await dispatcher.dispatch(2, parts.version)
+    command = [sys.executable, "-c", CLAIM_AND_HANG, redis_url, parts.run_id, str(LEASE)]
+    with child(command, stdout=-1) as process:
+        line = await anyio.to_thread.run_sync(process.stdout.readline)
+        assert line == b"2\n"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        explorer = parts.explorer("heir", lease=LEASE)
+        async with anyio.create_task_group() as tasks:
+
+            async def inherit():
+                while True:
+                    await answer(explorer, 8)
+
+            tasks.start_soon(inherit)
+            groups = await dispatcher.take(2, deadline=PATIENCE)
+            tasks.cancel_scope.cancel()
+    assert [group.ordinal for group in groups] == [0, 1]
+    assert all(group.attempt > 1 for group in groups)
+
+
+async def test_a_renewed_claim_outlives_many_leases(parts):
+    dispatcher = await parts.dispatcher(claim_lease=1.0)
+    await dispatcher.dispatch(1, parts.version)
+    explorer = parts.explorer(lease=0.1)
+    claims = await explorer.claim(1, seconds=PATIENCE)
+
+    async def answer_late():
+        async with explorer.renewing(claims) as held:
+            await anyio.sleep(2.0)
+            assert held == claims
+        assert await explorer.answer(claims[0], samples_of(claims[0]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(answer_late)
+        [group] = await dispatcher.take(1, deadline=PATIENCE)
+    assert group.attempt == 1
+
+
+async def test_an_answer_has_the_samples_that_were_asked_for(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(2, parts.version)
+    explorer = parts.explorer()
+    first, second = await explorer.claim(2, seconds=PATIENCE)
+    with pytest.raises(TrinityError, match="asks for samples 0 to 1 in order"):
+        await explorer.answer(first, samples_of(first)[:1])
+    with pytest.raises(TrinityError, match="is of another request"):
+        await explorer.answer(first, samples_of(second))
+
+
+async def test_a_claim_returns_nothing_while_nothing_is_asked_for(parts):
+    assert await parts.explorer().claim(1, seconds=0.01) == [], "no dispatcher has started"
+    await parts.dispatcher()
+    assert await parts.explorer().claim(1, seconds=0.01) == []
+
+
+async def test_what_is_no_request_is_skipped(parts):
+    dispatcher = await parts.dispatcher()
+    await parts.client.xadd(RunKeys.of(parts.run_id).rollouts, {"e": b"nonsense"}, id="1-0")
+    assert await parts.explorer().claim(1, seconds=0.01) == []
+    await dispatcher.dispatch(1, parts.version)
+    assert await answer(parts.explorer()) == [0]
+
+
+async def open_anew(parts):
+    """Open the next epoch of the run, in which other parts work."""
+    epoch = await open_run(parts.client, parts.run_id)
+    publisher = AsyncPublisher(parts.publisher.log, epoch, new_producer("trainer"))
+    return type(parts)(parts.client, publisher, parts.run_id)
+
+
+async def test_a_new_epoch_withdraws_requests_and_answers(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(3, parts.version)
+    explorer = parts.explorer()
+    await answer(explorer)
+    [claim] = await explorer.claim(1, seconds=PATIENCE)
+    newer = await open_anew(parts)
+    await newer.dispatcher()
+    keys = RunKeys.of(parts.run_id)
+    assert await parts.client.xlen(keys.rollouts) == await parts.client.xlen(keys.experiences) == 0
+    for late in (
+        lambda: explorer.answer(claim, samples_of(claim)),
+        lambda: explorer.fail(claim, "reason"),
+        lambda: explorer.renew([claim]),
+        lambda: explorer.claim(1, seconds=PATIENCE),
+        lambda: dispatcher.dispatch(1, parts.version),
+        lambda: dispatcher.take(1, deadline=PATIENCE),
+    ):
+        with pytest.raises(StaleEpoch):
+            await late()
+
+
+async def test_a_new_epoch_ends_an_explorer_that_waits_or_renews(parts):
+    await (await parts.dispatcher()).dispatch(1, parts.version)
+    explorer = parts.explorer(lease=0.1)
+    claims = await explorer.claim(1, seconds=PATIENCE)
+    ended: list[str] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def wait():
+            with pytest.raises(StaleEpoch):
+                await parts.explorer("waiting").claim(1, seconds=PATIENCE)
+            ended.append("waiting")
+
+        async def work():
+            with pytest.raises(StaleEpoch):
+                async with explorer.renewing(claims):
+                    await anyio.sleep(PATIENCE)
+            ended.append("working")
+
+        tasks.start_soon(wait)
+        tasks.start_soon(work)
+        newer = await open_anew(parts)
+        await newer.dispatcher()
+        await until(lambda: len(ended) == 2)
+
+
+async def test_kept_answers_are_used_by_the_next_epoch(parts):
+    dispatcher = await parts.dispatcher(keep_answers="checkpoint")
+    await dispatcher.dispatch(3, parts.version)
+    await answer(parts.explorer(), 2)
+    await dispatcher.trained(1, await dispatcher.take(1, deadline=PATIENCE))
+    newer = await open_anew(parts)
+    again = await newer.dispatcher(keep_answers="checkpoint")
+    await again.dispatch(3, newer.version)
+    assert await answer(newer.explorer(), 8) == [2]
+    groups = await again.take(3, deadline=PATIENCE)
+    assert [group.experiences[0].epoch for group in groups] == [1, 1, 2]
+    await again.trained(1, groups)
+    await again.checkpointed(1)
+    assert await parts.client.xlen(RunKeys.of(parts.run_id).experiences) == 0

@@ -1,0 +1,59 @@
+"""A server that goes away and comes back costs no claim and loses no ordinal."""
+
+import anyio
+import pytest
+
+from tests.support.redis_servers import servers
+from tests.support.rollout_parts import Parts, answer, samples_of
+from tests.support.waits import PATIENCE
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
+from trinity_events.server import connect
+from trinity_schemas import RunKeys
+
+
+@pytest.fixture
+def server(tmp_path):
+    with servers(tmp_path, 1) as [one]:
+        yield one
+
+
+@pytest.fixture
+async def parts(server, run_id):
+    async with connect(server.url) as client:
+        epoch = await open_run(client, run_id)
+        log = RedisEventLog(client, run_id)
+        yield Parts(client, AsyncPublisher(log, epoch, new_producer("trainer")), run_id)
+
+
+async def test_every_claim_gets_one_full_lease_after_an_outage(parts, server):
+    lease = 60.0
+    dispatcher = await parts.dispatcher(claim_lease=lease)
+    await dispatcher.dispatch(1, parts.version)
+    explorer = parts.explorer()
+    [claim] = await explorer.claim(1, seconds=PATIENCE)
+    # The explorer could not renew for longer than its lease.
+    aged = {"min_idle_time": 0, "idle": int(2 * lease * 1000), "justid": True}
+    key = RunKeys.of(parts.run_id).rollouts
+    await parts.client.xclaim(key, "explorers-1", "a", message_ids=[claim.entry_id], **aged)
+    server.kill()
+    async with anyio.create_task_group() as tasks:
+
+        async def come_back():
+            await anyio.to_thread.run_sync(server.start)
+            assert await explorer.renew([claim]) == [claim]
+            assert await explorer.answer(claim, samples_of(claim))
+
+        tasks.start_soon(come_back)
+        [group] = await dispatcher.take(1, deadline=PATIENCE)
+    assert group.attempt == 1
+
+
+async def test_what_the_server_held_is_still_handed_out_after_it_was_killed(parts, server):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(3, parts.version)
+    assert await answer(parts.explorer(), 2) == [0, 1]
+    server.kill()
+    server.start()
+    groups = await dispatcher.take(2, deadline=PATIENCE)
+    await dispatcher.trained(1, groups)
+    assert await answer(parts.explorer()) == [2]

@@ -1,0 +1,74 @@
+"""A dispatcher and its explorers on a real server, and samples as explorers make them."""
+
+from __future__ import annotations
+
+from trinity_events.rollouts import Claim, DispatchSettings, RolloutClient, RolloutDispatcher
+from trinity_schemas import Experience, Sampling, StepRef, Turn
+
+FINGERPRINT = "sha256:" + "1" * 64
+SAMPLES = 2
+LEASE = 0.2
+"""Seconds of a claim in tests that wait for its end."""
+LONG = 600.0
+"""Seconds of a claim in tests in which none lapses."""
+
+
+def settings(run_id: str, epoch: int, **changes) -> DispatchSettings:
+    """Settings of a small dispatch."""
+    given = {
+        "samples": SAMPLES,
+        "sampling": Sampling(max_new_tokens=4),
+        "prompts_per_step": 2,
+        "fingerprint": FINGERPRINT,
+        "window": 8,
+        "claim_lease": LONG,
+        **changes,
+    }
+    return DispatchSettings(run_id=run_id, epoch=epoch, **given)
+
+
+def samples_of(claim: Claim, explorer: str = "someone") -> list[Experience]:
+    """All samples that a claimed request asks for."""
+    asked = claim.request
+    return [
+        Experience(
+            run_id=asked.run_id,
+            epoch=asked.epoch,
+            ordinal=asked.ordinal,
+            attempt=asked.attempt,
+            sample=sample,
+            samples=asked.samples,
+            explorer=explorer,
+            turns=[
+                Turn(role="prompt", tokens=[asked.ordinal]),
+                Turn(role="policy", tokens=[7], logprobs=[-0.5], versions=[(asked.oldest, 1)]),
+            ],
+            reward=float(sample),
+        )
+        for sample in range(asked.samples)
+    ]
+
+
+class Parts:
+    """A run's dispatcher, and as many explorers as a test names."""
+
+    def __init__(self, client, publisher, run_id: str) -> None:
+        self.client, self.publisher, self.run_id = client, publisher, run_id
+        self.version = StepRef(publisher.epoch, 0)
+
+    async def dispatcher(self, ledger=None, **changes) -> RolloutDispatcher:
+        asked = settings(self.run_id, self.publisher.epoch, **changes)
+        made = RolloutDispatcher(self.client, self.publisher, asked, ledger)
+        await made.start()
+        return made
+
+    def explorer(self, name: str = "a", *, lease: float = LONG) -> RolloutClient:
+        return RolloutClient(self.client, self.run_id, self.publisher.epoch, name, lease=lease)
+
+
+async def answer(explorer: RolloutClient, count: int = 1) -> list[int]:
+    """Claim and answer requests; return the ordinals."""
+    claims = await explorer.claim(count, seconds=0.01)
+    for claim in claims:
+        assert await explorer.answer(claim, samples_of(claim, explorer.name))
+    return [claim.request.ordinal for claim in claims]

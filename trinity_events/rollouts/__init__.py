@@ -1,0 +1,15 @@
+"""Rollouts: requests of the trainer, claims and answers of explorers, and the fate of each."""
+
+from .client import Claim, RolloutClient
+from .dispatch_state import Group, HeldRequest
+from .dispatcher import RolloutDispatcher
+from .settings import DispatchSettings
+
+__all__ = [
+    "Claim",
+    "DispatchSettings",
+    "Group",
+    "HeldRequest",
+    "RolloutClient",
+    "RolloutDispatcher",
+]

@@ -1,0 +1,189 @@
+"""Client of an explorer: it claims requests, renews its claims, and answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import redis
+import redis.asyncio
+from msgspec import Struct
+
+from trinity_schemas import ContractError, Experience, RolloutRequest, encode
+from trinity_schemas.codec import decode_request
+
+from ..error_text import ungrouped
+from ..errors import StaleEpoch, TrinityError
+from ..server import Deadline
+from .streams import LONGEST_BLOCK, RolloutStreams, is_without_group
+
+_WITHOUT_GROUP = 0.5
+"""Seconds between two attempts to claim while the trainer's dispatcher has not started."""
+
+
+class Claim(Struct, frozen=True):
+    """Request that an explorer has claimed."""
+
+    entry_id: str
+    request: RolloutRequest
+
+
+class RolloutClient:
+    """Client of one explorer in one epoch.
+
+    Args:
+        client: Client of the server of the run's log.
+        run_id: The run.
+        epoch: The epoch; a newer one ends every call with StaleEpoch.
+        name: Name of the explorer, which no other explorer of the run has.
+        lease: Seconds after which a claim that is not renewed lapses, as the dispatcher has it.
+        deadline: Seconds for which a call waits for a server that is away.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        run_id: str,
+        epoch: int,
+        name: str,
+        *,
+        lease: float,
+        deadline: float = 300.0,
+    ) -> None:
+        self.name = name
+        self.discarded = 0
+        """Answers that came after another attempt had taken their place."""
+        self._lease = lease
+        self._deadline = deadline
+        self._streams = RolloutStreams(client, run_id, epoch)
+
+    async def claim(self, count: int, *, seconds: float) -> list[Claim]:
+        """Return at most ``count`` requests; wait at most ``seconds`` for the first one.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch.
+        """
+        wait = self._wait("no requests were claimed")
+        give_up = anyio.current_time() + seconds
+        while True:
+            left = max(give_up - anyio.current_time(), 0.0)
+            claims = await self._read(wait, count, min(left, LONGEST_BLOCK))
+            if claims or anyio.current_time() >= give_up:
+                return claims
+
+    async def renew(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Extend claims by one lease; return those that are still held.
+
+        It never extends the deadline of a request.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch.
+        """
+        asked = list(claims)
+        if not asked:
+            return []
+        held = await self._write("renew", self.name, *(one.entry_id for one in asked))
+        names = {one.decode() for one in held}
+        return [one for one in asked if one.entry_id in names]
+
+    async def answer(self, claim: Claim, experiences: Sequence[Experience]) -> bool:
+        """Answer a request with all its samples; return False if the answer was discarded.
+
+        An answer is discarded after another one, and after the request was issued again.
+
+        Raises:
+            TrinityError: The samples are not those that the request asks for.
+            StaleEpoch: The run has a newer epoch; nothing was written.
+        """
+        _check_samples(claim.request, experiences)
+        payloads = [encode(one) for one in experiences]
+        counted = bool(await self._write("answer", claim.entry_id, *payloads))
+        self.discarded += not counted
+        return counted
+
+    async def fail(self, claim: Claim, reason: str) -> None:
+        """Give a request back, so that the dispatcher issues it again at once.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch; nothing was written.
+        """
+        await self._write("fail", claim.entry_id, reason)
+
+    @asynccontextmanager
+    async def renewing(self, claims: Iterable[Claim]) -> AsyncIterator[list[Claim]]:
+        """Renew claims within a block; yield a list of those that are held, which shrinks.
+
+        A newer epoch cancels the block, which then raises StaleEpoch.
+        """
+        held = list(claims)
+
+        async def renew() -> None:
+            while held:
+                await anyio.sleep(self._lease / 3)
+                still = {one.entry_id for one in await self.renew(held)}
+                held[:] = [one for one in held if one.entry_id in still]
+
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(renew)
+                yield held
+                tasks.cancel_scope.cancel()
+
+    async def _read(self, wait: Deadline, count: int, block: float) -> list[Claim]:
+        streams = self._streams
+        milliseconds = max(1, int(block * 1000))
+        try:
+            reply = await streams.ask(
+                wait,
+                lambda: streams.client.xreadgroup(
+                    *(streams.group, self.name, {streams.keys.rollouts: ">"}),
+                    count=count,
+                    block=milliseconds,
+                ),
+            )
+        except redis.ResponseError as error:
+            if not is_without_group(error):
+                raise
+            await self._check_epoch(wait)
+            await anyio.sleep(min(_WITHOUT_GROUP, block))
+            return []
+        claims = []
+        for entry_id, fields in reply[0][1] if reply else ():
+            try:
+                request = decode_request(fields.get(b"e", b""))
+            except ContractError:
+                await self._write("fail", entry_id, "unreadable")
+            else:
+                claims.append(Claim(entry_id.decode(), request))
+        return claims
+
+    async def _check_epoch(self, wait: Deadline) -> None:
+        """Raise StaleEpoch if the group of this epoch is gone because of a newer epoch."""
+        streams = self._streams
+        present = int(await wait.ask(lambda: streams.client.get(streams.keys.epoch)) or 0)
+        if present > streams.epoch:
+            raise StaleEpoch(
+                f"run {streams.run_id} was opened anew as epoch {present}: this explorer is of "
+                f"epoch {streams.epoch}, and ends"
+            )
+
+    async def _write(self, script: str, *args: object) -> Any:
+        wait = self._wait(f"the script {script} was not run")
+        return await self._streams.write(wait, script, self._streams.group, *args)
+
+    def _wait(self, missing: str) -> Deadline:
+        return Deadline(self._deadline, f"run {self._streams.run_id}, {self.name}: {missing}")
+
+
+def _check_samples(request: RolloutRequest, experiences: Sequence[Experience]) -> None:
+    asked = request.run_id, request.epoch, request.ordinal, request.attempt, request.samples
+    for index, one in enumerate(experiences):
+        if (one.run_id, one.epoch, one.ordinal, one.attempt, one.samples) != asked:
+            raise TrinityError(f"sample {index} of ordinal {request.ordinal} is of another request")
+    if [one.sample for one in experiences] != list(range(request.samples)):
+        raise TrinityError(
+            f"ordinal {request.ordinal} asks for samples 0 to {request.samples - 1} in order: "
+            f"answer with all of them, not with {[one.sample for one in experiences]}"
+        )

@@ -1,0 +1,270 @@
+"""Decisions of a dispatcher: what to ask for, what to ask for again, what to give up. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from trinity_schemas import Experience, OrdinalRange, StepTrained
+
+from ..core.ledger import Ledger, LedgerError, ranges
+from .settings import DispatchSettings
+from .streams import Sight
+
+NOT_THE_EXPLORERS = ("stale", "lost")
+"""Reasons to ask again that are no failure of an attempt, and do not count against the maximum."""
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """All samples of one ordinal, in order, with the ids of their entries."""
+
+    ordinal: int
+    attempt: int
+    experiences: list[Experience]
+    entry_ids: list[str]
+
+
+class HeldRequest(NamedTuple):
+    """Request without an answer, with its explorer, if one has claimed it."""
+
+    ordinal: int
+    attempt: int
+    explorer: str | None
+    seconds: float
+    """Seconds since the claim."""
+
+    @property
+    def in_words(self) -> str:
+        """Return the request and its explorer in words."""
+        if self.explorer is None:
+            return f"{self.ordinal} (not claimed)"
+        return f"{self.ordinal} (claimed by {self.explorer} {self.seconds:.0f} s ago)"
+
+
+class Due(NamedTuple):
+    """Ordinal whose attempt counts no more."""
+
+    ordinal: int
+    reason: str
+    idle: float = 0.0
+    """Seconds for which its claim must be idle still; 0 if the claim does not matter."""
+
+
+class Asked(Struct):
+    """Open ordinal that was asked for."""
+
+    attempt: int = 1
+    number: int | None = None
+    """Number of its request; None once the request is known to be gone."""
+    failures: int = 0
+    explorer: str | None = None
+    claimed_at: float = 0.0
+
+
+class DispatchState:
+    """State of a dispatcher, of which every change is told by its caller, with the time.
+
+    Ordinals that are asked for are always the lowest open ones: those that a restored ledger has
+    open come first, then the next ones.
+    """
+
+    def __init__(self, settings: DispatchSettings, ledger: Ledger) -> None:
+        self.settings = settings
+        self.ledger = ledger
+        self.asked: dict[int, Asked] = {}
+        """Ordinals that were asked for and are neither taken nor settled, ascending."""
+        self.arrived: dict[int, Group] = {}
+        self.kept: dict[int, Group] = {}
+        """Answers of earlier epochs, used when their ordinal comes up."""
+        self.taken: set[int] = set()
+        self._dropped: dict[str, list[int]] = {}
+        """Ordinals that were dropped since the last step, by reason."""
+        if ledger.fingerprint not in (None, settings.fingerprint):
+            self._drop("task-set", ledger.open_ordinals())
+        ledger.fingerprint = settings.fingerprint
+        self._restored = ledger.open_ordinals()
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def next_ordinals(self, count: int) -> list[int]:
+        """Return the ordinals to ask for next, at most ``count``, as the window allows."""
+        restored = self._restored[:count]
+        room = min(count - len(restored), self.settings.window - self.ledger.open_count)
+        return [*restored, *range(self.ledger.next, self.ledger.next + max(room, 0))]
+
+    def lacking(self, count: int) -> int:
+        """Return the number of ordinals to ask for, so that a step of ``count`` gets its groups."""
+        return max(count - len(self.asked), 0)
+
+    def ask(self, ordinals: Sequence[int]) -> list[int]:
+        """Note that ordinals were asked for; return those that no kept answer answers."""
+        self._restored = self._restored[sum(one < self.ledger.next for one in ordinals) :]
+        fresh = [one for one in ordinals if one >= self.ledger.next]
+        if fresh:
+            self.ledger.dispatch(fresh[0], fresh[-1])
+        self.asked.update((one, Asked()) for one in ordinals)
+        for ordinal in ordinals:
+            if ordinal in self.kept:
+                self.arrived[ordinal] = self.kept.pop(ordinal)
+        return [one for one in ordinals if one not in self.arrived]
+
+    def split(self, due: Iterable[Due]) -> tuple[list[Due], list[Due]]:
+        """Return what to ask for again, and what to give up as its attempts are exhausted."""
+        again: list[Due] = []
+        exhausted: list[Due] = []
+        for one in due:
+            counts = one.reason not in NOT_THE_EXPLORERS
+            failures = self.asked[one.ordinal].failures + counts
+            (exhausted if failures >= self.settings.max_attempts else again).append(one)
+        return again, exhausted
+
+    def reissue(self, due: Due, number: int | None) -> None:
+        """Note that the next attempt was told, and its request written under a number."""
+        asked = self.asked[due.ordinal]
+        asked.attempt += 1
+        if number is not None:
+            asked.number, asked.explorer = number, None
+            asked.failures += due.reason not in NOT_THE_EXPLORERS
+
+    def drop(self, reason: str, ordinal: int) -> None:
+        """Give up an ordinal; the event of the next step tells it."""
+        del self.asked[ordinal]
+        self.arrived.pop(ordinal, None)
+        self._drop(reason, [ordinal])
+
+    def _drop(self, reason: str, ordinals: Sequence[int]) -> None:
+        self.ledger.drop(reason, ordinals)
+        self._dropped.setdefault(reason, []).extend(ordinals)
+
+    # --- answers -----------------------------------------------------------------------------
+
+    def arrive(self, group: Group) -> bool:
+        """Keep an answer; return False if its ordinal needs none."""
+        asked = self.asked.get(group.ordinal)
+        if asked is None or group.ordinal in self.arrived:
+            return False
+        asked.number = None
+        self.arrived[group.ordinal] = group
+        return True
+
+    def keep(self, group: Group) -> bool:
+        """Keep an answer of an earlier epoch; return False if its ordinal needs none."""
+        needed = self.ledger.is_open(group.ordinal) or group.ordinal >= self.ledger.next
+        if needed and group.ordinal not in self.kept:
+            self.kept[group.ordinal] = group
+            return True
+        return False
+
+    def refuse(self, ordinal: int) -> Group:
+        """Return the answer of an ordinal that is not to be used, and forget it."""
+        return self.arrived.pop(ordinal)
+
+    def fail(self, number: int) -> int | None:
+        """Note that an explorer gave a request back; return its ordinal, if it is still open."""
+        for ordinal, asked in self.asked.items():
+            if asked.number == number:
+                asked.number = None
+                return ordinal
+        return None
+
+    def candidates(self, count: int) -> list[Group]:
+        """Return the answers, as far as they arrived, that a step of ``count`` groups takes."""
+        if self.settings.order == "arrival":
+            return list(islice(self.arrived.values(), count))
+        lowest = islice(self.asked, count)
+        return [self.arrived[one] for one in lowest if one in self.arrived]
+
+    def take(self, count: int) -> list[Group] | None:
+        """Return the groups of a step, sorted; None while they are not all there."""
+        groups = self.candidates(count)
+        if len(groups) < count:
+            return None
+        for group in groups:
+            del self.asked[group.ordinal], self.arrived[group.ordinal]
+            self.taken.add(group.ordinal)
+        return sorted(groups, key=lambda group: group.ordinal)
+
+    def missing(self, count: int, now: float) -> list[HeldRequest]:
+        """Return the requests without an answer that a step of ``count`` groups waits for."""
+        lowest = self.asked if self.settings.order == "arrival" else islice(self.asked, count)
+        return [self._held(one, now) for one in lowest if one not in self.arrived]
+
+    def _held(self, ordinal: int, now: float) -> HeldRequest:
+        asked = self.asked[ordinal]
+        seconds = now - asked.claimed_at if asked.explorer else 0.0
+        return HeldRequest(ordinal, asked.attempt, asked.explorer, seconds)
+
+    # --- claims ------------------------------------------------------------------------------
+
+    def observe(self, sight: Sight, now: float, calm: float) -> list[Due]:
+        """Note who holds what; return the ordinals whose attempt counts no more.
+
+        Args:
+            sight: Requests and claims on the server. All answers before it were read.
+            now: Seconds of a clock that is never set.
+            calm: Seconds for which the server has answered without a fault. Claims count as idle
+                for no longer, so that each gets one full lease after an outage.
+        """
+        due = []
+        for ordinal, asked in self.asked.items():
+            if ordinal in self.arrived:
+                continue
+            if asked.number is None or asked.number not in sight.numbers:
+                due.append(Due(ordinal, "lost"))
+                continue
+            claim = sight.claims.get(asked.number)
+            if claim is None:
+                asked.explorer = None
+                continue
+            if asked.explorer is None:
+                asked.claimed_at = now - claim.idle
+            asked.explorer = claim.explorer
+            if min(claim.idle, calm) >= self.settings.claim_lease:
+                due.append(Due(ordinal, "lapsed", self.settings.claim_lease))
+            elif calm >= self.settings.claim_lease and self._is_overdue(asked, now):
+                due.append(Due(ordinal, "deadline"))
+        return due
+
+    def _is_overdue(self, asked: Asked, now: float) -> bool:
+        return now - asked.claimed_at >= self.settings.request_deadline
+
+    # --- fates -------------------------------------------------------------------------------
+
+    def told(
+        self,
+        step: int,
+        ordinals: Sequence[int],
+        *,
+        metrics: dict[str, float],
+        staleness: dict[int, int],
+    ) -> StepTrained:
+        """Return the event of a step.
+
+        Raises:
+            LedgerError: A group was not taken from this dispatcher, or was trained already.
+        """
+        strange = sorted(set(ordinals) - self.taken)
+        if strange or len(set(ordinals)) != len(ordinals):
+            raise LedgerError(
+                f"step {step} cannot train ordinals {strange or sorted(ordinals)}: train each "
+                "group once, that was taken"
+            )
+        dropped: dict[str, tuple[OrdinalRange, ...]] = {
+            reason: ranges(several) for reason, several in self._dropped.items()
+        }
+        return StepTrained(
+            step=step,
+            trained=ranges(ordinals),
+            dropped=dropped,
+            staleness=staleness,
+            metrics=metrics,
+        )
+
+    def train(self, ordinals: Sequence[int]) -> None:
+        """Give ordinals their fate, once the event of their step is in the log."""
+        self.ledger.train(ordinals)
+        self.taken.difference_update(ordinals)
+        self._dropped.clear()

@@ -1,0 +1,47 @@
+"""Settings of a run's dispatcher."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from trinity_schemas import Sampling
+
+
+class DispatchSettings(Struct, frozen=True, kw_only=True):
+    """Settings of a run's dispatcher."""
+
+    run_id: str
+    epoch: int
+    samples: int
+    """Samples of a group."""
+    sampling: Sampling
+    prompts_per_step: int
+    fingerprint: str
+    """Fingerprint of the task set."""
+    order: Literal["ordinal", "arrival"] = "ordinal"
+    """Groups that a step takes: those of the lowest ordinals, or those that arrive first."""
+    window: int
+    """Maximum number of ordinals that are open at a time."""
+    claim_lease: float = 10.0
+    """Seconds after which a claim that is not renewed lapses."""
+    request_deadline: float = 300.0
+    """Seconds from its claim after which a request is issued again, however often renewed."""
+    max_attempts: int = 3
+    """Failed attempts after which an ordinal is dropped; a stale answer is no failed attempt."""
+    keep_answers: Literal["trained", "checkpoint"] = "trained"
+    """Moment from which an answer is deleted: its step is trained, or a checkpoint covers it."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "prompts_per_step", "window", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name in ("claim_lease", "request_deadline"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0 seconds")
+        if self.window < self.prompts_per_step:
+            raise ValueError(
+                f"window is {self.window}: it must be at least prompts_per_step, "
+                f"{self.prompts_per_step}, or no step gets its groups"
+            )

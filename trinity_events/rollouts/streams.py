@@ -1,0 +1,165 @@
+"""Streams of requests and answers: their names, and the scripts that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
+
+import redis
+import redis.asyncio
+
+from trinity_schemas import RunKeys
+
+from ..errors import LogLost, StaleEpoch
+from ..log.key_errors import wrong_type
+from ..log.scripts import Scripts
+from ..server import Deadline
+
+T = TypeVar("T")
+
+LONGEST_BLOCK = 5.0
+"""Seconds that one read blocks at most; shorter than the socket's timeout."""
+
+ANSWERS_AT_ONCE = 256
+"""Maximum samples of one read."""
+_KEYS = {
+    **dict.fromkeys(("issue", "renew"), ("epoch", "rollouts")),
+    **dict.fromkeys(("begin", "answer", "fail"), ("epoch", "rollouts", "experiences")),
+    "free": ("epoch", "experiences"),
+}
+"""Keys of the scripts that check the caller's epoch."""
+
+
+class SeenClaim(NamedTuple):
+    """Claim of a request, as the server holds it."""
+
+    explorer: str
+    idle: float
+    """Seconds since it was made or renewed."""
+
+
+class Sight(NamedTuple):
+    """Requests and claims at one moment."""
+
+    uptime: float
+    """Seconds since the server was started."""
+    numbers: set[int]
+    """Numbers of the requests that are in the stream."""
+    claims: dict[int, SeenClaim]
+    group_exists: bool
+
+
+class RolloutStreams:
+    """Streams of requests and answers of a run, written in the name of one epoch.
+
+    The consumer group bears the epoch in its name. A claim of an explorer of an older epoch is
+    thus refused, although no script can make a blocking read.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, run_id: str, epoch: int) -> None:
+        self.client: Any = client
+        self.run_id = run_id
+        self.epoch = epoch
+        self.keys = RunKeys.of(run_id)
+        self.group = f"explorers-{epoch}"
+        self._scripts = Scripts(client, __package__)
+
+    async def write(self, wait: Deadline, script: str, *args: object) -> Any:
+        """Run a script that first checks the epoch; retry while the server is away.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch; nothing was written.
+            LogLost: The server does not know the epoch.
+        """
+        keys = [getattr(self.keys, key) for key in _KEYS[script]]
+        return await self.ask(
+            wait, lambda: self._scripts(script, keys=keys, args=[self.epoch, *args])
+        )
+
+    async def look(self, wait: Deadline, limit: int) -> Sight:
+        """Return the requests in the stream, and at most ``limit`` claims."""
+        keys, args = [self.keys.rollouts], [self.group, limit]
+        up, ids, *claims = await self.ask(wait, lambda: self._scripts("look", keys=keys, args=args))
+        return Sight(
+            uptime=float(up),
+            numbers={self.number_of(one) for one in ids},
+            claims={
+                self.number_of(entry_id): SeenClaim(member.decode(), idle / 1000)
+                for entry_id, member, idle, _ in (claims[0] if claims else ())
+            },
+            group_exists=bool(claims),
+        )
+
+    async def begin(self, wait: Deadline, *, withdraw_answers: bool) -> int:
+        """Make the epoch's group, withdraw all requests; return the last one's number."""
+        last = await self.write(wait, "begin", self.group, int(withdraw_answers))
+        return max(self.number_of(last), 0)
+
+    async def answers_after(
+        self, wait: Deadline, cursor: str, block: float | None = None
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Return entries of the stream of answers; wait ``block`` seconds for the first one."""
+        milliseconds = None if block is None else max(1, int(block * 1000))
+        reply = await self.ask(
+            wait,
+            lambda: self.client.xread(
+                {self.keys.experiences: cursor}, count=ANSWERS_AT_ONCE, block=milliseconds
+            ),
+        )
+        return reply[0][1] if reply else []
+
+    async def newest_answer(self, wait: Deadline) -> str:
+        """Return the largest id that the stream of answers ever had; 0-0 if there is none."""
+        try:
+            info = await wait.ask(lambda: self.client.xinfo_stream(self.keys.experiences))
+        except redis.ResponseError as error:
+            if "no such key" in str(error):
+                return "0-0"
+            raise
+        newest: bytes = info["last-generated-id"]
+        return newest.decode()
+
+    async def ask(self, wait: Deadline, question: Callable[[], Awaitable[T]]) -> T:
+        """Return the server's answer; retry while it is away. Raises as :meth:`write`."""
+        try:
+            return await wait.ask(question)
+        except redis.ResponseError as error:
+            raise self._refusal(error) or await self._conflict(error) or error from None
+
+    async def _conflict(self, error: redis.ResponseError) -> Exception | None:
+        if "WRONGTYPE" in str(error):
+            for key in (self.keys.rollouts, self.keys.experiences):
+                found = (await self.client.type(key)).decode()
+                if found not in ("none", "stream"):
+                    return wrong_type(key, found, "stream")
+        return None
+
+    def request_id(self, number: int) -> str:
+        """Return the entry id of this epoch's request with a number."""
+        return f"{self.epoch}-{number}"
+
+    def number_of(self, entry_id: bytes | str) -> int:
+        """Return the number of this epoch's request with an entry id; -1 for any other entry."""
+        text = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
+        epoch, _, number = text.partition("-")
+        return int(number) if epoch == str(self.epoch) and number.isdecimal() else -1
+
+    def _refusal(self, error: redis.ResponseError) -> Exception | None:
+        code, _, present = str(error).partition(" ")
+        if code != "STALEEPOCH":
+            return None
+        found = int(present.split()[0])
+        if found > self.epoch:
+            return StaleEpoch(
+                f"run {self.run_id} was opened anew as epoch {found}: this process is of epoch "
+                f"{self.epoch}, and ends"
+            )
+        return LogLost(
+            f"the server holds epoch {found} of run {self.run_id}, and this process is of epoch "
+            f"{self.epoch}: the server lost data, so open the run anew"
+        )
+
+
+def is_without_group(error: redis.ResponseError) -> bool:
+    """Return True if a read failed because its consumer group does not exist."""
+    return str(error).startswith("NOGROUP")
