@@ -69,7 +69,7 @@ class Task(Protocol):
         ...
 
     def held_out(self, count: int) -> list[Question]:
-        """Return the first `count` questions that are never trained on, always the same ones."""
+        """Return at most `count` questions that are never trained on, always the same ones."""
         ...
 
 

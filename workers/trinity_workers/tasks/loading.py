@@ -113,6 +113,4 @@ def _made(name: str, make: Any, seed: int, options: dict[str, Any]) -> Any:
     except TaskError:
         raise
     except Exception as error:
-        raise TaskError(
-            f"task {name!r} cannot be made: {type(error).__name__}: {error}"
-        ) from error
+        raise TaskError(f"task {name!r} cannot be made: {type(error).__name__}: {error}") from error

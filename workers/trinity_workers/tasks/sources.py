@@ -99,7 +99,9 @@ def _checked(where: str, question: Question) -> Question:
         sent = msgspec.to_builtins(question, str_keys=True, enc_hook=_plain)
         checked = msgspec.convert(msgspec.json.decode(msgspec.json.encode(sent)), Question)
     except msgspec.ValidationError as error:
-        raise TaskError(f"{where}: the prompt is neither text nor chat messages ({error})") from None
+        raise TaskError(
+            f"{where}: the prompt is neither text nor chat messages ({error})"
+        ) from None
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise TaskError(f"{where} holds what JSON cannot: {error}") from None
     empty = not checked.prompt or any(
@@ -197,12 +199,13 @@ def _reasoning_gym(source: str, options: Mapping[str, Any]) -> Iterator[object]:
         yield family[index]
 
 
-def _python_object(source: str, folder: Path) -> Iterable[object]:
-    found = load_object(source, folder=folder)
+def _python_object(source: str, folder: Path) -> Iterator[object]:
+    found = load_object(source, kind="source of questions", folder=folder)
     try:
-        return iter(found() if callable(found) else found)
-    except TypeError as error:
-        raise TaskError(f"{source} gives no questions: {_first_line(error)}") from None
+        yield from found() if callable(found) else found
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise TaskError(f"{source} gives no questions: {told}") from error
 
 
 def _first_line(error: Exception) -> str:
