@@ -1,7 +1,7 @@
 """Tasks: what the policy is asked, found by name, and how its answers are judged."""
 
 from .base import Answer, Environment, Message, Question, RewardFunction, Task, TaskError
-from .loading import load_task
+from .loading import load_reward, load_task
 from .objects import load_object
 from .question_set import QuestionSet
 from .spell_backward import SpellBackward
@@ -19,6 +19,7 @@ __all__ = [
     "Task",
     "TaskError",
     "load_object",
+    "load_reward",
     "load_task",
     "split_of",
 ]

@@ -92,7 +92,7 @@ class Environment(Protocol):
 
     def reply(
         self, question: Question, messages: Sequence[Message]
-    ) -> str | Message | list[Message] | None | Awaitable[str | Message | list[Message] | None]:
+    ) -> str | Message | list[Message] | Awaitable[str | Message | list[Message] | None] | None:
         """Return the reply to the policy's last turn, or None to end the episode.
 
         Text becomes a message of the role `tool`.
