@@ -56,9 +56,6 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
     reward_deadline: Seconds = 30.0
     """Seconds that the reward of one answer may take; its process is ended after them."""
-    environment: str | None = None
-    """Environment of episodes with several turns, `module:attribute` or `./file.py:attribute`.
-    Null ends an episode after its first turn, or takes the task's own environment."""
     options: dict[str, Any] = {}
     """Options that are given to the task by name."""
 
@@ -103,7 +100,7 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     samples_per_prompt: Positive = 16
     """Answers sampled for each prompt; they are one group."""
     max_new_tokens: Positive = 7
-    """Tokens after which an answer, or one turn of an episode, is cut off."""
+    """Tokens after which an answer is cut off."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     """Temperature of sampling."""
 
@@ -245,7 +242,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             redis_url=redis_url,
             weights_url=weights_url,
             checkpoint_folder=checkpoint_folder,
-            model_folder=checkpoint_folder / "model",
+            model_folder=Path(self.model.path) if self.model.path else checkpoint_folder / "model",
             **{name: getattr(self, name) for name in TrainConfig.__struct_fields__},
         )
 

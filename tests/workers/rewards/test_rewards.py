@@ -30,7 +30,8 @@ def process(question, answer):
     return os.getpid()
 
 def told(question, answer):
-    return {"reward": len(answer.messages), "tokens": answer.tokens, "level": question.data["level"]}
+    level = question.data["level"]
+    return {"reward": len(answer.messages), "tokens": answer.tokens, "level": level}
 
 async def together(question, answer):
     together.inside = getattr(together, "inside", 0) + 1

@@ -38,6 +38,7 @@ from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_e
 from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
 from ..health import beating
+from ..own import check_own, found_from, starts_warm
 from ..trainer import Trainer, TrainingResult
 from .actors import Actors, in_words
 from .again import shell_command
@@ -126,7 +127,9 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         deltas=options.settings.sync.full_every > 1,
     )
     transport = chosen.name
-    settings = options.settings.replaced("sync", transport=transport)
+    own = found_from(options.settings, Path.cwd())
+    await anyio.to_thread.run_sync(check_own, own)
+    settings = own.replaced("sync", transport=transport)
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)
     async with AsyncExitStack() as exits:
@@ -139,8 +142,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             if weights_url != redis_url:
                 await warn_of_eviction(chunks, weights_url, setting=WEIGHTS_SERVER)
         log = RedisEventLog(client, options.run_id)
-        own = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
-        await own()  # before the run is opened: it would be opened in vain
+        claim = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
+        await claim()  # before the run is opened: it would be opened in vain
         earlier = await earlier_epoch(log, folder, fresh=options.fresh)
         reducer = None
         if alone:
@@ -167,8 +170,9 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
         async with _summarized(job, log, report), closing(client, config):
-            await own()  # a log that is new has its first entry by now
-            view.say(f"run {options.run_id}: starting Ray, and warming the model up")
+            await claim()  # a log that is new has its first entry by now
+            begun = "loading the model" if starts_warm(config) else "warming the model up"
+            view.say(f"run {options.run_id}: starting Ray, and {begun}")
             here = config.explorer.count if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             await exits.enter_async_context(local_ray(config.trainer.ranks + here + 1))
@@ -263,7 +267,9 @@ async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[An
 
 async def _make_model(config: RunConfig) -> int:
     """Make the model here, where all that it needs is imported; returns the warm-up's steps."""
-    make = partial(make_model, config.model_folder, config.task.name, config.seed)
+    if starts_warm(config):
+        return 0
+    make = partial(make_model, config.model_folder, config.seed)
     try:
         # Left to itself when the run is ended meanwhile: nobody loads what it makes.
         steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)

@@ -1,8 +1,8 @@
 """Policies: any causal language model in a Hugging Face folder, and the built-in one.
 
-The built-in one is a Qwen2 of 129,728 parameters with a tokenizer of one token a character. It is an ordinary `transformers` model, so that everything
-that carries its weights (FSDP, checkpoints, the Synchronizer) meets the names, tied embeddings and
-grouped key-value heads of a real one.
+The built-in one is a Qwen2 of 129,728 parameters with a tokenizer of one token a character. It is
+an ordinary `transformers` model, so that everything that carries its weights (FSDP, checkpoints,
+the Synchronizer) meets the names, tied embeddings and grouped key-value heads of a real one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from trinity_events.errors import TrinityError
 
 from ..tasks import Message
+
 
 class BadPolicy(TrinityError):
     """Raised if a folder holds no policy that can be used."""
@@ -115,7 +116,8 @@ def load_policy(
             attn_implementation="sdpa",
             local_files_only=True,
         )
-    known = model.get_input_embeddings().num_embeddings
+    table: Any = model.get_input_embeddings()
+    known = int(table.weight.shape[0])
     if len(tokenizer) > known:
         raise BadPolicy(
             f"the tokenizer in {folder} has {len(tokenizer)} tokens, and its model knows {known}: "
@@ -134,9 +136,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise BadPolicy(f"no policy in {folder}: config.json is missing")
     with _told_as(f"the tokenizer in {folder} cannot be loaded"):
         AutoConfig.from_pretrained(folder, local_files_only=True)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True
-        )
+        # The file as it is: AutoTokenizer takes the class of the model's type, with its own rules
+        # of splitting (a Qwen2's tokenizer of single characters loses its spaces).
+        whole = (folder / "tokenizer.json").is_file()
+        kind: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise BadPolicy(
             f"the tokenizer in {folder} has no end of sequence (eos_token): set it in "

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import torch
 from torch import Tensor
 from transformers import (
@@ -18,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..rewards import Rewarded
+from ..rewards import Rewarded, RewardFailed, Rewards
 from ..tasks import Answer, Message, Question, TaskError
 from .policy import encode_prompt, end_tokens
 
@@ -126,6 +127,23 @@ def generate(
     return groups
 
 
+async def judge_all(rewards: Rewards, groups: Sequence[Samples]) -> list[Rollout | RewardFailed]:
+    """Judge groups side by side; a group whose rewards failed has its error in its place."""
+    judged: list[Rollout | RewardFailed] = []
+
+    async def judge(index: int, group: Samples) -> None:
+        try:
+            judged[index] = group.judged(await rewards.judge(group.question, group.answers))
+        except RewardFailed as error:
+            judged[index] = error
+
+    async with anyio.create_task_group() as tasks:
+        for index, group in enumerate(groups):
+            judged.append(RewardFailed("not judged yet"))
+            tasks.start_soon(judge, index, group)
+    return judged
+
+
 class SeededChoice(LogitsProcessor):
     """Choice of the next token by Gumbel noise of each question's own seed.
 
@@ -152,8 +170,9 @@ class SeededChoice(LogitsProcessor):
         del input_ids
         logprobs = (scores.float() / self._temperature).log_softmax(dim=-1)
         noise = torch.empty_like(logprobs)
-        for rows, generator in zip(noise.split(self.samples), self._generators, strict=True):
-            rows.exponential_(generator=generator)
+        for index, generator in enumerate(self._generators):
+            start = index * self.samples
+            noise[start : start + self.samples].exponential_(generator=generator)
         noise.clamp_(min=torch.finfo(noise.dtype).tiny)
         chosen = (logprobs - noise.log_()).argmax(dim=-1, keepdim=True)
         self.logprobs.append(logprobs.gather(-1, chosen).squeeze(-1))

@@ -17,6 +17,7 @@ TASKS = {"spell-backward": "trinity_workers.tasks.spell_backward:SpellBackward"}
 """Built-in tasks."""
 GROUP = "trinity_events.tasks"
 """Group of entry points under which packages offer tasks."""
+_FILES = (".py", ".jsonl", ".ndjson", ".parquet")
 _NAME_ONE = (
     "name a function of (question, answer) in task.reward, as module:attribute or "
     "./file.py:attribute"
@@ -96,6 +97,19 @@ def load_reward(
     else:
         raise TaskError(f"the answers to {questions} need a reward: {_NAME_ONE}")
     return _callable(name, found)
+
+
+def is_built_in(name: str) -> bool:
+    """Return True for the name of a built-in task."""
+    return name in TASKS
+
+
+def absolute(name: str, folder: Path) -> str:
+    """Return the name of a file, or of an object in one, from any directory; others as they are."""
+    place, colon, attribute = name.partition(":")
+    if not place.endswith(_FILES):
+        return name
+    return f"{(folder / place).resolve()}{colon}{attribute}"
 
 
 def _callable(name: str, found: Any) -> RewardFunction:

@@ -107,6 +107,7 @@ class TrainWorker:
         engine = FSDPEngine(
             self._config.model_folder,
             device=self._device,
+            dtype=self._config.model.dtype,
             learning_rate=self._config.trainer.learning_rate,
             ramp_steps=self._config.trainer.ramp_steps,
             gradient_norm=self._config.trainer.gradient_norm,

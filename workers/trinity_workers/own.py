@@ -1,0 +1,106 @@
+"""A user's own task, rewards and model, as a run's configuration names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec import structs
+
+from .config import BadSettings, RunConfig, TrainConfig
+from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
+from .tasks import SpellBackward, Task, absolute, is_built_in, load_task
+
+
+def task_of(config: TrainConfig) -> Task:
+    """Return the task of a run. Raises TaskError."""
+    task = config.task
+    return load_task(
+        task.name,
+        seed=config.seed,
+        questions=task.questions,
+        prompt=task.prompt,
+        answer=task.answer,
+        options=task.options,
+    )
+
+
+def rewards_of(config: TrainConfig) -> Rewards:
+    """Return the judge of a run's answers: a pool of processes, but for the built-in task."""
+    task = config.task
+    if is_built_in(task.name) and task.questions is None and task.reward is None:
+        return TaskRewards(SpellBackward(config.seed).reward)
+    return RewardPool(
+        RewardSource(
+            reward=task.reward,
+            task=task.name,
+            questions=task.questions,
+            seed=config.seed,
+            options=task.options,
+            deadline=task.reward_deadline,
+        )
+    )
+
+
+async def start_rewards(config: TrainConfig) -> Rewards:
+    """Return the judge, ready. Raises RewardFailed if its function cannot be loaded."""
+    rewards = rewards_of(config)
+    if isinstance(rewards, RewardPool):
+        try:
+            await rewards.start()
+        except BaseException:
+            await rewards.aclose()
+            raise
+    return rewards
+
+
+def found_from(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the configuration with its files named so that every process finds them.
+
+    Args:
+        config: The settings.
+        folder: Directory that relative names start from.
+    """
+    task, model = config.task, config.model
+    options = dict(task.options)
+    if isinstance(options.get("evaluation"), str):
+        options["evaluation"] = absolute(options["evaluation"], folder)
+    named = structs.replace(
+        task,
+        name=absolute(task.name, folder),
+        questions=None if task.questions is None else absolute(task.questions, folder),
+        reward=None if task.reward is None else absolute(task.reward, folder),
+        options=options,
+    )
+    path = None if model.path is None else str((folder / Path(model.path).expanduser()).resolve())
+    return structs.replace(config, task=named, model=structs.replace(model, path=path))
+
+
+def check_own(config: TrainConfig) -> None:
+    """Load the task, and read the model's description, before a run is opened.
+
+    Raises:
+        TrinityError: in one sentence, if one of them cannot be used.
+    """
+    built_in = is_built_in(config.task.name) and config.task.questions is None
+    if config.model.path is None:
+        if not built_in:
+            raise BadSettings(
+                "a task of your own needs a model of your own: set model.path to a Hugging Face "
+                "folder (the small built-in model only spells words backward)"
+            )
+        if config.model.dtype != "float32":
+            raise BadSettings(
+                f"model.dtype is {config.model.dtype}, and the built-in model is float32: set "
+                "model.path, or leave model.dtype out"
+            )
+    else:
+        from .learning.policy import load_tokenizer
+
+        load_tokenizer(Path(config.model.path))
+    if not built_in:
+        task_of(config).question(0)
+
+
+def starts_warm(config: RunConfig) -> bool:
+    """Return True if the run starts from a user's model, which is not warmed up."""
+    return config.model.path is not None
