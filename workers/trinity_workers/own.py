@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio.to_thread
 from msgspec import structs
 
 from .config import BadSettings, RunConfig, TrainConfig
@@ -75,30 +76,34 @@ def found_from(config: TrainConfig, folder: Path) -> TrainConfig:
     return structs.replace(config, task=named, model=structs.replace(model, path=path))
 
 
-def check_own(config: TrainConfig) -> None:
-    """Load the task, and read the model's description, before a run is opened.
+async def check_own(config: TrainConfig) -> None:
+    """Load the task, its rewards, and the model's tokenizer, before a run is opened.
 
     Raises:
         TrinityError: in one sentence, if one of them cannot be used.
     """
     built_in = is_built_in(config.task.name) and config.task.questions is None
-    if config.model.path is None:
-        if not built_in:
-            raise BadSettings(
-                "a task of your own needs a model of your own: set model.path to a Hugging Face "
-                "folder (the small built-in model only spells words backward)"
-            )
-        if config.model.dtype != "float32":
-            raise BadSettings(
-                f"model.dtype is {config.model.dtype}, and the built-in model is float32: set "
-                "model.path, or leave model.dtype out"
-            )
-    else:
-        from .learning.policy import load_tokenizer
-
-        load_tokenizer(Path(config.model.path))
+    if config.model.path is not None:
+        await anyio.to_thread.run_sync(_check_model, Path(config.model.path))
+    elif not built_in:
+        raise BadSettings(
+            "a task of your own needs a model of your own: set model.path to a Hugging Face "
+            "folder (the small built-in model only spells words backward)"
+        )
+    elif config.model.dtype != "float32":
+        raise BadSettings(
+            f"model.dtype is {config.model.dtype}, and the built-in model is float32: set "
+            "model.path, or leave model.dtype out"
+        )
     if not built_in:
-        task_of(config).question(0)
+        await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
+    await (await start_rewards(config)).aclose()
+
+
+def _check_model(folder: Path) -> None:
+    from .learning.policy import load_tokenizer
+
+    load_tokenizer(folder)
 
 
 def starts_warm(config: RunConfig) -> bool:

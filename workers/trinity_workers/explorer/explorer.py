@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -233,31 +233,35 @@ class Explorer:
         count = self.config.rollouts.prompts_per_step
         mine = range(self.rank, count, self.config.explorer.count)
         ordinals = [(step - 1) * count + index for index in mine]
-        rollouts = await self._judged(ordinals)
+        rollouts = await self._judged(ordinals, self._sample)
         return [
             self._group(step, index, rollout) for index, rollout in zip(mine, rollouts, strict=True)
         ]
 
-    async def _judged(self, ordinals: Sequence[int]) -> list[Rollout]:
-        """Generate and judge a group for each ordinal.
+    async def _judged(
+        self, asked: Sequence[int], sample: Callable[[Sequence[int], int], list[Samples]]
+    ) -> list[Rollout]:
+        """Generate and judge a group for each number, such as an ordinal.
 
         A group whose rewards failed is generated anew. Raises RewardFailed after the last attempt.
         """
         found: dict[int, Rollout] = {}
         for attempt in range(1, REWARD_ATTEMPTS + 1):
-            left = [ordinal for ordinal in ordinals if ordinal not in found]
-            groups = await anyio.to_thread.run_sync(self._sample, left, attempt)
+            left = [number for number in asked if number not in found]
+            groups = await anyio.to_thread.run_sync(sample, left, attempt)
             judged = await judge_all(self._rewards, groups)
             failed: list[RewardFailed] = []
-            for ordinal, one in zip(left, judged, strict=True):
+            for number, one in zip(left, judged, strict=True):
                 if isinstance(one, RewardFailed):
                     failed.append(one)
                 else:
-                    found[ordinal] = one
+                    found[number] = one
             if not failed:
-                return [found[ordinal] for ordinal in ordinals]
+                break
             logger.warning("explorer %d: attempt %d: %s", self.rank, attempt, failed[0])
-        raise RewardFailed(f"{failed[0]}; {REWARD_ATTEMPTS} attempts failed")
+        else:
+            raise RewardFailed(f"{failed[0]} (in each of {REWARD_ATTEMPTS} attempts)")
+        return [found[number] for number in asked]
 
     def _sample(self, ordinals: Sequence[int], attempt: int) -> list[Samples]:
         rollouts, seed = self.config.rollouts, self.config.seed
@@ -290,25 +294,23 @@ class Explorer:
         count = self.config.explorer.held_out_questions
         if self.rank != 0 or count == 0:
             return None
-        groups = await anyio.to_thread.run_sync(self._answer_held_out, count)
-        judged = await judge_all(self._rewards, groups)
-        rewards: list[float] = []
-        for one in judged:
-            if isinstance(one, RewardFailed):
-                raise one
-            rewards += one.rewards
-        return sum(rewards) / len(rewards) if rewards else None
+        questions = await anyio.to_thread.run_sync(self._task.held_out, count)
 
-    def _answer_held_out(self, count: int) -> list[Samples]:
-        questions = self._task.held_out(count)
-        return generate(
-            self._model,
-            self._tokenizer,
-            questions,
-            seeds=[seed_of("held-out", self.config.seed, index) for index in range(len(questions))],
-            samples=4,
-            max_new_tokens=self.config.rollouts.max_new_tokens,
-        )
+        def sample(numbers: Sequence[int], attempt: int) -> list[Samples]:
+            return generate(
+                self._model,
+                self._tokenizer,
+                [questions[number] for number in numbers],
+                seeds=[
+                    seed_of("held-out", self.config.seed, number, attempt) for number in numbers
+                ],
+                samples=4,
+                max_new_tokens=self.config.rollouts.max_new_tokens,
+            )
+
+        judged = await self._judged(range(len(questions)), sample)
+        rewards = [reward for one in judged for reward in one.rewards]
+        return sum(rewards) / len(rewards) if rewards else None
 
 
 def _was_read_wrongly(error: TrinityError) -> bool:

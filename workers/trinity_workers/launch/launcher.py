@@ -128,7 +128,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
     )
     transport = chosen.name
     own = found_from(options.settings, Path.cwd())
-    await anyio.to_thread.run_sync(check_own, own)
+    await check_own(own)
     settings = own.replaced("sync", transport=transport)
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)
