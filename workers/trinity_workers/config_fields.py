@@ -7,7 +7,7 @@ import inspect
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -33,14 +33,22 @@ class Field(NamedTuple):
     @property
     def kind(self) -> types.Type:
         """Type of the field without null."""
+        if isinstance(self.type, types.Metadata):
+            return self.type.type
         if not isinstance(self.type, types.UnionType):
             return self.type
         return next(one for one in self.type.types if not isinstance(one, types.NoneType))
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """Names that the field takes, in the order of their declaration; empty for any value."""
+        return _choices(_annotation(self.path)) if isinstance(self.kind, types.LiteralType) else ()
+
+    @property
     def allowed(self) -> str:
         """Say which values the field takes."""
-        return _allowed(self.kind) + (" or null" if self.optional else "")
+        said = "one of " + ", ".join(self.choices) if self.choices else _allowed(self.kind)
+        return said + (" or null" if self.optional else "")
 
     def converted(self, value: Any) -> Any:
         """Return the value as the field holds it. Raises ValueError if it is not allowed."""
@@ -89,10 +97,20 @@ def _fields_of(struct: type[Struct]) -> tuple[types.Field, ...]:
     return described.fields
 
 
+def _choices(annotation: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for one in get_args(annotation):
+        if get_args(one):
+            found += _choices(one)
+        elif isinstance(one, str):
+            found.append(one)
+    return tuple(found)
+
+
 def _annotation(path: str) -> Any:
     section, _, name = path.rpartition(".")
     struct = sections()[section] if section else TrainConfig
-    return next(one.type for one in msgspec.structs.fields(struct) if one.name == name)
+    return get_type_hints(struct, include_extras=True)[name]
 
 
 @cache
@@ -114,8 +132,6 @@ def _meanings() -> dict[str, dict[str, str]]:
 
 def _allowed(kind: types.Type) -> str:
     match kind:
-        case types.LiteralType(values=values):
-            return "one of " + ", ".join(str(one) for one in values)
         case types.IntType():
             return "an integer" + _bounds(kind)
         case types.FloatType():
