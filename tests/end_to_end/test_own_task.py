@@ -19,37 +19,16 @@ from tests.support.own_models import own_model
 pytestmark = pytest.mark.timeout(600)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
-LAUNCH = """
-import sys
-from functools import partial
-from pathlib import Path
-import anyio
-import msgspec
-from trinity_events.errors import TrinityError
-from trinity_workers.config import TrainConfig
-from trinity_workers.launch.launcher import LaunchOptions, run_job
-
-options = LaunchOptions(
-    run_id="own",
-    alone=True,
-    settings=msgspec.json.decode(sys.argv[1], type=TrainConfig),
-    redis_url=None,
-    weights_redis_url=None,
-    checkpoint_root=Path("checkpoints").resolve(),
-)
-try:
-    anyio.run(run_job, options, lambda summary: print(msgspec.json.encode(summary).decode()))
-except TrinityError as error:
-    sys.exit(f"error: {error}")
-"""
 
 
 def run(folder: Path, settings: dict, home: Path) -> subprocess.CompletedProcess[str]:
-    """Launch a run in a folder of the user's files."""
+    """Train as a configuration in a folder of the user's files says, from another one."""
+    (folder / "own.yaml").write_text(msgspec.json.encode(settings).decode())  # JSON is YAML
+    command = [sys.executable, "-m", "trinity_events", "train", str(folder / "own.yaml"), "--json"]
     return subprocess.run(
-        [sys.executable, "-c", LAUNCH, msgspec.json.encode(settings).decode()],
+        command,
         check=False,
-        cwd=folder,
+        cwd=home,
         env=os.environ | {"TRINITY_HOME": str(home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
         capture_output=True,
         text=True,
@@ -116,4 +95,4 @@ def test_a_mistake_is_told_before_the_run_is_opened(folder, home, task, told):
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert told in done.stderr.splitlines()[-1]
-    assert not list(folder.glob("checkpoints/own/*"))
+    assert not list(home.glob("checkpoints/own/*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,6 +12,7 @@ from msgspec import Meta, Struct, structs
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
+EngineName = Literal["fsdp", "megatron"]
 # Transports of the Synchronizer that a run can choose; an import from there would load torch.
 TransportName = Literal["shm", "ray", "redis", "collective"]
 TransportChoice = Literal["auto", TransportName]
@@ -63,8 +65,8 @@ class TaskConfig(Section, frozen=True, kw_only=True):
 class TrainerConfig(Section, frozen=True, kw_only=True):
     """Training: the engine, its ranks and the optimizer."""
 
-    engine: str = "fsdp"
-    """Engine that holds and trains the model: fsdp, megatron, or the name of an entry point."""
+    engine: EngineName = "fsdp"
+    """Engine that holds and trains the model."""
     ranks: Positive = 2
     """Trainer processes (ranks)."""
     tensor_parallel: Positive | None = None
@@ -86,8 +88,6 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
 
     count: Positive = 1
     """Explorer processes."""
-    engine: str = "huggingface"
-    """Rollout engine that generates: huggingface, or the name of an entry point."""
     held_out_questions: NotNegative = 256
     """Held-out questions of the measurement before and after training; 0 measures nothing."""
 
@@ -200,21 +200,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         values = {name: getattr(self, name) for name in TrainConfig.__struct_fields__}
         return msgspec.json.encode(values).decode()
 
-    def checked(self) -> TrainConfig:
-        """Return the settings if they are consistent. Raises BadSettings if they are not."""
-        parts = (self.trainer.tensor_parallel or 1) * self.trainer.pipeline_parallel
-        if self.trainer.engine != "megatron" and parts > 1:
-            raise BadSettings(
-                "--tensor-parallel and --pipeline-parallel are for Megatron only: leave them out, "
-                "or add --engine megatron"
-            )
-        if self.trainer.ranks % parts:
-            raise BadSettings(
-                f"{self.trainer.ranks} trainers cannot be divided into groups of {parts} "
-                "(--tensor-parallel times --pipeline-parallel): choose --trainers as a multiple"
-            )
-        return self
-
     @classmethod
     def from_text(cls, text: str) -> TrainConfig:
         """Decode settings from JSON. Raises BadSettings if the writer's version does not fit."""
@@ -244,6 +229,50 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             checkpoint_folder=checkpoint_folder,
             model_folder=Path(self.model.path) if self.model.path else checkpoint_folder / "model",
             **{name: getattr(self, name) for name in TrainConfig.__struct_fields__},
+        )
+
+
+def contradictions(
+    config: TrainConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what contradicts itself in a configuration: the fields' paths, and a sentence.
+
+    Args:
+        config: The configuration.
+        named: Names a field, given by its path, in the sentences.
+    """
+    engine, ranks = named("trainer.engine"), named("trainer.ranks")
+    tensor, pipeline = named("trainer.tensor_parallel"), named("trainer.pipeline_parallel")
+    trainer, sync = config.trainer, config.sync
+    parts = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
+    sizes = ("trainer.engine", "trainer.tensor_parallel", "trainer.pipeline_parallel")
+    if trainer.engine != "megatron" and parts > 1:
+        yield (
+            sizes,
+            f"{tensor} and {pipeline} are for Megatron only: leave them out, or add "
+            f"{engine} megatron",
+        )
+    elif trainer.ranks % parts:
+        yield (
+            (*sizes, "trainer.ranks"),
+            f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
+            f"({tensor} times {pipeline}): choose {ranks} as a multiple",
+        )
+    if sync.transport != "collective":
+        return
+    transport = named("sync.transport")
+    if sync.publish in {"shards", "snapshot"}:
+        yield (
+            ("sync.transport", "sync.publish"),
+            "a collective group is sent full tensors by rank 0, and "
+            f"{named('sync.publish')} {sync.publish} was asked for: leave that out, or choose "
+            f"another {transport}",
+        )
+    if sync.full_every > 1:
+        yield (
+            ("sync.transport", "sync.full_every"),
+            f"a collective group is sent full tensors, and {named('sync.full_every')} asks for "
+            f"deltas: leave that out, or choose another {transport}",
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio.to_thread
 from msgspec import structs
 
-from .config import BadSettings, RunConfig, TrainConfig
+from .config import BadSettings, TrainConfig
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from .tasks import SpellBackward, Task, absolute, is_built_in, load_task
 
@@ -104,8 +104,3 @@ def _check_model(folder: Path) -> None:
     from .learning.policy import load_tokenizer
 
     load_tokenizer(folder)
-
-
-def starts_warm(config: RunConfig) -> bool:
-    """Return True if the run starts from a user's model, which is not warmed up."""
-    return config.model.path is not None

@@ -36,9 +36,10 @@ from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
 
 from ..config import RunConfig, TrainConfig
+from ..config_files import write_copy
 from ..explorer import ExplorationResult, Explorer
 from ..health import beating
-from ..own import check_own, found_from, starts_warm
+from ..own import check_own, found_from
 from ..trainer import Trainer, TrainingResult
 from .actors import Actors, in_words
 from .again import shell_command
@@ -46,7 +47,7 @@ from .earlier import begins_anew, earlier_epoch
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .model import make_model
-from .processes import ReducerProcess, local_ray
+from .processes import ReducerProcess, ray_for
 from .progress import ProgressView
 from .results import Outcome
 from .roots import hear_of_another_folder
@@ -83,6 +84,8 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     """Whether to take over the run's folder where it belongs to another log."""
     fresh: bool = False
     """Whether to begin anew although checkpoints of the run are ready."""
+    ray_address: str | None = None
+    """Ray cluster to join; None starts one on this host."""
     health_file: Path | None = None
     """Touched while the trainer answers."""
     again: str | None = None
@@ -123,8 +126,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
     chosen = chosen_transport(
         options.settings.sync.transport,
         explorers_here=alone,
-        publish=options.settings.sync.publish,
-        deltas=options.settings.sync.full_every > 1,
+        one_host=options.ray_address is None,
     )
     transport = chosen.name
     own = found_from(options.settings, Path.cwd())
@@ -171,11 +173,14 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         )
         async with _summarized(job, log, report), closing(client, config):
             await claim()  # a log that is new has its first entry by now
-            begun = "loading the model" if starts_warm(config) else "warming the model up"
+            write_copy(folder, settings)
+            begun = "loading the model" if config.model.path else "warming the model up"
             view.say(f"run {options.run_id}: starting Ray, and {begun}")
             here = config.explorer.count if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            await exits.enter_async_context(local_ray(config.trainer.ranks + here + 1))
+            await exits.enter_async_context(
+                ray_for(config.trainer.ranks + here + 1, options.ray_address)
+            )
             async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
                 await _work(job, here)
                 if not alone:
@@ -267,7 +272,7 @@ async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[An
 
 async def _make_model(config: RunConfig) -> int:
     """Make the model here, where all that it needs is imported; returns the warm-up's steps."""
-    if starts_warm(config):
+    if config.model.path is not None:
         return 0
     make = partial(make_model, config.model_folder, config.seed)
     try:
