@@ -12,10 +12,11 @@ from datetime import datetime
 from functools import partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar
 
 import anyio
 import typer
+from msgspec import Struct
 
 from trinity_events.cli.options import (
     CheckpointRoot,
@@ -32,9 +33,10 @@ from trinity_events.errors import TrinityError
 from trinity_events.reducer import writable_root
 from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_events.views.terminal import say, tell
-from trinity_schemas import SaveStrategy
 
-from .config import EngineName, PublishName, RunSettings, TransportChoice
+from .config import TrainConfig
+from .config_files import Reading, read_config, to_yaml, typed_setting
+from .config_options import overlaid, overlay_parameters
 from .convertible import becomes_megatron
 from .launch.again import again_command
 from .launch.results import Failure, Outcome, results_alone
@@ -57,75 +59,6 @@ class WeightsRefused(TrinityError):
     """Raised if the run ended well, but its explorers refused damaged weights."""
 
 
-Engine = Annotated[
-    EngineName, typer.Option("--engine", help="Engine that holds and trains the model.")
-]
-TensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="On Megatron, trainers that share every layer; by default all of a stage.",
-        show_default=False,
-    ),
-]
-PipelineParallel = Annotated[
-    int, typer.Option(min=1, help="On Megatron, number of pipeline stages.")
-]
-Steps = Annotated[int, typer.Option(min=1, help="Training steps.")]
-Explorers = Annotated[int, typer.Option(min=1, help="Explorer processes.")]
-Trainers = Annotated[int, typer.Option(min=1, help="Trainer processes (ranks).")]
-SyncInterval = Annotated[int, typer.Option(min=1, help="Steps between two weight versions.")]
-SyncOffset = Annotated[int, typer.Option(min=0, help="Versions that explorers may be behind.")]
-SaveInterval = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Steps between two checkpoints, and one after the last step; 0 writes none."
-    ),
-]
-Strategy = Annotated[
-    SaveStrategy, typer.Option("--save-strategy", help="Strategy that limits concurrent saves.")
-]
-Weights = Annotated[
-    TransportChoice,
-    typer.Option(
-        "--weights",
-        help="Transport of the weights: shared memory (shm, every explorer on the trainer's host), "
-        "Ray's object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), "
-        "or Redis; auto takes the first of shm, ray and redis that all processes can use.",
-    ),
-]
-Publish = Annotated[
-    PublishName,
-    typer.Option(
-        "--publish",
-        help="Published form of the weights: shards, each from the rank that holds it, while "
-        "training waits; a snapshot of the shards, while training continues; or full tensors, from "
-        "rank 0. Auto is shards if there are several ranks.",
-    ),
-]
-LearningRate = Annotated[
-    float, typer.Option(min=0, help="Learning rate of AdamW after the warm-up.")
-]
-WeightsFullEvery = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Weight versions from one published in full to the next; versions between them are "
-        "deltas where these are smaller. 1 publishes all in full.",
-    ),
-]
-WeightsTensorDigests = Annotated[
-    bool,
-    typer.Option(
-        "--weights-tensor-digests",
-        help="Digest each tensor separately too: explorers then digest their models' tensors "
-        "before they report a version as served, and manifests show the tensors that two versions "
-        "share.",
-    ),
-]
-Seed = Annotated[
-    int, typer.Option(min=0, max=2**32 - 1, help="Seed of the model and of all sampling.")
-]
 Run = Annotated[str, typer.Option("--run", help="The run's id.", show_default=False)]
 AdoptFolder = Annotated[
     bool,
@@ -161,67 +94,55 @@ WeightsRedisUrl = Annotated[
 ]
 
 
-def _launch(
-    run_id: str,
-    alone: bool,
+class _Place(Struct, kw_only=True):
+    """Options of a run that are no part of its configuration."""
+
+    fresh: bool
+    root: Path | None
+    adopt_folder: bool
+    redis_url: str | None
+    weights_redis_url: str | None
+    health_file: Path | None
+    as_json: bool
+
+
+def _place(
     *,
-    steps: Steps = 300,
-    explorers: Explorers = 1,
-    trainers: Trainers = 2,
-    sync_interval: SyncInterval = 1,
-    sync_offset: SyncOffset = 1,
-    save_interval: SaveInterval = 100,
-    save_strategy: Strategy = "unrestricted",
-    weights: Weights = "auto",
-    publish: Publish = "auto",
-    weights_full_every: WeightsFullEvery = 1,
-    weights_tensor_digests: WeightsTensorDigests = False,
-    learning_rate: LearningRate = 5e-4,
-    seed: Seed = 0,
     fresh: Fresh = False,
-    engine: Engine = "fsdp",
-    tensor_parallel: TensorParallel = None,
-    pipeline_parallel: PipelineParallel = 1,
     root: CheckpointRoot = None,
     adopt_folder: AdoptFolder = False,
     redis_url: RedisUrl = None,
     weights_redis_url: WeightsRedisUrl = None,
     health_file: HealthFile = None,
     as_json: Json = False,
-) -> None:
+) -> _Place:
+    return _Place(
+        fresh=fresh,
+        root=root,
+        adopt_folder=adopt_folder,
+        redis_url=redis_url,
+        weights_redis_url=weights_redis_url,
+        health_file=health_file,
+        as_json=as_json,
+    )
+
+
+class _Run(Struct, kw_only=True):
+    """Run that a command asks for."""
+
+    run_id: str
+    alone: bool
+    ray_address: str | None = None
+    again: list[str]
+    """Arguments of a command that trains again."""
+
+
+def _launch(run: _Run, place: _Place, read: Callable[[], TrainConfig]) -> None:
     """Run the main job to its end and print its summary, also after a failure."""
     with results_alone() as results:
-        told = _Told(results, run_id, as_json=as_json)
+        told = _Told(results, run.run_id, as_json=place.as_json)
         try:
-            _run_job(
-                told,
-                run_id,
-                alone,
-                weights=weights,
-                root=root,
-                redis_url=redis_url,
-                weights_redis_url=weights_redis_url,
-                health_file=health_file,
-                adopt_folder=adopt_folder,
-                fresh=fresh,
-                settings={
-                    "steps": steps,
-                    "trainers": trainers,
-                    "explorers": explorers,
-                    "sync_interval": sync_interval,
-                    "sync_offset": sync_offset,
-                    "weights_full_every": weights_full_every,
-                    "weights_tensor_digests": weights_tensor_digests,
-                    "save_interval": save_interval,
-                    "save_strategy": save_strategy,
-                    "learning_rate": learning_rate,
-                    "seed": seed,
-                    "publish": publish,
-                    "engine": engine,
-                    "tensor_parallel": tensor_parallel,
-                    "pipeline_parallel": pipeline_parallel,
-                },
-            )
+            _run_job(told, run, place, read)
         except Exception as error:
             told.failed(error)
             raise
@@ -265,49 +186,38 @@ class _Told:
                 self._results.flush()
 
 
-def _run_job(
-    told: _Told,
-    run_id: str,
-    alone: bool,
-    *,
-    weights: TransportChoice,
-    root: Path | None,
-    redis_url: str | None,
-    weights_redis_url: str | None,
-    health_file: Path | None,
-    adopt_folder: bool,
-    fresh: bool,
-    settings: dict[str, Any],
-) -> None:
+def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConfig]) -> None:
     # Wrong arguments are refused before the heavy imports.
-    checked_run(run_id)
-    folder = writable_root(checkpoint_root(root))
-    chosen = RunSettings(**settings)
-    modules = _MODULES[chosen.engine]
-    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *modules)
-    chosen.checked()
-    _reach(redis_url, weights_redis_url)
+    checked_run(run.run_id)
+    chosen = read()
+    configured = chosen.checkpoints.root
+    folder = writable_root(
+        checkpoint_root(place.root or (Path(configured) if configured else None))
+    )
+    modules = _MODULES[chosen.trainer.engine]
+    _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", "yaml", *modules)
+    _reach(place.redis_url, place.weights_redis_url)
     log_to_stderr(verbose=False)
     from .launch.launcher import LaunchOptions, run_job
 
     options = LaunchOptions(
-        run_id=run_id,
-        alone=alone,
+        run_id=run.run_id,
+        alone=run.alone,
         settings=chosen,
-        redis_url=redis_url,
-        weights_redis_url=weights_redis_url,
-        transport=weights,
+        redis_url=place.redis_url,
+        weights_redis_url=place.weights_redis_url,
         checkpoint_root=folder,
-        adopt_folder=adopt_folder,
-        fresh=fresh,
-        health_file=health_file,
-        again=again_command(sys.argv[1:], run_id),
+        adopt_folder=place.adopt_folder,
+        fresh=place.fresh,
+        health_file=place.health_file,
+        ray_address=run.ray_address,
+        again=again_command(run.again, run.run_id),
     )
     _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
     if told.refusals:
         raise WeightsRefused(
-            f"explorers of run {run_id} refused weights {told.refusals} times, because they "
-            f"were not what was published: see trinity-events status {run_id}"
+            f"explorers of run {run.run_id} refused weights {told.refusals} times, because they "
+            f"were not what was published: see trinity-events status {run.run_id}"
         )
 
 
@@ -319,16 +229,89 @@ def _reach(redis_url: str | None, weights_redis_url: str | None) -> None:
                 pass
 
 
-def _with_job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the command's ``**options`` by the options of the job."""
-    run, _ = signature(command, eval_str=True).parameters.values()
-    job = signature(_launch, eval_str=True).parameters.values()
-    options = [one for one in job if one.kind is Parameter.KEYWORD_ONLY]
-    command.__signature__ = Signature([run, *options])  # type: ignore[attr-defined]
-    return command
+def _with_options(*, settings: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the command's ``**options`` by those of its place, and of the shipped file."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            one
+            for one in signature(command, eval_str=True).parameters.values()
+            if one.kind is not Parameter.VAR_KEYWORD
+        ]
+        overlay = overlay_parameters() if settings else []
+        place = signature(_place, eval_str=True).parameters.values()
+        command.__signature__ = Signature([*own, *overlay, *place])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
-@_with_job_options
+@_with_options(settings=False)
+def train(
+    file: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML or TOML file.", show_default=False)
+    ],
+    run: Annotated[
+        str | None,
+        typer.Option("--run", help="The run's id; by default the file's name.", show_default=False),
+    ] = None,
+    parts: Annotated[
+        Literal["all", "trainer"],
+        typer.Option(
+            "--parts",
+            help="Parts to run: all; or the trainer, with a reducer and explorers elsewhere.",
+        ),
+    ] = "all",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Setting laid over the file's, such as sync.interval=2; may be given repeatedly.",
+            show_default=False,
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Print the effective configuration, or every mistake; start nothing."
+        ),
+    ] = False,
+    **options: Any,
+) -> None:
+    """Train as a configuration file says. With RAY_ADDRESS it joins that Ray cluster.
+
+    Example: trinity-events train grpo.yaml --set steps=100
+    """
+    place = _place(**options)
+    reading = read_config(file, [typed_setting(one) for one in settings or ()])
+    name = run or reading.config.name or file.stem
+    if check:
+        _show(reading, name, as_json=place.as_json)
+        return
+    asked = _Run(
+        run_id=name,
+        alone=parts == "all",
+        ray_address=os.environ.get("RAY_ADDRESS") or None,
+        again=[*sys.argv[1:], *(() if run else ("--run", name))],
+    )
+    _launch(asked, place, reading.checked)
+
+
+def _show(reading: Reading, name: str, *, as_json: bool) -> None:
+    checked_run(name)
+    for problem in reading.problems:
+        tell(f"error: {problem}")
+    if reading.problems:
+        raise typer.Exit(1)
+    if as_json:
+        print_json(reading.config)
+    else:
+        _require("yaml")
+        say(to_yaml(reading.config).rstrip())
+
+
+@_with_options(settings=True)
 def demo(
     run: Annotated[
         str | None, typer.Option("--run", help="The run's id; by default it is made from the time.")
@@ -340,10 +323,12 @@ def demo(
     Example: trinity-events demo --steps 100 --explorers 2
     """
     run_id = f"demo-{datetime.now():%Y%m%d-%H%M%S}" if run is None else run
-    _launch(run_id, alone=True, **options)
+    reading, place = overlaid(options)
+    asked = _Run(run_id=run_id, alone=True, again=sys.argv[1:])
+    _launch(asked, _place(**place), reading.checked)
 
 
-@_with_job_options
+@_with_options(settings=True)
 def trainer(run: Run, **options: Any) -> None:
     """Open a run and train it, with a reducer and explorers that run elsewhere.
 
@@ -352,7 +337,8 @@ def trainer(run: Run, **options: Any) -> None:
 
     Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
     """
-    _launch(run, alone=False, **options)
+    reading, place = overlaid(options)
+    _launch(_Run(run_id=run, alone=False, again=sys.argv[1:]), _place(**place), reading.checked)
 
 
 def explorer(

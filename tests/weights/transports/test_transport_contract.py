@@ -83,7 +83,6 @@ from trinity_schemas import (
     decode_envelope,
     decode_manifest,
 )
-from trinity_workers.config import BadSettings
 from trinity_workers.launch.transport import chosen_transport
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
@@ -1042,10 +1041,6 @@ def test_what_was_asked_for_is_taken_or_refused_with_the_way_out(monkeypatch):
     assert chosen_transport("ray", explorers_here=True).name == "ray"
     with pytest.raises(RayUnusable, match="not in the trainer's Ray cluster: leave --weights ray"):
         chosen_transport("ray", explorers_here=False)
-    with pytest.raises(BadSettings, match="--publish snapshot was asked for: leave that out"):
-        chosen_transport("collective", explorers_here=True, publish="snapshot")
-    with pytest.raises(BadSettings, match="--weights-full-every asks for deltas"):
-        chosen_transport("collective", explorers_here=True, deltas=True)
     monkeypatch.setattr(f"{WHERE}.available", lambda: False)
     with pytest.raises(SharedMemoryUnusable, match="leave --weights shm out"):
         chosen_transport("shm", explorers_here=True)

@@ -15,12 +15,13 @@ pytest.importorskip("reasoning_gym")
 
 from tests.support.tensors import identical  # noqa: E402
 from trinity_workers.learning import grpo, policy, rollout, warm_up  # noqa: E402
-from trinity_workers.learning.tasks import Question, Reward, Task, make_task, split_of  # noqa: E402
+from trinity_workers.rewards.base import rewarded  # noqa: E402
+from trinity_workers.tasks import Question, SpellBackward, TaskError  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
-    return make_task("spell-backward")
+def task() -> SpellBackward:
+    return SpellBackward()
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-RECORDED_SPLITS = {
-    "hulu>": "held-out",
-    "chip>": "held-out",
-    "veta>": "validation",
-    "lead>": "validation",
-    "Lead>": "validation",
-    "sun>": "training",
-    "moon>": "training",
-}
-
-
-def mixed_questions(task: Task, count: int) -> list[Question]:
+def mixed_questions(task: SpellBackward, count: int) -> list[Question]:
     """Questions of both word lengths, so that a batch of them has padding."""
     questions = list(islice(task.training_questions(3), 100))
     short = [question for question in questions if len(question.answer) == 3]
@@ -49,16 +39,20 @@ def mixed_questions(task: Task, count: int) -> list[Question]:
     return [short[i // 2] if i % 2 else long[i // 2] for i in range(count)]
 
 
-def sample(folder: Path, task: Task, *, temperature: float = 1.0):
+def answered(model, tokenizer, task: SpellBackward, questions, **settings):
+    """Groups of answers with the task's rewards."""
+    groups = rollout.generate(model, tokenizer, questions, **settings)
+    return [
+        group.judged([rewarded(task.reward(group.question, one)) for one in group.answers])
+        for group in groups
+    ]
+
+
+def sample(folder: Path, task: SpellBackward, *, temperature: float = 1.0):
     model, tokenizer = policy.load_policy(folder)
-    groups = rollout.generate(
-        model,
-        tokenizer,
-        task,
-        mixed_questions(task, 8),
-        samples=4,
-        temperature=temperature,
-        generator=torch.Generator().manual_seed(5),
+    questions = mixed_questions(task, 8)
+    groups = answered(
+        model, tokenizer, task, questions, seeds=range(8), samples=4, temperature=temperature
     )
     return model, tokenizer, groups
 
@@ -72,69 +66,6 @@ def with_random_rewards(groups: list[rollout.Rollout]) -> list[rollout.Rollout]:
     ]
 
 
-def test_held_out_and_validation_questions_never_appear_in_training(task: Task) -> None:
-    held_out = {question.prompt.casefold() for question in task.held_out(256)}
-    validation = {question.prompt.casefold() for question in task.validation(256)}
-    training = {
-        question.prompt.casefold()
-        for seed in (0, 1)
-        for question in islice(task.training_questions(seed), 5_000)
-    }
-    assert not held_out & validation
-    assert not held_out & training
-    assert not validation & training
-
-
-def test_held_out_questions_are_distinct_and_always_the_same(task: Task) -> None:
-    held_out = task.held_out(256)
-    assert len({question.prompt for question in held_out}) == 256
-    assert held_out == make_task("spell-backward").held_out(256)
-    assert held_out[:10] == task.held_out(10)
-
-
-def test_more_held_out_questions_than_exist_are_refused(task: Task) -> None:
-    with pytest.raises(ValueError, match="held-out questions"):
-        task.held_out(1_000)
-
-
-def test_the_split_of_a_question_is_stable_across_releases() -> None:
-    # Recorded values: changing them would train later runs on what earlier runs held out.
-    assert [split_of(prompt) for prompt in RECORDED_SPLITS] == list(RECORDED_SPLITS.values())
-
-
-def test_a_tenth_is_held_out_whatever_the_case_of_the_letters() -> None:
-    prompts = [f"question {number}>" for number in range(20_000)]
-    share = sum(split_of(prompt) == "held-out" for prompt in prompts) / len(prompts)
-    assert share == pytest.approx(0.1, abs=0.01)
-    assert all(split_of(prompt) == split_of(prompt.upper()) for prompt in prompts[:100])
-
-
-def test_training_questions_are_determined_by_the_seed(task: Task) -> None:
-    first, again, other = (list(islice(task.training_questions(s), 50)) for s in (0, 0, 1))
-    assert first == again
-    # reasoning-gym's own seeds 0 and 1 give one sequence shifted by one.
-    assert first[1:] != other[:-1]
-    assert len({q.prompt for q in first} & {q.prompt for q in other}) < 10
-
-
-def test_the_reward_is_binary_whatever_partial_credit_the_score_gives(task: Task) -> None:
-    question = Question(prompt="sun>", answer="nus", metadata={})
-    assert task.reward(question, "nus") == Reward(exact=1.0, score=1.0)
-    for wrong in ("nuz", "nusx", "sun", "", "nus ", "nu<pad>s"):
-        assert task.reward(question, wrong).exact == 0.0
-    assert 0.0 < task.reward(question, "nuz").score < 1.0
-
-
-def test_an_answer_that_does_not_end_earns_nothing(task: Task) -> None:
-    question = Question(prompt="sun>", answer="nus", metadata={})
-    assert task.reward(question, None) == Reward(exact=0.0, score=0.0)
-
-
-def test_an_unknown_task_is_refused_by_naming_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown task 'chess': choose one of .*spell-backward"):
-        make_task("chess")
-
-
 def test_the_tokenizer_survives_its_folder_with_one_token_a_character(folder: Path) -> None:
     _, tokenizer = policy.load_policy(folder)
     text = 'Zebra 09>"<q'
@@ -146,7 +77,9 @@ def test_the_tokenizer_survives_its_folder_with_one_token_a_character(folder: Pa
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
 
 
-def test_every_question_and_answer_is_made_of_known_characters(folder: Path, task: Task) -> None:
+def test_every_question_and_answer_is_made_of_known_characters(
+    folder: Path, task: SpellBackward
+) -> None:
     _, tokenizer = policy.load_policy(folder)
     for question in islice(task.training_questions(0), 2_000):
         assert tokenizer.unk_token_id not in tokenizer.encode(question.prompt + question.answer)
@@ -167,44 +100,120 @@ def test_a_policy_is_determined_by_its_seed(tmp_path: Path, folder: Path) -> Non
 
 
 def test_a_folder_without_a_policy_is_refused_without_asking_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no policy in"):
+    with pytest.raises(policy.BadPolicy, match="no policy in"):
         policy.load_policy(tmp_path / "missing")
 
 
 def test_generate_is_reproducible_by_seed_and_leaves_the_global_state_alone(
-    folder: Path, task: Task
+    folder: Path, task: SpellBackward
 ) -> None:
     model, tokenizer = policy.load_policy(folder)
     model.train()
     questions = mixed_questions(task, 4)
 
-    def run(seed: int) -> list[rollout.Rollout]:
-        generator = torch.Generator().manual_seed(seed)
-        return rollout.generate(model, tokenizer, task, questions, samples=3, generator=generator)
+    def run(*seeds: int) -> list[list[list[int]]]:
+        groups = rollout.generate(model, tokenizer, questions, seeds=seeds, samples=3)
+        return [group.responses for group in groups]
 
     before = torch.get_rng_state()
-    first = run(7)
+    first = run(7, 8, 9, 10)
     assert identical(torch.get_rng_state(), before)
     torch.rand(5)
-    assert run(7) == first
-    assert run(8) != first
+    assert run(7, 8, 9, 10) == first
+    other = run(7, 8, 9, 11)
+    assert other[:3] == first[:3]
+    assert other[3] != first[3]
     assert model.training
 
 
-def test_generate_without_a_generator_takes_fresh_entropy_and_leaves_the_global_state_alone(
-    folder: Path, task: Task
+def test_a_questions_answers_do_not_depend_on_what_else_is_in_the_batch(
+    folder: Path, task: SpellBackward
+) -> None:
+    model, tokenizer = policy.load_policy(folder)
+    questions = [task.question(ordinal) for ordinal in range(6)]
+    seeds = [rollout.seed_of(0, ordinal) for ordinal in range(6)]
+
+    def run(*chosen: int) -> list[list[list[int]]]:
+        groups = rollout.generate(
+            model,
+            tokenizer,
+            [questions[index] for index in chosen],
+            seeds=[seeds[index] for index in chosen],
+            samples=4,
+        )
+        return [group.responses for group in groups]
+
+    together = run(0, 1, 2, 3, 4, 5)
+    assert run(0, 2, 4) + run(1, 3, 5) == [together[index] for index in (0, 2, 4, 1, 3, 5)]
+
+
+def test_sampled_tokens_have_the_frequencies_of_the_policy(
+    folder: Path, task: SpellBackward
+) -> None:
+    model, tokenizer = policy.load_policy(folder)
+    question = task.question(0)
+    (group,) = rollout.generate(
+        model, tokenizer, [question], seeds=[3], samples=4_000, max_new_tokens=1, temperature=0.5
+    )
+    tokens = torch.tensor(tokenizer.encode(question.prompt))[None]
+    with torch.no_grad():
+        probabilities = (model(tokens).logits[0, -1] / 0.5).softmax(-1)
+    found = torch.bincount(
+        torch.tensor([one[0] for one in group.responses]), minlength=len(probabilities)
+    )
+    torch.testing.assert_close(found / 4_000, probabilities, atol=0.03, rtol=0.0)
+    assert (found > 0).sum() > 20
+
+
+def test_the_models_own_generation_defaults_do_not_bend_the_samples(
+    folder: Path, task: SpellBackward
 ) -> None:
     model, tokenizer = policy.load_policy(folder)
     questions = mixed_questions(task, 4)
-    before = torch.get_rng_state()
-    first, second = (
-        rollout.generate(model, tokenizer, task, questions, samples=3) for _ in range(2)
-    )
-    assert identical(torch.get_rng_state(), before)
-    assert first != second
+
+    def run() -> list[list[list[int]]]:
+        groups = rollout.generate(model, tokenizer, questions, seeds=range(4), samples=4)
+        return [group.responses for group in groups]
+
+    first = run()
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.no_repeat_ngram_size = 1
+    model.generation_config.suppress_tokens = list(range(3, 60))
+    kept = model.generation_config
+    assert run() == first
+    assert model.generation_config is kept
 
 
-def test_responses_hold_the_end_of_sequence_once_and_last(folder: Path, task: Task) -> None:
+def test_every_end_of_the_models_defaults_ends_an_answer(
+    folder: Path,
+    task: SpellBackward,
+) -> None:
+    model, tokenizer = policy.load_policy(folder)
+    more = tokenizer.encode("abcdefghijklmnopqrstuvwxyz")
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *more]
+    (group,) = rollout.generate(model, tokenizer, [task.question(0)], seeds=[1], samples=64)
+    ends = {*more, tokenizer.eos_token_id}
+    for response, answer in zip(group.responses, group.answers, strict=True):
+        assert not ends & set(response[:-1])
+        assert answer.finished == (response[-1] in ends)
+    assert any(response[-1] in more for response in group.responses)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(folder: Path) -> None:
+    model, tokenizer = policy.load_policy(folder)
+    with pytest.raises(TaskError, match=r"a prompt has 125 tokens, .* the model takes 128 in all"):
+        rollout.generate(model, tokenizer, [Question(prompt="a" * 125)], seeds=[0], samples=1)
+
+
+def test_chat_messages_need_a_chat_template(folder: Path) -> None:
+    _, tokenizer = policy.load_policy(folder)
+    with pytest.raises(policy.BadPolicy, match="has no chat template"):
+        policy.encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+def test_responses_hold_the_end_of_sequence_once_and_last(
+    folder: Path, task: SpellBackward
+) -> None:
     _, tokenizer, groups = sample(folder, task)
     responses = [response for group in groups for response in group.responses]
     assert len(responses) == 32
@@ -218,20 +227,28 @@ def test_responses_hold_the_end_of_sequence_once_and_last(folder: Path, task: Ta
             )
 
 
-def test_a_sampled_padding_token_spoils_an_answer(folder: Path, task: Task) -> None:
+def test_a_sampled_padding_token_spoils_an_answer(
+    folder: Path,
+    task: SpellBackward,
+) -> None:
     model, tokenizer = policy.load_policy(folder)
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    question = Question(prompt="sun>", answer="nus", metadata={})
+    question = Question(prompt="sun>", answer="nus")
     nus = tokenizer.encode("nus")
 
     def answer_with(tokens: list[int]) -> rollout.Rollout:
+        def forced(*_):
+            step = forced.step = getattr(forced, "step", -1) + 1
+            scores = torch.full((1, len(tokenizer)), -1e9)
+            scores[0, tokens[step]] = 0.0
+            return scores
+
         with pytest.MonkeyPatch.context() as patch:
+            chosen = rollout.SeededChoice.__call__
             patch.setattr(
-                rollout,
-                "_generate_tokens",
-                lambda *_, **__: ([tokens], [[-1.0] * len(tokens)]),
+                rollout.SeededChoice, "__call__", lambda self, ids, _: chosen(self, ids, forced())
             )
-            return rollout.generate(model, tokenizer, task, [question], samples=1)[0]
+            return answered(model, tokenizer, task, [question], seeds=[0], samples=1)[0]
 
     right = answer_with([*nus, eos, pad, pad, pad])
     assert (right.responses, right.rewards) == ([[*nus, eos]], [1.0])
@@ -242,7 +259,7 @@ def test_a_sampled_padding_token_spoils_an_answer(folder: Path, task: Task) -> N
 
 
 def test_response_logprobs_agree_with_those_that_the_rollout_recorded(
-    folder: Path, task: Task
+    folder: Path, task: SpellBackward
 ) -> None:
     for temperature in (1.0, 0.7):
         model, tokenizer, groups = sample(folder, task, temperature=temperature)
@@ -254,7 +271,7 @@ def test_response_logprobs_agree_with_those_that_the_rollout_recorded(
 
 
 def test_an_answer_does_not_depend_on_the_padding_that_its_batch_gives_it(
-    folder: Path, task: Task
+    folder: Path, task: SpellBackward
 ) -> None:
     model, tokenizer, groups = sample(folder, task)
     together = grpo.response_logprobs(model, grpo.collate(groups, tokenizer.pad_token_id))
@@ -267,7 +284,12 @@ def test_an_answer_does_not_depend_on_the_padding_that_its_batch_gives_it(
 def test_collate_keeps_a_sampled_padding_token_as_a_real_one() -> None:
     pad = 0
     group = rollout.Rollout(
-        Question("ab>", "ba", {}), [5, 6], [[pad, 7], [8]], [[-1.0, -2.0], [-3.0]], [1.0, 0.0], []
+        Question(prompt="ab>", answer="ba"),
+        [5, 6],
+        [[pad, 7], [8]],
+        [[-1.0, -2.0], [-3.0]],
+        [1.0, 0.0],
+        [],
     )
     longer = dataclasses.replace(group, prompt_tokens=[5, 6, 9])
     batch = grpo.collate([group, longer], pad)
@@ -286,7 +308,7 @@ def test_collate_keeps_a_sampled_padding_token_as_a_real_one() -> None:
 
 
 def test_collate_refuses_a_group_whose_parts_do_not_fit() -> None:
-    group = rollout.Rollout(Question("a>", "a", {}), [5], [[6, 7]], [[-1.0]], [1.0], [])
+    group = rollout.Rollout(Question(prompt="a>", answer="a"), [5], [[6, 7]], [[-1.0]], [1.0], [])
     with pytest.raises(ValueError, match="one logprob for each response token"):
         grpo.collate([group], 0)
 
@@ -308,7 +330,9 @@ def test_group_advantages_have_mean_zero_and_deviation_one() -> None:
         grpo.group_advantages([[1.0, float("nan")]])
 
 
-def test_the_gradient_at_ratio_one_is_the_policy_gradient(folder: Path, task: Task) -> None:
+def test_the_gradient_at_ratio_one_is_the_policy_gradient(
+    folder: Path, task: SpellBackward
+) -> None:
     model, tokenizer, groups = sample(folder, task)
     batch = grpo.collate(with_random_rewards(groups), tokenizer.pad_token_id)
 
@@ -328,7 +352,9 @@ def test_the_gradient_at_ratio_one_is_the_policy_gradient(folder: Path, task: Ta
     assert metrics["clip_fraction"] == 0.0
 
 
-def test_the_loss_sum_of_two_half_batches_is_that_of_the_whole(folder: Path, task: Task) -> None:
+def test_the_loss_sum_of_two_half_batches_is_that_of_the_whole(
+    folder: Path, task: SpellBackward
+) -> None:
     model, tokenizer, groups = sample(folder, task)
     batch = grpo.collate(with_random_rewards(groups), tokenizer.pad_token_id)
     # Off policy, so that clipping has something to do.
@@ -349,7 +375,7 @@ def test_the_loss_sum_of_two_half_batches_is_that_of_the_whole(folder: Path, tas
 
 def test_clipping_stops_the_gradient_only_where_the_step_was_already_taken() -> None:
     group = rollout.Rollout(
-        Question("a>", "a", {}), [5], [[6, 6], [6, 6]], [[0.0, 0.0]] * 2, [1.0, 0.0], []
+        Question(prompt="a>", answer="a"), [5], [[6, 6], [6, 6]], [[0.0, 0.0]] * 2, [1.0, 0.0], []
     )
     batch = grpo.collate([group], 0)
     logprobs = torch.tensor([[0.5, -0.5], [0.5, -0.5]], requires_grad=True)
@@ -361,7 +387,7 @@ def test_clipping_stops_the_gradient_only_where_the_step_was_already_taken() -> 
 
 def test_a_ratio_beyond_all_bounds_still_gives_a_finite_loss_and_gradient() -> None:
     group = rollout.Rollout(
-        Question("a>", "a", {}), [5], [[6], [6]], [[-200.0]] * 2, [1.0, 0.0], []
+        Question(prompt="a>", answer="a"), [5], [[6], [6]], [[-200.0]] * 2, [1.0, 0.0], []
     )
     batch = grpo.collate([group], 0)
     logprobs = torch.zeros(2, 1, requires_grad=True)
@@ -372,7 +398,7 @@ def test_a_ratio_beyond_all_bounds_still_gives_a_finite_loss_and_gradient() -> N
 
 
 def test_the_warm_up_lowers_the_loss_and_gives_the_same_weights_for_the_same_seed(
-    tmp_path: Path, task: Task
+    tmp_path: Path, task: SpellBackward
 ) -> None:
     losses: list[float] = []
     weights = []

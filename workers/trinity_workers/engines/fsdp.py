@@ -24,7 +24,7 @@ _SHARD_LAYERS_FROM = 10_000_000
 class FSDPEngine:
     """Sharded model and its optimizer on one rank.
 
-    The default process group must be initialised. Parameters stay in float32.
+    The default process group must be initialised.
 
     Args:
         model_folder: Hugging Face folder to start from.
@@ -32,6 +32,7 @@ class FSDPEngine:
         learning_rate: Learning rate of AdamW after the ramp.
         ramp_steps: Optimizer steps over which the learning rate rises to it.
         gradient_norm: Gradients are clipped to this global norm.
+        dtype: Data type in which the parameters are held and trained.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class FSDPEngine:
         learning_rate: float,
         ramp_steps: int = 0,
         gradient_norm: float = 1.0,
+        dtype: str = "float32",
     ) -> None:
         from ..learning.policy import load_policy
 
-        model, self.tokenizer = load_policy(model_folder)
+        model, self.tokenizer = load_policy(model_folder, dtype)
         self.module: Any = _shard(model, device)
         self._gradient_norm = gradient_norm
         self.optimizer = torch.optim.AdamW(
@@ -150,6 +152,7 @@ def _shard(model: Any, device: torch.device) -> Any:
     # veRL's merger requires this name.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if sum(parameter.numel() for parameter in model.parameters()) >= _SHARD_LAYERS_FROM:
-        for layer in model.model.layers:
+        layers = set(model._no_split_modules or ())
+        for layer in [one for one in model.modules() if type(one).__name__ in layers]:
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)

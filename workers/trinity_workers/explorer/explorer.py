@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,14 +30,17 @@ from trinity_schemas import (
 from ..config import RunConfig
 from ..experiences import ExperienceWriter
 from ..learning.policy import load_policy
-from ..learning.rollout import Rollout, generate, sampled_accuracy
-from ..learning.tasks import Question, make_task
+from ..learning.rollout import Rollout, Samples, generate, judge_all, seed_of
+from ..own import start_rewards, task_of
+from ..rewards import RewardFailed
 from .along import ReadingAlong
 from .versions import NewestVersion
 
 logger = logging.getLogger(__name__)
 
 ROLE = "explorer"
+REWARD_ATTEMPTS = 3
+"""Attempts at one group whose rewards fail, after which the explorer fails."""
 
 
 class ExplorationResult(Struct, frozen=True, kw_only=True):
@@ -97,13 +100,12 @@ class Explorer:
         """Load the model, whose weights the first version will replace."""
         config = self.config
         self.join()
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorers + 1)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorer.count + 1)))
         # Generation reports every length that it was not told of; ours is told.
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        self._model, self._tokenizer = load_policy(config.model_folder)
-        self._task = make_task(config.task)
-        self._questions = self._task.training_questions(config.seed * 1000 + self.rank)
-        self._generator = torch.Generator().manual_seed(config.seed * 1000 + self.rank)
+        self._model, self._tokenizer = load_policy(config.model_folder, config.model.dtype)
+        self._task = task_of(config)
+        self._rewards = await start_rewards(config)
         self._along = ReadingAlong(config, self._synchronizer)
 
     async def explore(self) -> ExplorationResult:
@@ -115,6 +117,8 @@ class Explorer:
             error = first_error(errors)
             raise error from error.__cause__
         finally:
+            with anyio.CancelScope(shield=True):
+                await self._rewards.aclose()
             self.leave()
 
     async def _run(self) -> ExplorationResult:
@@ -123,9 +127,11 @@ class Explorer:
             config.run_id, config.epoch, config.redis_url, sent=config.transport == "collective"
         )
         # The most that may be under way: every step up to the newest that weights allow.
-        ahead = config.sync_interval * (config.sync_offset + 2)
+        ahead = config.sync.interval * (config.sync.max_staleness + 2)
         async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
-            writer = ExperienceWriter(client, config.run_id, bound=config.prompts_per_step * ahead)
+            writer = ExperienceWriter(
+                client, config.run_id, bound=config.rollouts.prompts_per_step * ahead
+            )
             tasks.start_soon(versions.follow)
             tasks.start_soon(self._along.follow)
             await self._say("running")
@@ -148,14 +154,13 @@ class Explorer:
         config = self.config
         before: float | None = None
         groups = 0
-        standing = await versions.wait(0, deadline=config.sync_timeout)
-        self._pass_over(standing.step)
+        standing = await versions.wait(0, deadline=config.sync.timeout)
         for step in range(standing.step + 1, config.steps + 1):
             await self._refresh(versions, config.version_wanted(step))
             if step == 1:
                 before = await self._measure()
-            for group in await anyio.to_thread.run_sync(self._answer, step):
-                await writer.add(group, deadline=config.sync_timeout)
+            for group in await self._answer(step):
+                await writer.add(group, deadline=config.sync.timeout)
                 groups += 1
         await self._refresh(versions, config.steps)
         after = await self._measure()
@@ -166,16 +171,6 @@ class Explorer:
             accuracy_before=before,
             accuracy_after=after,
         )
-
-    def _pass_over(self, steps: int) -> None:
-        """Leave out what is trained on, as all steps up to a ready version's are.
-
-        So an explorer that was started again goes on with the questions, and with other dice.
-        """
-        mine = range(self.rank, self.config.prompts_per_step, self.config.explorers)
-        _first(self._questions, steps * len(mine))
-        if steps:
-            self._generator.seed()
 
     async def _refresh(self, versions: NewestVersion, step: int) -> None:
         """Serve the newest version, which must be of ``step`` or later.
@@ -189,7 +184,7 @@ class Explorer:
             has_to_wait = not versions.has(step)
             try:
                 with self._at_rest() if has_to_wait else nullcontext():
-                    ready = await versions.wait(step, deadline=self.config.sync_timeout)
+                    ready = await versions.wait(step, deadline=self.config.sync.timeout)
             except DeadlineExceeded as late:
                 if reason is None:
                     raise
@@ -217,7 +212,7 @@ class Explorer:
 
     def _at_rest(self) -> AbstractContextManager[None]:
         """While nothing can be answered, the model takes the next version as it comes."""
-        if self.config.weights_full_every > 1:
+        if self.config.sync.full_every > 1:
             return nullcontext()  # deltas need the model as it is
         self._serves = None
         return self._along.filling(self._model)
@@ -230,24 +225,55 @@ class Explorer:
         self._serves = StepRef(ready.epoch, ready.step)
         self._applied += 1
 
-    def _answer(self, step: int) -> list[ExperienceGroup]:
-        """This explorer's share of the step's questions, answered."""
-        config = self.config
-        assert self._serves is not None
-        mine = range(self.rank, config.prompts_per_step, config.explorers)
-        rollouts = generate(
-            self._model,
-            self._tokenizer,
-            self._task,
-            _first(self._questions, len(mine)),
-            samples=config.samples_per_prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            generator=self._generator,
-        )
+    async def _answer(self, step: int) -> list[ExperienceGroup]:
+        """Answer this explorer's share of the step's questions.
+
+        Questions and randomness follow from their ordinals: neither depends on the explorer.
+        """
+        count = self.config.rollouts.prompts_per_step
+        mine = range(self.rank, count, self.config.explorer.count)
+        ordinals = [(step - 1) * count + index for index in mine]
+        rollouts = await self._judged(ordinals, self._sample)
         return [
             self._group(step, index, rollout) for index, rollout in zip(mine, rollouts, strict=True)
         ]
+
+    async def _judged(
+        self, asked: Sequence[int], sample: Callable[[Sequence[int], int], list[Samples]]
+    ) -> list[Rollout]:
+        """Generate and judge a group for each number, such as an ordinal.
+
+        A group whose rewards failed is generated anew. Raises RewardFailed after the last attempt.
+        """
+        found: dict[int, Rollout] = {}
+        for attempt in range(1, REWARD_ATTEMPTS + 1):
+            left = [number for number in asked if number not in found]
+            groups = await anyio.to_thread.run_sync(sample, left, attempt)
+            judged = await judge_all(self._rewards, groups)
+            failed: list[RewardFailed] = []
+            for number, one in zip(left, judged, strict=True):
+                if isinstance(one, RewardFailed):
+                    failed.append(one)
+                else:
+                    found[number] = one
+            if not failed:
+                break
+            logger.warning("explorer %d: attempt %d: %s", self.rank, attempt, failed[0])
+        else:
+            raise RewardFailed(f"{failed[0]} (in each of {REWARD_ATTEMPTS} attempts)")
+        return [found[number] for number in asked]
+
+    def _sample(self, ordinals: Sequence[int], attempt: int) -> list[Samples]:
+        rollouts, seed = self.config.rollouts, self.config.seed
+        return generate(
+            self._model,
+            self._tokenizer,
+            [self._task.question(ordinal) for ordinal in ordinals],
+            seeds=[seed_of(seed, ordinal, attempt) for ordinal in ordinals],
+            samples=rollouts.samples_per_prompt,
+            max_new_tokens=rollouts.max_new_tokens,
+            temperature=rollouts.temperature,
+        )
 
     def _group(self, step: int, index: int, rollout: Rollout) -> ExperienceGroup:
         assert self._serves is not None
@@ -265,27 +291,28 @@ class Explorer:
         )
 
     async def _measure(self) -> float | None:
-        count = self.config.held_out_questions
+        count = self.config.explorer.held_out_questions
         if self.rank != 0 or count == 0:
             return None
-        return await anyio.to_thread.run_sync(self._held_out_accuracy, count)
+        questions = await anyio.to_thread.run_sync(self._task.held_out, count)
 
-    def _held_out_accuracy(self, count: int) -> float:
-        return sampled_accuracy(
-            self._model,
-            self._tokenizer,
-            self._task,
-            self._task.held_out(count),
-            samples=4,
-            max_new_tokens=self.config.max_new_tokens,
-            generator=torch.Generator().manual_seed(self.config.seed),
-        )
+        def sample(numbers: Sequence[int], attempt: int) -> list[Samples]:
+            return generate(
+                self._model,
+                self._tokenizer,
+                [questions[number] for number in numbers],
+                seeds=[
+                    seed_of("held-out", self.config.seed, number, attempt) for number in numbers
+                ],
+                samples=4,
+                max_new_tokens=self.config.rollouts.max_new_tokens,
+            )
+
+        judged = await self._judged(range(len(questions)), sample)
+        rewards = [reward for one in judged for reward in one.rewards]
+        return sum(rewards) / len(rewards) if rewards else None
 
 
 def _was_read_wrongly(error: TrinityError) -> bool:
     """Return True for a chunk that was refused before anything of a model changed."""
     return isinstance(error, CorruptVersion) and error.chunk is not None
-
-
-def _first(questions: Iterator[Question], count: int) -> list[Question]:
-    return [next(questions) for _ in range(count)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
@@ -35,9 +35,11 @@ from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
 
-from ..config import RunConfig, RunSettings, TransportChoice
+from ..config import RunConfig, TrainConfig
+from ..config_files import write_copy
 from ..explorer import ExplorationResult, Explorer
 from ..health import beating
+from ..own import check_own, found_from
 from ..trainer import Trainer, TrainingResult
 from .actors import Actors, in_words
 from .again import shell_command
@@ -45,7 +47,7 @@ from .earlier import begins_anew, earlier_epoch
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .model import make_model
-from .processes import ReducerProcess, local_ray
+from .processes import ReducerProcess, ray_for
 from .progress import ProgressView
 from .results import Outcome
 from .roots import hear_of_another_folder
@@ -74,15 +76,16 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     run_id: str
     alone: bool
     """Whether every part runs here; else the trainer, with a reducer and explorers elsewhere."""
-    settings: RunSettings
+    settings: TrainConfig
     redis_url: str | None
     weights_redis_url: str | None
-    transport: TransportChoice
     checkpoint_root: Path
     adopt_folder: bool = False
     """Whether to take over the run's folder where it belongs to another log."""
     fresh: bool = False
     """Whether to begin anew although checkpoints of the run are ready."""
+    ray_address: str | None = None
+    """Ray cluster to join; None starts one on this host."""
     health_file: Path | None = None
     """Touched while the trainer answers."""
     again: str | None = None
@@ -121,13 +124,14 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
     chosen = chosen_transport(
-        options.transport,
+        options.settings.sync.transport,
         explorers_here=alone,
-        publish=options.settings.publish,
-        deltas=options.settings.weights_full_every > 1,
+        one_host=options.ray_address is None,
     )
     transport = chosen.name
-    settings = structs.replace(options.settings, transport=transport)
+    own = found_from(options.settings, Path.cwd())
+    await check_own(own)
+    settings = own.replaced("sync", transport=transport)
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)
     async with AsyncExitStack() as exits:
@@ -140,8 +144,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             if weights_url != redis_url:
                 await warn_of_eviction(chunks, weights_url, setting=WEIGHTS_SERVER)
         log = RedisEventLog(client, options.run_id)
-        own = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
-        await own()  # before the run is opened: it would be opened in vain
+        claim = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
+        await claim()  # before the run is opened: it would be opened in vain
         earlier = await earlier_epoch(log, folder, fresh=options.fresh)
         reducer = None
         if alone:
@@ -154,7 +158,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 client,
                 options.run_id,
                 config=settings.to_text(),
-                save_strategy=settings.save_strategy,
+                save_strategy=settings.checkpoints.strategy,
                 transport=chosen.told(),
             ),
             redis_url=redis_url,
@@ -168,11 +172,15 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
         async with _summarized(job, log, report), closing(client, config):
-            await own()  # a log that is new has its first entry by now
-            view.say(f"run {options.run_id}: starting Ray, and warming the model up")
-            here = config.explorers if alone else 0
+            await claim()  # a log that is new has its first entry by now
+            write_copy(folder, settings)
+            begun = "loading the model" if config.model.path else "warming the model up"
+            view.say(f"run {options.run_id}: starting Ray, and {begun}")
+            here = config.explorer.count if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            await exits.enter_async_context(local_ray(config.trainers + here + 1))
+            await exits.enter_async_context(
+                ray_for(config.trainer.ranks + here + 1, options.ray_address)
+            )
             async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
                 await _work(job, here)
                 if not alone:
@@ -264,7 +272,9 @@ async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[An
 
 async def _make_model(config: RunConfig) -> int:
     """Make the model here, where all that it needs is imported; returns the warm-up's steps."""
-    make = partial(make_model, config.model_folder, config.task, config.seed)
+    if config.model.path is not None:
+        return 0
+    make = partial(make_model, config.model_folder, config.seed)
     try:
         # Left to itself when the run is ended meanwhile: nobody loads what it makes.
         steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
@@ -294,7 +304,7 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
     last = StepRef(config.epoch, config.steps)
     return [
         name
-        for name in (f"explorer-{rank}" for rank in range(config.explorers))
+        for name in (f"explorer-{rank}" for rank in range(config.explorer.count))
         if (explorer := state.explorers.get(name)) is not None
         and explorer.status != "stopped"
         and (explorer.version is None or explorer.version < last)

@@ -15,6 +15,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import Process
 
+from trinity_events.error_text import cause_of
 from trinity_events.errors import TrinityError
 from trinity_events.server import make_private, open_private, trinity_home
 
@@ -34,6 +35,10 @@ _LONGEST_ROOM = 32
 
 class ReducerFailed(TrinityError):
     """The reducer ended again and again."""
+
+
+class ClusterUnreachable(TrinityError):
+    """Raised if the Ray cluster of the run cannot be joined."""
 
 
 class ReducerProcess:
@@ -157,6 +162,31 @@ async def local_ray(actors: int) -> AsyncIterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@asynccontextmanager
+async def ray_for(actors: int, address: str | None) -> AsyncIterator[None]:
+    """Join the Ray cluster at the address for the block, or start one for so many actors."""
+    if address is None:
+        async with local_ray(actors):
+            yield
+        return
+    import ray
+
+    def join() -> None:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+    try:
+        await anyio.to_thread.run_sync(join)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterUnreachable(
+            f"no Ray cluster can be joined at RAY_ADDRESS={address} ({cause_of(error)}): start "
+            "one with ray start --head, or leave RAY_ADDRESS out"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
-from ..config import BadSettings, PublishName, TransportChoice, TransportName
+from ..config import TransportChoice, TransportName
 
 ENOUGH = 1 << 30
 """Free bytes below which shared memory is not chosen unasked; a container often has 64 MiB."""
@@ -28,29 +28,23 @@ class Chosen(NamedTuple):
 
 
 def chosen_transport(
-    choice: TransportChoice,
-    *,
-    explorers_here: bool,
-    publish: PublishName = "auto",
-    deltas: bool = False,
+    choice: TransportChoice, *, explorers_here: bool, one_host: bool = True
 ) -> Chosen:
     """The transport asked for, or the fastest that is sure to reach every explorer.
 
     Args:
         choice: What was asked for.
-        explorers_here: Whether every explorer is on this host and in the trainer's Ray cluster;
-            else they may be anywhere.
-        publish: What is published, which the transport must be able to carry.
-        deltas: Whether not all versions are published in full.
+        explorers_here: Whether every explorer is in the trainer's Ray cluster; else they may be
+            anywhere.
+        one_host: Whether that cluster is this host alone.
 
     Raises:
-        BadSettings: when a collective group is to carry shards or deltas.
         SharedMemoryUnusable: when it was asked for, and the host has none.
         RayUnusable: when it was asked for, and explorers are not in the cluster.
         GroupBroken: when a collective group was asked for, and torch was built without one.
     """
     if choice == "auto":
-        return _best(explorers_here)
+        return _best(explorers_here, one_host)
     if choice == "shm" and not available():
         raise SharedMemoryUnusable(
             f"this host has no {SHARED_MEMORY} that can be written: leave --weights shm out"
@@ -60,16 +54,6 @@ def chosen_transport(
             "explorers that are started by themselves are not in the trainer's Ray cluster: "
             "leave --weights ray out, or run every part with trinity-events demo"
         )
-    if choice == "collective" and publish in {"shards", "snapshot"}:
-        raise BadSettings(
-            f"a collective group is sent full tensors by rank 0, and --publish {publish} was asked "
-            "for: leave that out, or choose another of --weights"
-        )
-    if choice == "collective" and deltas:
-        raise BadSettings(
-            "a collective group is sent full tensors, and --weights-full-every asks for deltas: "
-            "leave that out, or choose another of --weights"
-        )
     if choice == "collective" and not torch.distributed.is_available():
         raise GroupBroken(
             "this torch was built without torch.distributed: leave --weights collective out"
@@ -77,9 +61,11 @@ def chosen_transport(
     return Chosen(choice, "as --weights says")
 
 
-def _best(explorers_here: bool) -> Chosen:
+def _best(explorers_here: bool, one_host: bool) -> Chosen:
     if not explorers_here:
         return Chosen("redis", "explorers may be on any host")
+    if not one_host:
+        return Chosen("ray", "every explorer is in this Ray cluster, on any of its hosts")
     if not available():
         return Chosen("ray", f"every explorer is in this Ray cluster, and {SHARED_MEMORY} is none")
     if free_bytes() < ENOUGH:

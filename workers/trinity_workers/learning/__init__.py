@@ -1,1 +1,1 @@
-"""The small language model that really learns: tasks, policy, warm-up, rollouts, GRPO loss."""
+"""The small language model that really learns: policy, warm-up, rollouts, GRPO loss."""

@@ -1,24 +1,34 @@
-"""Sampling answers from the policy with Hugging Face `generate`, and scoring them."""
+"""Sampling answers from the policy with Hugging Face `generate`, and judging them."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from .policy import isolated_rng
-from .tasks import Question, Task
+from ..rewards import Rewarded, RewardFailed, Rewards
+from ..tasks import Answer, Message, Question, TaskError
+from .policy import encode_prompt, end_tokens
 
-# An answer has at most four letters and its end; two more let a wrong one run on.
 MAX_NEW_TOKENS = 7
+"""Tokens of an answer of the built-in task: four letters, its end, and two for a wrong one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class Samples:
     """One question and S sampled answers to it: a group, in the words of GRPO.
 
     prompt_tokens: token ids of the prompt, without padding.
@@ -26,9 +36,30 @@ class Rollout:
         was produced.
     logprobs: S lists, one log-probability (in nats) a response token, under the policy and at the
         temperature that sampled it.
-    rewards: S numbers, 0.0 or 1.0, to learn from.
-    scores: S raw scores of the task's verifier, to show.
+    answers: S answers, as a reward function gets them.
     """
+
+    question: Question
+    prompt_tokens: list[int]
+    responses: list[list[int]]
+    logprobs: list[list[float]]
+    answers: list[Answer]
+
+    def judged(self, found: Sequence[Rewarded]) -> Rollout:
+        """Return the group with the rewards of its answers."""
+        return Rollout(
+            self.question,
+            self.prompt_tokens,
+            self.responses,
+            self.logprobs,
+            rewards=[one.reward for one in found],
+            scores=[one.score for one in found],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A group with its rewards: `rewards` are learned from, and `scores` shown beside them."""
 
     question: Question
     prompt_tokens: list[int]
@@ -38,22 +69,32 @@ class Rollout:
     scores: list[float]
 
 
+def seed_of(*key: object) -> int:
+    """Return the seed of a group's samples: the same key has the same one in every process."""
+    digest = hashlib.sha256(":".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
 def generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
     questions: Sequence[Question],
     *,
+    seeds: Sequence[int],
     samples: int,
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> list[Rollout]:
-    """Sample `samples` answers to each question, in one batch; one Rollout a question, in order.
+) -> list[Samples]:
+    """Sample `samples` answers to each question, in one batch; one group a question, in order.
 
-    The same state of `generator` gives the same answers, and is advanced by one draw; None takes
-    fresh entropy. torch's global generators are left as they were. Only one thread of a process may
-    generate at a time.
+    Each question has a seed of its own, from which its samples' randomness follows, whatever else
+    is in the batch. The model's own generation defaults are not applied, except for its ends of
+    sequence: the policy that is sampled must be the one that is trained. Only one thread of a
+    process may generate at a time.
+
+    Raises:
+        TaskError: if a prompt leaves no room for an answer.
+        BadPolicy: if a prompt has chat messages, and the tokenizer no template for them.
     """
     if samples < 1 or max_new_tokens < 1:
         raise ValueError(
@@ -61,81 +102,124 @@ def generate(
         )
     if not questions:
         return []
-    prompts = [tokenizer.encode(q.prompt, add_special_tokens=False) for q in questions]
-    tokens, logprobs = _generate_tokens(
-        model,
-        tokenizer,
-        prompts,
-        samples=samples,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        generator=generator,
+    prompts = [encode_prompt(tokenizer, question.prompt) for question in questions]
+    _check_lengths(model, prompts, max_new_tokens)
+    ends = end_tokens(model, tokenizer)
+    choice = SeededChoice(seeds, samples, temperature, model.device)
+    tokens = _generate_tokens(
+        model, prompts, choice, ends, pad=tokenizer.pad_token_id, max_new_tokens=max_new_tokens
     )
-    rollouts: list[Rollout] = []
+    logprobs = torch.stack(choice.logprobs, dim=1).tolist()
+    groups: list[Samples] = []
     for index, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
-        rollout = Rollout(question, prompt, responses=[], logprobs=[], rewards=[], scores=[])
+        group = Samples(question, prompt, responses=[], logprobs=[], answers=[])
         for row in range(index * samples, (index + 1) * samples):
-            length, ended = _response_length(tokens[row], tokenizer.eos_token_id)
-            response = tokens[row][:length]
+            response, ended = _response(tokens[row], ends)
             # Special tokens are kept: a padding token that was really sampled must spoil the
             # answer, not vanish from it.
-            text = (
-                str(tokenizer.decode(response[:-1], skip_special_tokens=False)) if ended else None
+            text = str(
+                tokenizer.decode(response[:-1] if ended else response, skip_special_tokens=False)
             )
-            reward = task.reward(question, text)
-            rollout.responses.append(response)
-            rollout.logprobs.append(logprobs[row][:length])
-            rollout.rewards.append(reward.exact)
-            rollout.scores.append(reward.score)
-        rollouts.append(rollout)
-    return rollouts
+            group.responses.append(response)
+            group.logprobs.append(logprobs[row][: len(response)])
+            group.answers.append(_answer(question, text, ended, len(response)))
+        groups.append(group)
+    return groups
 
 
-def sampled_accuracy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-    questions: Sequence[Question],
-    *,
-    samples: int = 1,
-    max_new_tokens: int = MAX_NEW_TOKENS,
-    generator: torch.Generator | None = None,
-) -> float:
-    """Share in [0, 1] of sampled answers that are exactly right: the number that GRPO raises."""
-    rollouts = generate(
-        model,
-        tokenizer,
-        task,
-        questions,
-        samples=samples,
-        max_new_tokens=max_new_tokens,
-        generator=generator,
+async def judge_all(rewards: Rewards, groups: Sequence[Samples]) -> list[Rollout | RewardFailed]:
+    """Judge groups side by side; a group whose rewards failed has its error in its place."""
+    judged: list[Rollout | RewardFailed] = []
+
+    async def judge(index: int, group: Samples) -> None:
+        try:
+            judged[index] = group.judged(await rewards.judge(group.question, group.answers))
+        except RewardFailed as error:
+            judged[index] = error
+
+    async with anyio.create_task_group() as tasks:
+        for index, group in enumerate(groups):
+            judged.append(RewardFailed("not judged yet"))
+            tasks.start_soon(judge, index, group)
+    return judged
+
+
+class SeededChoice(LogitsProcessor):
+    """Choice of the next token by Gumbel noise of each question's own seed.
+
+    It leaves one token for greedy decoding to take, and keeps its log-probability.
+
+    Args:
+        seeds: One a question.
+        samples: Rows of the batch that each question has.
+        temperature: Temperature of sampling.
+        device: Device of the model.
+    """
+
+    def __init__(
+        self, seeds: Sequence[int], samples: int, temperature: float, device: torch.device
+    ) -> None:
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.samples = samples
+        self._temperature = temperature
+        self.logprobs: list[Tensor] = []
+        """Of each token chosen so far, one [rows] tensor a token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores that leave one token in each row."""
+        del input_ids
+        logprobs = (scores.float() / self._temperature).log_softmax(dim=-1)
+        noise = torch.empty_like(logprobs)
+        for index, generator in enumerate(self._generators):
+            start = index * self.samples
+            noise[start : start + self.samples].exponential_(generator=generator)
+        noise.clamp_(min=torch.finfo(noise.dtype).tiny)
+        chosen = (logprobs - noise.log_()).argmax(dim=-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(-1, chosen).squeeze(-1))
+        return torch.full_like(scores, float("-inf")).scatter_(-1, chosen, 0.0)
+
+
+def _check_lengths(model: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    longest = max(len(prompt) for prompt in prompts)
+    if min(len(prompt) for prompt in prompts) == 0:
+        raise TaskError("a prompt has no tokens")
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and longest + max_new_tokens > most:
+        raise TaskError(
+            f"a prompt has {longest} tokens, and its answer may have {max_new_tokens} "
+            f"(rollouts.max_new_tokens): the model takes {most} in all"
+        )
+
+
+def _response(tokens: list[int], ends: frozenset[int]) -> tuple[list[int], bool]:
+    """Return the response with its end of sequence, and True if it has one."""
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: place + 1], True
+    return tokens, False
+
+
+def _answer(question: Question, text: str, finished: bool, tokens: int) -> Answer:
+    asked: list[Message] = (
+        [{"role": "user", "content": question.prompt}]
+        if isinstance(question.prompt, str)
+        else question.prompt
     )
-    rewards = [reward for rollout in rollouts for reward in rollout.rewards]
-    return sum(rewards) / len(rewards) if rewards else 0.0
-
-
-def _response_length(tokens: list[int], eos_token_id: int) -> tuple[int, bool]:
-    """Length of the response with its end of sequence, and whether it has one."""
-    try:
-        return tokens.index(eos_token_id) + 1, True
-    except ValueError:
-        return len(tokens), False
+    messages = [*asked, {"role": "assistant", "content": text}]
+    return Answer(text=text, finished=finished, messages=messages, tokens=tokens)
 
 
 def _generate_tokens(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
+    choice: SeededChoice,
+    ends: frozenset[int],
     *,
-    samples: int,
+    pad: int,
     max_new_tokens: int,
-    temperature: float,
-    generator: torch.Generator | None,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """New token ids and their log-probabilities, [questions x samples, T], T <= max_new_tokens."""
+) -> list[list[int]]:
+    """Return new token ids, [questions x samples, T], T <= max_new_tokens."""
     width = max(len(prompt) for prompt in prompts)
-    pad = tokenizer.pad_token_id
     device = model.device
     # Padded on the left, so that every row goes on from the last column; `generate` derives
     # position_ids from the mask.
@@ -143,45 +227,35 @@ def _generate_tokens(
     attention_mask = torch.tensor(
         [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device
     )
-    # top_k=0 and top_p=1 switch off the truncation that `generate` applies by default: the policy
-    # that is sampled must be the one that is trained.
     configure: Any = GenerationConfig  # its constructor has no annotations
     configuration = configure(
-        do_sample=True,
-        temperature=temperature,
-        top_k=0,
-        top_p=1.0,
+        do_sample=False,
         max_new_tokens=max_new_tokens,
-        num_return_sequences=samples,
         pad_token_id=pad,
-        eos_token_id=tokenizer.eos_token_id,
-        output_scores=True,
-        return_dict_in_generate=True,
+        eos_token_id=sorted(ends),
     )
-    with _evaluation_mode(model), isolated_rng(_draw_seed(generator), device):
+    samples = choice.samples
+    with _evaluation_mode(model), torch.inference_mode():
         run: Any = model.generate  # a mixin's, which type checkers do not see
         output = run(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=configuration
+            input_ids=input_ids.repeat_interleave(samples, dim=0),
+            attention_mask=attention_mask.repeat_interleave(samples, dim=0),
+            generation_config=configuration,
+            logits_processor=LogitsProcessorList([choice]),
         )
-    new_tokens = output.sequences[:, width:]
-    # The scores are the logits after the temperature, one [B, vocabulary] tensor a step.
-    scores = torch.stack(output.scores, dim=1).float()
-    logprobs = scores.log_softmax(dim=-1).gather(-1, new_tokens[..., None]).squeeze(-1)
-    return new_tokens.tolist(), logprobs.tolist()
-
-
-def _draw_seed(generator: torch.Generator | None) -> int:
-    if generator is None:
-        return torch.Generator().seed()
-    seed = torch.randint(2**62, (), generator=generator, device=generator.device, dtype=torch.int64)
-    return int(seed)
+    tokens: list[list[int]] = output[:, width:].tolist()
+    return tokens
 
 
 @contextmanager
 def _evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    training = model.training
+    """Switch off training, and the model's own generation defaults, for the block."""
+    training, defaults = model.training, model.generation_config
+    configure: Any = GenerationConfig
     model.train(False)
+    model.generation_config = configure()
     try:
         yield
     finally:
+        model.generation_config = defaults
         model.train(training)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from .policy import load_policy, save_policy
-from .rollout import sampled_accuracy
-from .tasks import Question, Task
+from ..tasks import Question, SpellBackward
+from .policy import encode_prompt, load_policy, save_policy
+from .rollout import generate, seed_of
 
 _LEARNING_RATE = 2e-3
 _BETAS = (0.9, 0.95)
@@ -32,7 +32,7 @@ _IGNORED = -100
 
 def warm_up(
     folder: Path,
-    task: Task,
+    task: SpellBackward,
     seed: int,
     *,
     target_accuracy: float = 0.2,
@@ -49,7 +49,6 @@ def warm_up(
     model, tokenizer = load_policy(folder)
     validation = task.validation(_VALIDATION_QUESTIONS)
     training = task.training_questions(seed)
-    sampling = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=_BETAS)
     ramp = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _RAMP_STEPS)
@@ -67,7 +66,10 @@ def warm_up(
         ramp.step()
         step += 1
         if step % _STEPS_BETWEEN_CHECKS == 0 or step == max_steps:
-            accuracy = sampled_accuracy(model, tokenizer, task, validation, generator=sampling)
+            seeds = [seed_of("warm-up", seed, step, index) for index in range(len(validation))]
+            groups = generate(model, tokenizer, validation, seeds=seeds, samples=1)
+            right = [task.reward(one.question, one.answers[0])["reward"] for one in groups]
+            accuracy = sum(right) / len(right)
             if report is not None:
                 report(step, loss.item(), accuracy)
             if accuracy >= target_accuracy:
@@ -83,9 +85,9 @@ def _examples(
 
     The prompt is no target: the policy is to answer questions, not to make them up.
     """
-    prompts = [tokenizer.encode(q.prompt, add_special_tokens=False) for q in questions]
+    prompts = [encode_prompt(tokenizer, q.prompt) for q in questions]
     answers = [
-        [*tokenizer.encode(q.answer, add_special_tokens=False), tokenizer.eos_token_id]
+        [*tokenizer.encode(str(q.answer), add_special_tokens=False), tokenizer.eos_token_id]
         for q in questions
     ]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))

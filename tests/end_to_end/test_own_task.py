@@ -1,0 +1,98 @@
+"""Claims about a run of a user's own model, questions and reward, with real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("ray")
+
+from tests.support.own_models import own_model
+
+pytestmark = pytest.mark.timeout(600)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
+
+
+def run(folder: Path, settings: dict, home: Path) -> subprocess.CompletedProcess[str]:
+    """Train as a configuration in a folder of the user's files says, from another one."""
+    (folder / "own.yaml").write_text(msgspec.json.encode(settings).decode())  # JSON is YAML
+    command = [sys.executable, "-m", "trinity_events", "train", str(folder / "own.yaml"), "--json"]
+    return subprocess.run(
+        command,
+        check=False,
+        cwd=home,
+        env=os.environ | {"TRINITY_HOME": str(home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("questions.jsonl", "reward.py"):
+        (tmp_path / name).write_bytes((EXAMPLE / name).read_bytes())
+    own_model(tmp_path / "model", "qwen3")
+    return tmp_path
+
+
+def settings(**task) -> dict:
+    return {
+        "steps": 3,
+        "model": {"path": "./model"},
+        "task": {"questions": "./questions.jsonl", "reward": "./reward.py:reward"} | task,
+        "trainer": {"ranks": 2},
+        "rollouts": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
+        "explorer": {"held_out_questions": 4},
+        "checkpoints": {"interval": 0},
+    }
+
+
+@pytest.fixture
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("h")
+
+
+def test_a_users_model_questions_and_reward_are_trained_from_three_files(folder, home):
+    done = run(folder, settings(), home)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = msgspec.json.decode(done.stdout.splitlines()[-1])
+    assert (summary["outcome"], summary["warm_up_steps"]) == ("finished", 0)
+    assert 0.0 <= summary["held_out_before"] <= 1.0
+    assert summary["reward_first_third"] < 1.0
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, home):
+    (folder / "reward.py").write_text("def reward(question, answer):\n    return 1 / 0\n")
+    done = run(folder, settings(), home)
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, done.stderr[-4000:]
+    assert "raised ZeroDivisionError: division by zero (reward.py, line 2)" in told[0]
+    assert "in each of 3 attempts" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        ({"questions": "./question.jsonl"}, "there is no file of questions at"),
+        ({"prompt": "question"}, "has no field 'question' for the prompt: it has prompt, answer"),
+        ({"questions": None, "name": "./mine.py:Task", "reward": None}, "there is no file"),
+        ({"reward": "./reward.py:rewards"}, "has no 'rewards': did you mean 'reward'?"),
+        ({"reward": None}, "need a reward: name a function of (question, answer)"),
+    ],
+)
+def test_a_mistake_is_told_before_the_run_is_opened(folder, home, task, told):
+    done = run(folder, settings(**task), home)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert told in done.stderr.splitlines()[-1]
+    assert not list(home.glob("checkpoints/own/*"))

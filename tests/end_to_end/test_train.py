@@ -1,0 +1,38 @@
+"""`trinity-events train` runs the examples from their files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trinity_events.log import Stream
+from trinity_schemas import RunOpened, decode_envelope
+from trinity_workers.config import TrainConfig
+from trinity_workers.config_files import read_config
+
+pytestmark = [pytest.mark.server, pytest.mark.processes, pytest.mark.ray]
+EXAMPLES = Path(__file__).parents[2] / "examples" / "train"
+FEW = ("steps=2", "rollouts.prompts_per_step=2", "rollouts.samples_per_prompt=2")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("megatron", marks=pytest.mark.megatron)])
+async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
+    cli, log, redis_url, tmp_path, engine
+):
+    settings = [word for one in (*FEW, "explorer.held_out_questions=0") for word in ("--set", one)]
+    place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
+    said = cli("train", str(EXAMPLES / f"{engine}.yaml"), *settings, *place, "--json", timeout=500)
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout)["log"]["steps"] == 2
+
+    entries = await log.read(Stream.EVENTS)
+    [opened] = [
+        event
+        for entry in entries
+        if isinstance(event := decode_envelope(entry.payload).event, RunOpened)
+    ]
+    logged = TrainConfig.from_text(opened.config)
+    kept = read_config(tmp_path / log.run_id / "config.yaml").checked()
+    assert logged == kept
+    assert (kept.steps, kept.trainer.engine, kept.rollouts.prompts_per_step) == (2, engine, 2)

@@ -1,0 +1,158 @@
+"""Claims about a user's own model: several architectures generate, train, publish and apply."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.support.fsdp_runs import Where, ready  # noqa: E402
+from tests.support.own_models import MODELS, own_model  # noqa: E402
+from tests.support.rank_processes import Rank  # noqa: E402
+from tests.support.tensors import identical  # noqa: E402
+from trinity_events import Synchronizer  # noqa: E402
+from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.helpers import PublishShards, fsdp_upload_state_dict  # noqa: E402
+from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs  # noqa: E402
+from trinity_workers.learning.policy import BadPolicy, load_policy  # noqa: E402
+from trinity_workers.learning.rollout import Rollout, Samples, generate  # noqa: E402
+from trinity_workers.rewards import Rewarded  # noqa: E402
+from trinity_workers.tasks import Question  # noqa: E402
+
+QUESTIONS = [
+    Question(prompt="2 + 2 =", answer="4"),
+    Question(prompt=[{"role": "user", "content": "What is 12 + 13?"}], answer="25"),
+]
+
+
+@pytest.fixture(params=MODELS)
+def folder(request, tmp_path: Path) -> Path:
+    return own_model(tmp_path / request.param, request.param)
+
+
+def sampled(model, tokenizer) -> list[Samples]:
+    return generate(model, tokenizer, QUESTIONS, seeds=[1, 2], samples=4, max_new_tokens=12)
+
+
+def judged(groups: list[Samples]) -> list[Rollout]:
+    """The groups with rewards that teach: those of a random model would all be zero."""
+    return [
+        group.judged([Rewarded(reward=float(index % 2)) for index in range(len(group.answers))])
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_answers_questions_of_text_and_of_chat_messages(folder, dtype):
+    model, tokenizer = load_policy(folder, dtype)
+    assert model.dtype == getattr(torch, dtype)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    text, chat = sampled(model, tokenizer)
+    assert tokenizer.decode(text.prompt_tokens) == "2 + 2 ="
+    assert tokenizer.decode(chat.prompt_tokens) == (
+        "<|start|>user\nWhat is 12 + 13?<|end|><|start|>assistant\n"
+    )
+    assert [message["role"] for message in chat.answers[0].messages] == ["user", "assistant"]
+    batch = collate(judged([text, chat]), tokenizer.pad_token_id)
+    with torch.no_grad():
+        logprobs = response_logprobs(model, batch)
+    near = 1e-4 if dtype == "float32" else 0.1
+    torch.testing.assert_close(logprobs, batch.old_logprobs, atol=near, rtol=0.0)
+
+
+@pytest.fixture
+def where(publisher, redis_url, weights_url, run_id, folder, tmp_path) -> Where:
+    return Where(
+        run_id=run_id,
+        epoch=publisher.epoch,
+        redis_url=redis_url,
+        weights_url=weights_url,
+        model_folder=folder,
+        run_folder=tmp_path / run_id,
+    )
+
+
+def train_and_publish(
+    rank: Rank, where: Where, groups: list[Rollout], shards: bool
+) -> dict[str, torch.Tensor]:
+    """One GRPO step on the rank's group, published; returns the full weights after it."""
+    engine = FSDPEngine(where.model_folder, device=torch.device("cpu"), learning_rate=1e-2)
+    engine.module.train()
+    batch = collate([groups[rank.number]], engine.tokenizer.pad_token_id)
+    loss, _ = grpo_loss(response_logprobs(engine.module, batch), batch)
+    engine.optimizer_step(loss / batch.token_count)
+    synchronizer = Synchronizer(
+        where.run_id,
+        where.epoch,
+        role="actor",
+        rank=rank.number,
+        redis_url=where.redis_url,
+        weights_url=where.weights_url,
+    )
+    rank.exits.callback(synchronizer.close)
+    strategy = {"strategy": PublishShards()} if shards else {}
+    fsdp_upload_state_dict(engine, synchronizer, 1, logging.getLogger(__name__), **strategy)
+    return {name: value.clone() for name, value in engine.get_per_tensor_param()}
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["shards", "full"])
+async def test_a_model_takes_a_step_and_is_served_bit_for_bit(
+    where, log, committer, rank_group, shards
+):
+    model, tokenizer = load_policy(where.model_folder)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    groups = judged(sampled(model, tokenizer))
+    trained, _ = await anyio.to_thread.run_sync(
+        rank_group(2), train_and_publish, where, groups, shards
+    )
+    committer.commit(1)
+    event = await ready(log, "weights", 1)
+    explorer = Synchronizer(
+        where.run_id, 0, redis_url=where.redis_url, weights_url=where.weights_url, role="explorer"
+    )
+    await anyio.to_thread.run_sync(explorer.apply, model, event)
+    explorer.close()
+    served = dict(model.named_parameters())
+    assert served.keys() == trained.keys()
+    assert all(identical(served[name].detach(), trained[name]) for name in served)
+    changed = [name for name in served if not identical(served[name].detach(), before[name])]
+    assert len(changed) > len(served) / 2
+    assert sampled(model, tokenizer)
+
+
+# --- folders that hold no policy --------------------------------------------------------------
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(BadPolicy) as caught:
+        load_policy(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_that_holds_no_model_is_told_in_one_sentence(tmp_path):
+    folder = own_model(tmp_path / "model", "qwen2")
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+
+    def without_end() -> None:
+        left = {key: value for key, value in tokenizer.items() if key != "eos_token"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(left))
+
+    without_end()
+    assert f"the tokenizer in {folder} has no end of sequence" in refused(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:100])
+    assert f"the model in {folder} cannot be loaded" in refused(folder)
+    (folder / "model.safetensors").unlink()
+    assert f"the model in {folder} cannot be loaded" in refused(folder)
+    (folder / "config.json").write_text('{"model_type": "no-such-model"}')
+    assert "cannot be loaded" in refused(folder)
+    (folder / "config.json").unlink()
+    assert refused(folder) == f"no policy in {folder}: config.json is missing"

@@ -1,0 +1,260 @@
+"""Claims about questions from files, data sets, reasoning-gym and Python objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trinity_workers.tasks import QuestionSet, TaskError, load_task
+
+RECORDS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n), "level": n % 3} for n in range(200)]
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a file into the folder of the task."""
+
+    def write(name: str, content: str) -> Path:
+        path = tmp_path / name
+        path.write_text(content)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def jsonl(write) -> Path:
+    return write("questions.jsonl", "\n".join(json.dumps(record) for record in RECORDS) + "\n\n")
+
+
+def refused(folder: Path, source: str, **settings) -> str:
+    with pytest.raises(TaskError) as caught:
+        load_task(questions=source, folder=folder, **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def prompts(task, first: int, count: int) -> list[str]:
+    return [task.question(ordinal).prompt for ordinal in range(first, first + count)]
+
+
+def test_every_training_question_is_asked_once_in_each_pass(jsonl):
+    task = load_task(questions="questions.jsonl", folder=jsonl.parent)
+    assert isinstance(task, QuestionSet)
+    size = len(task)
+    passes = [prompts(task, number * size, size) for number in range(3)]
+    assert Counter(passes[0]) == Counter(passes[1]) == Counter(passes[2])
+    assert len(set(passes[0])) == size
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_fields_besides_prompt_and_answer_come_as_data(jsonl):
+    task = load_task(questions="questions.jsonl", folder=jsonl.parent)
+    question = task.question(0)
+    number = int(question.prompt.split()[0])
+    assert (question.answer, question.data) == (str(2 * number), {"level": number % 3})
+
+
+def test_other_fields_may_hold_prompt_and_answer(write):
+    write("q.jsonl", json.dumps({"question": "2 + 2 =", "solution": [4]}))
+    task = load_task(
+        questions="q.jsonl",
+        prompt="question",
+        answer="solution",
+        folder=Path(write("x", "")).parent,
+    )
+    assert (task.question(7).prompt, task.question(7).answer) == ("2 + 2 =", [4])
+
+
+def test_held_out_questions_are_a_tenth_and_never_trained_on(jsonl):
+    tasks = [
+        load_task(questions="questions.jsonl", folder=jsonl.parent, seed=seed) for seed in (0, 1)
+    ]
+    held = [question.prompt for question in tasks[0].held_out(10_000)]
+    assert 8 <= len(held) <= 36
+    assert held == [question.prompt for question in tasks[1].held_out(10_000)]
+    assert held[:3] == [question.prompt for question in tasks[0].held_out(3)]
+    for task in tasks:
+        assert not set(held) & set(prompts(task, 0, len(task)))
+    assert len(held) + len(tasks[0]) == len(RECORDS)
+
+
+def test_a_source_of_evaluation_leaves_all_questions_for_training(jsonl, write):
+    write("eval.jsonl", json.dumps({"prompt": "1 + 2 =", "answer": "3"}))
+    task = load_task(
+        questions="questions.jsonl", folder=jsonl.parent, options={"evaluation": "eval.jsonl"}
+    )
+    assert len(task) == len(RECORDS)
+    assert [question.prompt for question in task.held_out(5)] == ["1 + 2 ="]
+
+
+def test_the_order_follows_from_the_seed_in_every_process(jsonl):
+    task = load_task(questions="questions.jsonl", folder=jsonl.parent, seed=3)
+    other = load_task(questions="questions.jsonl", folder=jsonl.parent, seed=4)
+    assert prompts(task, 0, 20) != prompts(other, 0, 20)
+    code = (
+        "import sys, json; from pathlib import Path; from trinity_workers.tasks import load_task\n"
+        "t = load_task(questions='questions.jsonl', folder=Path(sys.argv[1]), seed=3)\n"
+        "print(json.dumps([t.fingerprint, [t.question(n).prompt for n in range(500, 520)]]))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(jsonl.parent)],
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(told.stdout) == [task.fingerprint, prompts(task, 500, 20)]
+
+
+def test_without_shuffling_every_pass_has_the_order_of_the_source(jsonl):
+    task = load_task(questions="questions.jsonl", folder=jsonl.parent, options={"shuffle": False})
+    held = {question.prompt for question in task.held_out(1_000)}
+    expected = [record["prompt"] for record in RECORDS if record["prompt"] not in held]
+    assert prompts(task, 0, len(task)) == prompts(task, len(task), len(task)) == expected
+
+
+def test_the_fingerprint_tells_questions_answers_and_orders_apart(jsonl, write):
+    def fingerprint(**settings) -> str:
+        return load_task(questions="questions.jsonl", folder=jsonl.parent, **settings).fingerprint
+
+    first = fingerprint()
+    assert first.startswith("sha256:")
+    assert fingerprint() == first
+    assert fingerprint(seed=1) != first
+    assert fingerprint(options={"shuffle": False}) != first
+    assert fingerprint(options={"system": "Be brief."}) != first
+    jsonl.write_text(jsonl.read_text().replace('"answer": "8"', '"answer": "9"'))
+    assert fingerprint() != first
+
+
+def test_prompts_become_chat_messages_on_demand(write):
+    path = write(
+        "q.jsonl",
+        json.dumps({"prompt": "hi"})
+        + "\n"
+        + json.dumps({"prompt": [{"role": "user", "content": "ho"}]}),
+    )
+    options = {"system": "Be brief.", "shuffle": False, "evaluation": "q.jsonl"}
+    task = load_task(questions="q.jsonl", folder=path.parent, options=options)
+    assert [task.question(ordinal).prompt for ordinal in (0, 1)] == [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+        for text in ("hi", "ho")
+    ]
+
+
+def test_questions_come_from_a_python_object(write):
+    path = write(
+        "mine.py",
+        "from trinity_workers.tasks import Question\n"
+        "from beside import more\n"
+        "listed = [{'prompt': 'a', 'answer': 1}, Question(prompt='b', answer=2)]\n"
+        "def made():\n    yield from listed\n    yield from more\n",
+    )
+    write("beside.py", "more = [{'prompt': 'c'}]\n")
+    options = {"evaluation": "./mine.py:listed"}
+    task = load_task(questions="./mine.py:made", folder=path.parent, options=options)
+    assert sorted(prompts(task, 0, 3)) == ["a", "b", "c"]
+
+
+def test_questions_come_from_reasoning_gym():
+    pytest.importorskip("reasoning_gym")
+    options = {"source": {"size": 30, "seed": 5}}
+    task = load_task(questions="reasoning-gym:basic_arithmetic", options=options)
+    question = task.question(0)
+    assert isinstance(question.prompt, str)
+    assert question.answer
+    again = load_task(questions="reasoning-gym:basic_arithmetic", options=options)
+    assert again.fingerprint == task.fingerprint
+
+
+def test_questions_come_from_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "q.parquet")
+    (tmp_path / "q.jsonl").write_text("\n".join(json.dumps(record) for record in RECORDS))
+    parts = [load_task(questions=name, folder=tmp_path) for name in ("q.parquet", "q.jsonl")]
+    assert parts[0].fingerprint == parts[1].fingerprint
+    (tmp_path / "bad.parquet").write_text("no")
+    assert "bad.parquet is no Parquet file" in refused(tmp_path, "bad.parquet")
+
+
+def test_questions_come_from_a_data_set(jsonl, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(jsonl.parent / "cache"))
+    options = {
+        "source": {"data_files": str(jsonl), "cache_dir": str(jsonl.parent / "cache")},
+        "shuffle": False,
+    }
+    task = load_task(questions="datasets:json", options=options)
+    files = load_task(questions="questions.jsonl", folder=jsonl.parent, options={"shuffle": False})
+    assert task.fingerprint == files.fingerprint
+    missing = refused(jsonl.parent, "datasets:no_such/data_set_here")
+    assert "datasets:no_such/data_set_here cannot be loaded" in missing
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "line 1 of {path} is no JSON"),
+        ("[1]", "record 1 of q.jsonl is list, not a mapping of fields to values"),
+        (
+            '{"promt": "a"}',
+            "record 1 of q.jsonl has no field 'prompt' for the prompt: did you mean",
+        ),
+        ('{"a": 1, "b": 2}', "has no field 'prompt' for the prompt: it has a, b"),
+        ('{"prompt": "a"}\n{"prompt": 3}', "record 2 of q.jsonl: the prompt is neither text nor"),
+        ('{"prompt": ""}', "record 1 of q.jsonl has an empty prompt"),
+        ('{"prompt": [{"content": "a"}]}', "record 1 of q.jsonl has an empty prompt, or a message"),
+        ("", "q.jsonl has no question to train on"),
+    ],
+)
+def test_a_mistake_in_a_file_is_told_in_one_sentence(write, content, told):
+    path = write("q.jsonl", content)
+    assert told.format(path=path) in refused(path.parent, "q.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("missing.jsonl", "there is no file of questions at {folder}/missing.jsonl"),
+        ("questions.csv", "'questions.csv' is no source of questions: give a file"),
+        ("./missing.py:questions", "there is no file {folder}/missing.py"),
+        ("./mine.py:question", "./mine.py has no 'question': did you mean 'questions'?"),
+        ("./mine.py:number", "./mine.py:number gives no questions"),
+        (
+            "./mine.py:broken",
+            "./mine.py:broken gives no questions: RuntimeError: no questions today",
+        ),
+        ("./mine.py:later", "./mine.py:later gives no questions: ValueError: not this one"),
+        ("./fails.py:x", "{folder}/fails.py cannot be imported: ZeroDivisionError"),
+        ("no_such_module_here:x", "there is no module no_such_module_here"),
+        ("reasoning-gym:no_such_family", "reasoning-gym:no_such_family cannot be made"),
+        ("./mine.py:sets", "record 1 of ./mine.py:sets holds what JSON cannot"),
+    ],
+)
+def test_a_mistake_in_a_source_is_told_in_one_sentence(write, source, told):
+    if source.startswith("reasoning-gym"):
+        pytest.importorskip("reasoning_gym")
+    folder = write(
+        "mine.py",
+        "questions = []\nnumber = 3\nsets = [{'prompt': 'a', 'answer': object()}]\n"
+        "def broken():\n    raise RuntimeError('no questions\\ntoday')\n"
+        "def later():\n    yield {'prompt': 'a'}\n    raise ValueError('not this one')\n",
+    ).parent
+    write("fails.py", "1 / 0\n")
+    assert told.format(folder=folder) in refused(folder, source)
+
+
+def test_an_unknown_option_of_a_source_is_refused_with_the_known_ones(jsonl):
+    message = refused(jsonl.parent, "questions.jsonl", options={"shufle": True})
+    assert "shufle" in message
+    assert "shuffle" in message

@@ -1,0 +1,179 @@
+"""A configuration file is read whole, and each mistake in it is one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from trinity_workers.config import BadSettings, TrainConfig
+from trinity_workers.config_fields import fields
+from trinity_workers.config_files import read_config, to_yaml, typed_setting, write_copy
+from trinity_workers.config_options import FILE, OPTIONS, overlaid
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "train").glob("*.yaml"))
+
+MISTAKES = [
+    ("step: 3", "there is no setting step: is steps meant?"),
+    ("sync: {intervall: 3}", "no setting sync.intervall: is sync.interval meant?"),
+    ("samples_per_prompt: 3", "is rollouts.samples_per_prompt meant?"),
+    ("rollouts: 5", "rollouts is 5, but it is a section"),
+    ("steps: 0", "steps is 0, but must be an integer of at least 1"),
+    ("steps: many", 'steps is "many", but must be an integer of at least 1'),
+    ("steps: true", "steps is true, but must be an integer"),
+    ("steps: null", "steps is null, but must be an integer"),
+    ("seed: -1", "seed is -1, but must be an integer from 0 to 4294967295"),
+    ("trainer: {clip: 0}", "trainer.clip is 0, but must be a number above 0"),
+    ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),
+    ("sync: {tensor_digests: 1}", "must be true or false"),
+    ("sync: {transport: nccl}", "must be one of auto, shm, ray, redis, collective"),
+    ("checkpoints: {strategy: none}", "must be one of "),
+    ("task: {options: 3}", "task.options is 3, but must be a mapping"),
+    ("trainer: {tensor_parallel: 2}", "trainer.pipeline_parallel are for Megatron only"),
+    ("trainer: {engine: megatron, tensor_parallel: 3}", "cannot be divided into groups of 3"),
+    ("sync: {transport: collective, publish: snapshot}", "sync.publish snapshot was asked for"),
+    ("sync: {transport: collective, full_every: 2}", "sync.full_every asks for deltas"),
+]
+
+
+def written(tmp_path, text, name="run.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("text", "said"), MISTAKES, ids=[text for text, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_that_names_file_and_field(tmp_path, text, said):
+    path = written(tmp_path, text)
+    [problem] = read_config(path).problems
+    assert problem.startswith(f"{path}: ")
+    assert said in problem
+    assert "\n" not in problem
+    with pytest.raises(BadSettings):
+        read_config(path).checked()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", "steps: [", "is not YAML at line"),
+        ("a.yaml", "steps: 1\nsteps: 2", "steps is given twice"),
+        ("a.toml", "steps = ", "is not TOML"),
+        ("a.json", "{}", "is neither .yaml, .yml nor .toml"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_one_sentence(tmp_path, name, text, said):
+    with pytest.raises(BadSettings, match=said):
+        read_config(written(tmp_path, text, name))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BadSettings, match=r"none\.yaml cannot be read: No such file"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_every_mistake_is_found_and_the_first_tells_how_many_others(tmp_path):
+    reading = read_config(written(tmp_path, "step: 3\nseed: -1\ntrainer: {tensor_parallel: 2}"))
+    assert len(reading.problems) == 3
+    with pytest.raises(BadSettings, match="2 more: see --check"):
+        reading.checked()
+
+
+def test_yaml_and_toml_say_the_same(tmp_path):
+    yaml = written(tmp_path, "steps: 5\ntrainer:\n  learning_rate: 5e-5\n  clip: 1\n")
+    toml = written(tmp_path, "steps = 5\n[trainer]\nlearning_rate = 5e-5\nclip = 1\n", "run.toml")
+    read = read_config(yaml).checked()
+    assert read == read_config(toml).checked()
+    assert (read.trainer.learning_rate, read.trainer.clip) == (5e-5, 1.0)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert read_config(written(tmp_path, "# nothing\n")).checked() == TrainConfig()
+
+
+def test_settings_of_the_command_line_lie_over_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, "steps: 5\nsync: {interval: 2}")
+    texts = ["steps=7", "name=12", "trainer.learning_rate=1e-3", "model.path=./policy"]
+    config = read_config(path, [typed_setting(one) for one in texts]).checked()
+    assert (config.steps, config.name, config.sync.interval) == (7, "12", 2)
+    assert config.trainer.learning_rate == 1e-3
+    assert config.model.path == str(tmp_path / "policy")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("steps=x", '--set steps=x: steps is "x"'), ("sync.intervl=1", "is sync.interval meant")],
+)
+def test_a_wrong_setting_of_the_command_line_is_named(tmp_path, text, said):
+    [problem] = read_config(written(tmp_path, ""), [typed_setting(text)]).problems
+    assert said in problem
+
+
+def test_a_setting_without_a_value_is_refused():
+    with pytest.raises(BadSettings, match=r"write section\.field=value"):
+        typed_setting("steps")
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    text = """
+model: {path: policy}
+task: {questions: q.jsonl, reward: "./r.py:exact"}
+checkpoints: {root: ../kept}
+"""
+    config = read_config(written(tmp_path, text)).checked()
+    assert config.model.path == str(tmp_path / "policy")
+    assert config.task.questions == str(tmp_path / "q.jsonl")
+    assert config.task.reward == f"{tmp_path}/r.py:exact"
+    assert config.checkpoints.root == str(tmp_path.parent / "kept")
+    named = read_config(written(tmp_path, "task: {questions: 'reasoning-gym:spell'}")).checked()
+    assert named.task.questions == "reasoning-gym:spell"
+
+
+def test_the_copy_in_the_runs_folder_reads_as_the_same_configuration(tmp_path):
+    config = read_config(EXAMPLES[0]).checked()
+    write_copy(tmp_path / "run", config)
+    assert read_config(tmp_path / "run" / "config.yaml").checked() == config
+    assert (tmp_path / "run" / "config.yaml").read_text() == to_yaml(config)
+
+
+def test_an_overlay_of_options_equals_a_file(tmp_path):
+    options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
+    reading, rest = overlaid(options | {"steps": 7, "weights": "redis", "sync_offset": 0, "a": 1})
+    text = FILE.read_text().replace("steps = 300", "steps = 7")
+    text += '\n[sync]\ntransport = "redis"\nmax_staleness = 0\n'
+    assert reading.checked() == read_config(written(tmp_path, text, "run.toml")).checked()
+    assert rest == {"a": 1}
+
+
+def test_options_are_named_in_messages_about_them():
+    options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
+    [problem] = overlaid(options | {"tensor_parallel": 2})[0].problems
+    assert problem == (
+        "--tensor-parallel and --pipeline-parallel are for Megatron only: leave them out, or add "
+        "--engine megatron"
+    )
+
+
+def test_every_field_has_a_meaning_and_every_option_a_field():
+    assert all(one.meaning.endswith(".") for one in fields().values())
+    assert set(OPTIONS.values()) <= set(fields())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_checks(cli, path):
+    said = cli("train", str(path), "--check")
+    assert said.returncode == 0, said.stderr
+    assert "samples_per_prompt: " in said.stdout
+
+
+def test_check_tells_every_mistake_and_starts_nothing(cli, tmp_path):
+    path = written(tmp_path, "step: 3\nseed: -1")
+    said = cli("train", str(path), "--check")
+    assert said.returncode == 1
+    assert said.stderr.splitlines() == [
+        f"error: {path}: there is no setting step: is steps meant?",
+        f"error: {path}: seed is -1, but must be an integer from 0 to 4294967295",
+    ]
+    said = cli("train", str(path), "--set", "name=x")
+    assert said.returncode == 1
+    assert "(1 more: see --check)" in said.stderr
+    assert "Traceback" not in said.stderr

@@ -1,0 +1,106 @@
+"""A user's own task, rewards and model, as a run's configuration names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio.to_thread
+from msgspec import structs
+
+from .config import BadSettings, TrainConfig
+from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
+from .tasks import SpellBackward, Task, absolute, is_built_in, load_task
+
+
+def task_of(config: TrainConfig) -> Task:
+    """Return the task of a run. Raises TaskError."""
+    task = config.task
+    return load_task(
+        task.name,
+        seed=config.seed,
+        questions=task.questions,
+        prompt=task.prompt,
+        answer=task.answer,
+        options=task.options,
+    )
+
+
+def rewards_of(config: TrainConfig) -> Rewards:
+    """Return the judge of a run's answers: a pool of processes, but for the built-in task."""
+    task = config.task
+    if is_built_in(task.name) and task.questions is None and task.reward is None:
+        return TaskRewards(SpellBackward(config.seed).reward)
+    return RewardPool(
+        RewardSource(
+            reward=task.reward,
+            task=task.name,
+            questions=task.questions,
+            seed=config.seed,
+            options=task.options,
+            deadline=task.reward_deadline,
+        )
+    )
+
+
+async def start_rewards(config: TrainConfig) -> Rewards:
+    """Return the judge, ready. Raises RewardFailed if its function cannot be loaded."""
+    rewards = rewards_of(config)
+    if isinstance(rewards, RewardPool):
+        try:
+            await rewards.start()
+        except BaseException:
+            await rewards.aclose()
+            raise
+    return rewards
+
+
+def found_from(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the configuration with its files named so that every process finds them.
+
+    Args:
+        config: The settings.
+        folder: Directory that relative names start from.
+    """
+    task, model = config.task, config.model
+    options = dict(task.options)
+    if isinstance(options.get("evaluation"), str):
+        options["evaluation"] = absolute(options["evaluation"], folder)
+    named = structs.replace(
+        task,
+        name=absolute(task.name, folder),
+        questions=None if task.questions is None else absolute(task.questions, folder),
+        reward=None if task.reward is None else absolute(task.reward, folder),
+        options=options,
+    )
+    path = None if model.path is None else str((folder / Path(model.path).expanduser()).resolve())
+    return structs.replace(config, task=named, model=structs.replace(model, path=path))
+
+
+async def check_own(config: TrainConfig) -> None:
+    """Load the task, its rewards, and the model's tokenizer, before a run is opened.
+
+    Raises:
+        TrinityError: in one sentence, if one of them cannot be used.
+    """
+    built_in = is_built_in(config.task.name) and config.task.questions is None
+    if config.model.path is not None:
+        await anyio.to_thread.run_sync(_check_model, Path(config.model.path))
+    elif not built_in:
+        raise BadSettings(
+            "a task of your own needs a model of your own: set model.path to a Hugging Face "
+            "folder (the small built-in model only spells words backward)"
+        )
+    elif config.model.dtype != "float32":
+        raise BadSettings(
+            f"model.dtype is {config.model.dtype}, and the built-in model is float32: set "
+            "model.path, or leave model.dtype out"
+        )
+    if not built_in:
+        await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
+    await (await start_rewards(config)).aclose()
+
+
+def _check_model(folder: Path) -> None:
+    from .learning.policy import load_tokenizer
+
+    load_tokenizer(folder)

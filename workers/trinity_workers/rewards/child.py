@@ -1,0 +1,157 @@
+"""Process that runs a user's reward function, and the messages that it is sent.
+
+It reads frames from its standard input, and writes frames to what was its standard output. What the
+user's code prints goes to standard error, so it never mixes with answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from ..tasks import Answer, Question, TaskError, load_reward
+from .base import Rewarded, rewarded
+
+LENGTH_BYTES = 4
+"""Bytes before each frame, which hold its length."""
+_SELF_END = 4.0
+"""Deadlines after which the process ends itself: its parent, which would, may be dead."""
+
+
+class RewardSource(Struct, frozen=True, kw_only=True):
+    """Names by which a process finds the reward function."""
+
+    reward: str | None
+    """Configured name; None takes the reward of the task, or of the family of its questions."""
+    task: str
+    questions: str | None = None
+    seed: int = 0
+    options: dict[str, Any] = {}
+    folder: str = "."
+    """Directory that relative names start from."""
+    deadline: float = 30.0
+    """Seconds that one answer's reward may take."""
+
+    @property
+    def name(self) -> str:
+        """Return the name for messages."""
+        return self.reward or self.questions or self.task
+
+
+class Judge(Struct, frozen=True, kw_only=True):
+    """Request for the rewards of answers to one question."""
+
+    question: Question
+    answers: list[Answer]
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Reward of one answer, or the fault that the function committed."""
+
+    index: int = -1
+    """Place of the answer; -1 after the function was loaded."""
+    rewarded: Rewarded | None = None
+    fault: str | None = None
+
+
+def frame(message: Struct) -> bytes:
+    """Return a message with its length before it."""
+    payload = msgspec.json.encode(message)
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+def main() -> None:
+    """Serve frames until standard input ends."""
+    frames = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    source = _read(frames, RewardSource)
+    if source is None:
+        return
+
+    def tell(verdict: Verdict) -> None:
+        answers.write(frame(verdict))
+        answers.flush()
+
+    try:
+        function = load_reward(
+            source.reward,
+            task=source.task,
+            questions=source.questions,
+            seed=source.seed,
+            options=source.options,
+            folder=Path(source.folder),
+        )
+    except TaskError as error:
+        tell(Verdict(fault=str(error)))
+        return
+    tell(Verdict())
+    while (request := _read(frames, Judge)) is not None:
+        asyncio.run(_judge(function, request, source.deadline, tell))
+
+
+def _read(frames: BinaryIO, kind: Any) -> Any:
+    head = frames.read(LENGTH_BYTES)
+    if len(head) < LENGTH_BYTES:
+        return None
+    payload = frames.read(int.from_bytes(head, "big"))
+    return msgspec.json.decode(payload, type=kind)
+
+
+async def _judge(
+    function: Callable[..., Any], request: Judge, deadline: float, tell: Callable[[Verdict], None]
+) -> None:
+    """Tell a verdict on each answer; those of a coroutine function run side by side."""
+
+    async def one(index: int, answer: Answer) -> None:
+        # In C, so it ends even a function that never lets go of the interpreter.
+        faulthandler.dump_traceback_later(_SELF_END * deadline, exit=True)
+        tell(await _verdict(function, index, request.question, answer, deadline))
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for index, answer in enumerate(request.answers):
+                tasks.create_task(one(index, answer))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def _verdict(
+    function: Callable[..., Any], index: int, question: Question, answer: Answer, deadline: float
+) -> Verdict:
+    limit = asyncio.timeout(deadline)
+    try:
+        value = function(question, answer)
+        if inspect.isawaitable(value):
+            async with limit:
+                value = await value
+    except (Exception, SystemExit) as error:
+        late = isinstance(error, TimeoutError) and limit.expired()
+        told = f"did not return within {deadline:g} s" if late else _raised(error)
+        return Verdict(index=index, fault=told)
+    try:
+        return Verdict(index=index, rewarded=rewarded(value))
+    except ValueError as error:
+        return Verdict(index=index, fault=str(error))
+
+
+def _raised(error: BaseException) -> str:
+    """Return the error in one line, with the line of the user's code that raised it."""
+    told = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    places = [at for at in traceback.extract_tb(error.__traceback__) if at.filename != __file__]
+    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
+    return f"raised {told[:300]}{where}"

@@ -1,0 +1,123 @@
+"""Python objects by name: an entry point, `module:attribute` or `./file.py:attribute`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from functools import reduce
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .base import TaskError
+
+
+def load_object(
+    name: str,
+    *,
+    kind: str = "object",
+    group: str | None = None,
+    built_in: Mapping[str, str] | None = None,
+    folder: Path = Path(),
+) -> Any:
+    """Return the object of that name.
+
+    Args:
+        name: `module:attribute`, `./file.py:attribute`, or a name without a colon, which is
+            built in or an entry point.
+        kind: Kind of object, for messages.
+        group: Group of entry points.
+        built_in: Names that are known without an entry point, with their objects' names.
+        folder: Directory from which files are found, and modules imported.
+
+    Raises:
+        TaskError: if there is no such object, or its module cannot be imported.
+    """
+    if ":" in name:
+        return _attribute(name, kind, folder)
+    known = dict(built_in or {})
+    if name in known:
+        return _attribute(known[name], kind, folder)
+    found = {one.name: one for one in entry_points(group=group)} if group else {}
+    if name not in found:
+        raise TaskError(_unknown(name, kind, sorted({*known, *found})))
+    try:
+        return found[name].load()
+    except Exception as error:
+        raise TaskError(f"{kind} {name!r} cannot be loaded: {_told(error)}") from error
+
+
+def _unknown(name: str, kind: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    choice = f"did you mean {near[0]!r}? " if near else ""
+    listed = f"choose one of {', '.join(known)}, or name your own" if known else "name your own"
+    return f"unknown {kind} {name!r}: {choice}{listed} as module:attribute or ./file.py:attribute"
+
+
+def _attribute(name: str, kind: str, folder: Path) -> Any:
+    place, _, attribute = name.partition(":")
+    if not place or not attribute:
+        raise TaskError(f"{kind} {name!r} is neither module:attribute nor ./file.py:attribute")
+    module = _from_file(folder / place, kind) if place.endswith(".py") else _import(place, folder)
+    try:
+        return reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        raise TaskError(
+            f"{place} has no {attribute!r}{_nearest(attribute, vars(module))}"
+        ) from None
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, list(names), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def _from_file(path: Path, kind: str) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise TaskError(f"there is no file {path} with the {kind}")
+    # Its own name in sys.modules, so that a user's json.py does not stand in for Python's.
+    name = f"trinity_user.{path.stem}_{hash(str(path)) & 0xFFFFFFFF:08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    _search(path.parent)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception | SystemExit):
+            raise
+        raise TaskError(f"{path} cannot be imported: {_told(error)}") from error
+    return module
+
+
+def _import(name: str, folder: Path) -> ModuleType:
+    _search(folder.resolve())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise TaskError(f"module {name} cannot be imported: {_told(error)}") from error
+        raise TaskError(
+            f"there is no module {error.name}: install it, or name its file as ./file.py:attribute"
+        ) from None
+    except Exception as error:
+        raise TaskError(f"module {name} cannot be imported: {_told(error)}") from error
+
+
+def _search(folder: Path) -> None:
+    """Let a user's module import the modules beside it, after all installed ones."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,93 @@
+"""Questions from a finite source, in an endless order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import msgspec
+
+from .base import Question, TaskError
+from .splits import prompt_text, split_of
+
+
+class QuestionSet:
+    """Task of a finite list of questions: pass after pass over it, each in an order of its own.
+
+    Without `evaluation`, a tenth of the questions is held out, by a hash of the prompt.
+
+    Args:
+        name: Name of the source, for messages.
+        questions: The questions; duplicates are kept.
+        seed: Seed of the orders.
+        shuffle: If False, every pass has the order of the source.
+        evaluation: Other questions to measure on; then none of `questions` is held out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        questions: Sequence[Question],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        evaluation: Sequence[Question] | None = None,
+    ) -> None:
+        self.name = name
+        self.seed = seed
+        self.shuffle = shuffle
+        self._all = questions
+        self._evaluation = evaluation
+        if evaluation is None:
+            held_out = [split_of(prompt_text(one)) == "held-out" for one in questions]
+            pairs = list(zip(questions, held_out, strict=True))
+            self._training = [question for question, held in pairs if not held]
+            self._held_out = [question for question, held in pairs if held]
+        else:
+            self._training, self._held_out = list(questions), list(evaluation)
+        if not self._training:
+            raise TaskError(
+                f"{name} has no question to train on"
+                + (": all of its questions are held out" if questions else "")
+                + ": add questions"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of training questions, which one pass asks."""
+        return len(self._training)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of all questions, and of what decides their order."""
+        digest = hashlib.sha256()
+        settings = [self.seed if self.shuffle else None, self._evaluation is not None]
+        for part in (settings, self._all, self._evaluation or ()):
+            encoded = msgspec.json.encode(part, order="deterministic")
+            digest.update(len(encoded).to_bytes(8, "big"))
+            digest.update(encoded)
+        return f"sha256:{digest.hexdigest()}"
+
+    def question(self, ordinal: int) -> Question:
+        """Return the question at the ordinal: a place in the pass that the ordinal falls into."""
+        number, place = divmod(ordinal, len(self._training))
+        if not self.shuffle:
+            return self._training[place]
+        return self._training[_order(len(self._training), self.seed, number)[place]]
+
+    def held_out(self, count: int) -> list[Question]:
+        """Return the first questions of those that are not trained on, at most `count`."""
+        return self._held_out[:count]
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, number: int) -> tuple[int, ...]:
+    """Return the order of a pass: places sorted by a hash, the same in every Python version."""
+    start = hashlib.sha256(f"{seed}:{number}:".encode())
+
+    def key(place: int) -> bytes:
+        state = start.copy()
+        state.update(str(place).encode())
+        return state.digest()
+
+    return tuple(sorted(range(count), key=key))

@@ -1,0 +1,244 @@
+"""Sources of questions: files, data sets, reasoning-gym and Python objects.
+
+Each source gives records, which become questions by the names of their fields. Libraries that only
+one source needs are imported when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from .base import Answer, Message, Question, RewardFunction, TaskError
+from .objects import load_object
+
+REASONING_GYM = "reasoning-gym:"
+DATASETS = "datasets:"
+
+
+class QuestionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of a task that takes its questions from a source."""
+
+    chat: bool = False
+    """If true, a prompt of text is sent as one message of the user, by the chat template."""
+    system: str | None = None
+    """System message before each prompt."""
+    shuffle: bool = True
+    """If false, every pass over the questions has the order of their source."""
+    evaluation: str | None = None
+    """Source of the questions to measure on; without one, a tenth of the questions is held out."""
+    source: dict[str, Any] = {}
+    """Options of the source: those of `datasets.load_dataset`, or of the reasoning-gym family."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> QuestionOptions:
+        """Return the options of a task, checked. Raises TaskError if there is no such option."""
+        try:
+            return msgspec.convert(dict(options or {}), cls)
+        except msgspec.ValidationError as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise TaskError(f"options of the task: {error}; there are {known}") from None
+
+
+def read_questions(
+    source: str,
+    options: QuestionOptions,
+    *,
+    prompt: str = "prompt",
+    answer: str = "answer",
+    folder: Path = Path(),
+) -> list[Question]:
+    """Return the questions of a source.
+
+    Args:
+        source: JSONL or Parquet file, `datasets:NAME`, `reasoning-gym:NAME`, `module:attribute` or
+            `./file.py:attribute`.
+        options: Options of the task.
+        prompt: Field that holds the prompt.
+        answer: Field that holds the right answer; a record may lack it.
+        folder: Directory that relative paths start from.
+
+    Raises:
+        TaskError: naming the source, and the record or field that is at fault.
+    """
+    records: Iterable[object]
+    if source.startswith(REASONING_GYM):
+        records = _reasoning_gym(source, options.source)
+        prompt, answer = "question", "answer"
+    elif source.startswith(DATASETS):
+        records = _datasets(source, options.source)
+    elif source.endswith((".jsonl", ".ndjson")):
+        records = _jsonl(folder / source)
+    elif source.endswith(".parquet"):
+        records = _parquet(folder / source)
+    elif ":" in source:
+        records = _python_object(source, folder)
+    else:
+        raise TaskError(
+            f"{source!r} is no source of questions: give a file (.jsonl or .parquet), "
+            "datasets:NAME, reasoning-gym:NAME, module:attribute or ./file.py:attribute"
+        )
+    return [
+        _with_chat(_question(source, number, record, prompt, answer), options)
+        for number, record in enumerate(records, 1)
+    ]
+
+
+def _question(source: str, number: int, record: object, prompt: str, answer: str) -> Question:
+    where = f"record {number} of {source}"
+    if isinstance(record, Question):
+        return _checked(where, record)
+    if not isinstance(record, Mapping):
+        raise TaskError(f"{where} is {type(record).__name__}, not a mapping of fields to values")
+    if prompt not in record:
+        near = get_close_matches(prompt, [str(name) for name in record], n=1)
+        others = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(map(str, record))}"
+        raise TaskError(f"{where} has no field {prompt!r} for the prompt: {others}")
+    text = record[prompt]
+    data = {str(key): value for key, value in record.items() if key not in {prompt, answer}}
+    return _checked(where, Question(prompt=text, answer=record.get(answer), data=data))
+
+
+def _checked(where: str, question: Question) -> Question:
+    """Return the question as it arrives in another process, so that it is the same everywhere."""
+    try:
+        sent = msgspec.to_builtins(question, str_keys=True, enc_hook=_plain)
+        checked = msgspec.convert(msgspec.json.decode(msgspec.json.encode(sent)), Question)
+    except msgspec.ValidationError as error:
+        raise TaskError(
+            f"{where}: the prompt is neither text nor chat messages ({error})"
+        ) from None
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise TaskError(f"{where} holds what JSON cannot: {error}") from None
+    empty = not checked.prompt or any(
+        "role" not in one for one in checked.prompt if isinstance(one, dict)
+    )
+    if empty:
+        raise TaskError(f"{where} has an empty prompt, or a message without a role")
+    return checked
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays as lists, and numbers of NumPy as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _with_chat(question: Question, options: QuestionOptions) -> Question:
+    messages: list[Message]
+    if isinstance(question.prompt, str):
+        if not options.chat and options.system is None:
+            return question
+        messages = [{"role": "user", "content": question.prompt}]
+    else:
+        messages = question.prompt
+    if options.system is not None:
+        messages = [{"role": "system", "content": options.system}, *messages]
+    return msgspec.structs.replace(question, prompt=messages)
+
+
+def _jsonl(path: Path) -> Iterator[object]:
+    def lines() -> Iterator[object]:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield msgspec.json.decode(line)
+                    except msgspec.DecodeError as error:
+                        raise TaskError(f"line {number} of {path} is no JSON: {error}") from None
+
+    return _from_file(path, lines)
+
+
+def _parquet(path: Path) -> Iterator[object]:
+    try:
+        import pyarrow.lib
+        import pyarrow.parquet
+    except ImportError:
+        raise TaskError(f"{path} needs pyarrow: pip install pyarrow") from None
+
+    def rows() -> Iterator[object]:
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches():
+                    yield from batch.to_pylist()
+        except pyarrow.lib.ArrowException as error:
+            raise TaskError(f"{path} is no Parquet file: {error}") from None
+
+    return _from_file(path, rows)
+
+
+def _from_file(path: Path, read: Callable[[], Iterable[object]]) -> Iterator[object]:
+    try:
+        yield from read()
+    except FileNotFoundError:
+        raise TaskError(f"there is no file of questions at {path}") from None
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _datasets(source: str, options: Mapping[str, Any]) -> Iterator[object]:
+    try:
+        import datasets
+    except ImportError:
+        raise TaskError(f"{source} needs datasets: pip install datasets") from None
+    name = source.removeprefix(DATASETS)
+    try:
+        found: Any = datasets.load_dataset(name, **{"split": "train", **options})
+    except Exception as error:
+        raise TaskError(f"{source} cannot be loaded: {_first_line(error)}") from None
+    records: Iterator[object] = iter(found)
+    return records
+
+
+def family_reward(source: str, options: Mapping[str, Any]) -> RewardFunction:
+    """Return the reward of a reasoning-gym family, which judges by its own verifier.
+
+    An answer without an end earns nothing.
+    """
+    family = _family(source, QuestionOptions.of(options).source)
+
+    def reward(question: Question, answer: Answer) -> float:
+        if not answer.finished:
+            return 0.0
+        entry = {"question": question.prompt, "answer": question.answer, **question.data}
+        return float(family.score_answer(answer.text.strip(), entry))
+
+    return reward
+
+
+def _reasoning_gym(source: str, options: Mapping[str, Any]) -> Iterator[object]:
+    family = _family(source, options)
+    for index in range(len(family)):
+        yield family[index]
+
+
+def _family(source: str, options: Mapping[str, Any]) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise TaskError(f"{source} needs reasoning-gym: pip install reasoning-gym") from None
+    name = source.removeprefix(REASONING_GYM)
+    try:
+        return reasoning_gym.create_dataset(name, **{"seed": 0, **options})
+    except Exception as error:
+        raise TaskError(f"{source} cannot be made: {_first_line(error)}") from None
+
+
+def _python_object(source: str, folder: Path) -> Iterator[object]:
+    found = load_object(source, kind="source of questions", folder=folder)
+    try:
+        yield from found() if callable(found) else found
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise TaskError(f"{source} gives no questions: {told}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
