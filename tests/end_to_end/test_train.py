@@ -26,7 +26,7 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout)["log"]["steps"] == 2
 
-    entries = await log.read(Stream.EVENTS)
+    entries = await recorded(log)
     [opened] = [
         event
         for entry in entries

@@ -109,7 +109,7 @@ def test_a_wrong_setting_of_the_command_line_is_named(tmp_path, text, said):
 
 
 def test_a_setting_without_a_value_is_refused():
-    with pytest.raises(BadSettings, match="write section.field=value"):
+    with pytest.raises(BadSettings, match=r"write section\.field=value"):
         typed_setting("steps")
 
 

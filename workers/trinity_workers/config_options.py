@@ -66,7 +66,8 @@ def _parameter(option: str, field: Field) -> Parameter:
     default: Any = _shipped()
     for name in field.path.split("."):
         default = getattr(default, name)
-    kind, bounds = field.kind, {}
+    kind = field.kind
+    bounds: dict[str, Any] = {}
     if isinstance(kind, types.IntType | types.FloatType):
         bounds = {"min": kind.ge, "max": kind.le}
     shown = typer.Option(option, help=field.meaning, show_default=default is not None, **bounds)

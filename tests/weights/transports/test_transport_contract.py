@@ -82,7 +82,6 @@ from trinity_schemas import (
     decode_envelope,
     decode_manifest,
 )
-from trinity_workers.config import BadSettings
 from trinity_workers.launch.transport import chosen_transport
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
