@@ -56,20 +56,20 @@ _INTRODUCTION = """\
 
 <!-- written by docs/generate.py from the types in workers/trinity_workers/config.py -->
 
-`trinity-events train CONFIG` runs what one YAML or TOML file says. Every field has a default, so an empty
-file is a whole configuration. Examples are in
-the repository's folder `examples/train`.
+`trinity-events train CONFIG` runs what one YAML or TOML file says. Every field has a default,
+so an empty file is a whole configuration. Examples are in the repository's folder
+`examples/train`.
 
 ```bash
 trinity-events train run.yaml --check                     # print the effective configuration
 trinity-events train run.yaml --set sync.interval=2       # lay a setting over the file's
 ```
 
-A name that does not exist and a value that is not allowed are refused: each mistake is one sentence that
-names the file and the field. Relative paths are relative to the file; those of `--set`, to the current
-folder. The effective configuration is in the event that opens the run, and in `config.yaml` in the run's
-folder. `demo` and `trainer` lay their options over a file that the package has. If `RAY_ADDRESS` is set,
-`train` joins that Ray cluster.
+A name that does not exist and a value that is not allowed are refused: each mistake is one
+sentence that names the file and the field. Relative paths are relative to the file; those of
+`--set`, to the current folder. The effective configuration is in the event that opens the run,
+and in `config.yaml` in the run's folder. `demo` and `trainer` lay their options over a file
+that the package has. If `RAY_ADDRESS` is set, `train` joins that Ray cluster.
 """
 
 
