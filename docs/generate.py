@@ -1,10 +1,11 @@
-"""Writes each command's help, as the command line prints it, into its page below docs/commands.
+"""Writes each command's help into its page below docs/commands, and docs/configuration.md.
 
 Usage: python docs/generate.py
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from unittest import mock
 from typer.testing import CliRunner
 
 from trinity_events.cli.app import build
+from trinity_workers.config_fields import Field, fields, sections
 
 PAGES = Path(__file__).parent / "commands"
 BEGIN = "<!-- help: written by docs/generate.py from the command's --help -->"
@@ -48,6 +50,46 @@ def expected(command: str) -> str:
     return _HELP.sub(lambda _: section, text)
 
 
+CONFIGURATION = Path(__file__).parent / "configuration.md"
+_INTRODUCTION = """\
+# Configuration
+
+<!-- written by docs/generate.py from the types in workers/trinity_workers/config.py -->
+
+`trinity-events train CONFIG` runs what one YAML or TOML file says. Every field has a default,
+so an empty file is a whole configuration. Examples are in the repository's folder
+`examples/train`.
+
+```bash
+trinity-events train run.yaml --check                     # print the effective configuration
+trinity-events train run.yaml --set sync.interval=2       # lay a setting over the file's
+```
+
+A name that does not exist and a value that is not allowed are refused: each mistake is one
+sentence that names the file and the field. Relative paths are relative to the file; those of
+`--set`, to the current folder. The effective configuration is in the event that opens the run,
+and in `config.yaml` in the run's folder. `demo` and `trainer` lay their options over a file
+that the package has. If `RAY_ADDRESS` is set, `train` joins that Ray cluster.
+"""
+
+
+def configuration() -> str:
+    """Return the page of the configuration's fields."""
+    parts = [_INTRODUCTION]
+    for name in ("", *sections()):
+        own = [one for one in fields().values() if one.path.rpartition(".")[0] == name]
+        about = (sections()[name].__doc__ or "") if name else "Fields of the run as a whole."
+        head = "| Field | Value | Default | Meaning |\n|---|---|---|---|"
+        rows = "\n".join(_row(one) for one in own)
+        parts.append(f"## {f'`{name}`' if name else 'The run'}\n\n{about}\n\n{head}\n{rows}\n")
+    return "\n".join(parts)
+
+
+def _row(field: Field) -> str:
+    default = "null" if field.default is None else f"`{json.dumps(field.default)}`"
+    return f"| `{field.path}` | {field.allowed} | {default} | {field.meaning} |"
+
+
 def main() -> None:
     """Write what lags behind; exits 1 when there is a page of no command."""
     known = commands()
@@ -56,6 +98,9 @@ def main() -> None:
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
             sys.stdout.write(f"docs/commands/{page.name} written\n")
+    if not CONFIGURATION.exists() or CONFIGURATION.read_text() != configuration():
+        CONFIGURATION.write_text(configuration())
+        sys.stdout.write("docs/configuration.md written\n")
     strays = {page.name for page in PAGES.glob("*.md")} - {f"{one}.md" for one in (*known, "index")}
     if strays:
         sys.exit(f"of no command that is installed: docs/commands/{', '.join(sorted(strays))}")

@@ -52,6 +52,11 @@ def test_the_help_on_a_page_is_what_the_command_prints(command):
     assert page.read_text() == generator.expected(command), "it lags behind: run make docs"
 
 
+def test_the_page_of_the_configuration_is_made_from_its_types():
+    page = (DOCS / "configuration.md").read_text()
+    assert page == generator.configuration(), "it lags behind: run make docs"
+
+
 @pytest.mark.parametrize("command", generator.commands())
 def test_a_command_is_in_the_navigation_and_in_both_tables(command):
     assert f"commands/{command}.md" in (ROOT / "mkdocs.yml").read_text()

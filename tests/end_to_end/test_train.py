@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from trinity_events.log import Stream
 from trinity_schemas import RunOpened, decode_envelope
 from trinity_workers.config import TrainConfig
 from trinity_workers.config_files import read_config
@@ -26,7 +25,7 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     assert said.returncode == 0, said.stderr
     assert json.loads(said.stdout)["log"]["steps"] == 2
 
-    entries = await log.read(Stream.EVENTS)
+    entries = await log.read()
     [opened] = [
         event
         for entry in entries
