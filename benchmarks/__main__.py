@@ -10,10 +10,11 @@ docs/benchmarks. With --pages it runs none, and writes what pages begin with fro
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from types import ModuleType
+
+from trinity_events.signals import exit_on_signals
 
 from . import (
     control_plane,
@@ -86,8 +87,7 @@ def main() -> None:
     unknown = sorted(set(given.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}: choose of {', '.join(BENCHMARKS)}")
-    # Handled like Ctrl-C, so that no server and no process remains.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    exit_on_signals()  # in order, so that no server and no process remains
     for name in given.names or BENCHMARKS:
         why = BENCHMARKS[name].missing() if hasattr(BENCHMARKS[name], "missing") else None
         if why is not None:

@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from tests.support.markers import mark_by_needs  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.rank_processes import RankProcesses  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, new_producer, open_run  # noqa: E402
 from trinity_events.reducer import log_retention  # noqa: E402
 from trinity_events.server import EmbeddedServer, connect, open_client  # noqa: E402
@@ -98,7 +99,7 @@ def sync_client(redis_url):
 def cli(home):
     """Runs the real command line in a process of its own."""
 
-    def run(*args: str, timeout: float = 60, env: dict[str, str] | None = None):
+    def run(*args: str, timeout: float = PATIENCE, env: dict[str, str] | None = None):
         return subprocess.run(
             [sys.executable, "-m", "trinity_events", *args],
             capture_output=True,

@@ -1,6 +1,9 @@
-"""Text of exceptions for events and logs."""
+"""Errors out of their groups, and their text for events and logs."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .errors import TrinityError
 
@@ -8,16 +11,26 @@ _LONGEST_CAUSE = 2000
 """Characters of an error's text that an event holds."""
 
 
+def leaf_errors(error: BaseException) -> list[BaseException]:
+    """Return the errors of nested groups in order, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in leaf_errors(one)]
+    return [error]
+
+
 def first_error(error: BaseException) -> BaseException:
     """Return the first error of nested groups, preferring a TrinityError."""
-    leaves = [error]
-    while any(isinstance(leaf, BaseExceptionGroup) for leaf in leaves):
-        leaves = [
-            one
-            for leaf in leaves
-            for one in (leaf.exceptions if isinstance(leaf, BaseExceptionGroup) else (leaf,))
-        ]
+    leaves = leaf_errors(error)
     return next((leaf for leaf in leaves if isinstance(leaf, TrinityError)), leaves[0])
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """Raise the first error of a group in its place, so that callers need not know task groups."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
 
 
 def message_of(error: BaseException) -> str:

@@ -6,9 +6,6 @@ import asyncio
 import atexit
 import logging
 import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from types import TracebackType
@@ -21,7 +18,7 @@ from .error_text import cause_of, first_error
 from .errors import InvalidRunId, PublishError, RunOpenedTwice
 from .log import Publisher, SyncEventLog, new_producer, open_run
 from .server import connect, open_client, serving, warn_of_eviction
-from .signals import ending_signals
+from .signals import exiting_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +159,7 @@ def _opened(
         with publishing(run, epoch, "trainer", redis_url=url) as publisher:
             publisher.publish(TrainerStatusChanged(status="running", step=resume_from or 0))
             try:
-                with _ended_by_signals():
+                with exiting_on_signals():
                     yield publisher
             except BaseException as error:
                 with suppress(PublishError):  # raise the error of the block instead
@@ -195,27 +192,6 @@ def publishing(
                 publisher.close()
             raise
         publisher.close()
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Raise SystemExit in the block on a signal that would otherwise kill the process."""
-    asked: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():
-        asked = [one for one in ending_signals() if signal.getsignal(one) is signal.SIG_DFL]
-
-    def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)  # a second signal kills the process
-        sys.exit(128 + number)
-
-    for one in asked:
-        signal.signal(one, end)
-    try:
-        yield
-    finally:
-        for one in asked:
-            if signal.getsignal(one) is end:
-                signal.signal(one, signal.SIG_DFL)
 
 
 _INTERRUPTS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit)

@@ -10,6 +10,7 @@ from .envelope import SCHEMA_VERSION
 from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, SENT_BY, event_tag
 from .experiences import ExperienceGroup
 from .keys import RunKeys
+from .rollouts import Experience, RolloutRequest
 from .schemas import components
 
 Object = dict[str, Any]
@@ -17,6 +18,7 @@ MSGPACK = "application/msgpack"
 _SCHEMAS = "#/components/schemas/"
 _PUBLISHED = tuple(event for event in EVENT_TYPES if event not in ANNOUNCEMENT_TYPES)
 _DEAD_LETTER = "DeadLetter"
+_SAMPLES = (ExperienceGroup, Experience)
 
 # Redis wants the braces for its hash tag and AsyncAPI for its parameter: the parameter is the
 # run id with its braces.
@@ -69,8 +71,15 @@ def _channels() -> Object:
         ),
         "experiences": channel(
             _KEYS.experiences,
-            "Experience groups from explorers to the trainer. Bounded; a used entry is deleted.",
-            [ExperienceGroup.__name__],
+            "Experiences from explorers to the trainer, one entry a sample, or one a group from "
+            "the demo's explorers. Bounded; a used entry is deleted.",
+            _names(_SAMPLES),
+        ),
+        "rollouts": channel(
+            _KEYS.rollouts,
+            "Requests of the trainer for the samples of prompts. Explorers are members of one "
+            "consumer group; an answered request is deleted.",
+            [RolloutRequest.__name__],
         ),
         "deadLetters": channel(
             _KEYS.dead, "Entries of the events that could not be decoded.", [_DEAD_LETTER]
@@ -89,7 +98,7 @@ def _operations() -> Object:
         }
 
     published, announced = _names(_PUBLISHED), _names(ANNOUNCEMENT_TYPES)
-    groups = [ExperienceGroup.__name__]
+    samples, requests = _names(_SAMPLES), [RolloutRequest.__name__]
     operations = {
         f"{role}SendsEvents": operation(
             role, "send", "events", _names(tuple(e for e in _PUBLISHED if SENT_BY[e] == role))
@@ -100,8 +109,10 @@ def _operations() -> Object:
         "reducerReceivesEvents": operation("reducer", "receive", "events", published),
         "reducerSendsAnnouncements": operation("reducer", "send", "announcements", announced),
         "reducerSendsDeadLetters": operation("reducer", "send", "deadLetters", [_DEAD_LETTER]),
-        "explorerSendsExperiences": operation("explorer", "send", "experiences", groups),
-        "trainerReceivesExperiences": operation("trainer", "receive", "experiences", groups),
+        "explorerSendsExperiences": operation("explorer", "send", "experiences", samples),
+        "trainerReceivesExperiences": operation("trainer", "receive", "experiences", samples),
+        "trainerSendsRollouts": operation("trainer", "send", "rollouts", requests),
+        "explorerReceivesRollouts": operation("explorer", "receive", "rollouts", requests),
         "workerReceivesAnnouncements": operation(
             "worker", "receive", "announcements", ["SaveGranted", "VersionRetired"]
         ),
@@ -124,8 +135,9 @@ def _messages() -> Object:
         event.__name__: message(event_tag(event), event.__doc__, _in_envelope(event))
         for event in EVENT_TYPES
     }
-    group = ExperienceGroup.__name__
-    messages[group] = message(group, ExperienceGroup.__doc__, {"$ref": _SCHEMAS + group})
+    for one in (*_SAMPLES, RolloutRequest):
+        name = one.__name__
+        messages[name] = message(name, one.__doc__, {"$ref": _SCHEMAS + name})
     # Its bytes are those of the sender and need not be MessagePack.
     letter = message(
         _DEAD_LETTER, "An entry that could not be decoded, with its bytes unchanged.", {}

@@ -33,7 +33,14 @@ from .identity import (
     TrainerStatus,
     Transport,
 )
-from .rollouts import Attempts, Ordinal, OrdinalRanges, TrainedLedger
+from .rollouts import (
+    Attempts,
+    DropReason,
+    Ordinal,
+    OrdinalRanges,
+    TrainedLedger,
+    check_ranges,
+)
 
 
 def _kebab(name: str) -> str:
@@ -81,6 +88,12 @@ class RunResumed(_Event, frozen=True):
     transport: Annotated[
         ChosenTransport | None, Meta(description="Transport of the weights, and the reason.")
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None and self.checkpoint.step != self.step:
+            raise ValueError(
+                f"the run resumes step {self.step} from a checkpoint of {self.checkpoint.step}"
+            )
 
 
 class RunClosed(_Event, frozen=True):
@@ -416,6 +429,9 @@ class RolloutsDispatched(_Event, frozen=True):
     ] = None
     fingerprint: Annotated[Digest | None, Meta(description="Fingerprint of the task set.")] = None
 
+    def __post_init__(self) -> None:
+        check_ranges(self.ordinals)
+
 
 class StepTrained(_Event, frozen=True):
     """The trainer took an optimizer step; it tells the fates of ordinals."""
@@ -423,13 +439,20 @@ class StepTrained(_Event, frozen=True):
     step: Step
     trained: Annotated[OrdinalRanges, Meta(description="Ordinals whose groups were trained.")] = ()
     dropped: Annotated[
-        dict[str, OrdinalRanges],
-        Meta(description="Ordinals that were given up since the step before, by reason."),
+        dict[DropReason, OrdinalRanges],
+        Meta(
+            max_length=64,
+            description="Ordinals that were given up since the step before, by reason.",
+        ),
     ] = {}
     staleness: Annotated[
         dict[int, Count], Meta(description="Staleness in steps to the number of samples.")
     ] = {}
     metrics: Annotated[dict[str, float], Meta(description="Metrics of the training step.")] = {}
+
+    def __post_init__(self) -> None:
+        for ranges in (self.trained, *self.dropped.values()):
+            check_ranges(ranges)
 
 
 class LedgerRestored(_Event, frozen=True):

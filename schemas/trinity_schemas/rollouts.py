@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
-from .identity import Digest, Epoch, Name, RunId, Seconds, Step, StepRef
+from .identity import Digest, Epoch, Name, RunId, Seconds, Slug, Step, StepRef
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Ordinal = Annotated[
@@ -21,10 +24,25 @@ OrdinalRange = Annotated[
     tuple[Ordinal, Ordinal], Meta(description="First and last of consecutive ordinals.")
 ]
 OrdinalRanges = Annotated[
-    tuple[OrdinalRange, ...], Meta(max_length=65_536, description="Ordinals, as ranges.")
+    tuple[OrdinalRange, ...],
+    Meta(max_length=65_536, description="Ordinals, as ascending ranges without overlap."),
+]
+DropReason = Annotated[
+    Slug, Meta(description="Final reason, such as filtered, attempts or task-set.")
 ]
 Attempts = Annotated[int, Meta(ge=1, le=2**31, description="Number of the attempt, from 1.")]
 Samples = Annotated[int, Meta(ge=1, le=2**20, description="Samples of a group.")]
+
+
+def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
+    """Raise :class:`ValueError` unless ranges of ordinals ascend and do not overlap."""
+    before = -2
+    for first, last in ranges:
+        if not before < first <= last:
+            raise ValueError(
+                f"ordinals {first} to {last} after {before}: ranges must ascend without overlap"
+            )
+        before = last
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -134,6 +152,20 @@ class TrainedLedger(Struct, frozen=True, kw_only=True):
     settled: OrdinalRanges = ()
     trained: Annotated[int, Meta(ge=0, description="Ordinals that were trained.")] = 0
     dropped: Annotated[
-        dict[str, int], Meta(description="Ordinals that were dropped, by reason.")
+        dict[DropReason, Annotated[int, Meta(ge=0)]],
+        Meta(max_length=128, description="Ordinals that were dropped, by reason."),
     ] = {}
     fingerprint: Annotated[Digest, Meta(description="Fingerprint of the task set.")]
+
+    def __post_init__(self) -> None:
+        check_ranges(((-1, self.mark - 1), *self.settled))
+        if self.settled and self.settled[0][0] == self.mark:
+            raise ValueError(f"the mark {self.mark} has a fate: the mark is the first without one")
+        if max(self.mark - 1, self.settled[-1][1] if self.settled else -1) >= self.next:
+            raise ValueError(f"an ordinal has a fate that is not below the next one, {self.next}")
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the encoded ledger."""
+        encoded = msgspec.msgpack.encode(self, order="deterministic")
+        return f"sha256:{hashlib.sha256(encoded).hexdigest()}"

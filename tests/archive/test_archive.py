@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.event_histories import committed, finished, registration, started
 from tests.support.pipeline import announced, publish_steps, recorded, reducer_task, until
+from tests.support.waits import PATIENCE, child
 from trinity_events.archive import (
     Archive,
     ArchiveMissing,
@@ -44,7 +45,7 @@ async def finished_run(publisher, log, redis_url, run_id, tmp_path):
         await log.append(b"\xff\x00 from elsewhere")
         last = await publisher.publish(RunClosed(reason="finished", step=4))
         archive = Archive(tmp_path / "root" / run_id, run_id)
-        with anyio.fail_after(10):  # the archive's second stream is the last that is written
+        with anyio.fail_after(PATIENCE):  # the archive's second stream is the last that is written
             while archive.through(Stream.ANNOUNCEMENTS) == ORIGIN:
                 await anyio.sleep(0.01)
         assert (await log.load())[1] == last
@@ -86,7 +87,7 @@ async def test_what_killed_exports_have_left_is_removed_by_the_next(finished_run
     path = folder / "run.jsonl"
     for _ in range(2):
         command = [sys.executable, "-c", WRITING, str(path)]
-        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as writer:
+        with child(command, stdin=PIPE, stdout=PIPE, text=True) as writer:
             assert writer.stdout.readline() == "writing\n"
             writer.kill()
     [left] = folder.iterdir()
@@ -133,17 +134,14 @@ async def test_what_is_terminated_leaves_nothing_behind(finished_run, run_id, tm
     room = tmp_path / "room"
     room.mkdir()
     asked = (command, run_id, "--checkpoint-root", str(tmp_path / "root"))
-    process = subprocess.Popen(
+    with child(
         [sys.executable, "-m", "trinity_events", *asked],
         cwd=room,
         env={**os.environ, "TMPDIR": str(room)},
-    )
-    try:
+    ) as process:
         await until(lambda: list(room.glob("**/.*.part")))
         process.terminate()
-        assert process.wait(10) == 143
-    finally:
-        process.kill()
+        assert process.wait(PATIENCE) == 143
     assert list(room.iterdir()) == []
 
 
@@ -325,7 +323,7 @@ async def test_verify_finds_an_iteration_file_that_lies(
         await publisher.publish(committed(7, "checkpoint", registration("checkpoint")))
         await publisher.publish(finished(7, kind="checkpoint"))
         path = tmp_path / run_id / "latest_checkpointed_iteration.txt"
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE):
             while not path.exists():
                 await anyio.sleep(0.01)
     recording = await recorded(log)

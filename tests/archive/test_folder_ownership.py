@@ -245,7 +245,6 @@ async def test_a_disk_that_refuses_the_mark_stops_no_run(
     assert (tmp_path / run_id / BELONGS_TO).exists()
 
 
-@pytest.mark.timeout(300)
 async def test_the_demo_does_not_open_a_run_in_the_folder_of_another_log(
     publisher, redis_url, run_id, tmp_path, elsewhere, cli
 ):

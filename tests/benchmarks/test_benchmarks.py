@@ -17,6 +17,7 @@ from benchmarks.event_mix import length, training
 from benchmarks.measure import Noise, Rounds, Row, percentile, ratio, spread, taking_turns
 from benchmarks.original_design import CountingMonitor, FilePoller
 from benchmarks.report import BEGIN, END, DocumentPlace, Machine, PageBroken, Report, keep
+from tests.support.waits import PATIENCE
 from trinity_events.core import Monitor, MonitorState
 from trinity_schemas import decode_envelope
 
@@ -40,7 +41,6 @@ def run_tiny(name):
     )
 
 
-@pytest.mark.timeout(300)  # a dozen processes start in it, and what they do is of no matter
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_runs_and_prints_its_ratios(name, running):
     if name == "megatron_stream":
@@ -69,7 +69,7 @@ def test_a_name_that_is_no_benchmark_is_refused_with_those_that_are():
         cwd=HERE,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 2

@@ -11,8 +11,6 @@ from tests.chaos.plan import RUN, file_of
 from tests.chaos.scenarios import SCENARIOS
 from trinity_schemas import RunKeys, StepReady, decode_envelope
 
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
-
 CHOSEN = [
     "worker/save-started/after",
     "trainer/step-committed/after",

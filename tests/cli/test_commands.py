@@ -16,8 +16,9 @@ import pytest
 from msgspec import structs
 
 from tests.support.event_histories import committed, registration, started
-from tests.support.pipeline import PATIENCE, announced, publish_steps, reducer_task, until
+from tests.support.pipeline import announced, publish_steps, reducer_task, until
 from tests.support.redis_servers import free_ports
+from tests.support.waits import PATIENCE, child
 from trinity_events import liveness
 from trinity_events.cli import runs
 from trinity_events.cli.app import build
@@ -34,7 +35,7 @@ from trinity_schemas import (
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
-    *("export", "import", "verify", "trainer", "explorer", "convert"),
+    *("audit", "export", "import", "verify", "trainer", "explorer", "convert"),
 )
 
 
@@ -115,7 +116,7 @@ async def test_runs_are_asked_for_beside_each_other_and_listed_in_order(
         asked.append(log.run_id)
         if len(asked) > 1:
             several.set()
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE):
             await several.wait()
         return await current_state(log)
 
@@ -198,7 +199,7 @@ async def test_runs_lists_the_run(cli, finished_run):
 async def test_runs_shows_whole_ids_in_a_narrow_terminal(finished_run, columns):
     terminal, side = os.openpty()
     command = (sys.executable, "-m", "trinity_events", "runs")
-    with subprocess.Popen(command, stdout=side, env={**os.environ, "COLUMNS": str(columns)}):
+    with child(command, stdout=side, env={**os.environ, "COLUMNS": str(columns)}):
         os.close(side)
         shown = b""
         with suppress(OSError):  # how a terminal says that nobody writes any more
@@ -219,8 +220,6 @@ async def test_tail_prints_the_last_entries_of_both_streams_in_order(cli, finish
 async def test_tail_follows(finished_run, publisher, client, options):
     asked = ("tail", finished_run, "-n", "0", "-f", *options)
     command = [sys.executable, "-m", "trinity_events", *asked]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
     heard = []
 
     async def say():
@@ -228,7 +227,7 @@ async def test_tail_follows(finished_run, publisher, client, options):
             await publisher.publish(committed(9, "state_dict"))
             await anyio.sleep(0.2)
 
-    try:
+    with child(command, stdout=subprocess.PIPE, text=True) as process:
         with anyio.fail_after(PATIENCE):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(say)
@@ -239,8 +238,6 @@ async def test_tail_follows(finished_run, publisher, client, options):
         await until(lambda: _somebody_waits(client))
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE)
-    finally:
-        process.kill()
     assert process.returncode == 130
 
 
@@ -338,19 +335,15 @@ async def test_a_place_that_the_log_does_not_have_is_one_sentence(cli, finished_
 @contextmanager
 def serving(home, *options):
     """``serve`` in a process of its own; yields what it says, and ends it as Ctrl-C does."""
-    process = subprocess.Popen(
+    with child(
         [sys.executable, "-m", "trinity_events", "serve", *options],
         env={**os.environ, "TRINITY_HOME": str(home)},
         stdout=subprocess.PIPE,
         text=True,
-    )
-    try:
+    ) as process:
         yield process.stdout.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.stdout.close()
 
 
 def test_serve_serves_until_it_is_interrupted(tmp_path):

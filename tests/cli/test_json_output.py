@@ -9,7 +9,13 @@ import pytest
 from tests.support.event_histories import History, committed, opened, registration, started
 from trinity_events.log import AsyncPublisher, new_producer
 from trinity_events.views import state_as_json
-from trinity_schemas import ExplorerStatusChanged, RunClosed, StepCommitted, SyncRequested
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    RunClosed,
+    StepCommitted,
+    SyncRequested,
+    WaitStarted,
+)
 
 
 def strictly(text: str):
@@ -60,6 +66,7 @@ def test_no_moment_of_the_state_is_forgotten():
     history.add(opened(1))
     history.add(committed(1, "weights"))
     history.add(started(2), by="actor")
+    history.add(WaitStarted(wait_id="w", what="rollouts"))
     state = history.fold()[0].state
 
     def numbers(value):

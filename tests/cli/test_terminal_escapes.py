@@ -7,7 +7,6 @@ import logging
 import os
 import pty
 import re
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import trinity_events
 import trinity_workers
 from tests.support.event_histories import committed, finished, registration, slot, started
 from tests.support.pipeline import announced, reducer_task
+from tests.support.waits import child
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.log.envelopes import EnvelopeFactory
 from trinity_events.views import terminal
@@ -30,12 +30,13 @@ from trinity_schemas import (
     SaveStarted,
     StepCommitted,
     VersionOpened,
+    WaitStarted,
     to_json,
 )
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202eevil\x08\x7f"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-READING = ("status", "explain", "tail", "replay", "verify", "runs", "export")
+READING = ("status", "explain", "tail", "replay", "verify", "runs", "export", "audit")
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ async def hostile_run(client, redis_url, run_id, tmp_path):
             finished(3, path=EVIL, name=f"{EVIL}\nforged line"),
             started(3, "c", name=f"{EVIL}\nforged line"),
             committed(3, "state_dict", registration(expected=2, name="3")),
+            WaitStarted(wait_id="w", what=f"{EVIL}\nforged line", waits_for=(EVIL,)),
             ConsumerDetached(group=EVIL, stream="events", position="0-0", idle=1.0),
         ):
             await trainer.publish(event)
@@ -107,7 +109,7 @@ async def test_json_stays_json(cli, hostile_run, redis_url, tmp_path, command):
 @pytest.mark.parametrize("command", ["status", "tail", "replay", "verify"])
 async def test_nor_does_any_where_there_is_a_terminal(hostile_run, redis_url, command):
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-m", "trinity_events", command, hostile_run],
         stdout=theirs,
         stderr=theirs,

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from tests.support.pipeline import publish_steps, recorded, reducer_task
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.archive import Archive, verify
 from trinity_events.archive.export import import_recording, whole_stream
@@ -140,7 +141,7 @@ async def test_a_recording_that_ends_before_its_position_is_not_sound(
 ):
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1, 2])
-        async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=20) as events:
+        async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=PATIENCE) as events:
             async for event in events:
                 if event.step == 2:
                     break

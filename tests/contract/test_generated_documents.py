@@ -24,6 +24,7 @@ from tests.support.event_histories import (
     registration,
     slot,
 )
+from tests.support.waits import PATIENCE
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
@@ -32,17 +33,23 @@ from trinity_schemas import (
     Chunk,
     ConsumerDetached,
     DeadlineReached,
+    Experience,
     ExperienceGroup,
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
+    LedgerRestored,
     PartDelta,
     Producer,
     PublishedPart,
+    ReissuedRollout,
+    RolloutRequest,
+    RolloutsDispatched,
     RunClosed,
     RunKeys,
     RunOpened,
     RunResumed,
+    Sampling,
     SaveGranted,
     SaveProgressed,
     SaveProof,
@@ -53,13 +60,18 @@ from trinity_schemas import (
     StepReady,
     StepRef,
     StepSuperseded,
+    StepTrained,
     SyncRequested,
     TensorEntry,
     ThreadCountRegistered,
+    TrainedLedger,
     TrainerStatusChanged,
     TrainerWait,
+    Turn,
     VersionRefused,
     VersionRetired,
+    WaitEnded,
+    WaitStarted,
     WeightManifest,
     WeightsApplied,
     decode_envelope,
@@ -73,9 +85,18 @@ from trinity_schemas.schemas import json_schemas
 
 ROOT = Path(__file__).parents[2]
 AT = StepRef(2, 7)
+LEDGER = TrainedLedger(
+    step=7,
+    mark=5,
+    next=16,
+    settled=((7, 8),),
+    trained=6,
+    dropped={"filtered": 1},
+    fingerprint=DIGEST,
+)
 SAMPLES = [
     RunOpened(config_digest=DIGEST),
-    RunResumed(step=7),
+    RunResumed(step=7, checkpoint=StepRef(1, 7)),
     RunClosed(reason="failed", step=7, error="out of memory"),
     ThreadCountRegistered(step=7, registration=registration()),
     SaveRequested(save_id="a", slot=slot(7)),
@@ -122,6 +143,24 @@ SAMPLES = [
     ),
     ExplorerStatusChanged(status="running"),
     SyncRequested(wanted=AT),
+    RolloutsDispatched(
+        ordinals=((8, 15),),
+        reissued=(ReissuedRollout(ordinal=3, attempt=2, reason="deadline"),),
+        oldest=AT,
+        fingerprint=DIGEST,
+    ),
+    StepTrained(
+        step=7,
+        trained=((0, 3), (5, 5)),
+        dropped={"filtered": ((4, 4),)},
+        staleness={0: 12, 1: 4},
+        metrics={"loss": 0.5},
+    ),
+    LedgerRestored(ledger=LEDGER, digest=LEDGER.digest),
+    WaitStarted(
+        wait_id="a", what="rollouts", waits_for=("explorer-0",), seconds=5.0, deadline=60.0
+    ),
+    WaitEnded(wait_id="a", outcome="over", seconds=9.0),
     LeaseExpired(
         holder=Producer(role="actor", rank=1, node="here", incarnation="x"),
         lease=10.0,
@@ -149,6 +188,32 @@ GROUP = ExperienceGroup(
     logprobs=[[-0.5, -0.25]],
     rewards=[1.0],
     scores=[1.0],
+)
+
+REQUEST = RolloutRequest(
+    run_id="r",
+    epoch=1,
+    ordinal=3,
+    attempt=1,
+    samples=2,
+    sampling=Sampling(max_new_tokens=8),
+    oldest=AT,
+    fingerprint=DIGEST,
+    deadline=60.0,
+)
+EXPERIENCE = Experience(
+    run_id="r",
+    epoch=1,
+    ordinal=3,
+    attempt=1,
+    sample=1,
+    samples=2,
+    explorer="explorer-0",
+    turns=[
+        Turn(role="prompt", tokens=[1]),
+        Turn(role="policy", tokens=[2, 3], logprobs=[-0.5, -0.25], versions=[(AT, 2)]),
+    ],
+    reward=1.0,
 )
 
 
@@ -201,6 +266,9 @@ def test_what_travels_beside_events_validates_too():
     schemas = json_schemas()
     assert valid(schemas["weight-manifest"], plain(MANIFEST))
     assert valid(schemas["experience-group"], plain(GROUP))
+    assert valid(schemas["rollout-request"], plain(REQUEST))
+    assert valid(schemas["experience"], plain(EXPERIENCE))
+    assert not valid(schemas["rollout-request"], plain(EXPERIENCE))
     assert not valid(schemas["experience-group"], {**plain(GROUP), "step": -1})
 
 
@@ -270,6 +338,7 @@ def test_a_channels_address_is_the_key_once_its_parameter_has_the_literal_braces
         "events": keys.events,
         "announcements": keys.announcements,
         "experiences": keys.experiences,
+        "rollouts": keys.rollouts,
         "deadLetters": keys.dead,
     }
 
@@ -286,7 +355,7 @@ def test_the_payload_of_an_asyncapi_message_takes_its_own_event_alone():
 def test_generating_twice_gives_the_same_bytes(tmp_path):
     root = checkout(tmp_path)
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    assert len(before) == len(EVENT_TYPES) + 5
+    assert len(before) == len(EVENT_TYPES) + 7
     write(root)
     assert {path: path.read_bytes() for path in before} == before
     assert all(text.endswith(b"\n") for text in before.values())
@@ -299,7 +368,7 @@ def check(root, package):
         env={**os.environ, "PYTHONPATH": str(package.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -13,22 +13,33 @@ from trinity_schemas import (
     Chunk,
     ContractError,
     EnvelopeReader,
+    Experience,
     ExperienceGroup,
+    LedgerRestored,
     PartBase,
     Producer,
+    RolloutRequest,
+    RolloutsDispatched,
     RunClosed,
     RunKeys,
+    RunResumed,
+    Sampling,
     StepCommitted,
     StepReady,
     StepRef,
+    StepTrained,
     TensorEntry,
+    TrainedLedger,
+    Turn,
     UnknownEventType,
     WeightManifest,
     check_run_id,
     chunk_key,
     decode_envelope,
+    decode_experience,
     decode_experiences,
     decode_manifest,
+    decode_request,
     encode,
     event_tag,
     manifest_key,
@@ -305,3 +316,116 @@ def test_experiences_must_be_complete():
     for broken in ({"rewards": []}, {"logprobs": [[-0.5]]}):
         with pytest.raises(ContractError):
             decode_experiences(msgspec.msgpack.encode({**to_json(group), **broken}))
+
+
+REQUEST = RolloutRequest(
+    run_id="r",
+    epoch=2,
+    ordinal=3,
+    attempt=1,
+    samples=2,
+    sampling=Sampling(max_new_tokens=8),
+    oldest=StepRef(1, 4),
+    fingerprint=DIGEST,
+    deadline=60.0,
+)
+PROMPT = Turn(role="prompt", tokens=[1])
+
+
+def policy(tokens=(2, 3), *, counted=None, **more):
+    counted = len(tokens) if counted is None else counted
+    logprobs = more.get("logprobs", [-0.5] * len(tokens))
+    versions = [(StepRef(1, 4), counted)] if counted else []
+    return Turn(role="policy", tokens=list(tokens), logprobs=logprobs, versions=versions)
+
+
+def experience(*turns, sample=1):
+    return Experience(
+        run_id="r",
+        epoch=2,
+        ordinal=3,
+        attempt=1,
+        sample=sample,
+        samples=2,
+        explorer="explorer-0",
+        turns=list(turns) or [PROMPT, policy()],
+        reward=1.0,
+    )
+
+
+def test_a_request_and_its_answer_survive_the_wire():
+    assert decode_request(encode(REQUEST)) == REQUEST
+    environment = Turn(role="environment", tokens=[7, 8, 9])
+    later = Turn(role="policy", tokens=[4], logprobs=[-1.0], versions=[(StepRef(1, 3), 1)])
+    told = experience(PROMPT, policy(), environment, later)
+    assert decode_experience(encode(told)) == told
+    assert told.oldest_version == StepRef(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ([policy(), PROMPT], "first turn must be a prompt"),
+        ([Turn(role="prompt", tokens=[]), policy()], "first turn must be a prompt"),
+        ([PROMPT, PROMPT], "at least one turn must be the policy"),
+        ([PROMPT, policy(logprobs=[-0.5])], "needs a log-probability"),
+        ([PROMPT, policy(), Turn(role="environment", tokens=[1], logprobs=[-0.5])], "no other"),
+        ([PROMPT, policy(counted=1)], "needs a version"),
+        ([PROMPT], "length >= 2"),
+    ],
+)
+def test_an_experience_that_contradicts_itself_is_refused(turns, said):
+    raw = {**to_json(experience()), "turns": [to_json(one) for one in turns]}
+    with pytest.raises(ContractError, match=said):
+        decode_experience(msgspec.msgpack.encode(raw))
+
+
+def test_a_sample_beyond_its_group_is_refused():
+    with pytest.raises(ValueError, match="sample 2 is not one of 2"):
+        experience(sample=2)
+
+
+@pytest.mark.parametrize("ranges", [[[3, 2]], [[0, 4], [4, 5]], [[5, 6], [0, 1]]])
+def test_ranges_of_ordinals_that_overlap_or_do_not_ascend_are_refused(ranges):
+    for event, fields in (
+        (RolloutsDispatched(ordinals=((0, 1),)), {"ordinals": ranges}),
+        (StepTrained(step=1, trained=((0, 1),)), {"trained": ranges}),
+        (StepTrained(step=1), {"dropped": {"filtered": ranges}}),
+    ):
+        raw = to_json(envelope(event))
+        raw["event"] |= fields
+        with pytest.raises(ContractError, match="ranges must ascend without overlap"):
+            decode_envelope(msgspec.msgpack.encode(raw))
+
+
+LEDGER = TrainedLedger(step=7, mark=5, next=16, settled=((7, 8),), trained=7, fingerprint=DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"settled": ((5, 6),)}, "the mark 5 has a fate"),
+        ({"settled": ((4, 6),)}, "ranges must ascend"),
+        ({"settled": ((7, 16),)}, "not below the next one"),
+        ({"mark": 17, "settled": ()}, "not below the next one"),
+    ],
+)
+def test_a_ledger_that_contradicts_itself_is_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        msgspec.structs.replace(LEDGER, **changes)
+
+
+def test_a_ledgers_digest_is_of_what_it_holds_and_survives_the_wire():
+    sent = envelope(LedgerRestored(ledger=LEDGER, digest=LEDGER.digest))
+    assert decode_envelope(encode(sent)).event.ledger.digest == LEDGER.digest
+    reasons = {"a": 1, "b": 2}
+    one, other = (
+        msgspec.structs.replace(LEDGER, dropped=dict(order))
+        for order in (reasons.items(), reversed(reasons.items()))
+    )
+    assert one.digest == other.digest != LEDGER.digest
+
+
+def test_a_resume_names_the_checkpoint_of_its_own_step():
+    with pytest.raises(ValueError, match="resumes step 7 from a checkpoint of 6"):
+        RunResumed(step=7, checkpoint=StepRef(1, 6))

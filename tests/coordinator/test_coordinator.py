@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import redis
 
+from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator
 from trinity_events.coordinator import (
     SaveAttempt,
@@ -158,7 +159,7 @@ def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
 
     def save():
         path.write_bytes(b"weights")
-        assert asked.wait(10)
+        assert asked.wait(PATIENCE)
 
     coordinator.save_sync(save, 5, path=path)
     assert [type(event) for event in said(publisher)] == [SaveStarted, SaveFinished]
@@ -166,7 +167,7 @@ def test_a_save_goes_on_whatever_fails_of_telling_its_progress(
 
 def test_the_caller_goes_on_while_a_save_runs(coordinator):
     release = threading.Event()
-    coordinator.save_async("model", lambda: release.wait(10), 1)
+    coordinator.save_async("model", lambda: release.wait(PATIENCE), 1)
     release.set()  # reached only because save_async did not wait
     coordinator.wait_all()
 
@@ -179,7 +180,7 @@ def test_saves_of_one_name_are_serialised_and_of_two_are_not(coordinator):
         running[name] += 1
         most[name] = max(most.get(name, 0), running[name])
         if meet:
-            both.wait(10)
+            both.wait(PATIENCE)
         time.sleep(0.01)
         running[name] -= 1
 
@@ -297,13 +298,13 @@ async def test_a_commit_that_the_log_does_not_take_is_an_error(coordinator, publ
 
 def test_waiting_has_a_deadline_that_names_what_still_runs(coordinator):
     release = threading.Event()
-    coordinator.save_async("model", lambda: release.wait(20), 5)
-    coordinator.save_async("optimizer", lambda: release.wait(20), 5)
+    coordinator.save_async("model", lambda: release.wait(PATIENCE), 5)
+    coordinator.save_async("optimizer", lambda: release.wait(PATIENCE), 5)
     with pytest.raises(DeadlineExceeded, match=r"model of step 5 is running, begun") as caught:
         coordinator.wait_all(deadline=0.01)
     assert "optimizer of step 5" in str(caught.value)
     release.set()
-    coordinator.wait_all(deadline=20)
+    coordinator.wait_all(deadline=PATIENCE)
 
 
 def test_a_save_that_would_wait_for_itself_is_refused(coordinator):
@@ -321,7 +322,7 @@ def test_a_save_at_once_waits_for_one_of_its_name_in_the_background(coordinator)
     release, order = threading.Event(), []
 
     def slow():
-        release.wait(20)
+        release.wait(PATIENCE)
         order.append("background")
 
     coordinator.save_async("model", slow, 1)
@@ -450,7 +451,7 @@ def test_a_process_is_known_by_its_host_its_number_and_its_start():
 
 def test_a_save_does_not_wait_for_ever_for_the_one_of_its_name_before(publisher, tmp_path):
     coordinator, release = CheckpointCoordinator(publisher, turn_deadline=0.1), threading.Event()
-    coordinator.save_async("model", lambda: release.wait(20), 1)
+    coordinator.save_async("model", lambda: release.wait(PATIENCE), 1)
     with pytest.raises(DeadlineExceeded, match="for the save of this name before it: model"):
         coordinator.save_async("model", lambda: None, 2)
     release.set()

@@ -5,11 +5,11 @@ import threading
 import pytest
 import redis
 
+from tests.support.waits import PATIENCE
 from trinity_events.coordinator import CheckpointCoordinator, Heartbeat, heartbeat
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_schemas import SaveFinished, SaveStarted, decode_envelope, heartbeat_key
 
-PATIENCE = 20
 LEASE = 0.06
 
 

@@ -17,6 +17,7 @@ import redis
 from tests.support.event_histories import committed, registration
 from tests.support.pipeline import reducer_task
 from tests.support.redis_servers import servers
+from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator
 from trinity_events.coordinator import admission_client, heartbeat
 from trinity_events.errors import SaveError, StaleEpoch, TurnNotGranted
@@ -46,9 +47,6 @@ from trinity_schemas import (
     decode_envelope,
 )
 
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
-
-PATIENCE = 30
 STEP = 7
 
 

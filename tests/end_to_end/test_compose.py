@@ -19,15 +19,13 @@ from typing import get_args
 
 import pytest
 
-from tests.support.pipeline import PATIENCE
+from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, SaveStrategy, decode_envelope
 from trinity_workers.config import BadSettings, RunSettings
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 
 # --- the file -------------------------------------------------------------------------------

@@ -5,33 +5,31 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import pytest
 import torch
 import torch.distributed.tensor  # to load sharded tensors
 
+from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
 from trinity_events.weights.transports.shared_memory.segments import users_folder
 from trinity_schemas import RunKeys
 from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
 
-pytestmark = pytest.mark.timeout(400)  # its own deadlines are shorter, and say what is missing
-
 STEPS = 12
 INTERRUPTED = f"interrupted-demo-{os.getpid()}"
 
 
-def demo(*args: str, **options) -> subprocess.Popen:
+def demo(*args: str, **options):
+    """A demo in the block; killed, should it still run, when that is left."""
     command = [sys.executable, "-m", "trinity_events", "demo", "--json", *args]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    return child(command, stdout=PIPE, stderr=PIPE, text=True, **options)
 
 
 def children(text: str) -> list[int]:
@@ -47,19 +45,11 @@ def children(text: str) -> list[int]:
     return found
 
 
-def wait_for(condition, seconds: float = 150):
-    give_up = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < give_up, "waited in vain"
-        time.sleep(0.02)
-    return found
-
-
 @pytest.fixture(scope="module")
 def finished(home, redis_url, weights_url):
     """A demo in whose middle the reducer was killed, and its summary."""
     run_id = f"short-demo-{os.getpid()}"
-    process = demo(
+    running = demo(
         *("--run", run_id, "--steps", str(STEPS), "--save-interval", "6", "--explorers", "2"),
         *("--save-strategy", "single_thread"),
         # So small that most updates are lost in rounding, as those of bf16 are in practice.
@@ -67,12 +57,12 @@ def finished(home, redis_url, weights_url):
         "--weights-tensor-digests",
     )
     key = RunKeys.of(run_id).announcements
-    with connect_sync(redis_url) as client:
-        wait_for(lambda: client.xlen(key) > 3 or process.poll() is not None)
+    with connect_sync(redis_url) as client, running as process:
+        wait_until(lambda: client.xlen(key) > 3 or process.poll() is not None)
         # A demo is short: hold the reducer up first, so that it is killed with work to do.
         [reducer] = children(f"reducer\0--lifeline\0--verbose\0--run\0{run_id}\0")
         os.kill(reducer, signal.SIGKILL)
-    out, error = process.communicate(timeout=240)
+        out, error = process.communicate(timeout=240)
     assert process.returncode == 0, error
     return run_id, json.loads(out)
 
@@ -180,11 +170,11 @@ def test_nothing_is_left_running(finished):
 
 def test_weights_go_by_the_transport_that_is_asked_for_to_the_end(home, cli):
     run_id = "ray-demo"
-    process = demo(
+    with demo(
         *("--run", run_id, "--steps", "3", "--save-interval", "0", "--explorers", "2"),
         *("--weights", "ray"),
-    )
-    out, error = process.communicate(timeout=150)
+    ) as process:
+        out, error = process.communicate(timeout=240)
     assert process.returncode == 0, error
     assert f"run {run_id}: weights travel by " in error
     summary = json.loads(out)
@@ -204,16 +194,11 @@ def test_refused_weights_are_in_the_table_and_in_the_exit_status_and_training_go
     run_id = f"damaged-demo-{os.getpid()}"
     command = [sys.executable, "-m", "trinity_events", "demo", "--run", run_id]
     command += ["--steps", "12", "--save-interval", "0", "--sync-offset", "4", "--weights", "redis"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "400"},
-    )
-    with connect_sync(weights_url) as client:
+    wide = {**os.environ, "COLUMNS": "400"}
+    running = child(command, stdout=PIPE, stderr=PIPE, text=True, env=wide)
+    with connect_sync(weights_url) as client, running as process:
         damage_every_other_version(client, run_id, until=lambda: process.poll() is not None)
-    out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, error
     assert re.search(rf"error: explorers of run {run_id} refused weights \d+ times", error)
     row = " ".join(out.split("refused weights", 1)[1].split())
@@ -236,19 +221,20 @@ def damage_every_other_version(client, run_id: str, until) -> None:
             if step % 4 == 2 and key.endswith(b":0") and key not in damaged:
                 damaged.add(key)
                 client.setrange(key, 5, b"\x55")
+        time.sleep(0.002)  # the server and a core are the demo's too
 
 
 def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, redis_url):
     """By a signal that is sent again while it ends, as from a terminal and by what waits there."""
     run_id = INTERRUPTED
-    process = demo("--run", run_id, "--steps", "100000", start_new_session=True)
+    running = demo("--run", run_id, "--steps", "100000", start_new_session=True)
     key = RunKeys.of(run_id).announcements
-    with connect_sync(redis_url) as client:
-        wait_for(lambda: client.xlen(key) > 3 or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    with connect_sync(redis_url) as client, running as process:
+        wait_until(lambda: client.xlen(key) > 3 or process.poll() is not None)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
     told = json.loads(out)
     assert (told["outcome"], told["error"], told["training_seconds"]) == ("interrupted", None, None)
@@ -257,7 +243,7 @@ def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, 
     assert "SIGTERM received" not in error, "Ray has no last words"
     state = json.loads(cli("replay", run_id, "--json").stdout)
     assert state["closed"] == "interrupted"
-    wait_for(lambda: not session_members(process.pid), 15)
+    wait_until(lambda: not session_members(process.pid))
 
 
 LOCAL_RAY = """
@@ -275,26 +261,18 @@ anyio.run(main)
 
 def test_nothing_of_ray_outlives_a_driver_that_is_killed(tmp_path):
     room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOCAL_RAY],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "RAY_TMPDIR": room},
-    )
+    env = {**os.environ, "RAY_TMPDIR": room}
     try:
-        assert process.stdout.readline() == "up\n"
-        [session] = Path(room, "ray").glob(f"session_*_{process.pid}")
-        assert processes_of([session])
-        reader = subprocess.Popen(["tail", "-f", *session.glob("logs/raylet.out")], stdout=-3)
-        process.kill()
-        wait_for(lambda: not children(f"ray_reaper.py\0{room}"))
-        assert not processes_of([session])
-        assert reader.poll() is None, "what reads Ray's logs is not Ray's"
+        with child([sys.executable, "-c", LOCAL_RAY], stdout=PIPE, text=True, env=env) as process:
+            assert process.stdout.readline() == "up\n"
+            [session] = Path(room, "ray").glob(f"session_*_{process.pid}")
+            assert processes_of([session])
+            with child(["tail", "-f", *session.glob("logs/raylet.out")], stdout=DEVNULL) as reader:
+                process.kill()
+                wait_until(lambda: not children(f"ray_reaper.py\0{room}"))
+                assert not processes_of([session])
+                assert reader.poll() is None, "what reads Ray's logs is not Ray's"
     finally:
-        process.kill()
-        process.communicate()
-        reader.kill()
-        reader.wait()
         shutil.rmtree(room)
 
 

@@ -17,7 +17,6 @@ from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, StepReady, decode_envelope
 from trinity_workers.launch.again import again_command, next_name
 
-pytestmark = pytest.mark.timeout(400)  # its own deadlines are shorter, and say what is missing
 DEADLINE = 240
 
 
@@ -61,7 +60,7 @@ class Demo:
 
     def ended(self) -> tuple[int, str, str]:
         out = self.process.stdout.read()
-        status = self.process.wait(60)
+        status = self.process.wait(DEADLINE)
         self._listening.join()
         return status, out, "".join(self.said)
 

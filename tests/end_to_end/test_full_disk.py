@@ -12,6 +12,7 @@ import redis
 
 from tests.support.event_histories import History, committed, finished, registration, slot, started
 from tests.support.pipeline import announced, reducer_task, until
+from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator
 from trinity_events.core import plan_files
 from trinity_events.errors import PublishError, SaveError, ServerUnreachable
@@ -92,7 +93,7 @@ async def refusing(log):
             await log.append(b"x" * 4096)
             await anyio.sleep(0.01)
 
-    with pytest.raises(redis.ResponseError, match="MISCONF"), anyio.fail_after(30):
+    with pytest.raises(redis.ResponseError, match="MISCONF"), anyio.fail_after(PATIENCE):
         await append()
 
 
@@ -140,7 +141,7 @@ async def test_a_full_log_disk_is_told_as_it_is_and_the_log_can_still_be_read(
             with pytest.raises(PublishError, match=TRUTH):
                 await anyio.to_thread.run_sync(publisher.flush, 2.0)
             (log_disk / "filler").unlink()
-            await anyio.to_thread.run_sync(publisher.flush, 30.0)
+            await anyio.to_thread.run_sync(publisher.flush, PATIENCE)
             publisher.log.close()
     fill(log_disk)
     await read_all()
@@ -171,7 +172,7 @@ async def test_a_disk_that_hangs_holds_up_no_grant(
 
     def slow(self, plan):
         asked.set()
-        hangs.wait(30)
+        hangs.wait(PATIENCE)
         reconcile(self, plan)
 
     monkeypatch.setattr(CheckpointFiles, "reconcile", slow)
@@ -185,9 +186,9 @@ async def test_a_disk_that_hangs_holds_up_no_grant(
             await worker.publish(committed(1, "state_dict", registration()))
             for save_id in ("first", "second"):
                 await worker.publish(SaveRequested(save_id=save_id, slot=slot(1)))
-            assert await anyio.to_thread.run_sync(own.granted, "first", 20.0)
+            assert await anyio.to_thread.run_sync(own.granted, "first", PATIENCE)
             await worker.publish(finished(1, "first"))
-            assert await anyio.to_thread.run_sync(own.granted, "second", 20.0)
+            assert await anyio.to_thread.run_sync(own.granted, "second", PATIENCE)
             assert not pointer.exists()
         finally:
             hangs.set()
@@ -214,7 +215,7 @@ async def test_of_the_chores_that_wait_only_the_newest_is_done():
             chore.submit_latest(task(number))
         assert not chore.is_idle
         goes_on.set()
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE):
             await chore.until_idle()
         assert done == [1, 4]
         tasks.cancel_scope.cancel()
@@ -232,7 +233,7 @@ async def test_a_chore_that_fails_says_so_once_and_the_next_is_tried(caplog):
 
         async def wish_and_wait():
             chore.submit_latest(act)
-            with anyio.fail_after(20):
+            with anyio.fail_after(PATIENCE):
                 await chore.until_idle()
 
         for _ in range(3):

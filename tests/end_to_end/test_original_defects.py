@@ -23,6 +23,7 @@ from tests.support.event_histories import (
     slot,
     started,
 )
+from tests.support.waits import PATIENCE
 from trinity_events import CheckpointCoordinator
 from trinity_events.core import FilePlan, IterationFile, encode_state
 from trinity_events.core.limits import KEPT_STEPS
@@ -48,7 +49,6 @@ from trinity_schemas import (
     decode_envelope,
 )
 
-PATIENCE = 20.0
 STATE_DICT = "latest_state_dict_iteration.txt"
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pipeline import PATIENCE, events_of, reducer_process
+from tests.support.pipeline import events_of, reducer_process
 from tests.support.redis_servers import servers
+from tests.support.waits import PATIENCE, child
 from trinity_events import publishing, training_run
 from trinity_events.errors import InvalidRunId, RunOpenedTwice, ServerUnreachable
 from trinity_events.replay import current_state
@@ -85,7 +86,7 @@ async def test_a_signal_ends_the_block_in_order_and_with_its_status(log, run_id,
         "    time.sleep(60)\n"
     )
     command = [sys.executable, "-c", code, run_id, redis_url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+    with child(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout.readline() == b"opened\n"
         process.send_signal(number)
         assert process.wait(PATIENCE) == 128 + number
@@ -139,7 +140,7 @@ else:
     opened = left.open()
 others = publishing(run, opened.epoch, "actor", redis_url=url)
 others.__enter__()
-opened.flush(30)
+opened.flush(120)
 time.sleep(0.1)  # longer than an idle sender stays where nothing keeps it
 print("opened", flush=True)
 sys.stdin.read()
@@ -240,7 +241,7 @@ def test_the_example_trains_publishes_saves_and_is_followed(redis_url, tmp_path,
                 env=env,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=PATIENCE,
                 check=False,
             )
             assert trained.returncode == 0, trained.stderr

@@ -57,7 +57,7 @@ def main(url: str) -> None:
         anyio.run(announce_and_subscribe, url)
     finally:
         reducer.terminate()
-        assert reducer.wait(10) == 0, "the reducer did not end cleanly"
+        assert reducer.wait(60) == 0, "the reducer did not end cleanly"
     demo = subprocess.run([*command, "demo"], capture_output=True, text=True, check=False)
     assert demo.returncode == 1, demo
     assert "pip install 'trinity-events[workers]'" in demo.stderr, demo.stderr

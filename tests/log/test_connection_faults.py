@@ -14,6 +14,7 @@ from tests.chaos.boundaries import envelopes
 from tests.support.event_histories import committed, registration
 from tests.support.faulty_proxy import Proxy, command, script
 from tests.support.pipeline import announced, publish_steps, reducer_task
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.archive import read_recording, record_run, verify
 from trinity_events.core import Monitor, MonitorState
@@ -31,8 +32,6 @@ from trinity_events.server import EmbeddedServer, connect, open_client
 from trinity_schemas import decode_envelope
 
 PLACES = ["before", "within", "after"]
-LONG = 30.0
-"""Seconds after which what a test waits for will not come; more than a socket's deadline."""
 BOUND = 5.0
 """Seconds that publishing may take at most; half of a socket's deadline."""
 
@@ -64,7 +63,7 @@ def publishing(run_id):
     yield publisher
     for one in made:
         with closing(one.log):
-            one.close(LONG)
+            one.close(PATIENCE)
 
 
 def commit_steps(publisher, steps):
@@ -102,7 +101,7 @@ def ask(url, *words):
     host, _, port = url.removeprefix("redis://").rpartition(":")
     with (
         suppress(ConnectionResetError, BrokenPipeError),
-        socket.create_connection((host, int(port)), LONG) as connection,
+        socket.create_connection((host, int(port)), PATIENCE) as connection,
     ):
         parts = [f"*{len(words)}", *(f"${len(word)}\r\n{word}" for word in words)]
         connection.sendall("\r\n".join([*parts, ""]).encode())
@@ -158,7 +157,7 @@ async def test_a_publisher_that_is_cut_off_loses_nothing_and_keeps_its_order(
     faults = [proxy.cut(place, appends, nth=nth) for nth in (1, 3)]
     for _ in range(3):
         commit_steps(publisher, range(10))
-        await anyio.to_thread.run_sync(publisher.flush, LONG)
+        await anyio.to_thread.run_sync(publisher.flush, PATIENCE)
     assert all(fault.struck.is_set() for fault in faults)
     await assert_whole(log, 30)
 
@@ -210,7 +209,7 @@ async def test_a_follower_that_is_cut_off_misses_nothing_and_hears_nothing_twice
     async with (
         reducer_task(redis_url, run_id),
         subscribe(
-            run_id, StepReady, start="beginning", redis_url=proxy.url, deadline=LONG
+            run_id, StepReady, start="beginning", redis_url=proxy.url, deadline=PATIENCE
         ) as events,
     ):
         for step in range(4):
@@ -232,7 +231,7 @@ async def test_a_member_of_a_group_that_is_cut_off_handles_everything_at_least_o
         subscribe(
             *(run_id, StepReady),
             **{"group": "eval", "start": "beginning", "redis_url": proxy.url},
-            **{"claim_after": 0.2, "deadline": LONG},
+            **{"claim_after": 0.2, "deadline": PATIENCE},
         ) as events,
     ):
         await publish_steps(publisher, range(4))
@@ -306,7 +305,7 @@ async def test_through_an_outage_nothing_is_lost_or_told_twice_and_nobody_is_hel
                 heard[who].append(event.step)
 
     async def everything(count):
-        with anyio.fail_after(LONG):
+        with anyio.fail_after(PATIENCE):
             while any(set(one) != set(range(count)) for one in heard.values()):
                 await anyio.sleep(0.01)
 
@@ -349,7 +348,7 @@ async def test_a_busy_run_is_looked_at_and_exported_over_a_slow_network(
     ):
         tasks.start_soon(train)
         proxy.delay(0.05)
-        with anyio.fail_after(LONG):
+        with anyio.fail_after(PATIENCE):
             state = await current_state(RedisEventLog(far, run_id))
             await record_run(RedisEventLog(far, run_id), path)
         tasks.cancel_scope.cancel()
@@ -370,9 +369,9 @@ async def test_training_is_told_when_the_bound_is_reached_and_is_not_held_up(
             with pytest.raises(BufferFull, match="5 events wait for the server already"):
                 commit_steps(publisher, [5])
             assert time.monotonic() - began < BOUND
-        await anyio.to_thread.run_sync(publisher.flush, LONG)
+        await anyio.to_thread.run_sync(publisher.flush, PATIENCE)
         commit_steps(publisher, [6])
-        publisher.flush(LONG)
+        publisher.flush(PATIENCE)
     async with connect(server.url) as client:
         # What was not taken used up no number: the fold sees no gap.
         await assert_whole(RedisEventLog(client, run_id), 6)
@@ -387,4 +386,4 @@ async def test_a_publisher_says_in_time_what_a_hanging_server_did_not_take(
         with pytest.raises(PublishError, match=rf"run {run_id}.*1 .*not in the log") as caught:
             publisher.flush(0.2)
         assert "0.2 s" in str(caught.value)
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)

@@ -9,6 +9,7 @@ import redis
 
 from tests.support.event_histories import committed, registration, started
 from tests.support.pipeline import announced, publish_steps, reducer_task
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.errors import LogExhausted, PublishError
 from trinity_events.log import (
@@ -129,7 +130,7 @@ async def test_what_a_group_has_not_acknowledged_is_given_to_it_again(
     publisher, log, redis_url, run_id
 ):
     async with subscribe(
-        run_id, SaveStarted, redis_url=redis_url, group="g", start="beginning", deadline=20
+        run_id, SaveStarted, redis_url=redis_url, group="g", start="beginning", deadline=PATIENCE
     ) as events:
         await publisher.publish(started(1))
         assert (await anext(aiter(events))).event.slot.step == 1  # and it is not acknowledged
@@ -141,7 +142,7 @@ async def test_what_a_group_has_not_acknowledged_is_given_to_it_again(
     assert (after.name, after.pending) == (before.name, before.pending) == ("g", 1)
     assert after.oldest_pending == before.oldest_pending
     async with subscribe(
-        run_id, SaveStarted, redis_url=redis_url, group="g", claim_after=0.02, deadline=20
+        run_id, SaveStarted, redis_url=redis_url, group="g", claim_after=0.02, deadline=PATIENCE
     ) as events:
         found = aiter(events)
         steps = set()
@@ -266,7 +267,7 @@ async def test_a_run_is_silent_although_its_last_entry_is_of_the_future(
 async def test_subscribers_hear_of_steps_before_and_after(publisher, log, redis_url, run_id):
     async with (
         reducer_task(redis_url, run_id),
-        subscribe(run_id, StepReady, redis_url=redis_url, deadline=30) as events,
+        subscribe(run_id, StepReady, redis_url=redis_url, deadline=PATIENCE) as events,
     ):
         found = aiter(events)
         await publish_steps(publisher, [1])

@@ -7,6 +7,7 @@ import pytest
 from tests.support.event_histories import committed
 from tests.support.redis_servers import servers
 from tests.support.scripted_server import scripted_server
+from tests.support.waits import PATIENCE
 from trinity_events.errors import DeadlineExceeded, PublishError, ServerRefuses
 from trinity_events.log import Publisher, SyncEventLog, new_producer, open_run
 from trinity_events.log.error_replies import reply_text
@@ -14,7 +15,7 @@ from trinity_events.log.retry import is_transient
 from trinity_events.server import Deadline, connect, connect_sync, open_client
 
 NOWHERE = 1
-PATIENCE = 8.0
+GIVEN_UP = 8.0
 """Seconds after which clients have given up on a replica, which may become a primary."""
 REFUSING = {
     "OOM command not allowed .*: it is full; raise its maxmemory": ("CONFIG SET", "maxmemory", 1),
@@ -33,7 +34,7 @@ def server(tmp_path_factory):
 async def test_what_a_server_refuses_is_told_with_its_code_and_the_way_out(server, run_id, truth):
     with open_client(server.url) as admin:
         publisher = Publisher(SyncEventLog(open_client(server.url), run_id), 1, new_producer("a"))
-        patience = PATIENCE if "READONLY" in truth else 0.5
+        patience = GIVEN_UP if "READONLY" in truth else 0.5
         admin.execute_command(*REFUSING[truth])
         try:
             with pytest.raises(PublishError, match=truth):
@@ -46,7 +47,7 @@ async def test_what_a_server_refuses_is_told_with_its_code_and_the_way_out(serve
             admin.replicaof("NO", "ONE")
             admin.execute_command("CONFIG SET", "maxmemory", 0)
             admin.execute_command("CONFIG SET", "min-replicas-to-write", 0)
-            publisher.flush(30)
+            publisher.flush(PATIENCE)
             publisher.log.close()
 
 

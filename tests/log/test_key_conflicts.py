@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.event_histories import committed, started
 from tests.support.pipeline import publish_steps, recorded, reducer_task, until
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.archive import import_recording, record_run
 from trinity_events.errors import KeyConflict, PublishError
@@ -97,7 +98,7 @@ async def test_commands_and_subscriptions_name_the_key(
     keys = log.keys
     await client.hset(keys.current, BYTES, BYTES)
     with naming(keys.current):
-        async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=10) as events:
+        async with subscribe(run_id, StepReady, redis_url=redis_url, deadline=PATIENCE) as events:
             await anext(events)
     await client.xadd(keys.dead, {"something": BYTES})
     with naming(keys.dead):

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from tests.support.event_histories import committed
+from tests.support.waits import PATIENCE
 from trinity_events.log import (
     DEAD_LETTER_BYTES,
     ORIGIN,
@@ -95,9 +96,9 @@ async def test_everyone_who_waits_is_woken_on_either_stream(log):
     found = []
 
     async def wait():
-        found.append(await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=5))
+        found.append(await log.read_blocking({EVENTS: ORIGIN, ANNOUNCEMENTS: ORIGIN}, seconds=9))
 
-    with anyio.fail_after(3):
+    with anyio.fail_after(8):  # before it would come back by itself
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
                 tasks.start_soon(wait)
@@ -113,8 +114,8 @@ async def test_everyone_who_waits_is_woken_on_either_stream(log):
 async def test_what_a_thread_appends_wakes_who_waits(log, sync_log):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, sync_log.append, b"from a thread")
-        with anyio.fail_after(3):
-            [(_, entry)] = await log.read_blocking({EVENTS: ORIGIN}, seconds=5)
+        with anyio.fail_after(8):  # before it would come back by itself
+            [(_, entry)] = await log.read_blocking({EVENTS: ORIGIN}, seconds=9)
     assert entry.payload == b"from a thread"
     assert sync_log.read() == [entry]
     assert sync_log.read(entry.id) == sync_log.read(stream=ANNOUNCEMENTS) == []
@@ -276,12 +277,12 @@ async def test_a_heartbeat_lasts_as_long_as_its_lease_and_not_after_a_rest(log, 
     sync_log.rest("never")
     [(name, seconds)] = (await log.heartbeat_ttls(["a", "c", "d"])).items()
     assert name == "a" and 40 < seconds <= 60
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while set(await log.heartbeat_ttls(["a", "b"])) != {"a"}:
             await anyio.sleep(0.02)
     sync_log.beat("b", 60)
     sync_log.beat("a", 0.001)
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while set(await log.heartbeat_ttls(["a", "b"])) != {"b"}:
             await anyio.sleep(0.02)
 
@@ -344,7 +345,7 @@ async def test_a_checkpoint_that_is_held_is_not_doomed_and_one_that_is_doomed_no
     assert await log.mark_deleting(token, [1]) == set(), "one still holds it"
     await log.release_lease(1, "a reader")
     assert await log.mark_deleting(token, [1]) == {1}
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while not await log.mark_deleting(token, [2]):  # until the hold lapses
             await anyio.sleep(0.02)
     assert not await log.clear_deleting(token - 1, [3])
@@ -511,7 +512,7 @@ async def test_a_member_that_waits_leaves_a_trace(log):
     await log.create_group(EVENTS, "g", ORIGIN)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(log.read_group, EVENTS, "g", "one", seconds=30))
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE):
             while not (await log.groups(EVENTS))[0].members:
                 await anyio.sleep(0.01)
         tasks.cancel_scope.cancel()
@@ -523,7 +524,7 @@ async def test_the_idleness_of_a_group_is_that_of_its_last_member_to_ask(log):
 
     await log.create_group(EVENTS, "g", ORIGIN)
     await log.read_group(EVENTS, "g", "one", seconds=0.001)
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while (before := await idle()) < 0.2:
             await anyio.sleep(0.02)
         await log.read_group(EVENTS, "g", "two", seconds=0.001)
@@ -565,7 +566,7 @@ async def test_a_group_is_destroyed_by_the_newest_leader_alone_and_its_members_h
             await log.read_group(EVENTS, "g", "m", seconds=5)
         refused.append(caught)
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             while not (await log.groups(EVENTS))[0].members:

@@ -6,6 +6,7 @@ import anyio
 import redis.asyncio
 
 from tests.support.pipeline import until
+from tests.support.waits import PATIENCE
 from trinity_events.archive import Archive, Header, Recording, export, import_recording
 from trinity_events.log import (
     AsyncPublisher,
@@ -102,7 +103,13 @@ async def test_a_follower_holds_few_large_events_at_once(run_id, monkeypatch):
         yield log
 
     events = subscription_on(
-        open_log, run_id, StepCommitted, start="beginning", group=None, deadline=5, claim_after=60
+        open_log,
+        run_id,
+        StepCommitted,
+        start="beginning",
+        group=None,
+        deadline=PATIENCE,
+        claim_after=60,
     )
     async with events:
         assert [(await anext(events)).step for _ in range(500)] == list(range(500))

@@ -15,6 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.support.event_histories import committed
+from tests.support.waits import PATIENCE
 from trinity_events.errors import BufferFull, PermissionDenied, PublishError
 from trinity_events.log import (
     AsyncPublisher,
@@ -28,9 +29,6 @@ from trinity_events.log.outbox import Outbox
 from trinity_events.log.retry import CONNECTION_ERRORS, backoff_delays, is_transient
 from trinity_events.server import EmbeddedServer
 from trinity_schemas import ContractError, decode_envelope
-
-LONG = 20.0
-"""Seconds after which what a test waits for will not come."""
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ def publishing(log, request):
             with pytest.raises(PublishError):
                 publisher.close(0)
         else:
-            publisher.close(LONG)
+            publisher.close(PATIENCE)
 
 
 @pytest.fixture
@@ -101,7 +99,7 @@ def up_to(last):
 def wait_for_a_fault(publisher):
     """Wait until an attempt to send has failed, so that a flush can say why."""
     with publisher._changed:
-        assert publisher._changed.wait_for(lambda: publisher._fault is not None, LONG)
+        assert publisher._changed.wait_for(lambda: publisher._fault is not None, PATIENCE)
 
 
 # What passes, and how long to wait for it
@@ -189,7 +187,7 @@ def test_what_is_published_while_the_server_is_away_comes_later_and_in_order(
         publisher.publish(committed(1))
     assert publisher.backlog == 1500
     server._start()
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert publisher.backlog == 0
     assert sequences(log) == up_to(1500)
 
@@ -210,13 +208,13 @@ def test_nothing_is_lost_and_all_is_in_order_over_restarts_under_many_threads(
     for thread in threads:
         thread.start()
     for _ in range(2):
-        publisher.flush(LONG)
+        publisher.flush(PATIENCE)
         server._stop()
         server._start()
     stop.set()
     for thread in threads:
         thread.join()
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert sequences(log) == up_to(len(published))
 
 
@@ -230,9 +228,9 @@ def test_at_its_bound_a_publisher_says_so_and_what_it_did_not_take_leaves_no_gap
     with pytest.raises(BufferFull, match=f"step-committed of run {log.run_id} .* 10 events wait"):
         publisher.publish(committed(1))
     server._start()
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     publisher.publish(committed(1))
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert sequences(log) == up_to(11)
 
 
@@ -254,19 +252,19 @@ def test_a_flush_names_how_many_events_of_which_run_are_missing_and_why(
     with pytest.raises(PublishError, match=missing):
         publisher.flush(0.2)
     server._start()
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert sequences(log) == up_to(3)
 
 
 def test_a_slow_server_is_told_from_one_that_is_away(admin, log, publishing):
     publisher = publishing()
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     admin.client_pause(60_000, all=False)
     publisher.publish(committed(1))
     with pytest.raises(PublishError, match=r"within 0.1 s: it is slow"):
         publisher.flush(0.1)
     admin.client_unpause()
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert sequences(log) == [1]
 
 
@@ -296,7 +294,7 @@ def writable(admin):
 def test_a_server_that_is_full_or_read_only_is_waited_for(admin, log, publishing, fail, mend, why):
     publisher = publishing()
     publisher.publish(committed(1))
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     fail(admin)
     for _ in range(5):
         publisher.publish(committed(1))
@@ -304,7 +302,7 @@ def test_a_server_that_is_full_or_read_only_is_waited_for(admin, log, publishing
     with pytest.raises(PublishError, match=f"5 events .*{why}"):
         publisher.flush(0.3)
     mend(admin)
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert sequences(log) == up_to(6)
 
 
@@ -335,13 +333,13 @@ def test_what_the_server_refuses_is_said_and_kept_until_it_is_allowed(
         with pytest.raises(
             PublishError, match=r"1 event is .* the server refuses them: .*(xadd|run this command)"
         ):
-            publisher.flush(LONG)
+            publisher.flush(PATIENCE)
         with pytest.raises(PublishError, match="was not published: the server refuses this user"):
             publisher.publish(committed(1))
         admin.execute_command("ACL", "SETUSER", "weak", "+xadd")
-        publisher.flush(LONG)
+        publisher.flush(PATIENCE)
         publisher.publish(committed(1))
-        publisher.flush(LONG)
+        publisher.flush(PATIENCE)
         assert sequences(log) == up_to(2)
 
 
@@ -352,7 +350,7 @@ def test_an_event_that_breaks_the_contract_is_refused_at_once_and_uses_up_no_num
     with pytest.raises(ContractError):
         publisher.publish(committed(-1))
     publisher.publish(committed(1))
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert sequences(log) == [1]
 
 
@@ -367,12 +365,12 @@ def test_a_publisher_that_is_closed_has_sent_all_and_takes_no_more(log, publishi
     publisher = publishing()
     for _ in range(600):
         publisher.publish(committed(1))
-    publisher.close(LONG)
+    publisher.close(PATIENCE)
     assert sequences(log) == up_to(600)
     assert publisher._thread is None
     with pytest.raises(PublishError, match="its publisher was closed"):
         publisher.publish(committed(1))
-    publisher.close(LONG)
+    publisher.close(PATIENCE)
 
 
 def test_closing_while_the_server_is_away_says_what_is_lost_and_ends_the_thread(server, publishing):
@@ -383,7 +381,7 @@ def test_closing_while_the_server_is_away_says_what_is_lost_and_ends_the_thread(
         publisher.close(0.2)
     [*left] = threads_of(publisher)
     for thread in left:
-        thread.join(LONG)
+        thread.join(PATIENCE)
     assert publisher._thread is None
     with pytest.raises(PublishError, match=r"1 event is not in the log"):
         publisher.flush(3600)  # nothing is tried any more, so it is said at once
@@ -395,10 +393,10 @@ def test_a_publisher_that_nothing_refers_to_keeps_no_thread(log, monkeypatch):
     publisher = Publisher(log, 1, new_producer("actor"))
     for _ in range(3):
         publisher.publish(committed(1))
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     [thread] = threads_of(publisher)
     del publisher
-    thread.join(LONG)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert sequences(log) == up_to(3)
 
@@ -410,7 +408,7 @@ def test_a_process_that_ends_refuses_what_no_thread_can_send(log, publishing, mo
         publisher.publish(committed(1))
     monkeypatch.undo()
     publisher.publish(committed(1))
-    publisher.flush(LONG)
+    publisher.flush(PATIENCE)
     assert sequences(log) == [1]
 
 
@@ -448,14 +446,14 @@ def ended(server, run_id, deadline):
         [sys.executable, "-c", PROCESS, str(server.socket), run_id, str(deadline)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
 def test_a_process_that_ends_sends_what_its_last_threads_published(server, log):
-    said = ended(server, log.run_id, LONG)
+    said = ended(server, log.run_id, PATIENCE)
     assert sequences(log) == up_to(100)
     assert "the child: a publisher of run" in said.stdout
     assert said.stderr == ""
@@ -499,7 +497,7 @@ async def test_an_asynchronous_publisher_says_after_its_deadline_what_was_not_ta
     with pytest.raises(PublishError, match=r"within 1 s: it is slow"):
         await publisher.publish(committed(1))
     admin.client_unpause()
-    publisher._deadline = LONG
+    publisher._deadline = PATIENCE
     await publisher.publish(committed(1))
     # What may have reached the server keeps its number: the gap tells that it may be missing.
     assert sequences(log)[-1] == 3
@@ -507,7 +505,7 @@ async def test_an_asynchronous_publisher_says_after_its_deadline_what_was_not_ta
 
 async def test_publishers_that_wait_for_one_another_all_keep_their_deadline(admin, log, patient):
     producer = new_producer("trainer")
-    publisher = AsyncPublisher(RedisEventLog(patient, log.run_id), 1, producer, deadline=LONG)
+    publisher = AsyncPublisher(RedisEventLog(patient, log.run_id), 1, producer, deadline=PATIENCE)
     await publisher.publish(committed(1))
     publisher._deadline = 1.0
     admin.client_pause(60_000, all=False)
@@ -518,7 +516,7 @@ async def test_publishers_that_wait_for_one_another_all_keep_their_deadline(admi
             await publisher.publish(committed(1))
         said.append(str(caught.value))
 
-    with anyio.fail_after(LONG):
+    with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
             for _ in range(100):
                 tasks.start_soon(publish)
@@ -526,7 +524,7 @@ async def test_publishers_that_wait_for_one_another_all_keep_their_deadline(admi
     assert tried >= 1
     assert len(said) == 100
     admin.client_unpause()
-    publisher._deadline = LONG
+    publisher._deadline = PATIENCE
     await publisher.publish(committed(1))
     assert sequences(log)[-1] == tried + 2, "those that were never sent leave no gap"
 
@@ -534,7 +532,7 @@ async def test_publishers_that_wait_for_one_another_all_keep_their_deadline(admi
 async def test_what_is_refused_for_good_is_said_at_once_and_leaves_no_gap(admin, log, patient):
     publisher = AsyncPublisher(RedisEventLog(patient, log.run_id), 1, new_producer("trainer"))
     admin.set(log.keys.events, "not a stream")
-    with anyio.fail_after(LONG), pytest.raises(PublishError, match="is a string, where"):
+    with anyio.fail_after(PATIENCE), pytest.raises(PublishError, match="is a string, where"):
         await publisher.publish(committed(1))
     admin.delete(log.keys.events)
     await publisher.publish(committed(1))
@@ -548,7 +546,7 @@ async def test_opening_a_run_waits_out_a_restart(server, patient, run_id):
     async def open_it():
         opened.append(await open_run(patient, run_id))
 
-    with anyio.fail_after(LONG):
+    with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(open_it)
             await anyio.sleep(0.1)

@@ -7,6 +7,7 @@ import pytest
 import redis.asyncio
 
 from tests.support.event_histories import committed, registration
+from tests.support.waits import PATIENCE
 from trinity_events.errors import KeyConflict, PublishError, RunNotFound
 from trinity_events.log import (
     ORIGIN,
@@ -24,7 +25,7 @@ from trinity_events.log import (
     require_run,
     watch_runs,
 )
-from trinity_schemas import RunOpened, RunResumed, decode_envelope, grant_key
+from trinity_schemas import RunOpened, RunResumed, StepRef, decode_envelope, grant_key
 
 
 async def test_each_opening_of_a_run_takes_the_next_epoch(client, run_id):
@@ -32,10 +33,12 @@ async def test_each_opening_of_a_run_takes_the_next_epoch(client, run_id):
         for _ in range(10):
             tasks.start_soon(open_run, client, run_id)
     assert await open_run(client, run_id, resume_from=7) == 11
+    assert await open_run(client, run_id, resume_from=StepRef(11, 8)) == 12
     envelopes = [decode_envelope(e.payload) for e in await RedisEventLog(client, run_id).read()]
-    assert [one.epoch for one in envelopes] == list(range(1, 12))
+    assert [one.epoch for one in envelopes] == list(range(1, 13))
     assert envelopes[0].event == RunOpened()
-    assert envelopes[-1].event == RunResumed(step=7)
+    assert envelopes[-2].event == RunResumed(step=7)
+    assert envelopes[-1].event == RunResumed(step=8, checkpoint=StepRef(11, 8))
 
 
 async def test_what_cannot_be_published_is_an_error_that_names_the_event(run_id):
@@ -58,7 +61,7 @@ async def test_runs_are_listed_once_and_found_by_name(client, run_id):
 
 
 async def test_new_runs_are_waited_for_not_polled_for(client, run_id):
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
             found = []
 

@@ -33,9 +33,11 @@ from trinity_schemas import (
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
+    LedgerRestored,
     Process,
     Producer,
     Registration,
+    RolloutsDispatched,
     RunClosed,
     RunOpened,
     RunResumed,
@@ -43,10 +45,14 @@ from trinity_schemas import (
     SaveRequested,
     SaveStarted,
     StepRef,
+    StepTrained,
     SyncRequested,
     ThreadCountRegistered,
+    TrainedLedger,
     TrainerStatusChanged,
     VersionRefused,
+    WaitEnded,
+    WaitStarted,
     WeightsApplied,
 )
 
@@ -144,7 +150,21 @@ def _others() -> list[Said]:
         Said("explorer-0", applied),
         Said("explorer-0", VersionRefused(version=StepRef(1, 1), rank=0, chunk=2, reason="no")),
         Said("reducer-0", detached),
+        Said("trainer", RolloutsDispatched(ordinals=((0, 7),))),
+        Said("trainer", RolloutsDispatched(ordinals=((8, 9),))),
+        Said("trainer", StepTrained(step=1, trained=((0, 2),), dropped={"filtered": ((3, 3),)})),
+        Said("trainer", StepTrained(step=2, trained=((4, 5), (9, 9)))),
+        *(Said("trainer", LedgerRestored(ledger=one, digest=one.digest)) for one in _LEDGERS),
+        Said("trainer", WaitStarted(wait_id="a", what="rollouts", waits_for=("explorer-0",))),
+        Said("trainer", WaitEnded(wait_id="a", outcome="over")),
+        Said("explorer-0", WaitStarted(wait_id="b", what="weights", seconds=1.0)),
     ]
+
+
+_LEDGERS = [
+    TrainedLedger(step=step, mark=3, next=8, trained=3, fingerprint="sha256:" + "0" * 64)
+    for step in (1, 2)
+]
 
 
 _SAVES, _COMMITS, _OTHERS = _saves(), _commits(), _others()

@@ -12,6 +12,7 @@ from tests.support.event_histories import committed, finished, registration
 from tests.support.faulty_proxy import Proxy
 from tests.support.pipeline import announced, publish_steps, reducer_process, reducer_task, until
 from tests.support.redis_servers import servers
+from tests.support.waits import PATIENCE
 from trinity_events.archive import Archive
 from trinity_events.log import (
     AsyncPublisher,
@@ -26,8 +27,6 @@ from trinity_events.reducer import reducer
 from trinity_events.replay import Replay, current_state, read_all
 from trinity_events.server import connect, open_client
 from trinity_schemas import RunKeys, StepReady, TrainerStatusChanged, decode_envelope
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 
 async def save_steps(publisher, steps):
@@ -54,7 +53,7 @@ async def test_after_a_planned_failover_all_go_on_with_the_new_server(tmp_path, 
             client.replicaof("127.0.0.1", first.port)
         async with connect(address.url) as client:
             epoch, log = await open_run(client, run_id), RedisEventLog(client, run_id)
-            confirmed = AsyncPublisher(log, epoch, new_producer("trainer"), deadline=20)
+            confirmed = AsyncPublisher(log, epoch, new_producer("trainer"), deadline=PATIENCE)
             sync_log = SyncEventLog(open_client(address.url), run_id)
             with closing(Publisher(sync_log, epoch, new_producer("worker"))) as buffered:
                 async with reducer_task(address.url, run_id, None):

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.event_histories import finished
 from tests.support.pipeline import announced, publish_steps, reducer_process, until
+from tests.support.waits import PATIENCE
 from trinity_events import replay
 from trinity_events.core import decode_state
 from trinity_events.log import (
@@ -262,7 +263,7 @@ async def test_a_reducer_that_folds_garbage_ends_when_it_is_asked_to(
     with reducer_process(redis_url, run_id, tmp_path, stderr=subprocess.PIPE) as process:
         await until(lambda: client.exists(log.keys.leader), deadline=60)
         process.send_signal(signal.SIGTERM)
-        _, said = await anyio.to_thread.run_sync(lambda: process.communicate(timeout=15))
+        _, said = await anyio.to_thread.run_sync(lambda: process.communicate(timeout=PATIENCE))
     assert process.returncode == 0
     assert b"Traceback" not in said
     await client.delete(log.keys.events)

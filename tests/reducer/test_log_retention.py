@@ -16,6 +16,7 @@ from tests.support.pipeline import (
     reducer_task,
     until,
 )
+from tests.support.waits import PATIENCE
 from trinity_events import replay
 from trinity_events.archive import Archive, ArchiveMissing, segments, verify
 from trinity_events.archive.continuation import common_part
@@ -100,7 +101,7 @@ async def test_what_a_leader_died_before_it_archived_is_archived_by_the_next(run
 
     for archiving in (dies, keep):
         token, _ = await log.lead(60)
-        with anyio.fail_after(20), anyio.CancelScope() as scope:
+        with anyio.fail_after(PATIENCE), anyio.CancelScope() as scope:
             await reducer.Reducer(log, None, token, archiving).run()
         await log.renew(token, 0)
     state = decode_state((await log.load())[0])
@@ -201,7 +202,7 @@ async def test_archiving_that_failed_is_tried_again_although_nothing_more_comes(
             raise RuntimeError("the disk is gone")
         return len(kept) == 3
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         assert await reducer.Reducer(log, None, token, keep).run(until_closed=True)
     assert kept == [log.last_id_now()] * 3, "a run that is over is left once it is kept"
 
@@ -438,7 +439,7 @@ async def test_a_disk_that_hangs_while_archiving_holds_up_no_announcement(
 
     def slow(self, *args, **kwargs):
         asked.set()
-        hangs.wait(30)
+        hangs.wait(PATIENCE)
         add(self, *args, **kwargs)
 
     monkeypatch.setattr(Archive, "add", slow)

@@ -19,6 +19,7 @@ from tests.support.pipeline import (
     reducer_task,
     until,
 )
+from tests.support.waits import PATIENCE, child
 from trinity_events.core import decode_state
 from trinity_events.core.limits import KEPT_VERSIONS
 from trinity_events.log import (
@@ -69,7 +70,7 @@ async def test_a_reducer_killed_in_the_middle_loses_no_step_and_announces_none_t
         tasks.start_soon(publish_until_killed_thrice)
         while kills < 3:
             done = await count_announcements(log)
-            with reducer_process(redis_url, run_id, tmp_path), anyio.fail_after(20):
+            with reducer_process(redis_url, run_id, tmp_path), anyio.fail_after(PATIENCE):
                 while await count_announcements(log) <= done:
                     await anyio.sleep(0.001)
             # Killed right after its first announcements, wherever it is by now.
@@ -106,7 +107,7 @@ async def test_a_replay_gives_the_state_and_the_bytes_of_the_live_reducer(
         await publish_steps(publisher, range(20))
         await log.append(b"\xff not an event")
         last = await publisher.publish(RunClosed(reason="finished"))
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE):
             while (await log.load())[1] != last:
                 await anyio.sleep(0.01)
     replay = Replay(run_id)
@@ -155,7 +156,7 @@ async def test_a_second_reducer_takes_over_within_seconds(publisher, log, redis_
 async def test_the_lead_of_one_that_died_is_free_in_time_although_the_clock_was_set_back(log):
     token, _ = await log.lead(0.2)
     await log._redis.pexpire(log.keys.leader, 3_600_000)  # as seen after an hour back
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE):
         assert await Leader(log, lease=0.2).take() > token
 
 
@@ -165,7 +166,7 @@ async def test_a_reducer_that_was_overtaken_stops_and_writes_nothing(log, publis
     await anyio.sleep(0.05)
     await log.lead(5)
     await publish_steps(publisher, [1])
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE):
         await stale.run()  # returns: its first commit is refused
     assert await log.read(stream=Stream.ANNOUNCEMENTS) == []
 
@@ -206,32 +207,29 @@ async def test_a_run_that_was_closed_is_served_again_when_it_is_opened_again(
 ):
     async with connect(redis_url, retry=False) as own:
         await publisher.publish(RunClosed(reason="finished"))
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE):
             await reduce_run(own, run_id, None, until_closed=True)  # ends by itself
         epoch = await open_run(client, run_id)
         again = AsyncPublisher(log, epoch, new_producer("trainer"))
         await publish_steps(again, [1])
         await again.publish(RunClosed(reason="finished"))
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE):
             await reduce_run(own, run_id, None, until_closed=True)
     assert [one.step for one in await announced(log, 1)] == [1]
 
 
 async def test_a_reducer_without_a_run_serves_every_run(client, redis_url, tmp_path):
     command = [sys.executable, "-m", "trinity_events", "reducer", "--redis-url", redis_url]
-    process = subprocess.Popen(
-        [*command, "--checkpoint-root", str(tmp_path)], stderr=subprocess.DEVNULL
-    )
-    try:
+    command += ["--checkpoint-root", str(tmp_path)]
+    with child(command, stderr=subprocess.DEVNULL) as process:
         for number in range(2):
             run_id = f"served-{os.getpid()}-{number}"
             log = RedisEventLog(client, run_id)
             epoch = await open_run(client, run_id)
             await publish_steps(AsyncPublisher(log, epoch, new_producer("trainer")), [1])
             assert (await announced(log, 1))[0].step == 1
-    finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 async def test_a_reducer_serves_more_runs_than_a_shell_gives_it_files_for(tmp_path):
@@ -245,13 +243,11 @@ async def test_a_reducer_serves_more_runs_than_a_shell_gives_it_files_for(tmp_pa
                     log, await open_run(client, log.run_id), new_producer("trainer")
                 )
                 await publish_steps(trainer, [1])
-            reducer = subprocess.Popen([*in_a_shell, "--redis-url", url], stderr=subprocess.PIPE)
-            try:
+            with child([*in_a_shell, "--redis-url", url], stderr=subprocess.PIPE) as reducer:
                 for log in logs:
                     await announced(log, 1)
-            finally:
                 reducer.terminate()
-                said = reducer.communicate()[1].decode()
+                said = reducer.communicate(timeout=PATIENCE)[1].decode()
     assert not said
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.support.event_histories import History, committed, finished, registration, slot
 from tests.support.pipeline import announced, events_of, publish_steps, reducer_task, until
 from tests.support.redis_servers import servers
+from tests.support.waits import PATIENCE
 from trinity_events import subscribe
 from trinity_events.core import MonitorState
 from trinity_events.core.limits import EXPIRED_AT_ONCE
@@ -167,7 +168,7 @@ async def test_a_leader_that_was_overtaken_tells_no_time():
     clock = await log.clock(step_deadline=0.001)
     await log.renew(1, 0)
     await log.lead(60)
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         await clock.leases(log.live)
         await clock.deadlines(log.live)
     assert log.said() == []
@@ -354,7 +355,7 @@ async def test_a_group_that_waits_is_not_detached(publisher, log, redis_url, run
         await until(lambda: _is_later(looked + 4 * policy.group_idle))
         assert await events_of(log, ConsumerDetached) == []
         await publish_steps(publisher, [1])
-        with anyio.fail_after(30):
+        with anyio.fail_after(PATIENCE):
             await heard.wait()
     assert [group.name for group in await log.groups(Stream.ANNOUNCEMENTS)] == ["eval"]
 
@@ -405,7 +406,7 @@ async def test_a_leader_that_was_overtaken_detaches_nobody():
     await log.renew(token, 0)
     await log.lead(60)
     consumers = IdleGroups(log, LeaderPublisher(log, token), token, idle=1e-6)
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         await consumers.run(LiveState(MonitorState(run_id="history")))
     assert [group.name for group in await log.groups(Stream.EVENTS)] == ["gone"]
     assert [one.id for one in log.read_now()] == [entry]

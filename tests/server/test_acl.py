@@ -12,6 +12,7 @@ from tests.support.event_histories import History, committed, registration, star
 from tests.support.experiences import group as experiences
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import servers
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.archive.export import Recording, import_recording
 from trinity_events.archive.format import Header
@@ -88,7 +89,9 @@ def test_the_page_has_a_user_for_every_role_and_its_table_too():
 async def test_the_whole_pipeline_runs_with_these_users(clean, tmp_path, cli):
     def subscribing(user, **options):
         url = url_of(clean, user)
-        return subscribe(RUN, StepReady, redis_url=url, start="beginning", deadline=15, **options)
+        return subscribe(
+            RUN, StepReady, redis_url=url, start="beginning", deadline=PATIENCE, **options
+        )
 
     async with (
         connect(url_of(clean, "trainer")) as trainers,
@@ -125,10 +128,10 @@ async def test_what_the_trainer_does_around_the_log_is_allowed_to_it(clean):
     ):
         epoch = await open_run(client, RUN)
         group = experiences(RUN, 1, epoch=epoch)
-        await ExperienceWriter(explorers, RUN, bound=10).add(group, deadline=5)
+        await ExperienceWriter(explorers, RUN, bound=10).add(group, deadline=PATIENCE)
         reader = ExperienceReader(client, RUN, epoch)
-        [taken], entry_ids = await reader.take(1, 1, deadline=5)
-        await reader.ack(entry_ids, deadline=5)
+        [taken], entry_ids = await reader.take(1, 1, deadline=PATIENCE)
+        await reader.ack(entry_ids, deadline=PATIENCE)
         assert taken.group_id == group.group_id
         rank = explorer_key(RUN, epoch, 0)
         assert await explorers.set(rank, "me", nx=True, px=60_000)
@@ -197,7 +200,9 @@ async def test_a_group_outlives_its_members_with_these_rules(clean):
         await trainer.publish(started(13))
         for step in (13, 13, 14):
             url = url_of(clean, "consumer")
-            async with subscribe(RUN, SaveStarted, redis_url=url, deadline=15, **options) as events:
+            async with subscribe(
+                RUN, SaveStarted, redis_url=url, deadline=PATIENCE, **options
+            ) as events:
                 assert (await anext(aiter(events))).event.slot.step == step
             await trainer.publish(started(14))
             await anyio.sleep(0.05)
@@ -337,7 +342,7 @@ async def test_a_script_that_is_refused_is_said_too(server):
 
 async def test_a_viewer_that_joins_a_group_is_told_at_once(server):
     url = url_of(server, "viewer")
-    options = {"redis_url": url, "group": "eval", "deadline": 10, "wait_for_run": True}
+    options = {"redis_url": url, "group": "eval", "deadline": PATIENCE, "wait_for_run": True}
     async with subscribe(RUN, StepReady, **options) as events:
         with pytest.raises(PermissionDenied, match=r"docs/security\.md"):
             await anext(aiter(events))

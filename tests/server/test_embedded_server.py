@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.redis_servers import Server, within
+from tests.support.redis_servers import Server
 from tests.support.scripted_server import scripted_server
+from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.errors import InvalidUrl, ServerTooOld, ServerUnreachable
 from trinity_events.server import (
     EmbeddedServer,
@@ -85,12 +86,9 @@ USE = (
 def user_to_kill(home, name):
     """A process that uses a server; it ends without a word."""
     command = [sys.executable, "-c", USE, str(home), name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
+    with child(command, stdout=subprocess.PIPE, text=True) as user:
         assert user.stdout.readline() == "ready\n"
-        try:
-            yield user
-        finally:
-            user.kill()
+        yield user
 
 
 def keepers(home):
@@ -113,7 +111,7 @@ def test_a_server_ends_with_its_last_user_although_all_were_killed(own_home, nam
             assert len(keepers(own_home)) == 1, "one, although there are two users"
         time.sleep(2.5 * reaper.LOOK)
         assert alive(server), "one user is left"
-    within(10, lambda: not alive(server) and not keepers(own_home))
+    wait_until(lambda: not alive(server) and not keepers(own_home))
 
 
 def test_a_server_that_starts_again_at_once_outlives_the_keeper_of_the_one_before(own_home):
@@ -125,7 +123,7 @@ def test_a_server_that_starts_again_at_once_outlives_the_keeper_of_the_one_befor
         assert alive(server)
         assert len(keepers(own_home)) == 1
     assert not alive(server), "who leaves in order stops it before it goes on"
-    within(10, lambda: not keepers(own_home))
+    wait_until(lambda: not keepers(own_home))
 
 
 def test_many_who_start_at_once_share_one_server(own_home):
@@ -134,7 +132,7 @@ def test_many_who_start_at_once_share_one_server(own_home):
     def use():
         with EmbeddedServer(own_home).attached() as url, connect_sync(url) as client:
             pids.append(client.info("server")["process_id"])
-            started.wait(20)
+            started.wait(PATIENCE)
 
     started = threading.Barrier(4)
     threads = [threading.Thread(target=use) for _ in range(4)]
@@ -159,7 +157,7 @@ def test_a_home_with_a_long_path_gets_a_socket_elsewhere(tmp_path, monkeypatch, 
     assert not server.socket.parent.exists(), "it is gone with the server"
     with user_to_kill(home, "redis"):
         assert alive(server)
-    within(10, lambda: not alive(server) and not keepers(home))
+    wait_until(lambda: not alive(server) and not keepers(home))
     assert not server.socket.parent.exists(), "also where the keeper stopped it"
 
 
@@ -198,7 +196,7 @@ def test_a_server_whose_socket_was_removed_gets_no_second_one_beside_it(own_home
         with pytest.raises(ServerUnreachable, match=f"process {process}.* end it, or set"):
             EmbeddedServer(own_home).attached().__enter__()
         assert client.get("counter") == b"7", "who is connected goes on"
-    within(10, lambda: not keepers(own_home) and not Path(f"/proc/{process}").exists())
+    wait_until(lambda: not keepers(own_home) and not Path(f"/proc/{process}").exists())
     with server.attached() as url, connect_sync(url) as client:
         assert client.get("counter") == b"7"
 

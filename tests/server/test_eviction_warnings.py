@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.support.redis_servers import cluster, servers
+from tests.support.waits import child
 from trinity_events import training_run
 from trinity_events.server import WEIGHTS_SERVER, connect, warn_of_eviction
 
@@ -23,16 +24,13 @@ TOLD = "may drop keys of the log once its memory is full (maxmemory-policy allke
 
 def test_a_reducer_warns_of_a_server_with_an_eviction_policy(evicting, tmp_path):
     arguments = ("reducer", "--redis-url", evicting.url, "--checkpoint-root", str(tmp_path))
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-m", "trinity_events", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ,
     ) as reducer:
-        try:
-            assert any(TOLD in line for line in reducer.stderr)
-        finally:
-            reducer.terminate()
+        assert any(TOLD in line for line in reducer.stderr)
 
 
 def test_a_training_loop_is_warned_of_it_too(evicting, run_id, caplog):

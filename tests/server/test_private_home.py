@@ -6,12 +6,14 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.redis_servers import free_ports, within
+from tests.support.redis_servers import free_ports
+from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events import file_locks
 from trinity_events.errors import ServerUnreachable
 from trinity_events.server import EmbeddedServer, connect_sync
@@ -36,12 +38,11 @@ def open_to_others(folder):
 @contextmanager
 def serving_process(*options):
     command = [sys.executable, "-m", "trinity_events", "serve", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, umask=0o022) as process:
+    with child(command, stdout=subprocess.PIPE, text=True, umask=0o022) as process:
         assert process.stdout.readline().startswith("serving at")
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
+        yield process
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE)
 
 
 def test_what_the_home_has_is_for_its_user_alone_under_any_umask(own_home):
@@ -102,12 +103,9 @@ def holder(path):
     """A process that holds a lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", HOLD, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with child(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "holds\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+        yield process
 
 
 @pytest.mark.parametrize("name", ["start.lock", "users.lock"])
@@ -128,10 +126,11 @@ def test_a_lock_that_another_process_holds_is_one_sentence_that_names_it(
 def test_a_lock_that_is_held_for_a_while_is_waited_for(own_home, monkeypatch):
     monkeypatch.setattr(file_locks, "LOCK_DEADLINE", 100.0)
     with holder(own_home / "redis" / "start.lock") as process:
-        timer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {process.pid}"])
+        timer = threading.Timer(0.5, process.kill)
+        timer.start()
         with EmbeddedServer(own_home).attached() as url, connect_sync(url) as client:
             assert client.ping()
-        timer.wait()
+        timer.join()
 
 
 def test_a_command_ends_although_the_lock_is_held_when_it_leaves(own_home, monkeypatch, caplog):
@@ -145,7 +144,7 @@ def test_a_command_ends_although_the_lock_is_held_when_it_leaves(own_home, monke
     assert server._answers(), "nobody may stop it meanwhile"
     with pytest.raises(StopIteration):
         next(holding.gen)
-    within(20, lambda: not Path(f"/proc/{process}").exists())
+    wait_until(lambda: not Path(f"/proc/{process}").exists())
 
 
 @pytest.mark.parametrize("how", [fcntl.LOCK_EX, fcntl.LOCK_SH])

@@ -14,6 +14,7 @@ from tests.support.event_histories import History, committed, registration, star
 from tests.support.experiences import group as experiences
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import cluster
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, liveness, subscribe
 from trinity_events.archive.export import Recording, import_recording
 from trinity_events.archive.format import Header
@@ -39,8 +40,6 @@ from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
 from trinity_schemas import RUN_INDEX, RunKeys, SaveStarted, encode
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ async def test_the_whole_pipeline_runs_on_a_cluster(nodes, url, tmp_path):
             await trainer.publish(committed(1, "state_dict", registration(expected=0)))
             for group in (None, f"eval-{epoch}"):
                 async with subscribe(
-                    run_id, StepReady, redis_url=url, group=group, deadline=15
+                    run_id, StepReady, redis_url=url, group=group, deadline=PATIENCE
                 ) as events:
                     event = await anext(aiter(events))
                     assert event.step == 1
@@ -197,7 +196,7 @@ async def test_one_client_waits_for_runs_of_all_nodes_at_once(nodes, run_id):
     heard = []
 
     async def wait(log):
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE):
             while not (found := await log.read_blocking({Stream.EVENTS: ORIGIN}, seconds=5)):
                 pass
         heard.append(found[0][1].payload.decode())
@@ -217,7 +216,7 @@ async def test_one_client_waits_for_runs_of_all_nodes_at_once(nodes, run_id):
 
 async def test_a_subscription_outlives_a_restart_of_its_node(nodes, run_id):
     [name, *_] = [f"{name}-{run_id}" for name in runs_on_every_node(nodes)]
-    options = {"redis_url": nodes[0].url, "start": "beginning", "deadline": 20}
+    options = {"redis_url": nodes[0].url, "start": "beginning", "deadline": PATIENCE}
     options["wait_for_run"] = True
     async with (
         connect(nodes[1].url) as client,
@@ -242,11 +241,11 @@ async def test_a_subscription_outlives_a_restart_of_its_node(nodes, run_id):
 async def test_experiences_and_weights_live_on_a_cluster(nodes, url, run_id):
     async with connect(url) as client:
         await ExperienceWriter(client, run_id, bound=10).add(
-            experiences(run_id, 1, epoch=1), deadline=5
+            experiences(run_id, 1, epoch=1), deadline=PATIENCE
         )
         reader = ExperienceReader(client, run_id, 1)
-        [_], entry_ids = await reader.take(1, 1, deadline=5)
-        await reader.ack(entry_ids, deadline=5)
+        [_], entry_ids = await reader.take(1, 1, deadline=PATIENCE)
+        await reader.ack(entry_ids, deadline=PATIENCE)
         assert await client.xlen(RunKeys.of(run_id).experiences) == 0
     with open_client(url) as sync_client:
         store = RedisChunkStore(sync_client)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.event_histories import started
 from tests.support.pipeline import publish_steps, reducer_task
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, subscribe
 from trinity_events.errors import ServerUnreachable
 from trinity_events.log import (
@@ -85,12 +86,12 @@ class Front:
 
     def __enter__(self):
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(PATIENCE)
         return self
 
     def __exit__(self, *_):
         self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(20)
+        self._thread.join(PATIENCE)
 
     async def _serve(self):
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
@@ -102,7 +103,7 @@ class Front:
         async with server:
             await self._done.wait()
         if self._passing:  # clients are gone, or about to go: each closes what it opened
-            await asyncio.wait(self._passing, timeout=10)
+            await asyncio.wait(self._passing, timeout=PATIENCE)
 
     async def _pass_on(self, client_reader, client_writer):
         self._passing.add(asyncio.current_task())
@@ -159,7 +160,7 @@ async def test_the_whole_pipeline_runs_over_tls(authority, redis_url, run_id):
             log = RedisEventLog(client, run_id)
             await publish_steps(AsyncPublisher(log, epoch, new_producer("trainer")), [1])
             for group in (None, "eval"):
-                options = {"start": "beginning", "group": group, "deadline": 15}
+                options = {"start": "beginning", "group": group, "deadline": PATIENCE}
                 async with subscribe(run_id, StepReady, redis_url=url, **options) as events:
                     event = await anext(aiter(events))
                     assert event.step == 1

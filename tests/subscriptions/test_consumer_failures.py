@@ -10,10 +10,11 @@ import pytest
 from tests.support.event_histories import started
 from tests.support.faulty_proxy import Proxy, command
 from tests.support.redis_servers import servers
+from tests.support.waits import PATIENCE
 from trinity_events import subscribe
 from trinity_events.errors import DeadlineExceeded, GroupDetached, LogLost
 from trinity_events.log import AsyncPublisher, MemoryEventLog, RedisEventLog, Stream, new_producer
-from trinity_events.server import connect
+from trinity_events.server import SOCKET_DEADLINE, connect
 from trinity_events.subscriptions import group_member, subscription_on
 from trinity_schemas import ConsumerDetached, SaveStarted
 
@@ -33,7 +34,7 @@ def using(log, run_id, subscribe_here):
 
 @pytest.fixture(params=["memory", "redis"])
 async def run(request, run_id):
-    options = {"start": "beginning", "deadline": 10.0}
+    options = {"start": "beginning", "deadline": PATIENCE}
     if request.param == "memory":
         log = MemoryEventLog(run_id)
         here = partial(subscription_on, lambda: nullcontext(log), run_id, SaveStarted)
@@ -50,7 +51,7 @@ async def publish(run, steps):
 
 
 async def one(events):
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         return await anext(aiter(events))
 
 
@@ -316,7 +317,7 @@ async def run_on(url):
         here = partial(
             subscribe, "run", SaveStarted, redis_url=url, start="beginning", wait_for_run=True
         )
-        yield using(RedisEventLog(client, "run"), "run", partial(here, deadline=15))
+        yield using(RedisEventLog(client, "run"), "run", partial(here, deadline=PATIENCE))
 
 
 @pytest.mark.parametrize("group", [None, "eval"])
@@ -359,7 +360,8 @@ async def test_a_server_that_hangs_holds_nobody_beyond_the_deadline(redis_url, r
         options = {"redis_url": proxy.url, "group": group, "deadline": 0.2, "wait_for_run": True}
         async with subscribe(run_id, SaveStarted, **options) as events:
             proxy.swallow()
-            with anyio.fail_after(5), pytest.raises(DeadlineExceeded, match="does not answer"):
+            in_time = anyio.fail_after(0.8 * SOCKET_DEADLINE)  # which would end it too
+            with in_time, pytest.raises(DeadlineExceeded, match="does not answer"):
                 await one(events)
         proxy.heal()
 
@@ -367,7 +369,7 @@ async def test_a_server_that_hangs_holds_nobody_beyond_the_deadline(redis_url, r
 async def test_what_was_given_in_a_lost_reply_is_taken_over(redis_url, run_id):
     with Proxy(redis_url) as proxy:
         async with connect(redis_url) as client:
-            here = partial(subscribe, run_id, SaveStarted, redis_url=proxy.url, deadline=15)
+            here = partial(subscribe, run_id, SaveStarted, redis_url=proxy.url, deadline=PATIENCE)
             run = using(RedisEventLog(client, run_id), run_id, here)
             await publish(run, [0])
             fault = proxy.cut("after", command("XREADGROUP"))
@@ -385,7 +387,7 @@ async def test_what_was_given_in_a_lost_reply_is_taken_over(redis_url, run_id):
 async def test_a_follower_that_was_cut_off_misses_nothing_and_sees_nothing_twice(redis_url, run_id):
     with Proxy(redis_url) as proxy:
         async with connect(redis_url) as client:
-            here = partial(subscribe, run_id, SaveStarted, redis_url=proxy.url, deadline=15)
+            here = partial(subscribe, run_id, SaveStarted, redis_url=proxy.url, deadline=PATIENCE)
             run = using(RedisEventLog(client, run_id), run_id, here)
             await publish(run, range(3))
             for place in ("before", "within", "after"):
@@ -403,7 +405,7 @@ async def test_a_failover_that_lost_the_end_is_told_to_followers(tmp_path, more)
             with new.client() as replica:
                 replica.replicaof("127.0.0.1", old.port)
                 kept = await publish(run, range(2))
-                with anyio.fail_after(20):
+                with anyio.fail_after(PATIENCE):
                     while replica.xlen(run.log.keys.events) < 2:
                         await anyio.sleep(0.01)
                 replica.replicaof("NO", "ONE")
@@ -420,7 +422,7 @@ async def test_a_failover_that_lost_the_end_is_told_to_followers(tmp_path, more)
             await anyio.sleep(0.2)
             with pytest.raises(LogLost, match=says):
                 await one(events)
-        async with run.subscribe(start=kept[1], deadline=15 if more else 0.2) as events:
+        async with run.subscribe(start=kept[1], deadline=PATIENCE if more else 0.2) as events:
             if more:
                 assert step_of(await one(events)) == 3
             else:

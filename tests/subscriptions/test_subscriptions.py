@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.event_histories import committed, registration, started
 from tests.support.pipeline import announced, publish_steps, reducer_task, until
+from tests.support.waits import PATIENCE
 from trinity_events import StepReady, VersionRetired, subscribe
 from trinity_events.errors import DeadlineExceeded, RunNotFound
 from trinity_events.log import (
@@ -70,7 +71,7 @@ async def run(request, run_id):
 
 
 async def take(subscription, count):
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         return [(await anext(aiter(subscription))) for _ in range(count)]
 
 
@@ -158,7 +159,7 @@ async def test_a_group_shares_the_events_among_its_members(run):
     seen = []
 
     async def member():
-        options = {"group": "eval", "start": "beginning", "deadline": 20}
+        options = {"group": "eval", "start": "beginning", "deadline": PATIENCE}
         async with run.subscribe(StepReady, **options) as events:
             async for event in events:
                 seen.append(event.step)
@@ -208,7 +209,7 @@ async def test_a_run_that_is_yet_to_come_can_be_waited_for(redis_url, run_id):
         with pytest.raises(DeadlineExceeded):
             await anext(aiter(events))
     async with (
-        subscribe(run_id, RunOpened, deadline=20, **options) as events,
+        subscribe(run_id, RunOpened, deadline=PATIENCE, **options) as events,
         connect(redis_url) as client,
         anyio.create_task_group() as tasks,
     ):
@@ -222,7 +223,7 @@ async def test_a_mistyped_run_is_told_at_once_with_the_nearest_name(
     publisher, redis_url, run_id, group
 ):
     mistyped = f"{run_id[:-1]}_"
-    with anyio.fail_after(20), pytest.raises(RunNotFound) as caught:
+    with anyio.fail_after(PATIENCE), pytest.raises(RunNotFound) as caught:
         async with subscribe(mistyped, StepReady, redis_url=redis_url, group=group):
             pass
     assert str(caught.value) == (
@@ -241,7 +242,7 @@ async def printed(log) -> list[tuple[str, bytes]]:
 async def test_events_and_announcements_together_come_in_the_order_of_tail(run, start):
     """While they are published and announced, which is where the order could be lost."""
     before = len(await printed(run.log)) if start == "current" else 0
-    async with run.subscribe(*EVENT_TYPES, start=start, deadline=30) as events:
+    async with run.subscribe(*EVENT_TYPES, start=start, deadline=PATIENCE) as events:
         heard = []
 
         async def listen():
@@ -251,7 +252,7 @@ async def test_events_and_announcements_together_come_in_the_order_of_tail(run, 
                 if retired and event.event.step == 57:
                     return
 
-        with anyio.fail_after(40):
+        with anyio.fail_after(PATIENCE):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(listen)
                 await anyio.sleep(0.05)
@@ -293,7 +294,7 @@ async def test_both_go_on_from_any_entry_and_lose_none_of_one_id(client, redis_u
     )
     await client.xadd(log.keys.events, {"e": payload}, id=later)
     await client.xadd(log.keys.announcements, {"e": encode(announcement)}, id=later)
-    options = {"redis_url": redis_url, "deadline": 20}
+    options = {"redis_url": redis_url, "deadline": PATIENCE}
     for start, expected in (
         ("beginning", [RunOpened, RunOpened, VersionRetired]),
         (later, [VersionRetired]),  # it is not known which of the two was given last
@@ -313,7 +314,7 @@ async def test_other_events_do_not_put_a_deadline_off(publisher, redis_url, run_
         tasks.start_soon(chatter)
         options = {"redis_url": redis_url, "start": "beginning", "deadline": 0.3}
         async with subscribe(run_id, SaveStarted, **options) as events:
-            with anyio.fail_after(5), pytest.raises(DeadlineExceeded):
+            with anyio.fail_after(PATIENCE), pytest.raises(DeadlineExceeded):
                 await anext(aiter(events))
         tasks.cancel_scope.cancel()
 
@@ -321,7 +322,7 @@ async def test_other_events_do_not_put_a_deadline_off(publisher, redis_url, run_
 async def test_without_a_url_the_embedded_server_is_used(redis_url, publisher, run_id):
     async with reducer_task(redis_url, run_id):
         await publish_steps(publisher, [1])
-        async with subscribe(run_id, StepReady, deadline=10) as events:
+        async with subscribe(run_id, StepReady, deadline=PATIENCE) as events:
             [event] = await take(events, 1)
     assert event.step == 1
 

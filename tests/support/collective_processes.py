@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.rank_processes import Rank, RankProcesses
+from tests.support.waits import wait_until
 from trinity_events import Synchronizer
 
 TIMEOUT = 3.0
 """Of collective groups."""
-PATIENCE = 15.0
+TRAINERS_TIMEOUT = 15.0
 """Of the trainer's own group, whose ranks wait while rank 0 waits for explorers."""
 TRAINERS = 2
 
@@ -100,10 +100,7 @@ def sharded(model: nn.Module, kind: str, device: str) -> nn.Module:
 def wait_here(file: Path) -> None:
     """Say that we are here, and stay until the test lets us go."""
     file.touch()
-    give_up = time.monotonic() + 20
-    while not file.with_suffix(".go").exists():
-        assert time.monotonic() < give_up, "the test did not let us go"
-        time.sleep(0.01)
+    wait_until(file.with_suffix(".go").exists)
 
 
 def begin_training(rank: Rank, places: Places, kind: str, meeting: int) -> None:
@@ -112,7 +109,7 @@ def begin_training(rank: Rank, places: Places, kind: str, meeting: int) -> None:
         init_method=Path(places.folder, f"ranks-{meeting}").as_uri(),
         rank=rank.number,
         world_size=TRAINERS,
-        timeout=timedelta(seconds=places.timeout * PATIENCE / TIMEOUT),
+        timeout=timedelta(seconds=places.timeout * TRAINERS_TIMEOUT / TIMEOUT),
     )
     rank.exits.callback(dist.destroy_process_group)
     rank.held.engine = Engine(kind, seed=7, device=places.device)
@@ -177,11 +174,3 @@ def synchronizer(rank: Rank, places: Places, role: str, number: int, epoch: int)
 
 def kill(processes: RankProcesses, rank: int) -> None:
     os.kill(processes.pid(rank), signal.SIGKILL)
-
-
-def wait_for(condition, seconds: float = 20.0):
-    give_up = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < give_up, "waited in vain"
-        time.sleep(0.01)
-    return found

@@ -8,41 +8,54 @@ import torch
 
 from trinity_events import Synchronizer
 from trinity_events.errors import BufferFull
-from trinity_events.weights import PartWriter, PublishedPartReport, ShardOffset
+from trinity_events.weights import Publication, PublishedPartReport, ShardOffset
 
 
-class FailsAtThirdTensor(PartWriter):
-    """A part's writer without room for a third tensor."""
+class FailsAtThirdTensor(Publication):
+    """A part without room for a third tensor."""
+
+    added = 0
 
     def add(self, name: str, tensor: torch.Tensor, place: ShardOffset | None = None) -> None:
-        if len(self._tensors) == 2:
+        if self.added == 2:
             raise OSError("no room for the third tensor")
+        self.added += 1
         super().add(name, tensor, place)
 
 
-class FailingSynchronizer(Synchronizer):
+class NotTold(Publication):
+    """A part that is whole, and the log does not take that."""
+
+    def publish(self, seconds: float | None = None) -> PublishedPartReport:
+        self.seal()
+        raise BufferFull("no server took the last 4096 events")
+
+
+class InSmallChunks(Synchronizer):
+    """Sends chunks so small that some are stored before a part fails."""
+
+    def __init__(self, run_id: str, epoch: int, **options: Any) -> None:
+        super().__init__(run_id, epoch, **{**options, "chunk_bytes": 1024})
+
+
+class FailingSynchronizer(InSmallChunks):
     """Fails on every rank that publishes."""
 
-    def part_writer(self, global_step: int, rank: int, **options: Any) -> PartWriter:
-        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
+    def publication(self, global_step: int, rank: int = 0, **options: Any) -> Publication:
+        return FailsAtThirdTensor(self._publisher, global_step, rank, **options)
 
 
-class FailsOnRank1(Synchronizer):
+class FailsOnRank1(InSmallChunks):
     """Fails on rank 1 alone, which has said that it begins."""
 
-    def part_writer(self, global_step: int, rank: int, **options: Any) -> PartWriter:
-        writer = super().part_writer(global_step, rank, **options)
-        if rank != 1:
-            return writer
-        return FailsAtThirdTensor(self._store, self._part(global_step, rank), chunk_bytes=1024)
+    def publication(self, global_step: int, rank: int = 0, **options: Any) -> Publication:
+        kind = FailsAtThirdTensor if rank == 1 else Publication
+        return kind(self._publisher, global_step, rank, **options)
 
 
 class TellsNothingOnRank1(Synchronizer):
     """Rank 1's part is whole, and the log does not take that."""
 
-    def part_published(
-        self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
-    ) -> None:
-        if rank == 1:
-            raise BufferFull("no server took the last 4096 events")
-        super().part_published(global_step, rank, report, seconds)
+    def publication(self, global_step: int, rank: int = 0, **options: Any) -> Publication:
+        kind = NotTold if rank == 1 else Publication
+        return kind(self._publisher, global_step, rank, **options)

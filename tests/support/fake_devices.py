@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trinity_events.errors import VersionUnavailable
-from trinity_events.weights.devices.copy_streams import HostCopyStream
+from trinity_events.weights.copy_streams import HostCopyStream
 from trinity_events.weights.tensors import as_buffer
 from trinity_events.weights.transports.cuda.memory import Block
 

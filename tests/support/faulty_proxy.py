@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import Literal
 from urllib.parse import urlsplit
 
+from tests.support.waits import PATIENCE
+
 Command = Sequence[bytes]
 Matches = Callable[[Command], bool]
 Place = Literal["before", "within", "after"]
@@ -113,7 +115,7 @@ class Proxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._cut_all()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(PATIENCE)
         self._listener.close()
 
     # --- what can go wrong -----------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 
 from tests.support.pipeline import announced
+from tests.support.waits import PATIENCE
 from trinity_schemas import StepReady
 
 
@@ -24,7 +25,7 @@ class Where:
 
 
 async def ready(log, kind: str, step: int) -> StepReady:
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while True:
             for event in await announced(log, 1):
                 if isinstance(event, StepReady) and (event.kind, event.step) == (kind, step):

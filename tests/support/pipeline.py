@@ -10,14 +10,12 @@ from tempfile import TemporaryDirectory
 import anyio
 
 from tests.support.event_histories import committed, opened, part
+from tests.support.waits import PATIENCE, child, until
 from trinity_events.archive import Recording, read_recording, record_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, Stream, position
 from trinity_events.reducer import reduce_run
 from trinity_events.server import connect
 from trinity_schemas import StepReady, decode_envelope
-
-PATIENCE = 120.0
-"""Seconds after which an event that a test waits for will not come, on a loaded machine too."""
 
 
 @contextmanager
@@ -27,12 +25,8 @@ def reducer_process(redis_url, run_id, root, *options, stderr=subprocess.DEVNULL
         *(sys.executable, "-m", "trinity_events", "reducer"),
         *("--run", run_id, "--redis-url", redis_url, "--checkpoint-root", str(root), *options),
     ]
-    process = subprocess.Popen(command, stderr=stderr)
-    try:
+    with child(command, stderr=stderr) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @asynccontextmanager
@@ -63,18 +57,6 @@ async def announced(log: RedisEventLog, count: int) -> list[StepReady]:
         while len(found := await log.read(stream=Stream.ANNOUNCEMENTS, limit=100_000)) < count:
             await anyio.sleep(0.01)
     return [decode_envelope(entry.payload).event for entry in found]
-
-
-async def until(met, deadline=PATIENCE):
-    """Wait until a condition holds; it may be a coroutine function."""
-    with anyio.fail_after(deadline):
-        while True:
-            held = met()
-            if asyncio.iscoroutine(held):
-                held = await held
-            if held:
-                return held
-            await anyio.sleep(0.01)
 
 
 async def folded(log: RedisEventLog) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from tests.support.published_parts import announcement
 from tests.support.tensors import identical
 from tests.support.transport_processes import CHUNK, SOME
+from tests.support.waits import PATIENCE
 from trinity_events.weights import load_version
 
 CHUNKS = 6000 * 4 // CHUNK
@@ -14,7 +15,7 @@ CHUNKS = 6000 * 4 // CHUNK
 
 
 @contextmanager
-def reading(store, parts, deadline=30.0, taker=None):
+def reading(store, parts, deadline=PATIENCE, taker=None):
     """Reads along in the block; how it ended is known behind it."""
     told = SimpleNamespace(ended=None, stop=threading.Event())
 
@@ -25,19 +26,10 @@ def reading(store, parts, deadline=30.0, taker=None):
     thread.start()
     try:
         yield told
-        thread.join(30)
+        thread.join(PATIENCE)
     finally:
         told.stop.set()
-        thread.join(30)
-
-
-def until(condition):
-    """Wait for what another thread does."""
-    for _ in range(10_000):
-        if condition():
-            return
-        threading.Event().wait(0.002)
-    raise AssertionError("it did not happen")
+        thread.join(PATIENCE)
 
 
 def write(writer, tensors=SOME):

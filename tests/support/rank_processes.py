@@ -27,7 +27,7 @@ PRELOADED = [
     "megatron.core.pipeline_parallel",
     "tests.support.megatron_ranks",
 ]
-GROUP_TIMEOUT = timedelta(seconds=30)
+GROUP_TIMEOUT = timedelta(seconds=120)
 ANSWER_TIMEOUT = 240.0
 """Seconds that a rank has for one function; its imports take a minute on a loaded machine."""
 

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.published_parts import put, read
 from tests.support.transport_processes import SOME
+from tests.support.waits import PATIENCE
 from trinity_events.weights import PartRef, RayStore
 from trinity_events.weights.transports.ray.directory import NAMESPACE
 from trinity_schemas import StepReady
@@ -23,7 +24,7 @@ def in_ray(run_id) -> list[PartRef]:
         if one["namespace"] == NAMESPACE:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):  # it is ending
                 directory = ray.get_actor(one["name"], NAMESPACE)
-                found += ray.get(directory.parts.remote(), timeout=20)
+                found += ray.get(directory.parts.remote(), timeout=PATIENCE)
     return [part for part in found if part.run_id == run_id]
 
 
@@ -61,4 +62,4 @@ class Elsewhere:
 def on_ray(reference):
     import ray
 
-    return ray.get(reference, timeout=60)
+    return ray.get(reference, timeout=PATIENCE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from tests.support.waits import wait_until
 from trinity_events.server import find_binary
 
 OLDEST = "TRINITY_OLDEST_SERVER"
@@ -81,10 +81,7 @@ class Server:
                 *self._options,
             ]
         )
-        give_up = time.monotonic() + 20
-        while not self._answers():
-            assert time.monotonic() < give_up, f"no server started: see {self.folder}/log"
-            time.sleep(0.01)
+        wait_until(self._answers, f"no server started: see {self.folder}/log")
 
     def client(self) -> redis.Redis:
         """A client that never tries twice."""
@@ -135,10 +132,9 @@ def cluster(folder: Path) -> Iterator[list[Server]]:
                 client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
                 for other in nodes[:number]:
                     client.execute_command("CLUSTER MEET", "127.0.0.1", other.port, other.bus)
-        give_up = time.monotonic() + 20
-        while not all(_knows_all(node) for node in nodes):
-            assert time.monotonic() < give_up, "the nodes did not become a cluster"
-            time.sleep(0.02)
+        wait_until(
+            lambda: all(_knows_all(node) for node in nodes), "the nodes did not become a cluster"
+        )
         yield nodes
 
 
@@ -146,10 +142,3 @@ def _knows_all(node: Server) -> bool:
     with node.client() as client:
         info = client.execute_command("CLUSTER INFO")
     return info["cluster_state"] == "ok" and info["cluster_slots_ok"] == "16384"
-
-
-def within(seconds, met):
-    give_up = time.monotonic() + seconds
-    while not met():
-        assert time.monotonic() < give_up, "waited in vain"
-        time.sleep(0.02)

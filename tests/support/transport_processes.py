@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from tests.support.fake_devices import HostDevice
+from tests.support.waits import PATIENCE
 from trinity_events.errors import RayUnusable
 from trinity_events.server import open_client
 from trinity_events.weights import (
@@ -95,7 +96,7 @@ def actor(target, *arguments):
     started.start()
     theirs.close()
     try:
-        assert ours.poll(60), "the process did not get there"
+        assert ours.poll(PATIENCE), "the process did not get there"
         yield started, ours.recv()
     finally:
         kill(started)
@@ -105,7 +106,7 @@ def actor(target, *arguments):
 def kill(process):
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, signal.SIGKILL)
-    process.join(20)
+    process.join(PATIENCE)
 
 
 def publishes_until(told, where: Where, part: PartRef, stage: str) -> None:

@@ -4,6 +4,7 @@ import anyio
 import torch
 
 from tests.support.pipeline import announced
+from tests.support.waits import PATIENCE
 from trinity_events.weights.tensors import DTYPES
 from trinity_schemas import StepReady
 
@@ -15,7 +16,7 @@ def publish(trainer, tensors, step):
 
 
 async def ready(log, step) -> StepReady:
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         while True:
             found = [one for one in await announced(log, 1) if isinstance(one, StepReady)]
             for event in found:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.event_histories import committed, finished, opened, part, registration, started
 from tests.support.pipeline import announced, publish_steps, reducer_task
+from tests.support.waits import PATIENCE, wait_until
 from trinity_events import StepReady
 from trinity_events.coordinator import staged_path
 from trinity_events.errors import DeadlineExceeded, SaveError
@@ -71,7 +71,7 @@ async def test_saves_really_run_in_threads_and_are_told_from_there():
         threads, release = [], threading.Event()
 
         def save():
-            release.wait(10)
+            release.wait(PATIENCE)
             threads.append(threading.current_thread())
 
         coordinator.save_async("model", save, 5, is_state_dict=True)
@@ -250,17 +250,15 @@ def test_one_log_serves_several_event_loops_and_outlives_them():
     found = []
 
     def wait():
-        found.append(asyncio.run(log.read_blocking({Stream.EVENTS: "0-0"}, seconds=10)))
+        found.append(asyncio.run(log.read_blocking({Stream.EVENTS: "0-0"}, seconds=PATIENCE)))
 
     threads = [threading.Thread(target=wait) for _ in range(2)]
     for thread in threads:
         thread.start()
-    give_up = time.monotonic() + 10
-    while len(log._waiting) < 2 and time.monotonic() < give_up:
-        time.sleep(0.001)
+    wait_until(lambda: len(log._waiting) >= 2)
     entry_id = SyncMemoryEventLog(log).append(b"for both")
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert [[entry.id for _, entry in each] for each in found] == [[entry_id]] * 2
 
     loop = asyncio.new_event_loop()
@@ -279,7 +277,7 @@ def python(*args, **env):
         [sys.executable, *args],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE,
         check=False,
         cwd=ROOT,
         env={**os.environ, **env},

@@ -17,11 +17,13 @@ from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_workers.engines.state_files import read_state
 from trinity_workers.helpers import (
+    PublishFull,
+    PublishShards,
     fsdp_save_state_dict,
     fsdp_sync_weight_nccl,
     fsdp_upload_state_dict,
+    strategy_for,
 )
-from trinity_workers.helpers.snapshot import SnapshotUploads
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +136,11 @@ def synchronizer(
 def upload(rank: Rank, step: int, how: str) -> None:
     """Publish the weights: full, as shards, or as a snapshot after which training goes on."""
     engine, to = rank.held.engine, synchronizer(rank)
+    strategy = strategy_for(how, 30)
+    fsdp_upload_state_dict(engine, to, step, logger, strategy=strategy)
     if how == "snapshot":
-        snapshots = SnapshotUploads(to, 30)
-        fsdp_upload_state_dict(engine, to, step, logger, snapshots=snapshots)
         take_step(rank, 9)
-        snapshots.close()
-    else:
-        fsdp_upload_state_dict(engine, to, step, logger, sharded=how == "shards")
+    strategy.close()
     to.flush()
 
 
@@ -158,7 +158,8 @@ def publish_adapter(rank: Rank, step: int) -> dict[str, torch.Tensor]:
 def upload_that_fails(rank: Rank, step: int, sharded: bool) -> None:
     to = synchronizer(rank, FailsOnRank1 if sharded else FailingSynchronizer)
     try:
-        fsdp_upload_state_dict(rank.held.engine, to, step, logger, sharded=sharded)
+        strategy = PublishShards() if sharded else PublishFull()
+        fsdp_upload_state_dict(rank.held.engine, to, step, logger, strategy=strategy)
     finally:
         to.flush()
 

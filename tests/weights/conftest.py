@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.pipeline import reducer_task
 from tests.support.transport_processes import CHUNK, Where
+from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
 from trinity_events.server import open_client
 from trinity_events.weights import SharedMemoryStore
@@ -35,7 +36,7 @@ def prefetching_ends(publisher, redis_url, weights_url, run_id):
     )
     explorer = Synchronizer(run_id, 0, redis_url=redis_url, weights_url=weights_url)
     config = SimpleNamespace(
-        run_id=run_id, epoch=publisher.epoch, redis_url=redis_url, sync_timeout=30.0
+        run_id=run_id, epoch=publisher.epoch, redis_url=redis_url, sync_timeout=PATIENCE
     )
     yield trainer, explorer, ReadingAlong(config, explorer)
     trainer.close()

@@ -175,7 +175,7 @@ def test_a_client_publishes_in_its_dtype_through_helpers_too(redis_url, weights_
         run_id, 1, redis_url=redis_url, weights_url=weights_url, dtype=torch.float16
     )
     for one in (made, made.bind("actor", 0)):
-        writer = one.part_writer(1, 0)
+        writer = one.publication(1).begin()
         writer.add("weight", torch.rand(300, 10))
         assert writer.seal().bytes == 6000
         one.close()

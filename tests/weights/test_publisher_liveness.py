@@ -133,8 +133,8 @@ async def test_an_attempt_begins_and_ends_in_the_log(trainer, log):
     trainer.publish(TENSORS, 1)
     with pytest.raises(TypeError, match="complex"):
         trainer.publish([("a", torch.zeros(1, dtype=torch.complex64))], 2)
-    trainer.part_writer(3, 0)
-    trainer.part_writer(4, 0)
+    trainer.publication(3).begin()
+    trainer.publication(4).begin()
     trainer.close()
     assert await attempts(log) == [
         ["SaveStarted", "VersionPartPublished"],
@@ -149,18 +149,19 @@ async def test_a_rank_that_takes_longer_than_its_lease_is_waited_for(
 ):
     async with reducer_task(redis_url, run_id):
         trainer.open_version(1)
-        writer = trainer.part_writer(1, 0)
+        part = trainer.publication(1)
+        part.begin()
         trainer.commit(1)
         await anyio.sleep(3 * LEASE)
-        writer.add(*TENSORS[0])
-        trainer.part_published(1, 0, writer.seal(), 0.0)
+        part.add(*TENSORS[0])
+        part.publish()
         [told] = await announced(log, 1)
     assert isinstance(told, StepReady)
 
 
 def publishes_for_ever(told, url, run_id, epoch):
     made = Synchronizer(run_id, epoch, redis_url=url, rank=1, lease=LEASE)
-    made.part_writer(1, 1).add(*TENSORS[0])
+    made.publication(1, 1).add(*TENSORS[0])
     made.flush()
     told.send(None)
     time.sleep(600)

@@ -9,11 +9,12 @@ import torch
 from msgspec.structs import replace
 
 from tests.support.pipeline import reducer_task
-from tests.support.prefetching import CHUNKS, follower_of, has, load, reading, until, write
+from tests.support.prefetching import CHUNKS, follower_of, has, load, reading, write
 from tests.support.published_parts import announcement
 from tests.support.shards import rows
 from tests.support.tensors import identical
 from tests.support.transport_processes import CHUNK, SOME, Where
+from tests.support.waits import PATIENCE, wait_until
 from tests.support.weight_versions import ready
 from trinity_events.errors import CorruptVersion, IncompatibleWeights
 from trinity_events.weights import (
@@ -61,7 +62,7 @@ def test_a_model_has_a_version_before_it_is_sealed_but_for_the_last_chunk(
     squared = (module.get_parameter("layer.3") ** 2).sum()
     with reading(theirs, [part], taker=ahead.begin(module)) as told:
         writer = write(PartWriter(ours, part, CHUNK), changed())
-        until(lambda: has(module, changed()[:-1]))
+        wait_until(lambda: has(module, changed()[:-1]))
         assert not has(module, changed())
         assert told.ended is None
         report = writer.seal()
@@ -84,7 +85,7 @@ def test_the_shards_of_all_ranks_are_taken_as_they_come(shared_memory_stores, pa
                 for writer, (tensor, *place) in zip(writers, rows(weight + step, 20), strict=True):
                     writer.add("weight", tensor, ShardOffset(*place))
                 if step == 2:  # of 2,640 and 5,808 bytes, in chunks of 256
-                    until(lambda: sum(copied) == (10 + 22) * 256)
+                    wait_until(lambda: sum(copied) == (10 + 22) * 256)
                 event = announcement(parts[0], *[writer.seal() for writer in writers])
             loaded = load_version(theirs, part.run_id, event, module, ahead=ahead)
             ahead.note(module, loaded)
@@ -146,9 +147,9 @@ def test_what_was_taken_of_a_part_that_was_given_up_is_taken_anew(
     part = part._replace(step=2)
     with reading(theirs, [part], taker=ahead.begin(module)):
         writer = write(PartWriter(ours, part, CHUNK), changed(1.0))
-        until(lambda: follower_of(theirs) == CHUNKS)
+        wait_until(lambda: follower_of(theirs) == CHUNKS)
         writer.discard()
-        until(lambda: theirs.followers[0].seen is None)
+        wait_until(lambda: theirs.followers[0].seen is None)
         report = write(PartWriter(ours, part, CHUNK), changed(2.0)).seal()
     load(theirs, module, ahead, part, report)
     assert has(module, changed(2.0))
@@ -159,7 +160,7 @@ def test_what_was_taken_and_is_not_what_was_published_is_found(shared_memory_sto
     part = part._replace(step=2)
     with reading(theirs, [part], taker=ahead.begin(module)):
         writer = write(PartWriter(ours, part, CHUNK), changed())
-        until(lambda: follower_of(theirs) == CHUNKS)
+        wait_until(lambda: follower_of(theirs) == CHUNKS)
         report = writer.seal()
     # Digested too early: taken too early, too.
     theirs._seen[part].digests[2] = "xxh3:" + "0" * 32
@@ -205,7 +206,7 @@ def test_what_was_taken_counts_only_where_the_module_still_is(shared_memory_stor
         here = part._replace(step=step)
         with reading(theirs, [here], taker=ahead.begin(module)):
             writer = write(PartWriter(ours, here, CHUNK), changed(step))
-            until(lambda: follower_of(theirs) == CHUNKS)
+            wait_until(lambda: follower_of(theirs) == CHUNKS)
             report = writer.seal()
         if step == 2:
             layer.data = torch.zeros(1000)
@@ -233,7 +234,7 @@ def test_chunks_that_are_shorter_than_their_writer_said_are_loaded_anew(shared_m
     part, more = part._replace(step=2), [(name, tensor + 1) for name, tensor in tensors]
     with reading(theirs, [part], taker=ahead.begin(module)):
         writer = write(PartWriter(ours, part), more)
-        until(lambda: follower_of(theirs) >= 4)
+        wait_until(lambda: follower_of(theirs) >= 4)
         report = writer.seal()
     load(theirs, module, ahead, part, report)
     sizes = {chunk.nbytes for chunk in decode_manifest(theirs.open(part).manifest).chunks[:-1]}
@@ -249,7 +250,7 @@ def test_what_was_taken_is_not_what_another_transport_has(
     report = write(PartWriter(redis, part, CHUNK), changed(2.0)).seal()
     with reading(theirs, [part], taker=ahead.begin(module)):
         writer = write(PartWriter(ours, part, CHUNK), changed(1.0))
-        until(lambda: follower_of(theirs) == CHUNKS)
+        wait_until(lambda: follower_of(theirs) == CHUNKS)
         writer.seal()
     load(redis, module, ahead, part, report)
     redis.close()
@@ -301,7 +302,7 @@ def test_an_adapter_makes_no_model_whole_that_was_filled_before(prefetching_ends
     assert has(module, [*changed()[:1], *SOME[1:]])
     explorer.load(module, announced(3, SOME))
     opened, stop = VersionOpened(step=4, ranks=(0,), transport="shm"), Event()
-    writer = trainer.part_writer(4, 0, subset=True)
+    writer = trainer.publication(4, subset=True).begin()
     for name, tensor in changed()[:2]:
         writer.add(name, tensor)  # where a full version would be
     assert explorer.prefetch(trainer.epoch, opened, stop, 0.2, module) == "late"
@@ -325,16 +326,17 @@ async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
         trainer.commit(1)
         explorer.apply(module, await ready(log, 1))
         tasks.start_soon(along.follow)
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE):
             with along.filling(module):
-                while not follower_of(explorer._stores.opened["shm"]):
+                while not follower_of(explorer._session.stores.opened["shm"]):
                     trainer.open_version(2)  # until it listens, it does not hear of it
-                    writer = write(trainer.part_writer(2, 0), changed())
+                    part = trainer.publication(2)
+                    write(part.begin(), changed())
                     await anyio.sleep(0.1)
                 while not has(module, changed()[:-1]):
                     await anyio.sleep(0.01)
                 assert not has(module, changed())
-                trainer.part_published(2, 0, writer.seal(), 0.0)
+                part.publish()
                 trainer.commit(2)
                 event = await ready(log, 2)
             async with along.put_aside():

@@ -14,7 +14,7 @@ from trinity_events.weights import (
     SharedMemoryStore,
     TensorSlice,
     check_installed,
-    synchronizer,
+    version_reader,
 )
 from trinity_events.weights.deltas.tracker import LastPublished
 from trinity_events.weights.tensors import as_bytes, digest
@@ -129,8 +129,8 @@ async def test_an_explorer_says_that_it_serves_only_what_its_model_has(
         event = await ready(log, 1)
         with monkeypatch.context() as patch:
             if way == "apply":
-                real = synchronizer.install
-                patch.setattr(synchronizer, "install", lambda fit: (real(fit), spoil()))
+                real = version_reader.install
+                patch.setattr(version_reader, "install", lambda fit: (real(fit), spoil()))
             else:
                 at = "trinity_events.weights.load.check_installed"
                 patch.setattr(at, lambda *told, **how: (spoil(), check_installed(*told, **how)))

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from tests.support.pipeline import announced, reducer_task
 from tests.support.tensors import identical
+from tests.support.waits import PATIENCE
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.errors import (
@@ -129,12 +130,12 @@ async def test_retired_versions_are_freed_and_the_newest_two_stay(
     for step in range(6):
         publish(trainer, {"a": torch.full((100,), float(step))}, step)
         await ready(log, step)
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         while not any(
             isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
         ):
             await anyio.sleep(0.01)
-    trainer.part_writer(6, 0)  # whoever publishes next frees first
+    trainer.publication(6).begin()  # whoever publishes next frees first
     keys = weights_client.keys(f"trinity-weights:{{{explorer.run_id}.*")
     steps = {key.decode().split("}")[0].split(".")[-2] for key in keys}
     assert steps == {"4", "5"}
@@ -304,7 +305,7 @@ async def test_a_version_that_the_log_does_not_take_is_taken_back(
     def refuses(*_):
         raise BufferFull("no room")
 
-    monkeypatch.setattr(trainer, "part_published", refuses)
+    monkeypatch.setattr(trainer._publisher, "part_published", refuses)
     with pytest.raises(BufferFull):
         trainer.publish([("a", torch.ones(100))], 1)
     assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
@@ -316,7 +317,7 @@ async def test_what_was_sent_is_taken_back_although_the_failure_cannot_be_told(
     def refuses(*_):
         raise BufferFull("no room")
 
-    monkeypatch.setattr(trainer, "part_failed", refuses)
+    monkeypatch.setattr(trainer._publisher, "part_failed", refuses)
     with pytest.raises(TypeError, match="complex64"):
         trainer.publish([("a", torch.ones(100)), ("b", torch.ones(1, dtype=torch.complex64))], 1)
     assert weights_client.keys(f"trinity-weights:{{{trainer.run_id}.*") == []
@@ -336,7 +337,7 @@ async def test_retired_parts_of_all_ranks_of_a_process_are_freed(trainer, log, w
         trainer.commit(step)
         await ready(log, step)
     for rank in (0, 1):
-        trainer.part_writer(6, rank).discard()
+        trainer.publication(6, rank).begin().discard()
         kept = [
             step
             for step in range(1, 6)

@@ -15,6 +15,7 @@ pytest.importorskip("reasoning_gym")
 
 from tests.support.experiences import EPOCH, group  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.errors import (  # noqa: E402
     CorruptVersion,
@@ -43,7 +44,7 @@ def reader(client, run_id):
 
 async def add_all(writer: ExperienceWriter, *groups: ExperienceGroup) -> None:
     for one in groups:
-        await writer.add(one, deadline=5)
+        await writer.add(one, deadline=PATIENCE)
 
 
 async def waiting(client: redis.asyncio.Redis, run_id: str) -> int:
@@ -60,9 +61,9 @@ async def test_a_steps_groups_are_taken_together_whatever_the_order_they_came_in
     order = [(2, 0), (1, 1), (3, 0), (2, 1), (1, 0), (3, 1)]
     await add_all(writer, *(group(run_id, step, index) for step, index in order))
     for step in (1, 2, 3):
-        groups, entry_ids = await reader.take(step, 2, deadline=5)
+        groups, entry_ids = await reader.take(step, 2, deadline=PATIENCE)
         assert sorted(ids(groups)) == [f"2-{step}-0", f"2-{step}-1"]
-        await reader.ack(entry_ids, deadline=5)
+        await reader.ack(entry_ids, deadline=PATIENCE)
     assert reader.dropped == 0
 
 
@@ -71,19 +72,19 @@ async def test_a_group_arrives_as_it_was_sent_also_after_the_wait_began(writer, 
 
     async def send_later():
         await anyio.sleep(0.1)
-        await writer.add(sent, deadline=5)
+        await writer.add(sent, deadline=PATIENCE)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(send_later)
-        groups, _ = await reader.take(1, 1, deadline=5)
+        groups, _ = await reader.take(1, 1, deadline=PATIENCE)
     assert groups == [sent]
 
 
 async def test_only_acknowledgement_frees_the_stream(writer, reader, client, run_id):
     await add_all(writer, *(group(run_id, 1, index) for index in range(3)))
-    _, entry_ids = await reader.take(1, 3, deadline=5)
+    _, entry_ids = await reader.take(1, 3, deadline=PATIENCE)
     assert await waiting(client, run_id) == 3
-    await reader.ack(entry_ids, deadline=5)
+    await reader.ack(entry_ids, deadline=PATIENCE)
     assert await waiting(client, run_id) == 0
     assert (await client.xpending(RunKeys.of(run_id).experiences, GROUP))["pending"] == 0
 
@@ -94,23 +95,23 @@ async def test_a_writer_at_the_bound_waits_until_there_is_room(client, reader, r
     added = anyio.Event()
 
     async def add_third():
-        await writer.add(group(run_id, 3), deadline=5)
+        await writer.add(group(run_id, 3), deadline=PATIENCE)
         added.set()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(add_third)
-        _, entry_ids = await reader.take(1, 1, deadline=5)
+        _, entry_ids = await reader.take(1, 1, deadline=PATIENCE)
         await anyio.sleep(0.1)
         assert not added.is_set(), "what is taken is not yet used"
-        await reader.ack(entry_ids, deadline=5)
-        with anyio.fail_after(5):
+        await reader.ack(entry_ids, deadline=PATIENCE)
+        with anyio.fail_after(PATIENCE):
             await added.wait()
     assert await waiting(client, run_id) == 2
 
 
 async def test_a_writer_that_finds_no_room_in_time_says_who_makes_none(client, run_id):
     writer = ExperienceWriter(client, run_id, bound=1)
-    await writer.add(group(run_id, 1), deadline=5)
+    await writer.add(group(run_id, 1), deadline=PATIENCE)
     with pytest.raises(DeadlineExceeded, match=r"1 experience groups .* wait for the trainer"):
         await writer.add(group(run_id, 2), deadline=0.1)
     assert await waiting(client, run_id) == 1
@@ -125,8 +126,8 @@ async def test_what_is_of_no_use_is_dropped_counted_and_freed(writer, reader, cl
     )
     await client.xadd(RunKeys.of(run_id).experiences, {b"e": b"\xc1 no MessagePack"})
     await client.xadd(RunKeys.of(run_id).experiences, {b"other": b"field"})
-    await writer.add(group(run_id, 1), deadline=5)
-    groups, _ = await reader.take(1, 1, deadline=5)
+    await writer.add(group(run_id, 1), deadline=PATIENCE)
+    groups, _ = await reader.take(1, 1, deadline=PATIENCE)
     assert ids(groups) == ["2-1-0"]
     assert reader.dropped == 5
     assert await waiting(client, run_id) == 1
@@ -135,7 +136,7 @@ async def test_what_is_of_no_use_is_dropped_counted_and_freed(writer, reader, cl
 async def test_a_group_that_was_sent_twice_counts_once(writer, reader, run_id):
     # A command that is sent again after a lost reply, or an explorer that was started again.
     await add_all(writer, group(run_id, 1, 0), group(run_id, 1, 0), group(run_id, 1, 1))
-    groups, _ = await reader.take(1, 2, deadline=5)
+    groups, _ = await reader.take(1, 2, deadline=PATIENCE)
     assert ids(groups) == ["2-1-0", "2-1-1"]
     assert reader.dropped == 1
 
@@ -145,8 +146,8 @@ async def test_a_deadline_says_how_many_of_how_many_came(writer, reader, run_id)
     with pytest.raises(DeadlineExceeded, match=r"2 of 3 experience groups for step 4 .* alive\?"):
         await reader.take(4, 3, deadline=0.2)
     # The wait may be taken up again.
-    await writer.add(group(run_id, 4, 2), deadline=5)
-    groups, _ = await reader.take(4, 3, deadline=5)
+    await writer.add(group(run_id, 4, 2), deadline=PATIENCE)
+    groups, _ = await reader.take(4, 3, deadline=PATIENCE)
     assert len(groups) == 3
 
 
@@ -155,11 +156,11 @@ async def test_a_trainer_takes_over_what_a_dead_one_of_its_epoch_had_read(
 ):
     await add_all(writer, group(run_id, 1), group(run_id, 2))
     dead = ExperienceReader(client, run_id, EPOCH)
-    await dead.take(1, 1, deadline=5)
+    await dead.take(1, 1, deadline=PATIENCE)
     for step in (1, 2):
-        groups, entry_ids = await reader.take(step, 1, deadline=5)
+        groups, entry_ids = await reader.take(step, 1, deadline=PATIENCE)
         assert ids(groups) == [f"2-{step}-0"]
-        await reader.ack(entry_ids, deadline=5)
+        await reader.ack(entry_ids, deadline=PATIENCE)
     assert (reader.dropped, await waiting(client, run_id)) == (0, 0)
 
 
@@ -170,11 +171,11 @@ async def test_a_second_epoch_is_not_starved_by_what_the_first_left_unacknowledg
     writer = ExperienceWriter(client, run_id, bound=250)
     await add_all(writer, *(group(run_id, 1, index, epoch=1) for index in range(250)))
     dead = ExperienceReader(client, run_id, 1)
-    await dead.take(1, 250, deadline=5)
+    await dead.take(1, 250, deadline=PATIENCE)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: writer.add(group(run_id, 1), deadline=5))
-        groups, entry_ids = await reader.take(1, 1, deadline=5)
-    await reader.ack(entry_ids, deadline=5)
+        tasks.start_soon(lambda: writer.add(group(run_id, 1), deadline=PATIENCE))
+        groups, entry_ids = await reader.take(1, 1, deadline=PATIENCE)
+    await reader.ack(entry_ids, deadline=PATIENCE)
     assert ids(groups) == ["2-1-0"]
     assert (reader.dropped, await waiting(client, run_id)) == (250, 0)
 
@@ -184,10 +185,10 @@ async def test_a_trainer_of_an_old_epoch_ends_and_leaves_the_new_one_what_is_its
 ):
     monkeypatch.setattr(experiences, "BLOCK", 0.1)
     old = ExperienceReader(client, run_id, EPOCH - 1)
-    await writer.add(group(run_id, 1), deadline=5)
+    await writer.add(group(run_id, 1), deadline=PATIENCE)
     with pytest.raises(StaleEpoch, match=f"opened anew as epoch {EPOCH}: this trainer is of epoch"):
-        await old.take(1, 1, deadline=5)
-    groups, _ = await reader.take(1, 1, deadline=5)
+        await old.take(1, 1, deadline=PATIENCE)
+    groups, _ = await reader.take(1, 1, deadline=PATIENCE)
     assert ids(groups) == [f"{EPOCH}-1-0"]
 
 
@@ -196,14 +197,14 @@ async def test_a_group_whose_delivery_was_lost_is_found_again(
 ):
     monkeypatch.setattr(experiences, "BLOCK", 0.1)
     await add_all(writer, group(run_id, 1), group(run_id, 2, 0), group(run_id, 2, 1))
-    groups, first = await reader.take(1, 1, deadline=5)
-    await writer.add(group(run_id, 2, 2), deadline=5)
+    groups, first = await reader.take(1, 1, deadline=PATIENCE)
+    await writer.add(group(run_id, 2, 2), deadline=PATIENCE)
     # Handed out to us, in a reply that a broken connection swallowed.
     lost = await client.xreadgroup(GROUP, experiences.MEMBER, {RunKeys.of(run_id).experiences: ">"})
     assert len(lost[0][1]) == 1
-    groups, second = await reader.take(2, 3, deadline=5)
+    groups, second = await reader.take(2, 3, deadline=PATIENCE)
     assert ids(groups) == ["2-2-0", "2-2-1", "2-2-2"]
-    await reader.ack([*first, *second], deadline=5)
+    await reader.ack([*first, *second], deadline=PATIENCE)
     assert (reader.dropped, await waiting(client, run_id)) == (0, 0)
 
 
@@ -219,7 +220,7 @@ async def config(make_config, redis_url, run_id):
             prompts_per_step=1,
             samples_per_prompt=2,
             held_out_questions=0,
-            sync_timeout=20.0,
+            sync_timeout=PATIENCE,
         )
 
 
@@ -258,7 +259,7 @@ async def test_an_explorer_that_meets_a_version_of_no_use_goes_on_with_the_next(
     await explorer.prepare()
 
     async def publish_next():
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE):
             while "waits for newer weights" not in caplog.text:
                 await anyio.sleep(0.01)
         await anyio.to_thread.run_sync(publish, trainer, config.model_folder, 1)
@@ -267,7 +268,9 @@ async def test_an_explorer_that_meets_a_version_of_no_use_goes_on_with_the_next(
         tasks.start_soon(publish_next)
         result = await explorer.explore()
     assert (result.applied, result.groups) == (1, 1)
-    groups, _ = await ExperienceReader(client, config.run_id, config.epoch).take(1, 1, deadline=5)
+    groups, _ = await ExperienceReader(client, config.run_id, config.epoch).take(
+        1, 1, deadline=PATIENCE
+    )
     assert groups[0].version == StepRef(config.epoch, 1)
 
 

@@ -13,10 +13,12 @@ import redis
 import typer
 from redis.exceptions import RedisClusterException
 
+from ..error_text import leaf_errors
 from ..errors import TrinityError
 from ..log.error_replies import is_reply, reply_text
 from ..server import permission_error
 from ..views.terminal import LogFormatter, say, tell
+from .audit import audit
 from .explain import explain
 from .export import export, import_
 from .reducer import reducer
@@ -49,7 +51,7 @@ def build() -> typer.Typer:
     )
     for plugin in metadata.entry_points(group=PLUGINS):
         app.command(plugin.name)(plugin.load())
-    listing = (serve, reducer, runs, status, explain, tail, replay, export, import_, verify)
+    listing = (serve, reducer, runs, status, explain, tail, replay, audit, export, import_, verify)
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
     return app
@@ -80,7 +82,7 @@ def run() -> None:
 
 def _in_a_sentence(error: Exception) -> str | None:
     """Return the message of an error; None for a defect of the program."""
-    for one in _causes(error):
+    for one in leaf_errors(error):
         cause = permission_error(one) or one
         if isinstance(cause, TrinityError):
             return f"error: {cause}"
@@ -92,10 +94,3 @@ def _in_a_sentence(error: Exception) -> str | None:
             where = f"{cause.filename}: " if cause.filename else ""
             return f"error: {where}{cause.strerror}"
     return None
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return the error, or the leaves of its group."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in _causes(one)]
-    return [error]

@@ -11,13 +11,15 @@ from msgspec import Struct
 
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
-from ..core import MonitorState
+from ..core import MonitorState, unfinished
 from ..core import explain as in_words
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
+from ..core.waits import chains_of_waits, open_waits
 from ..errors import TrinityError
 from ..log import RedisEventLog, Stream, require_run
 from ..replay import current_state
 from ..server import server_clock
+from ..views import state_as_json
 from ..views.terminal import say
 from .last_entries import decoded
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of, print_json
@@ -42,13 +44,13 @@ class _Known(Struct, frozen=True, kw_only=True):
 
 def explain(
     words: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="[RUN] STEP",
+            metavar="[RUN] [STEP]",
             help="The run's id, by default of the newest run; and the training step.",
             show_default=False,
         ),
-    ],
+    ] = None,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     as_json: Json = False,
@@ -56,45 +58,73 @@ def explain(
     """Explain the outcome of a step, or why it is not ready: what is missing, and since when.
 
     Prints one line per kind, and the cause first. The outcome of an old step is read from the log.
+    Without a step, explains what a run waits for: each wait, and what its culprit waits for.
 
     Example: trinity-events explain demo-1 100
 
     Example: trinity-events explain 100
+
+    Example: trinity-events explain demo-1
     """
-    run, step = _run_and_step(words)
+    run, step = _run_and_step(words or [])
     known = anyio.run(_look_up, redis_url, run, step, checkpoint_root(root))
-    state, found = known.state, known.state.steps.get(step)
-    lines = [] if found is None else in_words(state, step, now=known.now, named=None).splitlines()
-    lines += outcomes_in_words(step, known.outcomes)
-    lines += ended_in(state, step)
-    if not lines:
-        raise StepNotFound(_not_found(state, step))
+    state = known.state
+    waits = open_waits(state, known.now)
+    lines = _lines_of_run(known) if step is None else _lines_of_step(known, step)
     if not as_json:
         for line in lines:
             say(line, lines=False)
         return
-    kinds = {one.kind: one.outcome for one in known.outcomes}
-    if found is not None:
-        kinds = {kind: outcome_of(one) for kind, one in found.kinds.items()}
+    kinds: dict[str, str] = {one.kind: one.outcome for one in known.outcomes}
+    if step in state.steps:
+        kinds = {kind: outcome_of(one) for kind, one in state.steps[step].kinds.items()}
     print_json(
         {
             "run_id": state.run_id,
             "epoch": state.epoch,
             "step": step,
             "kinds": kinds,
-            "explanation": " ".join(lines),
+            "explanation": " ".join(line.strip() for line in lines),
         }
+        | ({"waits": state_as_json(state)["waits"]} if waits else {})
     )
 
 
-def _run_and_step(words: list[str]) -> tuple[str | None, int]:
-    run, text = (None, words[0]) if len(words) == 1 else (words[0], words[1])
-    if len(words) > 2 or not (text.isascii() and text.isdigit()):
+def _lines_of_step(known: _Known, step: int) -> list[str]:
+    """Return the outcomes of a step, then the waits of the run if the step is not settled."""
+    state, found = known.state, known.state.steps.get(step)
+    lines = [] if found is None else in_words(state, step, now=known.now, named=None).splitlines()
+    lines += outcomes_in_words(step, known.outcomes)
+    lines += ended_in(state, step)
+    if not lines:
+        raise StepNotFound(_not_found(state, step))
+    if found is not None and not all(kind.settled for kind in found.kinds.values()):
+        lines += chains_of_waits(state, known.now)
+    return lines
+
+
+def _lines_of_run(known: _Known) -> list[str]:
+    """Return the waits of a run, and the steps that are neither ready nor failed."""
+    state = known.state
+    lines = [*chains_of_waits(state, known.now), *unfinished(state, now=known.now)]
+    return lines or [
+        f"No process of run {state.run_id} has reported a wait, and no step waits for anything."
+    ]
+
+
+def _run_and_step(words: list[str]) -> tuple[str | None, int | None]:
+    if len(words) == 1 and not _is_step(words[0]):
+        return words[0], None
+    if len(words) > 2 or (words and not _is_step(words[-1])):
         raise NoStep(
-            "explain takes a run, which may be left out, and a step, such as demo-1 100: not "
+            "explain takes a run and a step, such as demo-1 100, and either may be left out: not "
             f"{' '.join(words)!r}"
         )
-    return run, int(text)
+    return (None if len(words) < 2 else words[0]), (int(words[-1]) if words else None)
+
+
+def _is_step(word: str) -> bool:
+    return word.isascii() and word.isdigit()
 
 
 def _not_found(state: MonitorState, step: int) -> str:
@@ -110,13 +140,13 @@ def _not_found(state: MonitorState, step: int) -> str:
     )
 
 
-async def _look_up(redis_url: str | None, run: str | None, step: int, root: Path) -> _Known:
+async def _look_up(redis_url: str | None, run: str | None, step: int | None, root: Path) -> _Known:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
         now = await server_clock(client, log.keys.events)
         outcomes: list[Outcome] = []
-        if step not in state.steps:
+        if step is not None and step not in state.steps:
             outcomes = await _announced(log, Archive(root / log.run_id, log.run_id), step)
         return _Known(state=state, now=now, outcomes=outcomes)
 

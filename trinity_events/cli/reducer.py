@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,7 +14,7 @@ import typer
 from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import serving
-from ..signals import ending_signals
+from ..signals import cancelled_by_signals
 from .options import (
     CheckpointRoot,
     RedisUrl,
@@ -105,12 +104,7 @@ def reducer(
 
 async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = False) -> None:
     """Serve until a signal comes or, with a lifeline, the end of standard input."""
-    async with anyio.create_task_group() as tasks:
-
-        async def stop_on_signal() -> None:
-            with anyio.open_signal_receiver(signal.SIGINT, *ending_signals()) as signals:
-                async for _ in signals:
-                    tasks.cancel_scope.cancel()
+    async with cancelled_by_signals(), anyio.create_task_group() as tasks:
 
         async def stop_on_end() -> None:
             while True:
@@ -118,7 +112,6 @@ async def until_stopped(serve: Callable[[], Awaitable[None]], lifeline: bool = F
                 if not os.read(sys.stdin.fileno(), 64):
                     tasks.cancel_scope.cancel()
 
-        tasks.start_soon(stop_on_signal)
         if lifeline:
             tasks.start_soon(stop_on_end)
         await serve()

@@ -66,4 +66,11 @@ def _row(state: MonitorState, since: int | None) -> dict[str, object]:
         "step": state.trainer_step,
         "ready": {kind: pointer.at for kind, pointer in state.ready.items()},
     }
+    if state.ledger is not None:
+        ledger = state.ledger
+        row["prompts"] = {
+            "trained": ledger.trained,
+            "dropped": ledger.dropped,
+            "open": ledger.open_count,
+        }
     return row if since is None else row | {"silent_since": seconds(since)}

@@ -8,6 +8,7 @@ from trinity_schemas import (
     Envelope,
     Event,
     LeaseExpired,
+    LedgerRestored,
     SaveFailed,
     SaveFinished,
     SaveGranted,
@@ -80,6 +81,8 @@ def steps_of(event: Event) -> set[int]:
             return set() if wanted is None else {wanted.step}
         case LeaseExpired(attempts=attempts):
             return {one.slot.step for one in attempts}
+        case LedgerRestored(ledger=ledger):
+            return {ledger.step}
         case _ if isinstance(event, _OF_A_SLOT):
             return {event.slot.step}
         case _:

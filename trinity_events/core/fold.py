@@ -11,7 +11,9 @@ from trinity_schemas import (
     Envelope,
     ExplorerStatusChanged,
     LeaseExpired,
+    LedgerRestored,
     Producer,
+    RolloutsDispatched,
     RunClosed,
     RunOpened,
     RunResumed,
@@ -22,17 +24,20 @@ from trinity_schemas import (
     SaveStarted,
     Sender,
     StepCommitted,
+    StepTrained,
     SyncRequested,
     ThreadCountRegistered,
     TrainerStatusChanged,
     VersionOpened,
     VersionPartPublished,
     VersionRefused,
+    WaitEnded,
+    WaitStarted,
     WeightsApplied,
     event_tag,
 )
 
-from . import runs, saves, weights
+from . import rollouts, runs, saves, waits, weights
 from .compaction import drop_oldest_steps
 from .fold_state import FoldState, describe_producer, keep_last
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, REORDERED_PRODUCERS
@@ -53,6 +58,7 @@ _UNFENCED_EVENTS = (
     ConsumerDetached,
 )
 _EPOCH_EVENTS = (RunOpened, RunResumed)
+_WAIT_EVENTS = (WaitStarted, WaitEnded)
 
 _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     RunOpened: runs.run_opened,
@@ -75,6 +81,11 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     VersionRefused: weights.version_refused,
     ExplorerStatusChanged: weights.explorer_status_changed,
     SyncRequested: weights.sync_requested,
+    RolloutsDispatched: rollouts.rollouts_dispatched,
+    StepTrained: rollouts.step_trained,
+    LedgerRestored: rollouts.ledger_restored,
+    WaitStarted: waits.wait_started,
+    WaitEnded: waits.wait_ended,
 }
 
 
@@ -159,6 +170,8 @@ def _admit_epoch(fold: FoldState, envelope: Envelope) -> bool:
     """Return True if an event of the envelope's epoch may change the state."""
     epoch = fold.state.epoch
     if isinstance(envelope.event, _UNFENCED_EVENTS):
+        return True
+    if isinstance(envelope.event, _WAIT_EVENTS) and envelope.producer.role == "explorer":
         return True
     if isinstance(envelope.event, _EPOCH_EVENTS) and envelope.epoch > epoch:
         return True

@@ -40,3 +40,13 @@ LONGEST_REFUSAL = 500
 """Characters kept of the reason of a refusal."""
 MOST_PROOFS = 2048
 """Saves that an announcement lists; it counts them all."""
+KEPT_EXCEPTIONS = 65_536
+"""Ranges of ordinals above the ledger's mark that have a fate."""
+KEPT_DROP_REASONS = 64
+"""Reasons for dropped ordinals that are counted by name; later ones are counted together."""
+KEPT_WAITS = 256
+"""Open waits that are known; the oldest one is dropped first."""
+KEPT_WAIT_NAMES = 16
+"""Processes kept by name for one open wait; all are counted."""
+LONGEST_WAIT = 500
+"""Characters kept of the object of a wait."""

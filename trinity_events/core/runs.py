@@ -16,8 +16,9 @@ from trinity_schemas import (
 from .announcements import supersede
 from .completeness import staged_folder
 from .fold_state import FoldState, keep_last
-from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_LINEAGE, KEPT_PENDING_PROMOTIONS
-from .state import DetachedConsumer, MonitorState, ReadyPointer, TrainerWaits
+from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_PENDING_PROMOTIONS
+from .lineage import continued_lineage
+from .state import DetachedConsumer, ReadyPointer, TrainerWaits
 
 
 def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
@@ -57,7 +58,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
                 supersede(fold, state.epoch, left, kind, StepRef(epoch, step))
     for folder in list(state.pending_promotions)[:-KEPT_PENDING_PROMOTIONS]:
         del state.pending_promotions[folder]
-    state.lineage = _lineage(state, opening)
+    state.lineage = continued_lineage(state, opening)
     state.epoch = epoch
     state.strategy = opening.save_strategy
     state.transport = opening.transport
@@ -67,24 +68,16 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.steps = {}
     state.forgotten_through = -1
     state.closed = state.closed_error = state.closed_at = state.trainer_waits = None
+    state.waits, state.ledger = {}, None
     if state.opened_at is None:
         state.opened_at = fold.now
-
-
-def _lineage(state: MonitorState, opening: RunOpened | RunResumed) -> list[StepRef]:
-    """Return the epochs that a new epoch goes on from; none if it does not resume one."""
-    if isinstance(opening, RunOpened) or not state.epoch:
-        return []
-    last = opening.step
-    before = [StepRef(one.epoch, min(one.step, last)) for one in state.lineage]
-    return [*before, StepRef(state.epoch, last)][-KEPT_LINEAGE:]
 
 
 def run_closed(fold: FoldState, event: RunClosed, _: Envelope) -> None:
     """Note that the epoch ended, and its reason."""
     state = fold.state
     state.closed, state.closed_error = event.reason, event.error
-    state.closed_at, state.trainer_waits = fold.now, None
+    state.closed_at, state.trainer_waits, state.waits = fold.now, None, {}
     state.trainer = "stopped"
 
 

@@ -21,6 +21,8 @@ from trinity_schemas import (
     TrainerStatus,
 )
 
+from .ledger import Ledger
+
 ORIGIN = "0-0"
 KINDS: tuple[Kind, ...] = ("state_dict", "checkpoint", "weights")
 
@@ -177,6 +179,25 @@ class TrainerWaits(Struct, frozen=True, kw_only=True):
     """Milliseconds at which the wait began."""
 
 
+class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Wait of a process that it has reported, and that has not ended."""
+
+    by: str
+    """The waiting process's role and rank."""
+    incarnation: str
+    """Start of the waiting process."""
+    what: str
+    """Object of the wait, in words."""
+    waits_for: tuple[str, ...] = ()
+    """Processes that it waits for, by role and rank; the first of them."""
+    unnamed: int = 0
+    """Number of further processes that it waits for."""
+    since: int
+    """Milliseconds at which the wait began."""
+    deadline: float | None = None
+    """Seconds after which it gives up, from the beginning."""
+
+
 class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Consumer group that no longer keeps the log from being trimmed, since ``entry_id``."""
 
@@ -214,6 +235,10 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     trainer_step: int = 0
     trainer_waits: TrainerWaits | None = None
     """Wait of the trainer that it reports after some seconds."""
+    waits: dict[str, OpenWait] = field(default_factory=dict)
+    """Open waits by name, in the order of their reports."""
+    ledger: Ledger | None = None
+    """Fates of the ordinals of the current lineage, once some were dispatched or restored."""
     steps: dict[int, StepState] = field(default_factory=dict)
     forgotten_through: int = -1
     """Last step that was settled and dropped; earlier steps that ``steps`` lacks were too."""

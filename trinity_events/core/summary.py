@@ -15,6 +15,7 @@ from trinity_schemas import (
     StepFailed,
     StepReady,
     StepRef,
+    StepTrained,
     TrainerStatusChanged,
     VersionOpened,
     VersionPartPublished,
@@ -127,7 +128,7 @@ class Summarizer:
         match event:
             case StepCommitted(step=step):
                 self._reached(envelope.epoch, step)
-            case TrainerStatusChanged(step=step):
+            case TrainerStatusChanged(step=step) | StepTrained(step=step):
                 self._reached(envelope.epoch, step)
             case RunResumed(step=step):
                 self._first_steps[envelope.epoch] = step

@@ -17,6 +17,7 @@ from trinity_schemas import (
     RunOpened,
     RunResumed,
     SaveStrategy,
+    StepRef,
     event_tag,
 )
 
@@ -85,7 +86,7 @@ async def open_run(
     client: redis.asyncio.Redis,
     run_id: str,
     *,
-    resume_from: int | None = None,
+    resume_from: int | StepRef | None = None,
     config: str | None = None,
     save_strategy: SaveStrategy = "unrestricted",
     transport: ChosenTransport | None = None,
@@ -93,6 +94,7 @@ async def open_run(
 ) -> int:
     """Open the next epoch of the run, from its beginning or from a step; return the epoch.
 
+    ``resume_from`` is a step, or the checkpoint of a step by the epoch that wrote it.
     ``config`` is JSON for the run's other processes: no URLs, no secrets, no absolute paths.
     ``save_strategy`` tells which saves may run at the same time. ``transport`` shows users the
     transport of the weights and the reason for it. ``deadline`` is in seconds.
@@ -107,8 +109,13 @@ async def open_run(
     log = RedisEventLog(client, run_id)
     event: Event = RunOpened(config=config, save_strategy=save_strategy, transport=transport)
     if resume_from is not None:
+        checkpoint = resume_from if isinstance(resume_from, StepRef) else None
         event = RunResumed(
-            step=resume_from, config=config, save_strategy=save_strategy, transport=transport
+            step=resume_from.step if isinstance(resume_from, StepRef) else resume_from,
+            checkpoint=checkpoint,
+            config=config,
+            save_strategy=save_strategy,
+            transport=transport,
         )
     give_up = time.monotonic() + deadline
     what = f"run {run_id} was not opened"

@@ -18,6 +18,7 @@ from trinity_schemas import Envelope, EnvelopeReader, SaveGranted, encode
 from ..core import Monitor, MonitorState, encode_state, plan_files
 from ..core.current import OF_AN_EPOCH, newest_subjects
 from ..core.timeouts import lease_holders
+from ..error_text import ungrouped
 from ..log import ORIGIN, Commit, DeadLetter, Entry, EventLog, PageSize, Stream, position
 from ..log.page_size import TURN, in_turns
 from ..log.position import is_from_a_clock
@@ -126,12 +127,10 @@ class Reducer:
         Returns True in that case. Raises the client's errors. Entries folded without a commit do
         not count.
         """
-        try:
+        with ungrouped():
             async with anyio.create_task_group() as tasks:
                 closed = await self._run(tasks, until_closed)
                 tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
         return closed
 
     async def _run(self, tasks: anyio.abc.TaskGroup, until_closed: bool) -> bool:
@@ -354,9 +353,3 @@ def _is_worth_a_snapshot(since: Work) -> bool:
 async def _reconcile(files: CheckpointFiles, state: MonitorState) -> None:
     # Plan here and not in the thread, because the fold changes the state meanwhile.
     await anyio.to_thread.run_sync(files.reconcile, plan_files(state))
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group, so that callers need not know the task groups."""
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -3,13 +3,12 @@
 from .acl_errors import permission_error
 from .binary import BINARY_VARIABLE, find_binary
 from .clients import address_of
-from .clock import server_clock
 from .connect import SOCKET_DEADLINE, connect, connect_sync, open_client
 from .deadline import Deadline
 from .embedded import EmbeddedServer, trinity_home
-from .eviction import warn_of_eviction
 from .private_files import make_home, make_private, open_private
 from .resolve import serving, serving_weights
+from .server_info import server_clock, warn_of_eviction
 from .url import LOG_SERVER, WEIGHTS_SERVER, Setting, redacted
 
 __all__ = [

@@ -18,6 +18,8 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
     _in_seconds(built, *_OF_RUN)
     if built.get("trainer_waits") is not None:
         _in_seconds(built["trainer_waits"], "since")
+    for wait in built.get("waits", {}).values():
+        _in_seconds(wait, "since")
     for explorer in built.get("explorers", {}).values():
         _in_seconds(explorer, *_OF_EXPLORER)
     for attempt in built.get("attempts", {}).values():

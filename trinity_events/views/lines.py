@@ -6,9 +6,17 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from trinity_schemas import ANNOUNCEMENT_TYPES, Envelope, Registration, Slot, event_tag
+from trinity_schemas import (
+    ANNOUNCEMENT_TYPES,
+    Envelope,
+    Registration,
+    ReissuedRollout,
+    Slot,
+    event_tag,
+)
 
 from ..core.fold_state import describe_producer
+from ..core.ordinal_ranges import compact_ranges
 from ..log import position
 from .times import time_of_day
 
@@ -24,6 +32,8 @@ def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = N
     return f"{entry_id:<18} {when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
 
 
+_NAMED = 16
+"""Elements of a field that are named; the others are counted."""
 _LEFT_OUT = {"save_id", "caused_by", "saves", "parts", "registrations", "verified_at", "attempts"}
 
 
@@ -35,12 +45,22 @@ def _details(fields: dict[str, Any]) -> list[str]:
     ]
 
 
+def _more(value: tuple[Any, ...]) -> list[str]:
+    return [f"+{len(value) - _NAMED}"] if len(value) > _NAMED else []
+
+
 def _value(value: Any) -> str:  # noqa: PLR0911
     match value:
         case Slot():
             return f"{value.kind}/{value.step}/{value.role}-{value.rank}/{value.name}"
         case Registration():
             return f"{value.expected}x{value.kind}"
+        case ReissuedRollout():
+            return f"{value.ordinal}#{value.attempt}({value.reason})"
+        case tuple() if value and all(isinstance(one, tuple) for one in value):
+            return compact_ranges(value)  # ordinals
+        case tuple() if any(isinstance(one, str | ReissuedRollout) for one in value):
+            return ",".join([_value(one) for one in value[:_NAMED]] + _more(value))
         case float():
             return f"{value:.4g}"
         case dict():

@@ -15,6 +15,7 @@ from ..checkpoint_layout import final_name
 from ..core import MonitorState, failures, unfinished
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import KINDS, ExplorerState, TrainerWaits
+from ..core.waits import chains_of_waits
 from ..log import position
 from .terminal import visible
 from .times import date_and_time
@@ -30,7 +31,10 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
         runs: The state of each run; an abandoned run also has the milliseconds of its last entry.
     """
     table = Table(box=None, pad_edge=False)
-    for column in ("RUN", "OPENED", "EPOCH", "TRAINER", "STEP", *(kind.upper() for kind in KINDS)):
+    runs = list(runs)
+    prompts = ["PROMPTS"] if any(state.ledger is not None for state, _ in runs) else []
+    kinds = (kind.upper() for kind in KINDS)
+    for column in ("RUN", "OPENED", "EPOCH", "TRAINER", "STEP", *kinds, *prompts):
         # A table first narrows the columns that may break into lines.
         table.add_column(column, no_wrap=column in ("RUN", "OPENED"))
     for state, silent_since in runs:
@@ -41,6 +45,7 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
             _trainer(state, silent=silent_since is not None),
             str(state.trainer_step),
             *(_pointer(state, kind) for kind in KINDS),
+            *(visible(_prompts(state), lines=False) for _ in prompts),
         )
     return table
 
@@ -76,9 +81,16 @@ def status_panel(
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
         about.append(Text.assemble(("weights travel by ", "dim"), visible(chosen, lines=False)))
+    if state.ledger is not None:
+        told = visible(state.ledger.in_words, lines=False)
+        about.append(Text.assemble(("prompts ", "dim"), told))
     if state.trainer_waits is not None and state.closed is None:
         waits = _waits(state, state.trainer_waits, now)
         about.append(Text(visible(waits, lines=False), style="yellow"))
+    about += [
+        Text(visible(line, lines=False), style="yellow")
+        for line in chains_of_waits(state, _moment_of(state, now))
+    ]
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
@@ -93,6 +105,11 @@ def status_panel(
     return Group(head, *about, *tables, *failed, *waiting, *_refusals(state), *_anomalies(state))
 
 
+def _moment_of(state: MonitorState, now: int | None) -> int:
+    """Return ``now``, or the milliseconds of the last entry."""
+    return position(state.position)[0] if now is None else now
+
+
 def _ready(state: MonitorState) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("READY", "STEP", "SINCE", "DIGEST"):
@@ -103,6 +120,10 @@ def _ready(state: MonitorState) -> Table:
             since = date_and_time(position(pointer.entry_id)[0])
             table.add_row(kind, _pointer(state, kind), since, (pointer.digest or "")[:20])
     return table
+
+
+def _prompts(state: MonitorState) -> str:
+    return "-" if state.ledger is None else state.ledger.in_words
 
 
 def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:

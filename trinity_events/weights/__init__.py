@@ -2,6 +2,7 @@
 
 from .install import Fit, adopt, check_fit, install
 from .load import load_version
+from .model_update import ModelUpdateGroup
 from .publication import Publication
 from .publish import PartWriter, PublishedPartReport
 from .pull import pull_version
@@ -9,7 +10,7 @@ from .pulled_version import PulledVersion, Selection
 from .slices import ShardOffset, TensorSlice
 from .synchronizer import Synchronizer
 from .transports.base import ChunkStore, PartRef, PartSink, PartSource
-from .transports.collective import CollectiveStore, ModelUpdateGroup, WeightSyncInfo
+from .transports.collective import CollectiveStore, WeightSyncInfo
 from .transports.cuda import CudaStore
 from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore

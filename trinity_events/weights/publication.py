@@ -6,15 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from .publish import PartWriter, PublishedPartReport
 from .slices import ShardOffset
-
-if TYPE_CHECKING:
-    from .synchronizer import Synchronizer
+from .version_publisher import VersionPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ class Publication:
     :meth:`add` begins the attempt, unless :meth:`begin` was called before.
 
     Args:
-        synchronizer: Client that publishes the events and sends the chunks.
+        publisher: Publishes the events and sends the chunks.
         global_step: Training step, which names the version.
         rank: Rank that publishes the part.
         ranks: Ranks of the version, to open it at the begin; None if another rank opens it.
@@ -37,7 +35,7 @@ class Publication:
 
     def __init__(
         self,
-        synchronizer: Synchronizer,
+        publisher: VersionPublisher,
         global_step: int,
         rank: int = 0,
         *,
@@ -51,7 +49,7 @@ class Publication:
         """Summary of the part, once it is sealed."""
         self.published = False
         """True once the log was told that the part is whole."""
-        self._synchronizer = synchronizer
+        self._publisher = publisher
         self._ranks = ranks
         self._subset = subset
         self._dtype = dtype
@@ -81,8 +79,8 @@ class Publication:
         """Open the version if ``ranks`` were given, and begin the attempt. Idempotent."""
         if self._writer is None:
             if self._ranks is not None:
-                self._synchronizer.open_version(self.global_step, ranks=self._ranks)
-            self._writer = self._synchronizer.part_writer(
+                self._publisher.open_version(self.global_step, ranks=self._ranks)
+            self._writer = self._publisher.begin_part(
                 self.global_step, self.rank, subset=self._subset, dtype=self._dtype
             )
         return self._writer
@@ -105,17 +103,17 @@ class Publication:
         """
         report = self.seal()
         stall = time.monotonic() - self._began if seconds is None else seconds
-        self._synchronizer.part_published(self.global_step, self.rank, report, stall)
+        self._publisher.part_published(self.global_step, self.rank, report, stall)
         self.published = True
         return report
 
     def fail(self, error: BaseException) -> None:
         """Publish the failure and discard the chunks, as far as the servers answer. Idempotent."""
-        self._end(lambda: self._synchronizer.part_failed(self.global_step, self.rank, error))
+        self._end(lambda: self._publisher.part_failed(self.global_step, self.rank, error))
 
     def give_up(self) -> None:
         """End the part as :meth:`fail`, because of another rank, whose event has the reason."""
-        self._end(lambda: self._synchronizer.part_given_up(self.rank))
+        self._end(lambda: self._publisher.part_given_up(self.rank))
 
     def _end(self, tell: Callable[[], None]) -> None:
         if self._ended:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, get_args
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 
-import redis
 import torch
+from msgspec.structs import asdict, replace
 
 from trinity_schemas import (
     AppliedPhases,
@@ -18,46 +15,27 @@ from trinity_schemas import (
     Producer,
     StepCommitted,
     StepReady,
-    StepRef,
     VersionOpened,
-    VersionPartPublished,
-    VersionRefused,
-    WeightsApplied,
 )
 
 from ..coordinator import LEASE
-from ..core.limits import LONGEST_REASON
-from ..error_text import message_of
-from ..errors import CorruptVersion
-from ..log import Publisher, SyncEventLog, new_producer
-from ..log.retry import is_transient
-from ..server import LOG_SERVER, WEIGHTS_SERVER, open_client, serving, serving_weights
-from .compatibility import is_cast, targets_of
-from .deltas.apply import InstalledBases, ModelDiffers
-from .deltas.tracker import LastPublished
-from .install import check_fit, install
-from .load import BaseRequired, load_version
-from .part_attempt import PartAttempt
-from .partial_loads import PartialLoads
+from .model_update import ModelUpdateGroup
 from .publication import Publication
-from .publish import PartWriter, PublishedPartReport
-from .pull import pull_version
+from .publish import PublishedPartReport
 from .pulled_version import PulledVersion, Selection
-from .ready_versions import ReadyVersions
-from .speculative_load import SpeculativeLoad
-from .transports.base import ChunkStore, Ended, PartRef, SupportsPrefetch
-from .transports.collective import TIMEOUT, CollectiveGroups
-from .transports.redis.store import RedisChunkStore
-from .transports.stores import Stores, TransportName
-from .verify_model import check_installed
-
-logger = logging.getLogger(__name__)
+from .session import Session
+from .settings import SynchronizerSettings
+from .transports.base import Ended
+from .transports.collective import TIMEOUT, WeightSyncInfo
+from .transports.stores import TransportName
+from .version_publisher import VersionPublisher
+from .version_reader import VersionReader
 
 FLUSH_DEADLINE = 10.0
 """Seconds that ``flush`` waits for the log to accept the published events."""
 
 
-class Synchronizer(CollectiveGroups):
+class Synchronizer:
     """Client of one process of a run, for memory-based weight sync.
 
     Picklable: it connects to its servers in the process where it is used. Methods are synchronous
@@ -104,83 +82,61 @@ class Synchronizer(CollectiveGroups):
         dtype: torch.dtype | None = None,
         lease: float = LEASE,
     ) -> None:
-        if transport not in get_args(TransportName):
-            raise ValueError(
-                f"there is no transport {transport!r}: {', '.join(get_args(TransportName))}"
+        self._open(
+            SynchronizerSettings(
+                run_id=run_id,
+                epoch=epoch,
+                redis_url=redis_url,
+                weights_url=weights_url,
+                role=role,
+                rank=rank,
+                transport=transport,
+                chunk_bytes=chunk_bytes,
+                group_timeout=group_timeout,
+                full_every=full_every,
+                tensor_digests=tensor_digests,
+                dtype=dtype,
+                lease=lease,
             )
-        self.run_id = run_id
-        self.epoch = epoch
-        self._redis_url = redis_url
-        self._weights_url = weights_url
-        self._role = role
-        self._rank = rank
-        self._transport = transport
-        self._chunk_bytes = chunk_bytes
-        self._group_timeout = group_timeout
-        self._full_every = full_every
-        self._tensor_digests = tensor_digests
-        self._dtype = dtype
-        self._lease = lease
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        self._servers = ExitStack()
-        """Embedded servers in use."""
-        self._log_url: str | None = None
-        self._publisher_made: Publisher | None = None
-        self._stores = Stores(
-            self.run_id, self._connected, f"{self._role}-{self._rank}", self._group_timeout
         )
-        self._attempts: dict[int, PartAttempt] = {}
-        """Running attempts by rank."""
-        self._ranks: set[int] = set()
-        """Ranks that published from this process."""
-        self._ready_versions = ReadyVersions()
-        self._last: dict[int, LastPublished] = {}
-        self._installed = InstalledBases()
-        self._ahead = SpeculativeLoad()
-        self._torn = PartialLoads()
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        own = ("_servers", "_log_url", "_publisher_made", "_stores", "_attempts", "_ranks")
-        for name in (*own, "_ready_versions", "_last", "_installed", "_ahead", "_torn"):
-            del state[name]
-        return state
+    def _open(self, settings: SynchronizerSettings) -> None:
+        self.settings = settings
+        self._session = Session(settings)
+        self._publisher = VersionPublisher(self._session)
+        self._reader = VersionReader(self._session)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._disconnect()
+    def __getstate__(self) -> SynchronizerSettings:
+        return self.settings
+
+    def __setstate__(self, settings: SynchronizerSettings) -> None:
+        self._open(settings)
 
     def bind(self, role: str, rank: int) -> Synchronizer:
         """Return the same client with the role and the rank of another process."""
-        return Synchronizer(
-            self.run_id,
-            self.epoch,
-            redis_url=self._redis_url,
-            weights_url=self._weights_url,
-            role=role,
-            rank=rank,
-            transport=self._transport,
-            chunk_bytes=self._chunk_bytes,
-            group_timeout=self._group_timeout,
-            full_every=self._full_every,
-            tensor_digests=self._tensor_digests,
-            dtype=self._dtype,
-            lease=self._lease,
-        )
+        return Synchronizer(**asdict(replace(self.settings, role=role, rank=rank)))
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self.settings.run_id
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the run that the process belongs to; 0 in an explorer."""
+        return self.settings.epoch
 
     @property
     def producer(self) -> Producer:
         """Producer of this process's events."""
-        return self._publisher.producer
+        return self._session.events.producer
 
     def flush(self, deadline: float = FLUSH_DEADLINE) -> None:
         """Wait until all published events are in the log; other methods do not wait.
 
         Raises PublishError, which names the events not accepted within ``deadline`` seconds.
         """
-        self._publisher.flush(deadline)
+        self._session.events.flush(deadline)
 
     def close(self) -> None:
         """Close the connections; a later call opens them again.
@@ -189,30 +145,20 @@ class Synchronizer(CollectiveGroups):
 
         Raises PublishError when the log did not accept all events.
         """
-        publisher, stores, servers = self._publisher_made, self._stores, self._servers
-        for rank in list(self._attempts):
-            self.part_given_up(rank)
-        self._disconnect()
-        with servers:
-            try:
-                if publisher is not None:
-                    publisher.close()
-            finally:
-                if publisher is not None:
-                    publisher.log.close()
-                stores.close()
+        self._publisher.give_up()
+        session = self._session
+        self._open(self.settings)
+        session.close()
 
     def tell(self, event: ExplorerStatusChanged) -> None:
         """Publish the status of this explorer."""
-        self._publisher.publish(event)
+        self._session.events.publish(event)
 
     # --- publishing ------------------------------------------------------------------------
 
     def open_version(self, global_step: int, ranks: Iterable[int] = (0,)) -> None:
         """Publish that these ranks will publish a version. Called by one rank of the trainer."""
-        self._publisher.publish(
-            VersionOpened(step=global_step, ranks=tuple(ranks), transport=self._transport)
-        )
+        self._publisher.open_version(global_step, ranks)
 
     def publication(
         self,
@@ -227,67 +173,11 @@ class Synchronizer(CollectiveGroups):
 
         Tensors are added one by one. The part is published when the block ends; a block that raises
         publishes the failure and discards the part. With ``ranks`` it opens the version too, as
-        :meth:`open_version`. ``subset`` and ``dtype`` are those of :meth:`part_writer`.
+        :meth:`open_version`. ``subset`` and ``dtype`` are those of :meth:`publish`.
         """
-        return Publication(self, global_step, rank, ranks=ranks, subset=subset, dtype=dtype)
-
-    def part_writer(
-        self,
-        global_step: int,
-        rank: int,
-        *,
-        subset: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> PartWriter:
-        """Return a writer of one rank's part, after freeing this process's retired versions.
-
-        A ``subset`` has some of the model's tensors, such as an adapter's; others stay as they are.
-        Floating-point tensors are sent in ``dtype``, by default the client's.
-
-        This publishes the start of the attempt, and sends heartbeats until
-        :meth:`part_published`, :meth:`part_failed` or :meth:`part_given_up`.
-        """
-        self._ranks.add(rank)
-        self._free_retired()
-        self.part_given_up(rank)
-        self._attempts[rank] = attempt = self._attempt(global_step, rank)
-        attempt.begin()
-        part, last = self._part(global_step, rank), None
-        if self._full_every > 1 and not subset:
-            last = self._last.setdefault(rank, LastPublished(self._full_every))
-            last.begin(part, self._is_lasting)
-        return PartWriter(
-            self._store,
-            part,
-            self._chunk_bytes,
-            subset=subset,
-            last=last,
-            tensor_digests=self._tensor_digests,
-            dtype=dtype or self._dtype,
+        return Publication(
+            self._publisher, global_step, rank, ranks=ranks, subset=subset, dtype=dtype
         )
-
-    def part_published(
-        self, global_step: int, rank: int, report: PublishedPartReport, seconds: float
-    ) -> None:
-        """Publish that a part is whole. ``seconds`` is the stall of the training loop."""
-        attempt = self._taken(global_step, rank)
-        try:
-            self._publisher.publish(
-                VersionPartPublished(
-                    step=global_step,
-                    rank=rank,
-                    manifest_digest=report.manifest_digest,
-                    bytes=report.bytes,
-                    tensors=report.tensors,
-                    chunks=report.chunks,
-                    seconds=seconds,
-                    delta=report.delta,
-                    save_id=None if attempt is None else attempt.save_id,
-                )
-            )
-        finally:
-            if attempt is not None:
-                attempt.end()
 
     def publish(
         self,
@@ -312,27 +202,9 @@ class Synchronizer(CollectiveGroups):
                 part.add(name, tensor)
             return part.publish()
 
-    def part_failed(self, global_step: int, rank: int, error: BaseException) -> None:
-        """Publish that a part failed, with the reason."""
-        attempt = self._taken(global_step, rank) or self._attempt(global_step, rank)
-        try:
-            self._publisher.publish(attempt.failure(error))
-        finally:
-            attempt.end()
-
-    def part_given_up(self, rank: int) -> None:
-        """Publish that the rank gave up its part; another rank's event has the reason."""
-        attempt = self._attempts.pop(rank, None)
-        if attempt is not None:
-            try:
-                error = RuntimeError("it was given up")
-                self._publisher.publish(attempt.failure(error, followed=True))
-            finally:
-                attempt.end()
-
     def commit(self, global_step: int, metrics: dict[str, float] | None = None) -> None:
         """Publish that all parts of the version are dispatched. Called by the trainer."""
-        self._publisher.publish(
+        self._session.events.publish(
             StepCommitted(step=global_step, kind="weights", metrics=metrics or {})
         )
 
@@ -366,24 +238,11 @@ class Synchronizer(CollectiveGroups):
         Returns:
             How the prefetch ended; None if the transport does not support it.
         """
-        store = self._store_of(opened.transport)
-        if not isinstance(store, SupportsPrefetch):
-            return None
-        parts = [self._part(opened.step, rank, epoch) for rank in opened.ranks]
-        self._ahead.abandon()
-        taker = None if into is None else self._ahead.begin(into)
-        if taker is not None:
-            self._installed.forget()
-        try:
-            return store.prefetch(parts, stop, deadline, taker)
-        finally:
-            if into is not None:
-                self._torn.add(into, self._ahead.took)
+        return self._reader.prefetch(epoch, opened, stop, deadline, into)
 
-    @contextmanager
     def pull(
         self, ready: StepReady, wanted: Selection | None = None, have: Collection[str] = ()
-    ) -> Iterator[PulledVersion]:
+    ) -> AbstractContextManager[PulledVersion]:
         """Hold exactly the announced version, whole and verified, until the block ends.
 
         Its tensors are read-only. ``wanted`` selects tensors by name, or a slice of each; only
@@ -394,13 +253,7 @@ class Synchronizer(CollectiveGroups):
             VersionUnavailable: when the version is gone; a newer one is ready, or will be.
             CorruptVersion: when the stored bytes are not those announced.
         """
-        self._ahead.abandon()
-        store = self._store_of(ready.transport or RedisChunkStore.name)
-        with (
-            self._telling_refusals(ready),
-            pull_version(store, self.run_id, ready, wanted, have) as version,
-        ):
-            yield version
+        return self._reader.pull(ready, wanted, have)
 
     def apply(
         self,
@@ -426,41 +279,7 @@ class Synchronizer(CollectiveGroups):
 
         Raises as :meth:`pull`, and IncompatibleWeights.
         """
-        began = time.monotonic()
-        try:
-            return self._apply(module, ready, wanted, self._installed.fulls(module), began, cast)
-        except ModelDiffers as differs:
-            logger.warning(
-                "step %d: pulling the version again with its base: %s", ready.step, differs
-            )
-            return self._apply(module, ready, wanted, (), began, cast)
-
-    def _apply(
-        self,
-        module: torch.nn.Module,
-        ready: StepReady,
-        wanted: Selection | None,
-        have: Collection[str],
-        began: float,
-        cast: bool,
-    ) -> AppliedPhases:
-        with self.pull(ready, wanted, have) as version:
-            verified_at = time.time()
-            manifests = [manifest for manifest, _ in version.parts]
-            fit, names = check_fit(module, version, cast=cast), version.names
-            fetched = time.monotonic()
-            self._installed.forget()
-            with self._torn.until_whole(module, names):
-                install(fit)
-                check_installed(module, manifests, wanted, cast=cast)
-            if cast and is_cast(targets_of(module), manifests):
-                self._ahead.forget()
-            elif wanted is None:
-                self._installed.note(module, ready, version)
-                self._ahead.note(module, manifests)
-        phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
-        self.applied(version, verified_at, phases)
-        return phases
+        return self._reader.apply(module, ready, wanted, cast=cast)
 
     def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
         """Publish that this process serves a pulled version, which other code installed whole.
@@ -470,15 +289,7 @@ class Synchronizer(CollectiveGroups):
             verified_at: Unix time in seconds at which the last byte was verified.
             phases: Seconds of each phase.
         """
-        self._publisher.publish(
-            WeightsApplied(
-                version=version.ref,
-                digest=version.digest,
-                bytes=version.bytes,
-                verified_at=verified_at,
-                phases=phases,
-            )
-        )
+        self._reader.applied(version, verified_at, phases)
 
     def load(
         self,
@@ -499,120 +310,53 @@ class Synchronizer(CollectiveGroups):
         Raises as :meth:`apply`. Both refuse a version that leaves out a tensor that an interrupted
         load may have partially overwritten.
         """
-        began = time.monotonic()
-        store = self._store_of(ready.transport or RedisChunkStore.name)
-        self._installed.forget()
-        try:
-            with self._telling_refusals(ready):
-                parts = load_version(
-                    store, self.run_id, ready, module, wanted, self._ahead, self._torn, cast=cast
-                )
-        except BaseRequired:
-            return self.apply(module, ready, wanted, cast=cast)
-        finally:
-            self._ahead.abandon()
-        if cast and is_cast(targets_of(module), parts):
-            self._ahead.forget()
-        elif wanted is None:
-            self._ahead.note(module, parts)
-        assert ready.version_digest is not None
-        phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
-        self._publisher.publish(
-            WeightsApplied(
-                version=StepRef(ready.epoch, ready.step),
-                digest=ready.version_digest,
-                bytes=sum(manifest.nbytes for manifest in parts),
-                verified_at=time.time(),
-                phases=phases,
-            )
-        )
-        return phases
+        return self._reader.load(module, ready, wanted, cast=cast)
 
-    # --- connections and attempts ----------------------------------------------------------
+    # --- collective groups -----------------------------------------------------------------
 
-    @contextmanager
-    def _telling_refusals(self, ready: StepReady) -> Iterator[None]:
-        """Publish a refusal if the block finds the version corrupt."""
-        try:
-            yield
-        except ModelDiffers:  # the fault is in the model, not in the version
-            raise
-        except CorruptVersion as error:
-            event = VersionRefused(
-                version=StepRef(ready.epoch, ready.step),
-                rank=error.rank,
-                chunk=error.chunk,
-                reason=message_of(error)[:LONGEST_REASON],
-            )
-            try:
-                self._publisher.publish(event)
-            except Exception:
-                logger.exception("step %d: the refusal could not be published", ready.step)
-            raise
+    def get_weight_sync_info(self) -> WeightSyncInfo | None:
+        """Return the address at which the group is formed.
 
-    def _attempt(self, step: int, rank: int) -> PartAttempt:
-        return PartAttempt(self._publisher, step, self._role, rank, self._lease)
-
-    def _taken(self, step: int, rank: int) -> PartAttempt | None:
-        """Remove and return the rank's attempt at the step, whose last event comes now."""
-        attempt = self._attempts.get(rank)
-        return self._attempts.pop(rank) if attempt is not None and attempt.step == step else None
-
-    @property
-    def _publisher(self) -> Publisher:
-        if self._publisher_made is None:
-            log = SyncEventLog(open_client(self._log_server), self.run_id)
-            producer = new_producer(self._role, self._rank)
-            self._publisher_made = Publisher(log, self.epoch, producer)
-        return self._publisher_made
-
-    @property
-    def _log_server(self) -> str:
-        """URL of the log's server, resolved at first use."""
-        if self._log_url is None:
-            self._log_url = self._servers.enter_context(serving(self._redis_url))
-        return self._log_url
-
-    def _connected(self) -> redis.Redis:
-        """Connect to the server of the chunks."""
-        log = self._log_server
-        url = self._servers.enter_context(serving_weights(self._weights_url, log))
-        return open_client(url, setting=LOG_SERVER if url == log else WEIGHTS_SERVER)
-
-    @property
-    def _store(self) -> ChunkStore:
-        """Store that this process publishes to."""
-        return self._store_of(self._transport)
-
-    def _store_of(self, transport: str) -> ChunkStore:
-        return self._stores.of(transport)
-
-    def _part(self, step: int, rank: int, epoch: int | None = None) -> PartRef:
-        return PartRef(self.run_id, self.epoch if epoch is None else epoch, step, rank)
-
-    def _free_retired(self) -> None:
-        """Free this process's parts of the versions retired since the last call.
-
-        The call also learns which versions are ready. While the log's server is away, training
-        goes on, and the parts are freed at a later version.
+        The trainer's rank 0 listens there from the first call, and publishes it on the weights'
+        server. An explorer returns None until it has joined and found the trainer.
         """
-        try:
-            for version in self._ready_versions.retired(self._publisher.log):
-                for rank in self._ranks:
-                    self._store.delete(self._part(version.step, rank, version.epoch))
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            if not is_transient(error):
-                raise
-            logger.warning(
-                "retired versions are not freed yet: the log's server is away (%s)", error
-            )
+        groups = self._session.groups
+        return groups.listen(self.epoch) if self.epoch else groups.found()
 
-    def _is_lasting(self, part: PartRef) -> bool:
-        """Return True if readers are sure to find a part: ready, not retired, and stored."""
-        if StepRef(part.epoch, part.step) not in self._ready_versions:
-            return False
-        source = self._store.open(part)
-        if source is None:
-            return False
-        source.close()
-        return True
+    def setup_weight_sync_group(
+        self, explorers: int = 1, timeout: float = 300.0
+    ) -> tuple[str, ...]:
+        """Wait on the trainer's rank 0 for this many explorers, and form the group with them.
+
+        A later version goes to the explorers that are members when it is sent: the group is formed
+        again if an explorer has left or joined.
+
+        Returns:
+            The explorers' names, in the order of their ranks, which begin at 1.
+
+        Raises:
+            DeadlineExceeded: when fewer were there within ``timeout`` seconds.
+            GroupBroken: when the group could not be formed with these explorers.
+        """
+        return self._session.groups.set_up(self.epoch, explorers, timeout)
+
+    def join_weight_sync_group(self) -> None:
+        """Join the trainer's groups from now on, in the background of an explorer."""
+        self._session.groups.join()
+
+    def request_weights(self, ready: StepReady) -> bool:
+        """On an explorer: ask the trainer for a version that was sent before we were there.
+
+        It sends what it has then, as soon as it waits for explorers, and says so in the log.
+        Returns False, and asks for nothing, of a version that is not sent, and when a newer one
+        has come already or the trainer is not found.
+        """
+        return self._reader.request_weights(ready)
+
+    def teardown_weight_sync_group(self) -> None:
+        """End the group; it can be set up, or joined, again."""
+        self._session.groups.tear_down()
+
+    def model_update_group(self, global_step: int) -> ModelUpdateGroup:
+        """On the trainer's rank 0: the group as the helpers take it, for this step's version."""
+        return ModelUpdateGroup(self.publication(global_step, ranks=(0,)))

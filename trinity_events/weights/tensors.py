@@ -9,7 +9,7 @@ import torch
 import xxhash
 from typing_extensions import Buffer
 
-from .devices.copy_streams import on_host
+from .copy_streams import on_host
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = {

@@ -15,7 +15,8 @@ EngineName = Literal["fsdp", "megatron"]
 # Transports of the Synchronizer that a run can choose; an import from there would load torch.
 TransportName = Literal["shm", "ray", "redis", "collective"]
 TransportChoice = Literal["auto", TransportName]
-PublishName = Literal["auto", "shards", "snapshot", "full"]
+PublishedForm = Literal["shards", "snapshot", "full"]
+PublishName = Literal["auto", PublishedForm]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -85,13 +86,18 @@ class RunSettings(Struct, frozen=True, kw_only=True):
         return max(0, newest_possible - self.sync_offset) * self.sync_interval
 
     @property
-    def publishes_shards(self) -> bool:
-        """Return True if every rank publishes its shards; a collective group gets full tensors."""
+    def published_form(self) -> PublishedForm:
+        """Form in which weights are published; a collective group gets full tensors."""
         if self.transport == "collective":
-            return False
-        return self.publish in {"shards", "snapshot"} or (
-            self.publish == "auto" and self.trainers > 1
-        )
+            return "full"
+        if self.publish == "auto":
+            return "shards" if self.trainers > 1 else "full"
+        return self.publish
+
+    @property
+    def publishes_shards(self) -> bool:
+        """Return True if every rank publishes its shards, or a snapshot of them."""
+        return self.published_form != "full"
 
     def is_sync_step(self, step: int) -> bool:
         """Return True if weights are published after the step; after the last they always are."""

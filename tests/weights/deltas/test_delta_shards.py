@@ -11,6 +11,7 @@ from tests.support.published_parts import announcement
 from tests.support.shards import verified
 from tests.support.tensors import identical
 from tests.support.transport_processes import Where
+from tests.support.waits import PATIENCE
 from tests.support.weight_versions import ready
 from trinity_events.errors import VersionUnavailable
 from trinity_events.weights import (
@@ -26,7 +27,8 @@ from trinity_events.weights.slices import ShardOffset, TensorSlice
 from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import VersionPartPublished, decode_envelope
 from trinity_workers.engines.base import LocalShard
-from trinity_workers.helpers.snapshot import SnapshotUploads
+from trinity_workers.helpers import PublishSnapshot
+from trinity_workers.helpers.publishing import ModelWeights
 
 CHUNK = 1024
 logger = logging.getLogger(__name__)
@@ -257,13 +259,13 @@ def test_a_delta_that_is_read_along_is_what_was_published(run_id, checked):
     try:
         tensors = changed(tensors, 1)
         event = published(ranks, tensors, 1)
-        thread.join(30)
+        thread.join(PATIENCE)
         apply(stores, run_id, model, event, have)
         assert ended == ["sealed"]
         assert_has(model, tensors)
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(PATIENCE)
         for store in stores:
             store.close()
 
@@ -275,7 +277,7 @@ async def test_snapshots_of_shards_travel_as_deltas_and_are_taken_whole_or_in_pa
     make_synchronizer, log, redis_url, run_id
 ):
     trainer, explorer = make_synchronizer(), make_synchronizer("explorer", 1)
-    snapshots, tensors = SnapshotUploads(trainer, 20), start()
+    snapshots, tensors = PublishSnapshot(20), start()
     model, some = model_of(tensors), model_of({"rows": torch.zeros(10, 96).bfloat16()})
     async with reducer_task(redis_url, run_id):
         for step in range(4):
@@ -283,7 +285,8 @@ async def test_snapshots_of_shards_travel_as_deltas_and_are_taken_whole_or_in_pa
                 LocalShard(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
                 for name, tensor in tensors.items()
             ]
-            snapshots.begin(shards, step, logger)
+            weights = ModelWeights(full=tensors.items, shards=lambda shards=shards: shards)
+            snapshots.publish(weights, trainer, step, logger)
             trainer.commit(step)
             snapshots.wait()
             event = await ready(log, step)

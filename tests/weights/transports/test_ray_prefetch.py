@@ -7,11 +7,12 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.prefetching import has, load, reading, until, write
+from tests.support.prefetching import has, load, reading, write
 from tests.support.published_parts import announcement, assert_same, read
 from tests.support.ray_clusters import on_ray, references
 from tests.support.tensors import identical
 from tests.support.transport_processes import Where, actor, kill, publishes_until
+from tests.support.waits import wait_until
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartWriter, RayStore
 from trinity_events.weights.speculative_load import SpeculativeLoad
@@ -67,7 +68,7 @@ def test_what_was_digested_before_it_was_sealed_is_not_digested_again(
     ours, theirs = stores
     with reading(theirs, [part]) as told:
         writer = written(ours, part)
-        until(lambda: here(followed) == OBJECTS - 1)
+        wait_until(lambda: here(followed) == OBJECTS - 1)
         assert told.ended is None and theirs.open(part) is None
         report = writer.seal()
     assert told.ended == "sealed"
@@ -97,7 +98,7 @@ def test_a_model_at_rest_has_a_version_before_it_is_sealed(stores, part, copied,
     part = part._replace(step=2)
     with reading(theirs, [part], taker=ahead.begin(module)):
         writer = written(ours, part, changed())
-        until(lambda: here(followed) == OBJECTS - 1)
+        wait_until(lambda: here(followed) == OBJECTS - 1)
         assert identical(module["layer7"], TENSORS[7][1] + 1)
         assert identical(module["layer8"], TENSORS[8][1]), "its object is not put yet"
         report = writer.seal()
@@ -123,9 +124,9 @@ def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(stores, part, d
     ours, theirs = stores
     with reading(theirs, [part]) as told:
         first = written(ours, part, changed())
-        until(lambda: here(followed) == OBJECTS - 1)
+        wait_until(lambda: here(followed) == OBJECTS - 1)
         first.discard()
-        until(lambda: here(followed) == 0)
+        wait_until(lambda: here(followed) == 0)
         report = written(ours, part).seal()
     assert told.ended == "sealed"
     assert_same(read(theirs, part.run_id, announcement(part, report)), TENSORS)
@@ -138,7 +139,7 @@ def test_a_reader_that_was_stopped_has_the_rest_come_when_it_pulls(
     ours, theirs = stores
     writer = written(ours, part, TENSORS[:5])
     with reading(theirs, [part]) as told:
-        until(lambda: here(followed) == 2)
+        wait_until(lambda: here(followed) == 2)
         told.stop.set()
     assert told.ended == "stopped"
     report = write(writer, TENSORS[5:]).seal()
@@ -172,9 +173,9 @@ def test_what_came_of_a_publisher_that_was_killed_is_let_go_of(
         actor(publishes_until, where, part, "sealing") as (process, _),
         reading(theirs, [part]) as told,
     ):
-        until(lambda: here(followed) == 1)
+        wait_until(lambda: here(followed) == 1)
         kill(process)
-        until(lambda: here(followed) == 0)
+        wait_until(lambda: here(followed) == 0)
         told.stop.set()
     assert told.ended == "stopped"
     assert theirs._seen[part] == {}
@@ -186,14 +187,14 @@ def test_what_was_read_along_and_never_became_whole_is_let_go_of(stores, part, f
     before = references()
     with reading(theirs, [part]) as told:
         writer = written(ours, part)
-        until(lambda: here(followed) == OBJECTS - 1)
+        wait_until(lambda: here(followed) == OBJECTS - 1)
         told.stop.set()
     writer.discard()
     with reading(theirs, [part._replace(step=2)]) as told:
         told.stop.set()
     del writer
     followed.clear()
-    until(lambda: references() <= before)
+    wait_until(lambda: references() <= before)
 
 
 async def test_what_is_said_of_a_part_may_arrive_in_any_order(part):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.pipeline import reducer_task
-from tests.support.prefetching import CHUNKS, follower_of, reading, until, write
+from tests.support.prefetching import CHUNKS, follower_of, reading, write
 from tests.support.published_parts import announcement, assert_same, read
 from tests.support.stored_parts import left
 from tests.support.tensors import identical
@@ -20,6 +20,7 @@ from tests.support.transport_processes import (
     publishes_until,
     reads_along,
 )
+from tests.support.waits import PATIENCE, wait_until
 from tests.support.weight_versions import ready
 from trinity_events.errors import CorruptVersion
 from trinity_events.weights import PartWriter, SharedMemoryStore
@@ -43,7 +44,7 @@ def test_what_was_digested_before_it_was_sealed_is_not_digested_again(
         writer = write(PartWriter(ours, part, CHUNK))
         [path] = users_folder().glob(f"*/{'~'.join(map(str, part))}~writing")
         assert path.exists()
-        until(lambda: follower_of(theirs) == CHUNKS)
+        wait_until(lambda: follower_of(theirs) == CHUNKS)
         assert told.ended is None
         report = writer.seal()
     assert_same(read(theirs, part.run_id, announcement(part, report)), SOME)
@@ -62,7 +63,7 @@ def test_no_chunk_of_a_first_version_is_cut_short_where_its_segment_grows(
             writer = PartWriter(ours, now, chunk)
             for number, tensor in enumerate(large + by):
                 writer.add(f"layer.{number}", tensor)
-                until(lambda: any(one.seen for one in theirs.followers))
+                wait_until(lambda: any(one.seen for one in theirs.followers))
             report = writer.seal()
         with closing(theirs.open(now)) as source:
             sizes = [one.nbytes for one in decode_manifest(source.manifest).chunks]
@@ -88,7 +89,7 @@ def test_a_reader_that_meets_its_writer_in_the_lock_looks_again(
     monkeypatch.setattr(prefetch, "read_beside", meeting)
     with reading(theirs, [part]) as told:
         writer = write(PartWriter(ours, part, CHUNK))
-        until(lambda: follower_of(theirs) == CHUNKS)
+        wait_until(lambda: follower_of(theirs) == CHUNKS)
         writer.seal()
     assert met and told.ended == "sealed"
 
@@ -128,7 +129,7 @@ def test_what_was_seen_of_a_part_that_is_given_up_does_not_count(shared_memory_s
     other = [(name, tensor + 1) for name, tensor in SOME]
     with reading(theirs, [part]) as told:
         first = write(PartWriter(ours, part, CHUNK), other)
-        until(lambda: follower_of(theirs) == CHUNKS)
+        wait_until(lambda: follower_of(theirs) == CHUNKS)
         first.discard()
         report = write(PartWriter(ours, part, CHUNK)).seal()
     assert told.ended == "sealed"
@@ -163,7 +164,7 @@ def test_a_reader_that_was_stopped_verifies_the_rest_when_it_pulls(
     ours, theirs = shared_memory_stores
     writer = write(PartWriter(ours, part, CHUNK), SOME[:3])
     with reading(theirs, [part]) as told:
-        until(lambda: follower_of(theirs) == 12_000 // CHUNK)
+        wait_until(lambda: follower_of(theirs) == 12_000 // CHUNK)
         told.stop.set()
     assert told.ended == "stopped"
     report = write(writer, SOME[3:]).seal()
@@ -177,7 +178,7 @@ def test_what_was_digested_too_early_is_digested_again_and_what_is_broken_is_fou
     ours, theirs = shared_memory_stores
     writer = write(PartWriter(ours, part, CHUNK))
     with reading(theirs, [part]):
-        until(lambda: follower_of(theirs) == CHUNKS)
+        wait_until(lambda: follower_of(theirs) == CHUNKS)
         report = writer.seal()
     theirs._seen[part].digests[2] = "xxh3:" + "0" * 32
     event = announcement(part, report)
@@ -196,14 +197,16 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
     trainer, explorer, along = prefetching_ends
     async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
         tasks.start_soon(along.follow)
-        with anyio.fail_after(20):
-            while not explorer._stores.opened:  # until it listens, what is begun is not heard of
+        with anyio.fail_after(PATIENCE):
+            # Until it listens, what is begun is not heard of.
+            while not explorer._session.stores.opened:
                 trainer.open_version(1)
                 await anyio.sleep(0.1)
-            writer = write(trainer.part_writer(1, 0))
-            while follower_of(explorer._stores.opened["shm"]) < CHUNKS:
+            part = trainer.publication(1)
+            write(part.begin())
+            while follower_of(explorer._session.stores.opened["shm"]) < CHUNKS:
                 await anyio.sleep(0.01)
-            trainer.part_published(1, 0, writer.seal(), 0.0)
+            part.publish()
             trainer.commit(1)
             event = await ready(log, 1)
             async with along.put_aside():

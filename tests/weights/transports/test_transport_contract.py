@@ -35,6 +35,7 @@ from tests.support.transport_processes import (
     publishes_until,
     reads,
 )
+from tests.support.waits import PATIENCE, wait_until
 from tests.support.weight_versions import awkward, publish, ready
 from trinity_events import Synchronizer
 from trinity_events.errors import (
@@ -373,7 +374,7 @@ def test_a_part_that_is_retired_while_it_is_read_is_read_whole_and_freed_then(
     del data
     source.close()
     if where.name == "ray":
-        until(lambda: references() < before)
+        wait_until(lambda: references() < before)
     elif where.name == "redis":
         ours.begin(part)
         assert left(where, part.run_id) == []
@@ -429,7 +430,7 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none_and_no_memory
     if where.name in {"shm", *ON_A_DEVICE}:
         assert left(where, part.run_id, process.pid) == []
     elif where.name == "ray":
-        until(lambda: in_ray(part.run_id) == [])
+        wait_until(lambda: in_ray(part.run_id) == [])
     else:
         with open_client(where.weights_url) as client:
             found = client.keys(f"trinity-weights:{{{part.run_id}*")
@@ -452,22 +453,15 @@ def test_a_reader_that_is_killed_while_it_reads_leaves_nothing_stuck(ours, their
         ours.delete(part)
         kill(process)
     if where.name == "redis":  # its lease ends by the server's clock
-        until(lambda: ours.begin(part._replace(step=2)) and not left(where, part.run_id))
+        wait_until(lambda: ours.begin(part._replace(step=2)) and not left(where, part.run_id))
     if where.name == "ray":  # the object is freed, though who read it never let go
-        until(lambda: references() < before)
+        wait_until(lambda: references() < before)
     for step in range(2, 6):
         event = put(ours, part._replace(step=step))
         assert_same(read(theirs, part.run_id, event), SOME)
         ours.delete(part._replace(step=step))
     if where.name in {"shm", *ON_A_DEVICE}:
         assert len(files_of(ours)._idle) == 1, "the one that it read is used again"
-
-
-def until(condition):
-    give_up = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < give_up, "waited in vain"
-        time.sleep(0.02)
 
 
 # --- Ray's object store alone -----------------------------------------------------------------
@@ -706,7 +700,7 @@ def test_a_publisher_on_another_node_that_is_killed_is_told_from_a_retired_versi
     held, waiting = here.open(part), here.open(second)
     [data] = held.read([4 << 20], lambda *_: None)
     os.kill(on_ray(far.pid.remote()), signal.SIGKILL)
-    until(lambda: in_ray(part.run_id) == [])
+    wait_until(lambda: in_ray(part.run_id) == [])
     with pytest.raises(VersionUnavailable, match="the process that published them ended"):
         waiting.read([4 << 20], lambda *_: None)
     assert bytes(data[:4]) == bytes(data[-4:]) == struct.pack("<f", 1.0), "what was read stays"
@@ -1002,12 +996,12 @@ async def test_versions_in_shared_memory_are_freed_once_retired(trainer, explore
         publish(trainer, {"a": torch.full((100,), float(step))}, step)
         with explorer.pull(await ready(log, step)) as version:
             assert dict(version.tensors())["a"][0] == step
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         while not any(
             isinstance(one, VersionRetired) and one.step == 3 for one in await announced(log, 1)
         ):
             await anyio.sleep(0.01)
-    trainer.part_writer(6, 0)  # whoever publishes next frees first
+    trainer.publication(6).begin()  # whoever publishes next frees first
     steps = {path.name.split("~")[2] for path in users_folder().glob(f"*/{run_id}~*")}
     assert steps == {"4", "5"}
     trainer.close()

@@ -45,12 +45,13 @@ from tests.support.tensors import (  # noqa: E402
     assert_equal,
     identical,
 )
+from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import BufferFull  # noqa: E402
 from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer  # noqa: E402
 from trinity_events.server import open_client  # noqa: E402
-from trinity_events.weights import PartWriter  # noqa: E402
+from trinity_events.weights import PartWriter, Publication  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExperienceGroup,
     SaveFailed,
@@ -64,15 +65,19 @@ from trinity_workers.config import RunConfig  # noqa: E402
 from trinity_workers.engines import FSDPEngine  # noqa: E402
 from trinity_workers.engines.base import LocalShard  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
-from trinity_workers.helpers import fsdp_save_state_dict, fsdp_upload_state_dict  # noqa: E402
+from trinity_workers.helpers import (  # noqa: E402
+    PublishFull,
+    PublishShards,
+    PublishSnapshot,
+    fsdp_save_state_dict,
+    fsdp_upload_state_dict,
+    strategy_for,
+)
 from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
 from trinity_workers.helpers.shards import ShardsRefused, fsdp_shards  # noqa: E402
-from trinity_workers.helpers.snapshot import SnapshotUploads  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 WORLD = 2
 NO_SERVER = "redis://127.0.0.1:1"
@@ -220,7 +225,7 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
 ):
     began = time.monotonic()
     own, peers = await ranks.answers(upload_that_fails, 1)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE / 2, "it does not wait for the group to give up"
     assert isinstance(own, OSError)
     assert isinstance(peers, PeerFailed)
     assert str(peers) == "rank 0 failed: OSError: no room for the third tensor"
@@ -239,7 +244,9 @@ async def test_an_upload_that_fails_midway_raises_on_all_ranks_and_the_next_one_
 
 
 def upload_shards(rank: Rank, step: int) -> None:
-    fsdp_upload_state_dict(rank.held.engine, synchronizer_of(rank), step, logger, sharded=True)
+    fsdp_upload_state_dict(
+        rank.held.engine, synchronizer_of(rank), step, logger, strategy=PublishShards()
+    )
 
 
 async def test_a_model_that_applies_every_ranks_shards_equals_the_trainers_bit_for_bit(
@@ -308,7 +315,9 @@ def is_begun(event) -> bool:
 def upload_shards_by(rank: Rank, step: int, ending: type[Synchronizer]) -> None:
     synchronizer = synchronizer_of(rank, ending)
     try:
-        fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, sharded=True)
+        fsdp_upload_state_dict(
+            rank.held.engine, synchronizer, step, logger, strategy=PublishShards()
+        )
     finally:
         synchronizer.flush()
 
@@ -352,12 +361,9 @@ def upload_as_it_can_be(rank: Rank, step: int, how: str) -> None:
     synchronizer = synchronizer_of(rank)
     engine = rank.held.engine
     engine.module.peft_config = {}
-    snapshots = SnapshotUploads(synchronizer, 20) if how == "snapshot" else None
-    with pytest.raises(ShardsRefused, match="upload with sharded=False"):
-        fsdp_upload_state_dict(
-            engine, synchronizer, step, logger, sharded=True, snapshots=snapshots
-        )
-    fsdp_upload_state_dict(engine, synchronizer, step, logger)
+    with pytest.raises(ShardsRefused, match=r"upload with strategy=PublishFull\(\)"):
+        fsdp_upload_state_dict(engine, synchronizer, step, logger, strategy=strategy_for(how, 20))
+    fsdp_upload_state_dict(engine, synchronizer, step, logger, strategy=PublishFull())
     synchronizer.flush()
 
 
@@ -370,25 +376,34 @@ async def test_a_version_whose_shards_are_refused_may_be_published_in_full_inste
     assert_equal(await applied(where, log, 1), dict((await ranks(_full_weights))[0]))
 
 
-class HeldSynchronizer(Synchronizer):
+class HeldPublication(Publication):
     """Writes nothing before it is let go."""
 
     gate: threading.Event
 
-    def part_writer(self, global_step: int, rank: int, **options: Any) -> PartWriter:
-        assert self.gate.wait(20)
-        return super().part_writer(global_step, rank, **options)
+    def begin(self) -> PartWriter:
+        assert self.gate.wait(PATIENCE)
+        return super().begin()
+
+
+class HeldSynchronizer(Synchronizer):
+    gate: threading.Event
+
+    def publication(self, global_step: int, rank: int = 0, **options: Any) -> Publication:
+        part = HeldPublication(self._publisher, global_step, rank, **options)
+        part.gate = self.gate
+        return part
 
 
 def upload_snapshot_then_train(rank: Rank, step: int) -> list[tuple[str, torch.Tensor]]:
     before = _full_weights(rank)
     synchronizer = synchronizer_of(rank, HeldSynchronizer)
     synchronizer.gate = threading.Event()
-    snapshots = SnapshotUploads(synchronizer, 20)
-    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, snapshots=snapshots)
+    strategy = PublishSnapshot(20)
+    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, strategy=strategy)
     _take_step(rank, 1)
     synchronizer.gate.set()
-    snapshots.close()
+    strategy.close()
     synchronizer.flush()
     return before
 
@@ -405,12 +420,10 @@ async def test_a_snapshot_is_of_the_moment_although_training_goes_on_before_it_i
 
 def upload_snapshots_that_fail(rank: Rank, step: int) -> None:
     synchronizer = synchronizer_of(rank, FailsOnRank1)
-    snapshots = SnapshotUploads(synchronizer, 20)
-    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, snapshots=snapshots)
+    strategy = PublishSnapshot(20)
+    fsdp_upload_state_dict(rank.held.engine, synchronizer, step, logger, strategy=strategy)
     try:
-        fsdp_upload_state_dict(
-            rank.held.engine, synchronizer, step + 1, logger, snapshots=snapshots
-        )
+        fsdp_upload_state_dict(rank.held.engine, synchronizer, step + 1, logger, strategy=strategy)
     finally:
         synchronizer.flush()
 
@@ -500,7 +513,7 @@ class HeldPublisher(Publisher):
     gate: threading.Event
 
     def publish(self, event) -> str:
-        assert self.gate.wait(20)
+        assert self.gate.wait(PATIENCE)
         return super().publish(event)
 
 

@@ -19,11 +19,10 @@ from tests.support.weight_versions import ready
 from trinity_events import Synchronizer
 from trinity_workers.collectives import PeerFailed, raise_together
 from trinity_workers.engines import FSDPEngine
-from trinity_workers.helpers import fsdp_upload_state_dict
-from trinity_workers.helpers.snapshot import SnapshotUploads
+from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
 from trinity_workers.learning.policy import load_policy
 
-pytestmark = [pytest.mark.timeout(300), needs_gpu]
+pytestmark = needs_gpu
 
 WORLD = 2
 logger = logging.getLogger(__name__)
@@ -99,13 +98,11 @@ def upload(rank: Rank, step: int, how: str) -> dict[str, torch.Tensor]:
     """Publish the weights as they are now; a snapshot while the next step is taken."""
     before = full_weights(rank)
     synchronizer, engine = rank.held.synchronizer, rank.held.engine
+    strategy = strategy_for(how, 20)
+    fsdp_upload_state_dict(engine, synchronizer, step, logger, strategy=strategy)
     if how == "snapshot":
-        snapshots = SnapshotUploads(synchronizer, 20)
-        fsdp_upload_state_dict(engine, synchronizer, step, logger, snapshots=snapshots)
         take_step(rank, 99)
-        snapshots.close()
-    else:
-        fsdp_upload_state_dict(engine, synchronizer, step, logger, sharded=how == "shards")
+    strategy.close()
     synchronizer.flush()
     return before
 

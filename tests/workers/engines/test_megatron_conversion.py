@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,10 +17,9 @@ from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
+from tests.support.waits import child  # noqa: E402
 from trinity_events.errors import TrinityError  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 
 def convert(rank, source, target, **keywords):
@@ -204,9 +202,7 @@ def test_what_a_killed_conversion_has_left_is_removed_by_the_next_and_no_other(
     with ExitStack() as exits:
         for one in (target, other, other):
             command = [sys.executable, "-c", CONVERTING, str(one)]
-            writer = exits.enter_context(
-                subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
-            )
+            writer = exits.enter_context(child(command, stdin=PIPE, stdout=PIPE, text=True))
             left.append(writer.stdout.readline().strip())
             if one == target:
                 writer.kill()

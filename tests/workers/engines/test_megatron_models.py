@@ -18,8 +18,6 @@ from trinity_workers.engines.megatron import (  # noqa: E402
 )
 from trinity_workers.engines.megatron import layout as megatron_layout  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
-
 ONE = ParallelLayout()
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)

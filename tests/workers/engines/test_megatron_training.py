@@ -11,8 +11,6 @@ from tests.support import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.learning.grpo import response_logprobs  # noqa: E402
 
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
-
 STEPS = 20
 TOLERANCE = 1e-4
 """Of a loss near 5: sums of float32 are taken in another order, and AdamW magnifies that."""

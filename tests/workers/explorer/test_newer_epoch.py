@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
+from tests.support.waits import PATIENCE
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_schemas import RunClosed
 from trinity_workers.explorer.versions import NewestVersion, RunEnded
@@ -30,7 +31,7 @@ async def test_an_explorer_whose_run_was_opened_anew_names_the_epoch(client, red
     async with following(run_id, redis_url) as versions:
         assert await open_run(client, run_id) == 2
         with pytest.raises(RunEnded, match=r"opened anew as epoch 2: this explorer is of epoch 1"):
-            await versions.wait(0, deadline=10)
+            await versions.wait(0, deadline=PATIENCE)
 
 
 @pytest.mark.usefixtures("publisher")
@@ -41,7 +42,7 @@ async def test_the_end_of_a_newer_epoch_is_not_taken_for_that_of_ours(
     await close(log, epoch, "interrupted")
     async with following(run_id, redis_url) as versions:
         with pytest.raises(RunEnded, match="opened anew as epoch 2"):
-            await versions.wait(0, deadline=10)
+            await versions.wait(0, deadline=PATIENCE)
 
 
 @pytest.mark.usefixtures("publisher")
@@ -49,4 +50,4 @@ async def test_an_explorer_whose_own_epoch_was_closed_says_how(log, redis_url, r
     await close(log, 1, "interrupted")
     async with following(run_id, redis_url) as versions:
         with pytest.raises(RunEnded, match="was closed: interrupted"):
-            await versions.wait(0, deadline=10)
+            await versions.wait(0, deadline=PATIENCE)

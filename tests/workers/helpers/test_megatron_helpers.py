@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.failing_synchronizers import FailingSynchronizer  # noqa: E402
-from tests.support.pipeline import PATIENCE, announced, reducer_task, until  # noqa: E402
+from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events import CheckpointCoordinator, Synchronizer  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.log import Publisher, SyncEventLog, new_producer  # noqa: E402
@@ -43,12 +44,12 @@ from trinity_schemas import (  # noqa: E402
 from trinity_workers.collectives import CollectiveBroken, PeerFailed  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
+    PublishFull,
+    PublishShards,
     megatron_save_state_dict,
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
 )
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 TENSOR = ParallelLayout(tensor=2)
 PIPELINE = ParallelLayout(pipeline=2)
@@ -128,7 +129,8 @@ async def said_of(log, kind: type, step: int):
 
 def upload(rank, where, step, kind=Synchronizer, sharded=False):
     made = synchronizer(rank, where, kind)
-    megatron_upload_state_dict(rank.held.engine, made, step, logger, sharded=sharded)
+    strategy = PublishShards() if sharded else PublishFull()
+    megatron_upload_state_dict(rank.held.engine, made, step, logger, strategy=strategy)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,7 @@ async def test_a_rank_killed_in_a_collective_fails_the_others_and_the_log_says_t
     ranks = await anyio.to_thread.run_sync(mortal_ranks, "qwen3", 2, layout)
     async with reducer_task(where.redis_url, where.run_id):
         call = (upload, where, 3) if what == "upload" else (save_state, where, tmp_path / "a", 3)
-        with anyio.fail_after(40):
+        with anyio.fail_after(PATIENCE):
             answers = await on(ranks, die_or, dies, at_collective, *call)
         assert isinstance(answers[dies], ProcessLookupError)
         assert isinstance(answers[1 - dies], CollectiveBroken)

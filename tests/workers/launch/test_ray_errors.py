@@ -10,6 +10,7 @@ import redis
 
 ray = pytest.importorskip("ray.exceptions", reason="Ray is not installed")
 
+from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import DeadlineExceeded  # noqa: E402
 from trinity_schemas import Process  # noqa: E402
 from trinity_workers.launch.actors import ProcessDied, in_words, of_the_dead  # noqa: E402
@@ -70,7 +71,7 @@ def test_ray_starts_although_the_folder_of_temporary_files_has_a_long_name(tmp_p
         env={**os.environ, "TMPDIR": str(room)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert shown.stdout == "started\n", shown.stderr

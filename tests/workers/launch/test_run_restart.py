@@ -7,10 +7,9 @@ import pytest
 
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import events_of
+from tests.support.waits import PATIENCE, child
 from trinity_schemas import RunOpened, TrainerStatusChanged
 from trinity_workers.config import RunSettings
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def command(name, run_id, redis_url, root, *more):
@@ -30,7 +29,7 @@ async def test_a_run_with_ready_checkpoints_is_not_begun_anew_unasked(
     cli, publisher, log, redis_url, run_id, tmp_path, name, kind
 ):
     await saved(publisher, 300, kind)
-    said = cli(*command(name, run_id, redis_url, tmp_path), timeout=120)
+    said = cli(*command(name, run_id, redis_url, tmp_path), timeout=PATIENCE)
     assert said.returncode == 1
     what = kind.replace("_", " ")
     assert f"error: run {run_id} has a ready {what} of step 300 (epoch 1), in " in said.stderr
@@ -42,7 +41,7 @@ async def test_a_run_with_ready_checkpoints_is_not_begun_anew_unasked(
 
 def test_checkpoints_whose_log_is_gone_are_not_begun_over_either(cli, redis_url, run_id, tmp_path):
     (tmp_path / run_id / "global_step_40").mkdir(parents=True)
-    said = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=120)
+    said = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=PATIENCE)
     assert said.returncode == 1
     assert "has a checkpoint of step 40 that its log does not know" in said.stderr
 
@@ -52,15 +51,14 @@ async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(
 ):
     await saved(publisher, 40)
     await publisher.publish(TrainerStatusChanged(status="running", step=57))
-    process = subprocess.Popen(
+    with child(
         [
             *(sys.executable, "-m", "trinity_events"),
             *command("trainer", run_id, redis_url, tmp_path, "--fresh"),
         ],
         stderr=subprocess.PIPE,
         text=True,
-    )
-    try:
+    ) as process:
         lines = []
         for line in process.stderr:
             lines.append(line)
@@ -70,9 +68,7 @@ async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(
         assert f"warning: run {run_id} begins anew: epoch 1 had reached step 57" in said
         assert "epoch 2 starts at step 1" in said
         process.terminate()
-        process.communicate(timeout=120)
-    finally:
-        process.kill()
+        process.communicate(timeout=PATIENCE)
     assert len(await events_of(log, RunOpened)) == 2
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("reasoning_gym")
 from tests.support.event_histories import committed
 from tests.support.pipeline import until
 from tests.support.redis_servers import servers
+from tests.support.waits import PATIENCE
 from trinity_events import Synchronizer
 from trinity_events.archive import Archive
 from trinity_events.cli.tail import _Asked, _tail
@@ -86,7 +87,7 @@ def config(server, tmp_path):
         model_folder=tmp_path,
         steps=1,
         explorers=1,
-        sync_timeout=20.0,
+        sync_timeout=PATIENCE,
     )
 
 
@@ -161,7 +162,7 @@ async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, ca
         said = ""
         for step in (1, 2):
             await publisher.publish(StepCommitted(step=step, kind="weights"))
-            with anyio.fail_after(20):
+            with anyio.fail_after(PATIENCE):
                 while f'"step": {step}' not in said:
                     said += capsys.readouterr().out
                     await anyio.sleep(0.05)
@@ -234,21 +235,21 @@ def reader(client):
 
 
 async def test_groups_are_added_and_taken_through_an_outage(server, client, writer, reader):
-    await writer.add(group(1, 0), deadline=5)
+    await writer.add(group(1, 0), deadline=PATIENCE)
 
     async def add():
         await anyio.sleep(0.05)  # once it is away
-        await writer.add(group(1, 1), deadline=20)
+        await writer.add(group(1, 1), deadline=PATIENCE)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outage, server)
         tasks.start_soon(add)
-        groups, entry_ids = await reader.take(1, 2, deadline=20)
+        groups, entry_ids = await reader.take(1, 2, deadline=PATIENCE)
     assert [one.group_id for one in groups] == ["1-1-0", "1-1-1"]
     server.kill()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outage, server)
-        await reader.ack(entry_ids, deadline=20)
+        await reader.ack(entry_ids, deadline=PATIENCE)
     assert await client.xlen(RunKeys.of(RUN).experiences) == 0
 
 
@@ -256,7 +257,7 @@ async def test_what_is_of_no_use_is_freed_and_counted_once_also_through_an_outag
     server, client, writer, reader, monkeypatch
 ):
     for epoch in (1, 0):
-        await writer.add(group(1, epoch=epoch), deadline=5)
+        await writer.add(group(1, epoch=epoch), deadline=PATIENCE)
     free, away = reader._free, False
 
     async def away_at_first():
@@ -269,10 +270,10 @@ async def test_what_is_of_no_use_is_freed_and_counted_once_also_through_an_outag
 
     monkeypatch.setattr(reader, "_free", away_at_first)
     async with anyio.create_task_group() as tasks:
-        groups, entry_ids = await reader.take(1, 1, deadline=20)
+        groups, entry_ids = await reader.take(1, 1, deadline=PATIENCE)
     assert (len(groups), reader.dropped) == (1, 1)
     assert await client.xlen(RunKeys.of(RUN).experiences) == 1
-    await reader.ack(entry_ids, deadline=5)
+    await reader.ack(entry_ids, deadline=PATIENCE)
     assert (await client.xpending(RunKeys.of(RUN).experiences, "trainer"))["pending"] == 0
 
 

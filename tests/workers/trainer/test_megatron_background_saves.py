@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import anyio
@@ -20,6 +19,7 @@ from tests.support import megatron_ranks as at  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.pipeline import announced, reducer_task, until  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
+from tests.support.waits import PATIENCE, wait_until  # noqa: E402
 from trinity_events import CheckpointCoordinator  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_events.errors import SaveError  # noqa: E402
@@ -42,7 +42,7 @@ WORLD = 2
 
 @pytest.fixture
 def config(make_config) -> RunConfig:
-    return make_config(engine="megatron", trainers=2, sync_timeout=30.0)
+    return make_config(engine="megatron", trainers=2, sync_timeout=PATIENCE)
 
 
 class Workers:
@@ -117,10 +117,7 @@ def nothing():
 
 
 def wait_for(gate):
-    give_up = time.monotonic() + 35
-    while not gate.exists():
-        assert time.monotonic() < give_up, "nobody opened the gate"
-        time.sleep(0.01)
+    wait_until(gate.exists, "the gate was not opened")
 
 
 def fail():
@@ -170,7 +167,7 @@ async def commit(config, step) -> None:
 
 async def announcement(log, kind, step):
     """The announcement of the type about the step's checkpoint."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while True:
             for event in await announced(log, 1):
                 if isinstance(event, kind) and (event.kind, event.step) == ("checkpoint", step):

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tests.support.experiences import make_groups  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.launch.lifecycle import closing  # noqa: E402
@@ -24,8 +25,6 @@ from trinity_workers.trainer.megatron import (  # noqa: E402
     MegatronWorker,
 )
 from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
-
-pytestmark = pytest.mark.timeout(300)  # its own deadlines are shorter, and say what is missing
 
 
 def infos(rank):
@@ -65,7 +64,7 @@ def trained(rank_processes, make_config):
     rank_processes.leave()
 
     def run(world: int, steps, **settings):
-        config = make_config(trainers=world, ramp_steps=0, sync_timeout=30.0, **settings)
+        config = make_config(trainers=world, ramp_steps=0, sync_timeout=PATIENCE, **settings)
         rank_processes.start(world)
         places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
         asked = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
@@ -108,12 +107,12 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
 ):
     import ray
 
-    config = make_config(engine="megatron", trainers=2, sync_timeout=30.0)
+    config = make_config(engine="megatron", trainers=2, sync_timeout=PATIENCE)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         fleet = RayTrainerFleet(config)
         await fleet.prepare()
-        with anyio.fail_after(60):
+        with anyio.fail_after(PATIENCE):
             await fleet.train_step(make_groups(run_id, 1))
             await fleet._workers[1].__ray_call__.remote(dies_in_its_next_gradient)
             with pytest.raises(WorkerDied):

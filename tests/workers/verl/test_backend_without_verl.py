@@ -12,6 +12,7 @@ import redis
 import torch
 
 from tests.support.pipeline import events_of, reducer_task
+from tests.support.waits import PATIENCE
 from tests.support.weight_versions import awkward
 from trinity_events import Synchronizer
 from trinity_events.errors import (
@@ -96,7 +97,7 @@ def exits():
 def make_ends(exits, redis_url, weights_url, run_id):
     def make(**options):
         urls = {"redis_url": redis_url, "weights_url": weights_url, "run_id": run_id}
-        return Ends(exits, **{**urls, "transport": "redis", "deadline": 20.0, **options})
+        return Ends(exits, **{**urls, "transport": "redis", "deadline": PATIENCE, **options})
 
     return make
 
@@ -119,7 +120,7 @@ async def test_every_rollout_is_given_the_version_bit_for_bit_and_the_log_hears_
         sent, seen = await ends.update(weights, step, rollouts=2)
         assert seen == [as_bits(weights)] * 2
         assert sent["checkpoint_engine/payload_mbytes"] > 0
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while len(applied := await events_of(log, WeightsApplied)) < 4:
             await anyio.sleep(0.01)
     said = sorted((one.event.version, one.producer.rank) for one in applied)
@@ -172,7 +173,7 @@ async def test_a_step_that_is_sent_again_or_none_at_all_is_a_version_of_its_own(
         _, seen = await ends.update(weights, step)
         assert seen == [as_bits(weights)]
         given.append(number)
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         while len(applied := await events_of(log, WeightsApplied)) < len(given):
             await anyio.sleep(0.01)
     served = [(one.event.version.epoch, one.event.version.step) for one in applied]
@@ -207,7 +208,7 @@ async def test_after_an_error_the_gathers_go_on_and_rollouts_hear_of_it_and_the_
 
 
 async def test_rollouts_hear_of_each_failure_of_a_step_that_is_tried_again(make_ends, reducer):
-    ends = make_ends(deadline=10.0)
+    ends = make_ends(deadline=PATIENCE)
     for reason in ("first", "second"):
         ends.meet()
         sent, got = await asyncio.gather(
@@ -335,7 +336,7 @@ async def test_an_update_that_another_one_follows_waits_no_longer(make_ends, red
     waits = asyncio.create_task(taken(ends.receivers[0], 1))
     while ends.receivers[0]._waiting is None:
         await asyncio.sleep(0)
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         _, seen = await ends.update(AWKWARD, 2)
         with pytest.raises(VersionUnavailable, match=r"step 1 .* another update began"):
             await waits
@@ -357,7 +358,7 @@ async def test_a_wait_ends_although_a_client_passes_over_its_cancellation(
     while ends.receivers[0]._waiting is None:
         await asyncio.sleep(0)
     ends.meet()
-    ended, _ = await asyncio.wait([waits], timeout=20)
+    ended, _ = await asyncio.wait([waits], timeout=PATIENCE)
     assert ended
     with pytest.raises(VersionUnavailable, match="another update began"):
         await waits
@@ -381,7 +382,7 @@ async def test_the_event_loop_goes_on_while_tensors_are_published(make_ends, red
     begin = ends.sender._begin
 
     def held(step):
-        assert gate.wait(20)
+        assert gate.wait(PATIENCE)
         return begin(step)
 
     ends.sender._begin = held

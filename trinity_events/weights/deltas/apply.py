@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 
 from trinity_schemas import StepReady
 
 from ...errors import CorruptVersion
-from ..pulled_version import Piece, PulledVersion
 from ..tensors import as_bytes
 from .encoding import decoded, overwrite, words
 from .reconstruct import based, delta_of, differs, makes
+
+if TYPE_CHECKING:
+    from ..pulled_version import Piece, PulledVersion
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype by element size in bytes; torch has few operations on unsigned dtypes."""

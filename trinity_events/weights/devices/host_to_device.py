@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from ..copy_streams import CopyStream, copy_stream_of
 from ..tensors import copy_bytes, flat_bytes, is_row_major
-from .copy_streams import CopyStream, copy_stream_of
 
 SLOT_BYTES = 16 << 20
 """Bytes of one pinned slot."""

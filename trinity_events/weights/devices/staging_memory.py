@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..copy_streams import CopyStream, copy_stream_of
 from ..tensors import copy_bytes, is_freed, is_plain
-from .copy_streams import CopyStream, copy_stream_of
 
 _ALIGNED = 64
 

@@ -6,12 +6,23 @@ from .megatron import (
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
 )
+from .publish_full import PublishFull
+from .publish_shards import PublishShards
+from .publish_snapshot import PublishSnapshot
+from .publish_strategy import PublishStrategy, strategy_for
+from .shards import ShardsRefused
 
 __all__ = [
+    "PublishFull",
+    "PublishShards",
+    "PublishSnapshot",
+    "PublishStrategy",
+    "ShardsRefused",
     "fsdp_save_state_dict",
     "fsdp_sync_weight_nccl",
     "fsdp_upload_state_dict",
     "megatron_save_state_dict",
     "megatron_sync_weight_nccl",
     "megatron_upload_state_dict",
+    "strategy_for",
 ]

@@ -19,9 +19,10 @@ from ..engines.fsdp import shard_name, write_description
 from ..engines.state_files import copied, write_state
 from .broadcast import UpdateGroup, broadcast_stream
 from .full_tensors import full_tensors
-from .shards import fsdp_shards, publish_shards
-from .snapshot import SnapshotUploads
-from .upload import publish_stream
+from .publish_full import FULL
+from .publish_strategy import PublishStrategy
+from .publishing import ModelWeights
+from .shards import fsdp_shards
 
 if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
@@ -78,35 +79,32 @@ def fsdp_upload_state_dict(
     global_step: int,
     logger: Logger,
     *,
-    sharded: bool = False,
-    snapshots: SnapshotUploads | None = None,
+    strategy: PublishStrategy = FULL,
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
-    By default rank 0 streams full tensors one by one: no rank ever holds the whole model. If
-    sharded, every rank publishes its own shards without a gather, and readers assemble them. If a
-    rank fails, all ranks finish the gathers and then raise; the version is never announced.
+    By default rank 0 streams full tensors one by one: no rank ever holds the whole model. With
+    ``PublishShards`` every rank publishes its own shards without a gather, and readers assemble
+    them. ``PublishSnapshot`` publishes a copy of the shards, and returns as soon as the copy is
+    made. If a rank fails, all ranks finish the gathers and then raise; the version is never
+    announced.
 
     Args:
-        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks. If sharded, its
+        engine: The engine; its ``get_per_tensor_param()`` gathers on all ranks. For shards, its
             ``module`` must be of FSDP2.
-        synchronizer: Publishes the part and its events: on rank 0, or if sharded on every rank.
+        synchronizer: Publishes the part and its events: on rank 0, or for shards on every rank.
         global_step: Training step of the version.
         logger: Logs the published bytes.
-        sharded: If True, every rank publishes its own shards.
-        snapshots: Publishes shards from a copy, and returns as soon as the copy is made.
+        strategy: Strategy of all ranks; the same object for every version.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
         ShardsRefused: if the module's layout cannot be published as shards.
     """
-    if snapshots is not None:
-        snapshots.begin(fsdp_shards(engine.module), global_step, logger)
-        return
-    if sharded:
-        publish_shards(fsdp_shards(engine.module), synchronizer, global_step, logger)
-        return
-    publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
+    weights = ModelWeights(
+        full=lambda: per_tensor_params(engine), shards=lambda: fsdp_shards(engine.module)
+    )
+    strategy.publish(weights, synchronizer, global_step, logger)
 
 
 def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:

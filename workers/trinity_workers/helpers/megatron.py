@@ -22,9 +22,10 @@ from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
 from ..engines.base import TrainEngine, per_tensor_params
 from ..engines.state_files import sync_tree
 from .broadcast import UpdateGroup, broadcast_stream
-from .shards import publish_shards, without_replicas
-from .snapshot import SnapshotUploads
-from .upload import publish_stream
+from .publish_full import FULL
+from .publish_strategy import PublishStrategy
+from .publishing import ModelWeights
+from .shards import without_replicas
 
 if TYPE_CHECKING:
     from trinity_events import CheckpointCoordinator
@@ -141,27 +142,21 @@ def megatron_upload_state_dict(
     global_step: int,
     logger: Logger,
     *,
-    sharded: bool = False,
-    snapshots: SnapshotUploads | None = None,
+    strategy: PublishStrategy = FULL,
 ) -> None:
     """Publish the weights as the version of ``global_step``.
 
-    By default rank 0 streams full tensors one by one: no rank ever holds the whole model. If
-    sharded, every rank publishes its own shards, under their Hugging Face names, without a gather.
-    If a rank fails, all ranks finish the gathers and then raise; the version is never announced.
+    As :func:`fsdp_upload_state_dict`; shards have their tensors' Hugging Face names.
 
     Raises:
         PeerFailed: on the ranks that did not fail themselves.
         CollectiveBroken: if a rank died or was too slow.
     """
-    if snapshots is not None:
-        snapshots.begin(without_replicas(engine.local_shards()), global_step, logger)
-        return
-    if sharded:
-        shards = without_replicas(engine.local_shards())
-        publish_shards(shards, synchronizer, global_step, logger)
-        return
-    publish_stream(per_tensor_params(engine), synchronizer, global_step, logger)
+    weights = ModelWeights(
+        full=lambda: per_tensor_params(engine),
+        shards=lambda: without_replicas(engine.local_shards()),
+    )
+    strategy.publish(weights, synchronizer, global_step, logger)
 
 
 def megatron_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:

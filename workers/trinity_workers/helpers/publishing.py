@@ -1,15 +1,26 @@
-"""Helpers of uploads and broadcasts: drain the gathers, and write a rank's shards."""
+"""Parts that the publish strategies and the broadcasts share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
-
-from trinity_events.weights import Publication, PublishedPartReport, ShardOffset
+from msgspec import Struct
 
 from ..engines.base import LocalShard, NamedTensors
+
+
+class ModelWeights(Struct, frozen=True):
+    """Weights of an engine's model, in the forms that the ranks can publish."""
+
+    full: Callable[[], NamedTensors]
+    """Returns full tensors; the iterator gathers each one on all ranks."""
+    shards: Callable[[], Iterable[LocalShard]]
+    """Returns this rank's shards; all ranks' shards are the whole model, once.
+
+    The call is collective. The iteration is not, and raises ShardsRefused on its own.
+    """
 
 
 class TakesTensors(Protocol):
@@ -31,11 +42,3 @@ def drain(
             except Exception as caught:
                 error = caught  # the others are inside the gathers: go on with them
     return error
-
-
-def write_shards(part: Publication, shards: Iterable[LocalShard]) -> PublishedPartReport:
-    """Begin a rank's part, write its shards, and seal it."""
-    part.begin()
-    for one in shards:
-        part.add(one.name, one.tensor, ShardOffset(one.offsets, one.global_shape))
-    return part.seal()

@@ -1,11 +1,9 @@
-"""Publishing what each rank holds: nothing is gathered, and rank 0 sends no more than others."""
+"""Shards of a model that each rank is to publish."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
-from logging import Logger
 from typing import Any
 
 import torch.distributed as dist
@@ -13,65 +11,19 @@ import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
 from trinity_events.errors import TrinityError
-from trinity_events.weights import Publication, Synchronizer
 from trinity_events.weights.compatibility import plain_name
 from trinity_events.weights.slices import ShardOffset, chunk_of
 
-from ..collectives import PeerFailed, gather_bytes, rank_and_world, together
+from ..collectives import gather_bytes, rank_and_world, together
 from ..engines.base import LocalShard
 from ..engines.buffers import saved_buffers
-from .publishing import write_shards
 
 _KEY_BYTES = 8
+_INSTEAD = "upload with strategy=PublishFull()"
 
 
 class ShardsRefused(TrinityError):
     """Raised if the ranks' shards of the model cannot be published in their layout."""
-
-
-def publish_shards(
-    shards: Iterable[LocalShard], synchronizer: Synchronizer, global_step: int, logger: Logger
-) -> None:
-    """Publish every rank's shards as the version of ``global_step``. Collective.
-
-    The version is ready once all ranks' parts are. When one rank fails, all take back what they
-    wrote, then all raise; the version is never seen.
-
-    Args:
-        shards: What this rank is to publish; together the ranks' are the whole model, once.
-        synchronizer: Where to; on every rank it publishes events too.
-        global_step: The training step, which names the version.
-        logger: Says what was published.
-
-    Raises:
-        PeerFailed: on the ranks that did not fail themselves.
-        CollectiveBroken: when a rank died, or was too slow.
-    """
-    rank, ranks = rank_and_world()
-    opens = range(ranks) if rank == 0 else None
-    with synchronizer.publication(global_step, rank, ranks=opens) as part:
-        with _agreed(part):
-            # First: where they are refused the version may be published in full, by rank 0 alone.
-            held = list(shards)
-            report = write_shards(part, held)
-        with _agreed(part):
-            # Only now: a part in the log is whole, and so is every other.
-            part.publish()
-    logger.info("step %d: rank %d published %d bytes", global_step, rank, report.bytes)
-
-
-@contextmanager
-def _agreed(part: Publication) -> Iterator[None]:
-    """Raise on all ranks when the block fails on one. Collective.
-
-    On :class:`PeerFailed` the rank gives up its part; the failed rank's event has the reason.
-    """
-    try:
-        with together():
-            yield
-    except PeerFailed:
-        part.give_up()
-        raise
 
 
 def fsdp_shards(module: Any) -> Iterator[LocalShard]:
@@ -87,12 +39,12 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
     """
     if any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules()):
         raise ShardsRefused(
-            "FSDP1 keeps flat parameters, which are no shards of tensors: upload with sharded=False"
+            f"FSDP1 keeps flat parameters, which are no shards of tensors: {_INSTEAD}"
         )
     if hasattr(module, "peft_config"):
         raise ShardsRefused(
             "the model has adapters (PEFT), which an engine merges, or leaves out, as it gathers: "
-            "upload with sharded=False"
+            f"{_INSTEAD}"
         )
     rank, ranks = rank_and_world()
     named = chain(module.named_parameters(), saved_buffers(module))
@@ -129,11 +81,11 @@ def _place(name: str, value: DTensor) -> ShardOffset | None:
             begin, shape[dim] = chunk_of(shape[dim], parts, index)
             begins[dim] += begin
         else:
-            raise ShardsRefused(f"{name} is laid out as {placement}: upload with sharded=False")
+            raise ShardsRefused(f"{name} is laid out as {placement}: {_INSTEAD}")
     if tuple(value.to_local().shape) != tuple(shape):
         raise ShardsRefused(
             f"{name} has a shard of {list(value.to_local().shape)}, where {shape} was expected: "
-            "upload with sharded=False"
+            f"{_INSTEAD}"
         )
     # One rank publishes a tensor without elements, so that readers know of it.
     empty = 0 in shape and (0 not in value.shape or not first)

@@ -11,11 +11,11 @@ import anyio
 import redis.asyncio
 from redis.exceptions import RedisClusterException
 
-from trinity_events.error_text import cause_of, first_error
+from trinity_events.error_text import cause_of, ungrouped
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, position
 from trinity_events.server import Deadline
-from trinity_events.signals import ending_signals
+from trinity_events.signals import cancelled_by_signals, ending_signals
 from trinity_schemas import RunClosed
 
 from ..config import RunConfig
@@ -40,35 +40,24 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
     Raises:
         Interrupted: after the block has ended, when that is why.
     """
-    received: int | None = None
-    asked = [signal.SIGINT, *ending_signals()]
+    received: list[int] = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
-    # Open until the block has ended: a second signal does not end it in its middle.
-    with anyio.open_signal_receiver(*asked) as signals:
-        try:
-            async with anyio.create_task_group() as tasks:
 
-                async def listen() -> None:
-                    nonlocal received
-                    async for number in signals:
-                        received = received or number
-                        if number == signal.SIGHUP:
-                            _leave(terminals)
-                        tasks.cancel_scope.cancel()
+    def note(number: int) -> None:
+        received.append(number)
+        if number == signal.SIGHUP:
+            _leave(terminals)
 
-                tasks.start_soon(listen)
-                yield
-                tasks.cancel_scope.cancel()
-        except BaseExceptionGroup as group:
-            # Task groups nest; what happened is what one reads for.
-            raise first_error(group) from None
-    if received is not None:
-        for number in asked:
+    with ungrouped():
+        async with cancelled_by_signals(note):
+            yield
+    if received:
+        for number in (signal.SIGINT, *ending_signals()):
             signal.signal(number, signal.SIG_IGN)  # what is left to do is to say so
         raise Interrupted(
             f"run {run_id} was interrupted; look at what it did with: "
             f"trinity-events replay {run_id}",
-            received,
+            received[0],
         )
 
 

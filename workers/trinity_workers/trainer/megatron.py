@@ -134,8 +134,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             self._synchronizer,
             global_step,
             logger,
-            sharded=self._config.publishes_shards,
-            snapshots=self._snapshots,
+            strategy=self._strategy,
         )
 
     def sync_weight_nccl(self, global_step: int) -> None:

@@ -27,8 +27,12 @@ from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import shard_name
 from ..engines.state_files import write_state
-from ..helpers import fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
-from ..helpers.snapshot import SnapshotUploads
+from ..helpers import (
+    fsdp_save_state_dict,
+    fsdp_sync_weight_nccl,
+    fsdp_upload_state_dict,
+    strategy_for,
+)
 from ..learning.grpo import Batch, collate, grpo_loss, response_logprobs
 
 logger = logging.getLogger(__name__)
@@ -97,11 +101,7 @@ class TrainWorker:
             full_every=config.weights_full_every,
             tensor_digests=config.weights_tensor_digests,
         )
-        self._snapshots = (
-            SnapshotUploads(self._synchronizer, config.sync_timeout)
-            if config.publish == "snapshot"
-            else None
-        )
+        self._strategy = strategy_for(config.published_form, config.sync_timeout)
 
     def _make_engine(self) -> Any:
         engine = FSDPEngine(
@@ -177,8 +177,7 @@ class TrainWorker:
             self._synchronizer,
             global_step,
             logger,
-            sharded=self._config.publishes_shards,
-            snapshots=self._snapshots,
+            strategy=self._strategy,
         )
 
     def setup_weight_sync_group(self, explorers: int) -> tuple[str, ...]:
@@ -203,8 +202,7 @@ class TrainWorker:
             exits.callback(self._log.close)
             exits.callback(self._publisher.close)
             exits.callback(self._synchronizer.close)
-            if self._snapshots is not None:
-                exits.callback(self._snapshots.close)
+            exits.callback(self._strategy.close)
             self._coordinator.wait_all(self._config.sync_timeout)
 
 

@@ -1,13 +1,10 @@
 """Transport through a collective group of the trainer's rank 0 and the explorers."""
 
-from .model_update import CollectiveGroups, ModelUpdateGroup
 from .rendezvous import WeightSyncInfo
 from .store import TIMEOUT, CollectiveStore
 
 __all__ = [
     "TIMEOUT",
-    "CollectiveGroups",
     "CollectiveStore",
-    "ModelUpdateGroup",
     "WeightSyncInfo",
 ]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ....errors import GpuUnusable, VersionUnavailable
-from ...devices.copy_streams import CopyStream, copy_stream_of
+from ...copy_streams import CopyStream, copy_stream_of
 
 _LENT_AT_ONCE = 2 << 20
 

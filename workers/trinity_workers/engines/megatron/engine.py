@@ -19,10 +19,9 @@ from ..base import LocalShard
 from . import checkpoint
 from .cpu import adapted
 from .layout import ParallelLayout, join
-from .local_shards import local_shards
 from .model import ModelOptions, build_chunks, transformer_config
 from .model_description import read_description, write_description
-from .stream import WeightStream, load_folder
+from .stream import WeightStream, load_folder, local_shards
 from .training import (
     LossFunction,
     accumulate_gradients,

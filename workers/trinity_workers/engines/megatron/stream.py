@@ -1,4 +1,4 @@
-"""Streaming of weights between Hugging Face folders and all ranks, one tensor at a time."""
+"""Weights by Hugging Face names: streams between folders and all ranks, shards of one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from msgspec import Struct
 from trinity_events.errors import IncompatibleWeights
 
 from ...collectives import gather_bytes
-from .weights import WeightMapping
+from ..base import LocalShard
+from .weights import WeightMapping, local_mapping
 
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -186,6 +187,34 @@ class FolderReader:
             path = self._folder / Path(file).name
             self._files[file] = safe_open(path, framework="pt", device="cpu")
         return self._files[file]
+
+
+def local_shards(
+    hf: Any, config: Any, chunks: Sequence[Any], *, tied: bool
+) -> Iterator[LocalShard]:
+    """Yield this rank's slices. Replicas, and ranks that share a complete tensor, each yield it.
+
+    A slice that contains only vocabulary padding is left out.
+    """
+    for chunk in chunks:
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(local_name, chunk)
+            if tied and name == "output_layer.weight":
+                continue
+            group = shard_group(name)
+            parts, dim = group.size(), partition_dim(parameter)
+            mapping = local_mapping(hf, config, parts)
+            for found, piece in mapping.to_huggingface(name, parameter.detach()):
+                shape, offsets = list(piece.shape), [0] * piece.dim()
+                if dim >= 0:
+                    offsets[dim] = group.rank() * piece.shape[dim]
+                    shape[dim] = parts * piece.shape[dim]
+                tensor = piece
+                if found.endswith(("embed_tokens.weight", "lm_head.weight")):
+                    shape[0] = hf.vocab_size
+                    tensor = piece[: max(0, hf.vocab_size - offsets[0])]
+                if tensor.numel():
+                    yield LocalShard(found, tensor, tuple(shape), tuple(offsets))
 
 
 def global_name(name: str, chunk: Any) -> str:

@@ -1,23 +1,23 @@
-"""Publishing from a copy, so that training waits only for the copy of a rank's shards."""
+"""Publishing a copy of each rank's shards, while training continues."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import Logger
 
 from trinity_events.errors import DeadlineExceeded
-from trinity_events.weights import Synchronizer
+from trinity_events.weights import Publication, Synchronizer
 from trinity_events.weights.devices.staging_memory import StagingMemory
 
 from ..collectives import raise_together, rank_and_world
 from ..engines.base import LocalShard
-from .publishing import write_shards
+from .publish_shards import write_shards
+from .publishing import ModelWeights
 
 
-class SnapshotUploads:
-    """Publisher that copies a rank's shards into staging memory and sends them from a thread.
+class PublishSnapshot:
+    """Strategy that copies a rank's shards into staging memory and sends them from a thread.
 
     From a GPU the copies are only begun here: the thread waits for them, and later GPU operations
     run after them. The reported stall lasts until the copies are complete, which is the longest
@@ -27,33 +27,42 @@ class SnapshotUploads:
     log has the reason, so the version is never announced.
 
     Args:
-        synchronizer: Publishes the parts. No other thread uses it while versions are published.
         deadline: Seconds to wait for a version's publishing before the next one begins.
     """
 
-    def __init__(self, synchronizer: Synchronizer, deadline: float) -> None:
-        self._synchronizer = synchronizer
+    def __init__(self, deadline: float) -> None:
         self._deadline = deadline
         self._staging = StagingMemory()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._sending: Future[None] | None = None
         self._step = 0
 
-    def begin(self, shards: Iterable[LocalShard], global_step: int, logger: Logger) -> None:
+    def publish(
+        self, weights: ModelWeights, synchronizer: Synchronizer, global_step: int, logger: Logger
+    ) -> None:
         """Copy the shards, and begin to publish them as the version of ``global_step``. Collective.
 
         Raises on all ranks if a rank could not copy, or if the previous version could not be
-        published. The call waits for the previous version, since it reuses its memory.
+        published. The call waits for the previous version, since it reuses its memory. Nothing
+        else uses the synchronizer until :meth:`wait` returns.
+
+        Raises:
+            PeerFailed: on the ranks that did not fail themselves.
+            CollectiveBroken: if a rank died or was too slow.
+            ShardsRefused: if the model's layout cannot be published as shards.
+            DeadlineExceeded: if the previous version takes too long.
         """
+        shards = weights.shards()
         began = time.monotonic()
         rank, ranks = rank_and_world()
+        part = synchronizer.publication(global_step, rank)
         error: Exception | None = None
         held: list[LocalShard] = []
         try:
             self.wait()
             held = list(shards)  # where they are refused nothing was said of the version
             if rank == 0:
-                self._synchronizer.open_version(global_step, ranks=range(ranks))
+                synchronizer.open_version(global_step, ranks=range(ranks))
             copies = self._staging.copied([one.tensor for one in held])
             held = [
                 LocalShard(one.name, copy, one.global_shape, one.offsets)
@@ -65,12 +74,10 @@ class SnapshotUploads:
             raise_together(error)
         finally:
             if error is not None:
-                self._synchronizer.publication(global_step, rank).fail(error)
+                part.fail(error)
         self._step = global_step
         stall = time.monotonic() - began
-        self._sending = self._thread.submit(
-            self._send, held, global_step, rank, began, stall, logger
-        )
+        self._sending = self._thread.submit(self._send, part, held, began, stall, logger)
 
     def wait(self) -> None:
         """Wait until the pending version is published; raise its error, once."""
@@ -97,16 +104,20 @@ class SnapshotUploads:
 
     def _send(
         self,
+        part: Publication,
         shards: list[LocalShard],
-        step: int,
-        rank: int,
         began: float,
         stall: float,
         logger: Logger,
     ) -> None:
-        with self._synchronizer.publication(step, rank) as part:
+        with part:
             if self._staging.settle():  # a GPU trains on meanwhile only as far as it may
                 stall = time.monotonic() - began
             report = write_shards(part, shards)
             part.publish(stall)
-        logger.info("step %d: rank %d published %d bytes of a copy", step, rank, report.bytes)
+        logger.info(
+            "step %d: rank %d published %d bytes of a copy",
+            part.global_step,
+            part.rank,
+            report.bytes,
+        )

@@ -1,4 +1,4 @@
-"""Warning about servers that may evict keys of the pipeline."""
+"""Questions to a server by INFO, which viewers may ask too: its clock, its eviction policy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ from .url import LOG_SERVER, Setting, redacted
 logger = logging.getLogger(__name__)
 
 _SAFE = "noeviction"
+
+
+async def server_clock(client: Any, key: str) -> int:
+    """Return the clock of a key's server in milliseconds, the time part of entry ids.
+
+    It uses INFO, since viewers may not run scripts.
+    """
+    where: dict[str, Any] = {}
+    if isinstance(client, redis.asyncio.RedisCluster):
+        await client.initialize()
+        where["target_nodes"] = client.get_node_from_key(key)
+    return int((await client.info("server", **where))["server_time_usec"]) // 1000
 
 
 async def warn_of_eviction(

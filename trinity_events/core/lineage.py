@@ -1,0 +1,58 @@
+"""Lineage of a run: the epochs that its current epoch continues, each with its steps that count."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trinity_schemas import RunOpened, RunResumed, StepRef
+
+from .limits import KEPT_LINEAGE
+from .state import MonitorState
+
+
+class Span(NamedTuple):
+    """Epoch of a lineage, with its first and last step that count; the current one has no last."""
+
+    epoch: int
+    first: int
+    last: int | None
+
+
+def lineage_of(state: MonitorState) -> list[Span]:
+    """Return the epochs of the current lineage, oldest first; the last one is the current one."""
+    firsts = [0, *(one.step for one in state.lineage)]
+    spans = [
+        Span(one.epoch, first, one.step) for one, first in zip(state.lineage, firsts, strict=False)
+    ]
+    return [*spans, Span(state.epoch, firsts[-1], None)]
+
+
+def stands(state: MonitorState, version: StepRef) -> bool:
+    """Return True if the lineage holds a version: a discarded epoch's is of another model.
+
+    A resumed epoch publishes the weights of its checkpoint as its own first version.
+    """
+    return any(
+        span.epoch == version.epoch
+        and span.first <= version.step
+        and (span.last is None or version.step <= span.last)
+        for span in lineage_of(state)
+    )
+
+
+def continued_lineage(state: MonitorState, opening: RunOpened | RunResumed) -> list[StepRef]:
+    """Return the earlier epochs that a new epoch continues, each with its last step that counts.
+
+    An opening that does not resume continues none. A resume that names no checkpoint continues
+    the newest epoch that has the step.
+    """
+    if isinstance(opening, RunOpened) or not state.epoch:
+        return []
+    spans = [span for span in lineage_of(state) if span.first <= opening.step]
+    checkpoint = opening.checkpoint or StepRef(spans[-1].epoch, opening.step)
+    continued = [
+        StepRef(span.epoch, min(span.last, checkpoint.step))
+        for span in spans
+        if span.last is not None and span.epoch < checkpoint.epoch
+    ]
+    return [*continued, checkpoint][-KEPT_LINEAGE:]

@@ -1,0 +1,216 @@
+"""Reader of versions: prefetches, pulls, applies and loads them, and reports what is served."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trinity_schemas import (
+    AppliedPhases,
+    StepReady,
+    StepRef,
+    SyncRequested,
+    VersionOpened,
+    VersionRefused,
+    WeightsApplied,
+)
+
+from ..core.limits import LONGEST_REASON
+from ..error_text import message_of
+from ..errors import CorruptVersion
+from .compatibility import is_cast, targets_of
+from .deltas.apply import InstalledBases, ModelDiffers
+from .install import check_fit, install
+from .load import BaseRequired, load_version
+from .partial_loads import PartialLoads
+from .pull import pull_version
+from .pulled_version import PulledVersion, Selection
+from .session import Session
+from .speculative_load import SpeculativeLoad
+from .transports.base import Ended, PartRef, SupportsPrefetch
+from .transports.collective import CollectiveStore
+from .transports.redis.store import RedisChunkStore
+from .verify_model import check_installed
+
+logger = logging.getLogger(__name__)
+
+
+class VersionReader:
+    """Reader of versions in a session. :class:`~trinity_events.Synchronizer` documents its methods.
+
+    Args:
+        session: Connections that it reads and reports through.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._run_id = session.settings.run_id
+        self._installed = InstalledBases()
+        self._ahead = SpeculativeLoad()
+        self._torn = PartialLoads()
+
+    def request_weights(self, ready: StepReady) -> bool:
+        """Implement :meth:`Synchronizer.request_weights`."""
+        if ready.transport != CollectiveStore.name:
+            return False
+        wanted = StepRef(ready.epoch, ready.step)
+        if not self._session.groups.would_get(wanted):
+            return False
+        self._session.events.publish(SyncRequested(wanted=wanted))
+        return True
+
+    def prefetch(
+        self,
+        epoch: int,
+        opened: VersionOpened,
+        stop: threading.Event,
+        deadline: float,
+        into: torch.nn.Module | None = None,
+    ) -> Ended | None:
+        """Implement :meth:`Synchronizer.prefetch`."""
+        store = self._session.stores.of(opened.transport)
+        if not isinstance(store, SupportsPrefetch):
+            return None
+        parts = [PartRef(self._run_id, epoch, opened.step, rank) for rank in opened.ranks]
+        self._ahead.abandon()
+        taker = None if into is None else self._ahead.begin(into)
+        if taker is not None:
+            self._installed.forget()
+        try:
+            return store.prefetch(parts, stop, deadline, taker)
+        finally:
+            if into is not None:
+                self._torn.add(into, self._ahead.took)
+
+    @contextmanager
+    def pull(
+        self, ready: StepReady, wanted: Selection | None = None, have: Collection[str] = ()
+    ) -> Iterator[PulledVersion]:
+        """Implement :meth:`Synchronizer.pull`."""
+        self._ahead.abandon()
+        store = self._session.stores.of(ready.transport or RedisChunkStore.name)
+        with (
+            self._telling_refusals(ready),
+            pull_version(store, self._run_id, ready, wanted, have) as version,
+        ):
+            yield version
+
+    def apply(
+        self,
+        module: torch.nn.Module,
+        ready: StepReady,
+        wanted: Selection | None = None,
+        *,
+        cast: bool = False,
+    ) -> AppliedPhases:
+        """Implement :meth:`Synchronizer.apply`."""
+        began = time.monotonic()
+        try:
+            return self._apply(module, ready, wanted, self._installed.fulls(module), began, cast)
+        except ModelDiffers as differs:
+            logger.warning(
+                "step %d: pulling the version again with its base: %s", ready.step, differs
+            )
+            return self._apply(module, ready, wanted, (), began, cast)
+
+    def _apply(
+        self,
+        module: torch.nn.Module,
+        ready: StepReady,
+        wanted: Selection | None,
+        have: Collection[str],
+        began: float,
+        cast: bool,
+    ) -> AppliedPhases:
+        with self.pull(ready, wanted, have) as version:
+            verified_at = time.time()
+            manifests = [manifest for manifest, _ in version.parts]
+            fit, names = check_fit(module, version, cast=cast), version.names
+            fetched = time.monotonic()
+            self._installed.forget()
+            with self._torn.until_whole(module, names):
+                install(fit)
+                check_installed(module, manifests, wanted, cast=cast)
+            if cast and is_cast(targets_of(module), manifests):
+                self._ahead.forget()
+            elif wanted is None:
+                self._installed.note(module, ready, version)
+                self._ahead.note(module, manifests)
+        phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
+        self.applied(version, verified_at, phases)
+        return phases
+
+    def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
+        """Implement :meth:`Synchronizer.applied`."""
+        self._session.events.publish(
+            WeightsApplied(
+                version=version.ref,
+                digest=version.digest,
+                bytes=version.bytes,
+                verified_at=verified_at,
+                phases=phases,
+            )
+        )
+
+    def load(
+        self,
+        module: torch.nn.Module,
+        ready: StepReady,
+        wanted: Selection | None = None,
+        *,
+        cast: bool = False,
+    ) -> AppliedPhases:
+        """Implement :meth:`Synchronizer.load`."""
+        began = time.monotonic()
+        store = self._session.stores.of(ready.transport or RedisChunkStore.name)
+        self._installed.forget()
+        try:
+            with self._telling_refusals(ready):
+                parts = load_version(
+                    store, self._run_id, ready, module, wanted, self._ahead, self._torn, cast=cast
+                )
+        except BaseRequired:
+            return self.apply(module, ready, wanted, cast=cast)
+        finally:
+            self._ahead.abandon()
+        if cast and is_cast(targets_of(module), parts):
+            self._ahead.forget()
+        elif wanted is None:
+            self._ahead.note(module, parts)
+        assert ready.version_digest is not None
+        phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
+        self._session.events.publish(
+            WeightsApplied(
+                version=StepRef(ready.epoch, ready.step),
+                digest=ready.version_digest,
+                bytes=sum(manifest.nbytes for manifest in parts),
+                verified_at=time.time(),
+                phases=phases,
+            )
+        )
+        return phases
+
+    @contextmanager
+    def _telling_refusals(self, ready: StepReady) -> Iterator[None]:
+        """Publish a refusal if the block finds the version corrupt."""
+        try:
+            yield
+        except ModelDiffers:  # the fault is in the model, not in the version
+            raise
+        except CorruptVersion as error:
+            event = VersionRefused(
+                version=StepRef(ready.epoch, ready.step),
+                rank=error.rank,
+                chunk=error.chunk,
+                reason=message_of(error)[:LONGEST_REASON],
+            )
+            try:
+                self._session.events.publish(event)
+            except Exception:
+                logger.exception("step %d: the refusal could not be published", ready.step)
+            raise

@@ -1,0 +1,68 @@
+"""Publishing each rank's shards: nothing is gathered, and rank 0 sends no more than others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from logging import Logger
+
+from trinity_events.weights import Publication, PublishedPartReport, ShardOffset, Synchronizer
+
+from ..collectives import PeerFailed, rank_and_world, together
+from ..engines.base import LocalShard
+from .publishing import ModelWeights
+
+
+class PublishShards:
+    """Strategy by which every rank publishes its own shards, while training waits."""
+
+    def publish(
+        self, weights: ModelWeights, synchronizer: Synchronizer, global_step: int, logger: Logger
+    ) -> None:
+        """Publish every rank's shards as the version of ``global_step``. Collective.
+
+        The version is ready once all ranks' parts are. When one rank fails, all discard what they
+        wrote, then all raise; the version is never announced.
+
+        Raises:
+            PeerFailed: on the ranks that did not fail themselves.
+            CollectiveBroken: when a rank died, or was too slow.
+            ShardsRefused: if the model's layout cannot be published as shards.
+        """
+        shards = weights.shards()
+        rank, ranks = rank_and_world()
+        opens = range(ranks) if rank == 0 else None
+        with synchronizer.publication(global_step, rank, ranks=opens) as part:
+            with _agreed(part):
+                # First: refused shards leave the version unopened, to be published in full.
+                held = list(shards)
+                report = write_shards(part, held)
+            with _agreed(part):
+                # Only now: a part in the log is whole, and so is every other.
+                part.publish()
+        logger.info("step %d: rank %d published %d bytes", global_step, rank, report.bytes)
+
+    def close(self) -> None:
+        """Do nothing: a version is published on return."""
+
+
+def write_shards(part: Publication, shards: Iterable[LocalShard]) -> PublishedPartReport:
+    """Begin a rank's part, write its shards, and seal it."""
+    part.begin()
+    for one in shards:
+        part.add(one.name, one.tensor, ShardOffset(one.offsets, one.global_shape))
+    return part.seal()
+
+
+@contextmanager
+def _agreed(part: Publication) -> Iterator[None]:
+    """Raise on all ranks when the block fails on one. Collective.
+
+    On :class:`PeerFailed` the rank gives up its part; the failed rank's event has the reason.
+    """
+    try:
+        with together():
+            yield
+    except PeerFailed:
+        part.give_up()
+        raise
