@@ -65,7 +65,7 @@ def schedule(rank: Rank) -> tuple[Any, Any]:
 
 def draw(rank: Rank) -> tuple[float, float, float]:
     """Return a number of each generator of the process."""
-    return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: NPY002
+    return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
 @pytest.mark.parametrize(("saved_with", "loaded_with"), [(2, 1), (2, 3), (1, 2), (3, 2)])

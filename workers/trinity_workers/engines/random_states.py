@@ -36,7 +36,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     numpy = states["numpy"]
-    np.random.set_state(  # noqa: NPY002 - the legacy generator is the one that is global
+    np.random.set_state(
         (
             "MT19937",
             numpy["key"].numpy().astype(np.uint32),

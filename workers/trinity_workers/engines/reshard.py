@@ -76,7 +76,9 @@ def _resharded(values: Sequence[Any], like: Any) -> Any:
     if not isinstance(values[0], DTensor):
         return values[0]
     if not isinstance(like, DTensor) or list(like.placements) != [Shard(0)]:
-        raise ReshardRefused("only tensors that FSDP shards by rows load at another number of ranks")
+        raise ReshardRefused(
+            "only tensors that FSDP shards by rows load at another number of ranks"
+        )
     local = torch.empty_like(like.to_local(), dtype=values[0].dtype, device="cpu")
     first = _first_row(like)
     offset = 0

@@ -62,9 +62,7 @@ def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{path} is not there: a checkpoint has one file for each rank that saved it"
         )
-    state: dict[str, Any] = torch.load(
-        path, map_location="cpu", weights_only=True, mmap=mapped
-    )
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     return state
 
 
