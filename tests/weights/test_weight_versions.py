@@ -6,6 +6,7 @@ import pickle
 import anyio
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -381,6 +382,13 @@ async def test_a_synchronizer_is_picklable_and_connects_where_it_is_used(trainer
     with explorer.pull(event) as version:
         assert version.bytes == 12
     assert trainer.bind("actor", 2).producer.rank == 2
+
+
+def test_a_client_of_another_process_differs_in_role_and_rank_alone(run_id):
+    ours = Synchronizer(run_id, 3, transport="shm", chunk_bytes=64, full_every=4, lease=9.0)
+    bound = ours.bind("actor", 2)
+    assert bound.settings == replace(ours.settings, role="actor", rank=2) != ours.settings
+    assert pickle.loads(pickle.dumps(bound)).settings == bound.settings
 
 
 def test_a_part_holds_one_chunk_in_memory(weights_client, run_id):

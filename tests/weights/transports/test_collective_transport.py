@@ -321,7 +321,7 @@ SOME = [(f"layer.{number}", torch.full((1000,), float(number))) for number in ra
 def test_a_version_stays_as_it_is_while_it_is_held_and_memory_is_bounded(opened):
     trainer, explorer = opened("trainer"), opened("explorer")
     trainer.setup_weight_sync_group(1, 10)
-    staging = explorer._groups._staging
+    staging = explorer._session.groups._staging
     buffers = set()
     with explorer.pull(sent(trainer, 0, SOME)) as version:
         for step in range(1, 10):
@@ -340,7 +340,7 @@ def test_a_version_stays_as_it_is_while_it_is_held_and_memory_is_bounded(opened)
 def test_an_explorer_that_keeps_up_has_room_for_one_version(opened):
     trainer, explorer = opened("trainer"), opened("explorer")
     trainer.setup_weight_sync_group(1, 10)
-    staging, buffers = explorer._groups._staging, set()
+    staging, buffers = explorer._session.groups._staging, set()
     for step in range(6):
         with explorer.pull(
             sent(trainer, step, [("a", torch.full((3000,), float(step)))])
@@ -387,7 +387,7 @@ def test_bytes_that_were_changed_on_the_way_are_found_before_anything_is_install
     trainer, explorer = opened("trainer"), opened("explorer")
     trainer.setup_weight_sync_group(1, 10)
     event = sent(trainer, 1, Tiny(seed=7).named_parameters())
-    explorer._groups._staging._newest[1]._memory[70] ^= 0x55
+    explorer._session.groups._staging._newest[1]._memory[70] ^= 0x55
     model = Tiny(seed=1)
     with pytest.raises(CorruptVersion, match="chunk 0 of the weights of step 1"):
         explorer.apply(model, event)
