@@ -105,7 +105,9 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
 async def _appears(folder: Path) -> bool:
     """Wait until the reducer has given a folder its final name; a rename tells no process of it."""
     give_up = anyio.current_time() + _PROMOTED
-    while not (there := await anyio.Path(folder).is_dir()) and anyio.current_time() < give_up:
+    while (  # noqa: ASYNC110 - there is no event to wait for
+        not (there := await anyio.Path(folder).is_dir()) and anyio.current_time() < give_up
+    ):
         await anyio.sleep(0.1)
     return there
 
