@@ -16,22 +16,22 @@ _WARM_UP_STEPS = 400
 
 def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
     """Warm up the policy for a folder once, and train it as the trainer does by default."""
-    from trinity_workers.config import RunSettings
+    from trinity_workers.config import TrainConfig, TrainerConfig
     from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs
     from trinity_workers.learning.policy import create_policy, load_policy
     from trinity_workers.learning.rollout import generate
     from trinity_workers.learning.tasks import make_task
     from trinity_workers.learning.warm_up import warm_up
 
-    settings = RunSettings(steps=steps, learning_rate=learning_rate)
-    task = make_task(settings.task)
+    settings = TrainConfig(steps=steps, trainer=TrainerConfig(learning_rate=learning_rate))
+    task = make_task(settings.task.name)
     if not (folder / "config.json").exists():
         create_policy(folder, settings.seed)
         warm_up(folder, task, settings.seed, max_steps=min(_WARM_UP_STEPS, 20 * steps))
     model, tokenizer = load_policy(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99))
     ramp = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / settings.ramp_steps)
+        optimizer, lambda step: min(1.0, (step + 1) / settings.trainer.ramp_steps)
     )
     questions = task.training_questions(settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
@@ -41,18 +41,18 @@ def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
             model,
             tokenizer,
             task,
-            list(islice(questions, settings.prompts_per_step)),
-            samples=settings.samples_per_prompt,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
+            list(islice(questions, settings.rollouts.prompts_per_step)),
+            samples=settings.rollouts.samples_per_prompt,
+            max_new_tokens=settings.rollouts.max_new_tokens,
+            temperature=settings.rollouts.temperature,
             generator=generator,
         )
         batch = collate(rollouts, tokenizer.pad_token_id)
         model.train()
-        loss, _ = grpo_loss(response_logprobs(model, batch), batch, clip=settings.clip)
+        loss, _ = grpo_loss(response_logprobs(model, batch), batch, clip=settings.trainer.clip)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss / batch.token_count)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.trainer.gradient_norm)
         optimizer.step()
         ramp.step()
         yield dict(_weights(model))

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 import redis.asyncio
 
@@ -167,19 +168,19 @@ def policy_folder(tmp_path_factory):
 
 @pytest.fixture
 def make_config(publisher, redis_url, weights_url, run_id, policy_folder, tmp_path):
-    """Makes a configuration of the run, with these settings."""
-    from trinity_workers.config import RunConfig
+    """Makes a configuration of the run, with these settings; weights travel by Redis."""
+    from trinity_workers.config import TrainConfig
 
     def config(**settings):
-        return RunConfig(
+        settings["sync"] = {"transport": "redis"} | settings.get("sync", {})
+        placed = msgspec.convert(settings, TrainConfig).placed(
             run_id=run_id,
             epoch=publisher.epoch,
             redis_url=redis_url,
             weights_url=weights_url,
             checkpoint_folder=tmp_path / run_id,
-            model_folder=policy_folder,
-            **settings,
         )
+        return msgspec.structs.replace(placed, model_folder=policy_folder)
 
     return config
 

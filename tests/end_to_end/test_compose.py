@@ -22,7 +22,7 @@ import pytest
 from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, SaveStrategy, decode_envelope
-from trinity_workers.config import BadSettings, RunSettings
+from trinity_workers.config import BadSettings, CheckpointsConfig, ExplorerConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
@@ -468,8 +468,12 @@ def test_an_explorer_of_a_run_that_nobody_opens_says_so(processes):
 
 
 def test_settings_travel_as_text_and_bad_ones_are_refused():
-    settings = RunSettings(steps=7, explorers=2, save_strategy="single_node")
-    assert RunSettings.from_text(settings.to_text()) == settings
+    settings = TrainConfig(
+        steps=7,
+        explorer=ExplorerConfig(count=2),
+        checkpoints=CheckpointsConfig(strategy="single_node"),
+    )
+    assert TrainConfig.from_text(settings.to_text()) == settings
     placed = settings.placed(
         run_id="one",
         epoch=3,
@@ -478,9 +482,9 @@ def test_settings_travel_as_text_and_bad_ones_are_refused():
         checkpoint_folder=Path("/somewhere/one"),
     )
     assert placed.to_text() == settings.to_text()
-    assert placed.save_strategy == "single_node"
+    assert placed.checkpoints.strategy == "single_node"
     with pytest.raises(BadSettings, match="have the same version"):
-        RunSettings.from_text('{"steps": 0}')
+        TrainConfig.from_text('{"steps": 0}')
 
 
 @pytest.mark.parametrize("command", ["demo", "trainer"])

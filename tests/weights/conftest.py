@@ -12,6 +12,7 @@ from trinity_events.server import open_client
 from trinity_events.weights import SharedMemoryStore
 from trinity_events.weights.tensors import copy_bytes
 from trinity_events.weights.transports.shared_memory import available
+from trinity_workers.config import SyncConfig
 from trinity_workers.explorer.along import ReadingAlong
 
 
@@ -36,7 +37,7 @@ def prefetching_ends(publisher, redis_url, weights_url, run_id):
     )
     explorer = Synchronizer(run_id, 0, redis_url=redis_url, weights_url=weights_url)
     config = SimpleNamespace(
-        run_id=run_id, epoch=publisher.epoch, redis_url=redis_url, sync_timeout=PATIENCE
+        run_id=run_id, epoch=publisher.epoch, redis_url=redis_url, sync=SyncConfig(timeout=PATIENCE)
     )
     yield trainer, explorer, ReadingAlong(config, explorer)
     trainer.close()

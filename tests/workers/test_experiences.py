@@ -5,7 +5,6 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
 import pytest
 import redis.asyncio
 
@@ -217,10 +216,9 @@ async def config(make_config, redis_url, run_id):
     async with reducer_task(redis_url, run_id):
         yield make_config(
             steps=1,
-            prompts_per_step=1,
-            samples_per_prompt=2,
-            held_out_questions=0,
-            sync_timeout=PATIENCE,
+            rollouts={"prompts_per_step": 1, "samples_per_prompt": 2},
+            explorer={"held_out_questions": 0},
+            sync={"timeout": PATIENCE},
         )
 
 
@@ -282,7 +280,7 @@ async def test_an_explorer_to_whom_no_newer_version_comes_says_what_was_wrong_wi
 ):
     publish(trainer, config.model_folder, 0)
     spoil(config, 0, how)
-    explorer = Explorer(msgspec.structs.replace(config, sync_timeout=1.0), 0)
+    explorer = Explorer(config.replaced("sync", timeout=1.0), 0)
     await explorer.prepare()
     with pytest.raises(DeadlineExceeded, match=r"newest: of step 0.*no use: chunk 0") as caught:
         await explorer.explore()

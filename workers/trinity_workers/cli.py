@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
 
 import anyio
+import msgspec
 import typer
 
 from trinity_events.cli.options import (
@@ -34,7 +35,7 @@ from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
 from trinity_events.views.terminal import say, tell
 from trinity_schemas import SaveStrategy
 
-from .config import EngineName, PublishName, RunSettings, TransportChoice
+from .config import PublishName, TrainConfig, TransportChoice
 from .convertible import becomes_megatron
 from .launch.again import again_command
 from .launch.results import Failure, Outcome, results_alone
@@ -57,9 +58,7 @@ class WeightsRefused(TrinityError):
     """Raised if the run ended well, but its explorers refused damaged weights."""
 
 
-Engine = Annotated[
-    EngineName, typer.Option("--engine", help="Engine that holds and trains the model.")
-]
+Engine = Annotated[str, typer.Option("--engine", help="Engine that holds and trains the model.")]
 TensorParallel = Annotated[
     int | None,
     typer.Option(
@@ -197,7 +196,6 @@ def _launch(
                 told,
                 run_id,
                 alone,
-                weights=weights,
                 root=root,
                 redis_url=redis_url,
                 weights_redis_url=weights_redis_url,
@@ -206,20 +204,24 @@ def _launch(
                 fresh=fresh,
                 settings={
                     "steps": steps,
-                    "trainers": trainers,
-                    "explorers": explorers,
-                    "sync_interval": sync_interval,
-                    "sync_offset": sync_offset,
-                    "weights_full_every": weights_full_every,
-                    "weights_tensor_digests": weights_tensor_digests,
-                    "save_interval": save_interval,
-                    "save_strategy": save_strategy,
-                    "learning_rate": learning_rate,
                     "seed": seed,
-                    "publish": publish,
-                    "engine": engine,
-                    "tensor_parallel": tensor_parallel,
-                    "pipeline_parallel": pipeline_parallel,
+                    "trainer": {
+                        "engine": engine,
+                        "ranks": trainers,
+                        "learning_rate": learning_rate,
+                        "tensor_parallel": tensor_parallel,
+                        "pipeline_parallel": pipeline_parallel,
+                    },
+                    "explorer": {"count": explorers},
+                    "sync": {
+                        "interval": sync_interval,
+                        "max_staleness": sync_offset,
+                        "transport": weights,
+                        "publish": publish,
+                        "full_every": weights_full_every,
+                        "tensor_digests": weights_tensor_digests,
+                    },
+                    "checkpoints": {"interval": save_interval, "strategy": save_strategy},
                 },
             )
         except Exception as error:
@@ -270,7 +272,6 @@ def _run_job(
     run_id: str,
     alone: bool,
     *,
-    weights: TransportChoice,
     root: Path | None,
     redis_url: str | None,
     weights_redis_url: str | None,
@@ -282,8 +283,8 @@ def _run_job(
     # Wrong arguments are refused before the heavy imports.
     checked_run(run_id)
     folder = writable_root(checkpoint_root(root))
-    chosen = RunSettings(**settings)
-    modules = _MODULES[chosen.engine]
+    chosen = msgspec.convert(settings, TrainConfig)
+    modules = _MODULES[chosen.trainer.engine]
     _require("torch", "ray", "transformers", "reasoning_gym", "xxhash", *modules)
     chosen.checked()
     _reach(redis_url, weights_redis_url)
@@ -296,7 +297,6 @@ def _run_job(
         settings=chosen,
         redis_url=redis_url,
         weights_redis_url=weights_redis_url,
-        transport=weights,
         checkpoint_root=folder,
         adopt_folder=adopt_folder,
         fresh=fresh,

@@ -1,17 +1,16 @@
-"""Configuration of a run."""
+"""Configuration of a run: one type, for files, the command line, the log and every process."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
-EngineName = Literal["fsdp", "megatron"]
 # Transports of the Synchronizer that a run can choose; an import from there would load torch.
 TransportName = Literal["shm", "ray", "redis", "collective"]
 TransportChoice = Literal["auto", TransportName]
@@ -20,79 +19,165 @@ PublishName = Literal["auto", PublishedForm]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
 
 
 class BadSettings(TrinityError):
     """Raised if a run's settings, from the user or from the log, are invalid."""
 
 
-class RunSettings(Struct, frozen=True, kw_only=True):
-    """Settings of a run that are the same on every host. Times are in seconds."""
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all parts of a configuration: they refuse unknown names."""
 
-    engine: EngineName = "fsdp"
-    trainers: Positive = 2
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """The policy that the run starts from."""
+
+    path: str | None = None
+    """Hugging Face folder of the policy. Null makes a small policy, and warms it up on the
+    built-in task."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which the policy is held, trained and served."""
+
+
+class TaskConfig(Section, frozen=True, kw_only=True):
+    """Questions, and the rewards of their answers."""
+
+    name: str = "spell-backward"
+    """Task: a built-in one, an entry point, `module:attribute` or `./file.py:attribute`."""
+    questions: str | None = None
+    """Source of the questions: a JSONL or Parquet file, `reasoning-gym:NAME` or `datasets:NAME`.
+    Null takes those of the task itself."""
+    prompt: str = "prompt"
+    """Field of a question's record that holds the prompt: text, or a list of chat messages."""
+    answer: str = "answer"
+    """Field of a question's record that holds the right answer, for the reward."""
+    reward: str | None = None
+    """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
+    reward_deadline: Seconds = 30.0
+    """Seconds that the reward of one answer may take; its process is ended after them."""
+    environment: str | None = None
+    """Environment of episodes with several turns, `module:attribute` or `./file.py:attribute`.
+    Null ends an episode after its first turn, or takes the task's own environment."""
+    options: dict[str, Any] = {}
+    """Options that are given to the task by name."""
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """Training: the engine, its ranks and the optimizer."""
+
+    engine: str = "fsdp"
+    """Engine that holds and trains the model: fsdp, megatron, or the name of an entry point."""
+    ranks: Positive = 2
+    """Trainer processes (ranks)."""
     tensor_parallel: Positive | None = None
-    """Number of trainers that share every layer, on Megatron; None takes all of a pipeline stage.
-    """
+    """On Megatron, ranks that share every layer. Null takes all of a pipeline stage."""
     pipeline_parallel: Positive = 1
-    """Number of pipeline stages, on Megatron."""
-    explorers: Positive = 1
-    task: str = "spell-backward"
-    seed: int = 0
-    transport: TransportName = "redis"
-    """Transport by which the trainer publishes weights."""
-    publish: PublishName = "auto"
-    """Form in which weights are published.
+    """On Megatron, number of pipeline stages."""
+    learning_rate: Annotated[float, Meta(ge=0)] = 5e-4
+    """Learning rate of AdamW after the warm-up."""
+    ramp_steps: NotNegative = 20
+    """Steps in which the learning rate rises from 0 to its value."""
+    gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """Norm to which gradients are clipped."""
+    clip: Annotated[float, Meta(gt=0)] = 0.2
+    """Distance from 1 to which GRPO clips the ratio of probabilities."""
 
-    "shards" come from the rank that holds them, while training waits. A "snapshot" is a copy of the
-    shards, published while training continues. "full" tensors come from rank 0. "auto" is shards if
-    there are several ranks.
-    """
 
-    steps: Positive = 300
-    sync_interval: Positive = 1
-    """Steps between two published weight versions."""
-    sync_offset: NotNegative = 1
-    """Versions that explorers may be behind; 0 is strictly on-policy and alternates with training.
-    """
-    weights_full_every: Positive = 1
-    """Versions from one published in full to the next; the others are published as deltas."""
-    weights_tensor_digests: bool = False
-    """If True, manifests have a digest of each tensor, and explorers digest their models' tensors.
-    """
-    save_interval: NotNegative = 100
-    """Steps between two checkpoints; 0 writes none. The last step is always saved."""
-    save_strategy: SaveStrategy = "unrestricted"
-    """Strategy that limits concurrent saves."""
-    sync_timeout: float = 300.0
-    """Maximum seconds to wait for weights, experiences or a save."""
+class ExplorerConfig(Section, frozen=True, kw_only=True):
+    """Explorers: how many there are, and how they generate."""
+
+    count: Positive = 1
+    """Explorer processes."""
+    engine: str = "huggingface"
+    """Rollout engine that generates: huggingface, or the name of an entry point."""
+    held_out_questions: NotNegative = 256
+    """Held-out questions of the measurement before and after training; 0 measures nothing."""
+
+
+class RolloutsConfig(Section, frozen=True, kw_only=True):
+    """Rollouts: what is asked for in each step, and how it is sampled."""
 
     prompts_per_step: Positive = 16
+    """Prompts whose groups of answers one training step takes."""
     samples_per_prompt: Positive = 16
+    """Answers sampled for each prompt; they are one group."""
     max_new_tokens: Positive = 7
-    temperature: float = 1.0
-    learning_rate: float = 5e-4
-    ramp_steps: NotNegative = 20
-    gradient_norm: float = 1.0
-    clip: float = 0.2
-    held_out_questions: NotNegative = 256
+    """Tokens after which an answer, or one turn of an episode, is cut off."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Temperature of sampling."""
+
+
+class SyncConfig(Section, frozen=True, kw_only=True):
+    """Weights on their way from the trainer to the explorers."""
+
+    interval: Positive = 1
+    """Steps between two weight versions."""
+    max_staleness: NotNegative = 1
+    """Versions that explorers may be behind. 0 is strictly on-policy: exploring and training
+    alternate."""
+    transport: TransportChoice = "auto"
+    """Transport of the weights: shared memory (shm, every explorer on the trainer's host), Ray's
+    object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), or Redis;
+    auto takes the first of shm, ray and redis that all processes can use."""
+    publish: PublishName = "auto"
+    """Published form of the weights: shards, each from the rank that holds it, while training
+    waits; a snapshot of the shards, while training continues; or full tensors, from rank 0. Auto
+    is shards if there are several ranks."""
+    full_every: Positive = 1
+    """Weight versions from one published in full to the next; versions between them are deltas
+    where these are smaller. 1 publishes all in full."""
+    tensor_digests: bool = False
+    """Digest each tensor separately too: explorers then digest their models' tensors before they
+    report a version as served, and manifests show the tensors that two versions share."""
+    timeout: Seconds = 300.0
+    """Maximum seconds to wait for weights, experiences or a save."""
+
+
+class CheckpointsConfig(Section, frozen=True, kw_only=True):
+    """Checkpoints of the training state."""
+
+    interval: NotNegative = 100
+    """Steps between two checkpoints, and one after the last step; 0 writes none."""
+    strategy: SaveStrategy = "unrestricted"
+    """Strategy that limits concurrent saves."""
+    root: str | None = None
+    """Folder with one checkpoint directory per run. Null is `checkpoints` below TRINITY_HOME."""
+
+
+class TrainConfig(Section, frozen=True, kw_only=True):
+    """Settings of a run that are the same on every host."""
+
+    name: str | None = None
+    """The run's id. Null takes the name of the configuration file, without its ending."""
+    steps: Positive = 300
+    """Training steps."""
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
+    """Seed of the model and of all sampling."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    explorer: ExplorerConfig = ExplorerConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
 
     def version_wanted(self, step: int) -> int:
         """Return the oldest weight version whose rollouts may be used in training step ``step``.
 
-        Versions are published after step 0 and after every ``sync_interval``-th step.
+        Versions are published after step 0 and after every ``sync.interval``-th step.
         """
-        newest_possible = (step - 1) // self.sync_interval
-        return max(0, newest_possible - self.sync_offset) * self.sync_interval
+        newest_possible = (step - 1) // self.sync.interval
+        return max(0, newest_possible - self.sync.max_staleness) * self.sync.interval
 
     @property
     def published_form(self) -> PublishedForm:
         """Form in which weights are published; a collective group gets full tensors."""
-        if self.transport == "collective":
+        if self.sync.transport == "collective":
             return "full"
-        if self.publish == "auto":
-            return "shards" if self.trainers > 1 else "full"
-        return self.publish
+        if self.sync.publish == "auto":
+            return "shards" if self.trainer.ranks > 1 else "full"
+        return self.sync.publish
 
     @property
     def publishes_shards(self) -> bool:
@@ -101,37 +186,43 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
     def is_sync_step(self, step: int) -> bool:
         """Return True if weights are published after the step; after the last they always are."""
-        return step % self.sync_interval == 0 or step == self.steps
+        return step % self.sync.interval == 0 or step == self.steps
 
     def is_save_step(self, step: int) -> bool:
         """Return True if a checkpoint is written after the step; it always is after the last."""
-        return self.save_interval > 0 and (step % self.save_interval == 0 or step == self.steps)
+        interval = self.checkpoints.interval
+        return interval > 0 and (step % interval == 0 or step == self.steps)
+
+    def replaced(self, section: str, **values: Any) -> Self:
+        """Return the configuration with other values in one section, which are not checked."""
+        changed = structs.replace(getattr(self, section), **values)
+        return structs.replace(self, **{section: changed})
 
     def to_text(self) -> str:
         """Return the settings as JSON, for the event that opens the run."""
-        values = {name: getattr(self, name) for name in RunSettings.__struct_fields__}
+        values = {name: getattr(self, name) for name in TrainConfig.__struct_fields__}
         return msgspec.json.encode(values).decode()
 
-    def checked(self) -> RunSettings:
+    def checked(self) -> TrainConfig:
         """Return the settings if they are consistent. Raises BadSettings if they are not."""
-        parts = (self.tensor_parallel or 1) * self.pipeline_parallel
-        if self.engine != "megatron" and parts > 1:
+        parts = (self.trainer.tensor_parallel or 1) * self.trainer.pipeline_parallel
+        if self.trainer.engine != "megatron" and parts > 1:
             raise BadSettings(
                 "--tensor-parallel and --pipeline-parallel are for Megatron only: leave them out, "
                 "or add --engine megatron"
             )
-        if self.trainers % parts:
+        if self.trainer.ranks % parts:
             raise BadSettings(
-                f"{self.trainers} trainers cannot be divided into groups of {parts} "
+                f"{self.trainer.ranks} trainers cannot be divided into groups of {parts} "
                 "(--tensor-parallel times --pipeline-parallel): choose --trainers as a multiple"
             )
         return self
 
     @classmethod
-    def from_text(cls, text: str) -> RunSettings:
+    def from_text(cls, text: str) -> TrainConfig:
         """Decode settings from JSON. Raises BadSettings if the writer's version does not fit."""
         try:
-            return msgspec.json.decode(text, type=RunSettings)
+            return msgspec.json.decode(text, type=TrainConfig)
         except msgspec.DecodeError as error:
             raise BadSettings(
                 f"the run's settings cannot be read ({error}): "
@@ -157,11 +248,11 @@ class RunSettings(Struct, frozen=True, kw_only=True):
             checkpoint_folder=checkpoint_folder,
             model_folder=checkpoint_folder / "model",
             resumed_step=resumed_step,
-            **{name: getattr(self, name) for name in RunSettings.__struct_fields__},
+            **{name: getattr(self, name) for name in TrainConfig.__struct_fields__},
         )
 
 
-class RunConfig(RunSettings, frozen=True, kw_only=True):
+class RunConfig(TrainConfig, frozen=True, kw_only=True):
     """Configuration of a run for each of its processes."""
 
     run_id: str
@@ -176,3 +267,10 @@ class RunConfig(RunSettings, frozen=True, kw_only=True):
     """Hugging Face folder of the initial policy."""
     resumed_step: int | None = None
     """Step of the checkpoint that the trainer loads first; None for the initial policy."""
+
+    @property
+    def transport(self) -> TransportName:
+        """Return the transport that the launcher chose. Raises BadSettings if none was chosen."""
+        if self.sync.transport == "auto":
+            raise BadSettings(f"no transport of the weights was chosen for run {self.run_id}")
+        return self.sync.transport

@@ -50,7 +50,7 @@ from trinity_schemas import (
 )
 from trinity_schemas.keys import meeting_key
 from trinity_workers.collectives import CollectiveBroken, PeerFailed
-from trinity_workers.config import RunSettings
+from trinity_workers.config import ExplorerConfig, SyncConfig, TrainConfig
 from trinity_workers.explorer import Explorer
 from trinity_workers.explorer.along import ReadingAlong
 from trinity_workers.explorer.versions import NewestVersion
@@ -416,7 +416,9 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
     trainer, _ = opened("trainer"), opened("explorer", 0)
     trainer.setup_weight_sync_group(1, 10)
     trained = Tiny(seed=7)
-    config = RunSettings(transport="collective", explorers=2).placed(
+    config = TrainConfig(
+        sync=SyncConfig(transport="collective"), explorer=ExplorerConfig(count=2)
+    ).placed(
         run_id=places.run_id,
         epoch=places.epoch,
         redis_url=places.redis_url,

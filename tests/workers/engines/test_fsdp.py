@@ -791,7 +791,8 @@ async def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all(ranks, tmp_p
 # --- training ---------------------------------------------------------------------------------
 
 
-SETTINGS = {"ramp_steps": 0, "sync_timeout": 20.0}
+def settings(world: int) -> dict[str, dict[str, float]]:
+    return {"trainer": {"ranks": world, "ramp_steps": 0}, "sync": {"timeout": 20.0}}
 
 
 def make_worker(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
@@ -841,10 +842,10 @@ async def test_training_on_two_ranks_equals_training_on_one(processes, make_conf
     ]
     assert tokens[0] > 3 * tokens[1], "the ranks' shares differ"
 
-    config = make_config(trainers=1, **SETTINGS)
+    config = make_config(**settings(1))
     [alone] = await Ranks(RankGroup(processes, 1))(train_alone, config, steps)
     both_ranks = Ranks(RankGroup(processes, WORLD))
-    address, _ = await both_ranks(make_worker, make_config(trainers=WORLD, **SETTINGS))
+    address, _ = await both_ranks(make_worker, make_config(**settings(WORLD)))
     together, second = await both_ranks(train_from_the_start, address, steps)
 
     assert together.metrics == second.metrics, "metrics are of all ranks"
@@ -861,7 +862,7 @@ async def test_training_on_two_ranks_equals_training_on_one(processes, make_conf
 async def trainers(processes, make_config):
     """The two processes as the fleet's workers."""
     ranks = Ranks(RankGroup(processes, WORLD))
-    address, _ = await ranks(make_worker, make_config(trainers=WORLD, **SETTINGS))
+    address, _ = await ranks(make_worker, make_config(**settings(WORLD)))
     await ranks(set_up_worker, *address)
     yield ranks
     await ranks(shut_worker_down)

@@ -11,7 +11,7 @@ from tests.support.waits import PATIENCE, child
 from trinity_events.log import open_run
 from trinity_events.server import connect
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
-from trinity_workers.config import RunSettings
+from trinity_workers.config import CheckpointsConfig, TrainConfig
 from trinity_workers.launch.resume import CannotResume, earlier_run
 
 
@@ -104,7 +104,7 @@ async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(
 
 
 def test_the_last_step_is_saved_whatever_the_interval():
-    settings = RunSettings(steps=250, save_interval=100)
+    settings = TrainConfig(steps=250)
     assert [step for step in range(1, 251) if settings.is_save_step(step)] == [100, 200, 250]
-    assert RunSettings(steps=3, save_interval=100).is_save_step(3)
-    assert not RunSettings(steps=3, save_interval=0).is_save_step(3)
+    assert TrainConfig(steps=3).is_save_step(3)
+    assert not TrainConfig(steps=3, checkpoints=CheckpointsConfig(interval=0)).is_save_step(3)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
 import pytest
 from msgspec import structs
 
@@ -35,7 +34,7 @@ from trinity_schemas import (
     decode_envelope,
     explorer_key,
 )
-from trinity_workers.config import RunConfig, RunSettings
+from trinity_workers.config import RunConfig, SyncConfig, TrainConfig
 from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
 from trinity_workers.launch.openings import Openings
@@ -86,8 +85,7 @@ def config(server, tmp_path):
         checkpoint_folder=tmp_path,
         model_folder=tmp_path,
         steps=1,
-        explorers=1,
-        sync_timeout=PATIENCE,
+        sync=SyncConfig(transport="redis", timeout=PATIENCE),
     )
 
 
@@ -327,7 +325,7 @@ async def test_a_rank_is_claimed_when_the_server_is_back(server, client, config)
 async def test_a_server_that_stays_away_from_ranks_is_named_and_leaving_it_is_no_error(
     server, client, config, short_lease
 ):
-    config = msgspec.structs.replace(config, sync_timeout=0.2)
+    config = config.replaced("sync", timeout=0.2)
     with raising(DeadlineExceeded, "rank 0 of run run was not held within 0.2 s: the server does"):
         async with claimed_rank(client, config, None):
             server.kill()
@@ -340,10 +338,9 @@ def test_the_command_that_replays_a_run_can_be_typed_as_it_is(tmp_path, monkeypa
     given = launcher.LaunchOptions(
         run_id=RUN,
         alone=True,
-        settings=RunSettings(),
+        settings=TrainConfig(),
         redis_url=None,
         weights_redis_url=None,
-        transport="auto",
         checkpoint_root=home / "checkpoints",
     )
     assert launcher._replay_command(given) == f"TRINITY_HOME='{home}' trinity-events replay {RUN}"

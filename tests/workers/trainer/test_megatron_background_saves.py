@@ -42,7 +42,7 @@ WORLD = 2
 
 @pytest.fixture
 def config(make_config) -> RunConfig:
-    return make_config(engine="megatron", trainers=2, sync_timeout=PATIENCE)
+    return make_config(trainer={"engine": "megatron", "ranks": 2}, sync={"timeout": PATIENCE})
 
 
 class Workers:

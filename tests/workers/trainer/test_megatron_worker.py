@@ -43,7 +43,7 @@ def test_ranks_know_their_places_in_megatrons_order(engine_ranks):
 
 
 def make_worker(rank, config):
-    kind = MegatronTrainWorker if config.engine == "megatron" else TrainWorker
+    kind = MegatronTrainWorker if config.trainer.engine == "megatron" else TrainWorker
     rank.held.worker = kind(config, rank.number)
     return rank.held.worker.address() if rank.number == 0 else None
 
@@ -64,7 +64,8 @@ def trained(rank_processes, make_config):
     rank_processes.leave()
 
     def run(world: int, steps, **settings):
-        config = make_config(trainers=world, ramp_steps=0, sync_timeout=PATIENCE, **settings)
+        trainer = {"ranks": world, "ramp_steps": 0} | settings
+        config = make_config(trainer=trainer, sync={"timeout": PATIENCE})
         rank_processes.start(world)
         places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
         asked = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
@@ -107,7 +108,7 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
 ):
     import ray
 
-    config = make_config(engine="megatron", trainers=2, sync_timeout=PATIENCE)
+    config = make_config(trainer={"engine": "megatron", "ranks": 2}, sync={"timeout": PATIENCE})
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         fleet = RayTrainerFleet(config)

@@ -100,7 +100,7 @@ class ReadingAlong:
                     config.epoch,
                     opened,
                     stop,
-                    config.sync_timeout,
+                    config.sync.timeout,
                     into,
                 )
             except (TrinityError, OSError) as error:  # the pull will find it too, and say more

@@ -97,11 +97,11 @@ class Explorer:
         """Load the model, whose weights the first version will replace."""
         config = self.config
         self.join()
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorers + 1)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorer.count + 1)))
         # Generation reports every length that it was not told of; ours is told.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._model, self._tokenizer = load_policy(config.model_folder)
-        self._task = make_task(config.task)
+        self._task = make_task(config.task.name)
         self._questions = self._task.training_questions(config.seed * 1000 + self.rank)
         self._generator = torch.Generator().manual_seed(config.seed * 1000 + self.rank)
         self._along = ReadingAlong(config, self._synchronizer)
@@ -123,9 +123,11 @@ class Explorer:
             config.run_id, config.epoch, config.redis_url, sent=config.transport == "collective"
         )
         # The most that may be under way: every step up to the newest that weights allow.
-        ahead = config.sync_interval * (config.sync_offset + 2)
+        ahead = config.sync.interval * (config.sync.max_staleness + 2)
         async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
-            writer = ExperienceWriter(client, config.run_id, bound=config.prompts_per_step * ahead)
+            writer = ExperienceWriter(
+                client, config.run_id, bound=config.rollouts.prompts_per_step * ahead
+            )
             tasks.start_soon(versions.follow)
             tasks.start_soon(self._along.follow)
             await self._say("running")
@@ -148,14 +150,14 @@ class Explorer:
         config = self.config
         before: float | None = None
         groups = 0
-        standing = await versions.wait(0, deadline=config.sync_timeout)
+        standing = await versions.wait(0, deadline=config.sync.timeout)
         self._pass_over(standing.step)
         for step in range(standing.step + 1, config.steps + 1):
             await self._refresh(versions, config.version_wanted(step))
             if step == 1:
                 before = await self._measure()
             for group in await anyio.to_thread.run_sync(self._answer, step):
-                await writer.add(group, deadline=config.sync_timeout)
+                await writer.add(group, deadline=config.sync.timeout)
                 groups += 1
         await self._refresh(versions, config.steps)
         after = await self._measure()
@@ -172,7 +174,7 @@ class Explorer:
 
         So an explorer that was started again goes on with the questions, and with other dice.
         """
-        mine = range(self.rank, self.config.prompts_per_step, self.config.explorers)
+        mine = range(self.rank, self.config.rollouts.prompts_per_step, self.config.explorer.count)
         _first(self._questions, steps * len(mine))
         if steps:
             self._generator.seed()
@@ -189,7 +191,7 @@ class Explorer:
             has_to_wait = not versions.has(step)
             try:
                 with self._at_rest() if has_to_wait else nullcontext():
-                    ready = await versions.wait(step, deadline=self.config.sync_timeout)
+                    ready = await versions.wait(step, deadline=self.config.sync.timeout)
             except DeadlineExceeded as late:
                 if reason is None:
                     raise
@@ -217,7 +219,7 @@ class Explorer:
 
     def _at_rest(self) -> AbstractContextManager[None]:
         """While nothing can be answered, the model takes the next version as it comes."""
-        if self.config.weights_full_every > 1:
+        if self.config.sync.full_every > 1:
             return nullcontext()  # deltas need the model as it is
         self._serves = None
         return self._along.filling(self._model)
@@ -234,15 +236,15 @@ class Explorer:
         """This explorer's share of the step's questions, answered."""
         config = self.config
         assert self._serves is not None
-        mine = range(self.rank, config.prompts_per_step, config.explorers)
+        mine = range(self.rank, config.rollouts.prompts_per_step, config.explorer.count)
         rollouts = generate(
             self._model,
             self._tokenizer,
             self._task,
             _first(self._questions, len(mine)),
-            samples=config.samples_per_prompt,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
+            samples=config.rollouts.samples_per_prompt,
+            max_new_tokens=config.rollouts.max_new_tokens,
+            temperature=config.rollouts.temperature,
             generator=self._generator,
         )
         return [
@@ -265,7 +267,7 @@ class Explorer:
         )
 
     async def _measure(self) -> float | None:
-        count = self.config.held_out_questions
+        count = self.config.explorer.held_out_questions
         if self.rank != 0 or count == 0:
             return None
         return await anyio.to_thread.run_sync(self._held_out_accuracy, count)
@@ -277,7 +279,7 @@ class Explorer:
             self._task,
             self._task.held_out(count),
             samples=4,
-            max_new_tokens=self.config.max_new_tokens,
+            max_new_tokens=self.config.rollouts.max_new_tokens,
             generator=torch.Generator().manual_seed(self.config.seed),
         )
 

@@ -17,7 +17,7 @@ from trinity_events.server import connect, serving, serving_weights
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import RunClosed, StepReady
 
-from ..config import RunConfig, RunSettings
+from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
 from ..explorer.versions import RunEnded
 from ..health import beating
@@ -147,22 +147,22 @@ async def _first_version(config: RunConfig) -> None:
     # The first version is ready: so the model's folder is whole, and its settings are final.
     weights = subscribe(config.run_id, StepReady, redis_url=config.redis_url)
     try:
-        with anyio.fail_after(config.sync_timeout):
+        with anyio.fail_after(config.sync.timeout):
             async with weights:
                 async for delivered in weights:
                     if delivered.event.kind == "weights" and delivered.event.epoch == config.epoch:
                         break
     except TimeoutError:
         raise DeadlineExceeded(
-            f"no weights of run {config.run_id} were ready within {config.sync_timeout:g} s: "
+            f"no weights of run {config.run_id} were ready within {config.sync.timeout:g} s: "
             f"see trinity-events status {config.run_id}"
         ) from None
 
 
-def _settings(opening: Opening, run_id: str) -> RunSettings:
+def _settings(opening: Opening, run_id: str) -> TrainConfig:
     if opening.config is None:
         raise NoSettings(
             f"epoch {opening.epoch} of run {run_id} was opened without its settings: "
             "open it with trinity-events trainer"
         )
-    return RunSettings.from_text(opening.config)
+    return TrainConfig.from_text(opening.config)

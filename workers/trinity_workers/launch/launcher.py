@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
@@ -35,7 +35,7 @@ from trinity_events.server.connect import redacted
 from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
 
-from ..config import RunConfig, RunSettings, TransportChoice
+from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
 from ..health import beating
 from ..trainer import Trainer, TrainingResult
@@ -74,10 +74,9 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     run_id: str
     alone: bool
     """Whether every part runs here; else the trainer, with a reducer and explorers elsewhere."""
-    settings: RunSettings
+    settings: TrainConfig
     redis_url: str | None
     weights_redis_url: str | None
-    transport: TransportChoice
     checkpoint_root: Path
     adopt_folder: bool = False
     """Whether to take over the run's folder where it belongs to another log."""
@@ -121,13 +120,13 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
     chosen = chosen_transport(
-        options.transport,
+        options.settings.sync.transport,
         explorers_here=alone,
-        publish=options.settings.publish,
-        deltas=options.settings.weights_full_every > 1,
+        publish=options.settings.sync.publish,
+        deltas=options.settings.sync.full_every > 1,
     )
     transport = chosen.name
-    settings = structs.replace(options.settings, transport=transport)
+    settings = options.settings.replaced("sync", transport=transport)
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)
     async with AsyncExitStack() as exits:
@@ -156,7 +155,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
                 options.run_id,
                 resume_from=checkpoint,
                 config=settings.to_text(),
-                save_strategy=settings.save_strategy,
+                save_strategy=settings.checkpoints.strategy,
                 transport=chosen.told(),
             ),
             redis_url=redis_url,
@@ -174,9 +173,9 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             await own()  # a log that is new has its first entry by now
             model = "loading its checkpoint" if checkpoint else "warming the model up"
             view.say(f"run {options.run_id}: starting Ray, and {model}")
-            here = config.explorers if alone else 0
+            here = config.explorer.count if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            await exits.enter_async_context(local_ray(config.trainers + here + 1))
+            await exits.enter_async_context(local_ray(config.trainer.ranks + here + 1))
             async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
                 await _work(job, here)
                 if not alone:
@@ -274,7 +273,7 @@ async def _make_model(config: RunConfig) -> int:
     """
     if config.resumed_step is not None and (config.model_folder / "config.json").is_file():
         return 0
-    make = partial(make_model, config.model_folder, config.task, config.seed)
+    make = partial(make_model, config.model_folder, config.task.name, config.seed)
     try:
         # Left to itself when the run is ended meanwhile: nobody loads what it makes.
         steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
@@ -304,7 +303,7 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
     last = StepRef(config.epoch, config.steps)
     return [
         name
-        for name in (f"explorer-{rank}" for rank in range(config.explorers))
+        for name in (f"explorer-{rank}" for rank in range(config.explorer.count))
         if (explorer := state.explorers.get(name)) is not None
         and explorer.status != "stopped"
         and (explorer.version is None or explorer.version < last)

@@ -45,13 +45,13 @@ async def claimed_rank(
 
     Raises:
         RankLost: in the block, when another has the rank.
-        DeadlineExceeded: when the server stays away for the run's ``sync_timeout``.
+        DeadlineExceeded: when the server stays away for the run's ``sync.timeout``.
     """
     if given is not None:
-        if given >= config.explorers:
+        if given >= config.explorer.count:
             raise NoSuchRank(
-                f"run {config.run_id} has {config.explorers} explorers, so rank {given} is none of "
-                f"them: give --rank 0 to {config.explorers - 1}, or leave it out"
+                f"run {config.run_id} has {config.explorer.count} explorers, so rank {given} is "
+                f"none of them: give --rank 0 to {config.explorer.count - 1}, or leave it out"
             )
         yield given
         return
@@ -95,7 +95,7 @@ class _Claims:
 
 async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
     what = f"explorer rank {rank} of run {config.run_id}"
-    wait = Deadline(config.sync_timeout, f"{what} was not held")
+    wait = Deadline(config.sync.timeout, f"{what} was not held")
     while True:
         await anyio.sleep(LEASE / 4)
         wait.renew()
@@ -104,18 +104,18 @@ async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
 
 
 async def _claim(claims: _Claims, config: RunConfig) -> int:
-    wait = Deadline(config.sync_timeout, f"no explorer rank of run {config.run_id} was claimed")
+    wait = Deadline(config.sync.timeout, f"no explorer rank of run {config.run_id} was claimed")
     waiting = False
     while True:
         wait.renew()
-        for rank in range(config.explorers):
+        for rank in range(config.explorer.count):
             if await wait.ask(partial(claims.hold, rank)):
                 return rank
         if not waiting:
             waiting = True
             logger.warning(
                 "all %d explorer ranks of run %s are taken: waiting for one",
-                config.explorers,
+                config.explorer.count,
                 config.run_id,
             )
         await anyio.sleep(LEASE / 10)  # nothing tells when another gives one up, or lets it lapse

@@ -44,7 +44,7 @@ class BackgroundSaves:
             late = ", ".join(what for what, one in self._begun if one in left)
             raise DeadlineExceeded(
                 f"not all saves ended within {time.monotonic() - began:.0f} s: {late}: is the "
-                "storage slow, or sync_timeout too short?"
+                "storage slow, or sync.timeout too short?"
             )
 
     def wait(self) -> None:

@@ -50,7 +50,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
         self._coordinator = CheckpointCoordinator(
-            self._publisher, config.checkpoint_folder, strategy=config.save_strategy
+            self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
         )
         self._synchronizer = Synchronizer(
             config.run_id,
@@ -64,10 +64,10 @@ class RayTrainerFleet(TrainEngineWrapper):
         """Start the workers and load the model."""
         config = self._config
         resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        own_gpu = has_gpu_each(resources, config.trainers)
+        own_gpu = has_gpu_each(resources, config.trainer.ranks)
         actor = ray.remote(_worker_class(config)).options(num_cpus=1, num_gpus=int(own_gpu))
         self._workers = [
-            actor.remote(config, rank, own_gpu=own_gpu) for rank in range(config.trainers)
+            actor.remote(config, rank, own_gpu=own_gpu) for rank in range(config.trainer.ranks)
         ]
         self._processes = await self._ask_all("process")
         for process in self._processes:
@@ -76,7 +76,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         await self._ask_all("setup", host, port)
         self._shares = await self._ask_all("data_share")
         if config.transport == "collective":
-            await self._ask(0, "setup_weight_sync_group", config.explorers)
+            await self._ask(0, "setup_weight_sync_group", config.explorer.count)
 
     async def load_checkpoint(self, folder: Path, step: int) -> None:
         """Load the checkpoint of a step on every rank."""
@@ -172,7 +172,7 @@ class RayTrainerFleet(TrainEngineWrapper):
     @property
     def _saves(self) -> int:
         """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
-        return 1 if self._config.engine == "megatron" else len(self._workers)
+        return 1 if self._config.trainer.engine == "megatron" else len(self._workers)
 
     def _save_folder(self, step: int) -> str:
         folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
@@ -225,7 +225,7 @@ def _may_follow_a_death(error: BaseException) -> bool:
 
 
 def _worker_class(config: RunConfig) -> type[TrainWorker]:
-    if config.engine == "megatron":
+    if config.trainer.engine == "megatron":
         from .megatron import MegatronTrainWorker
 
         return MegatronTrainWorker

@@ -151,16 +151,16 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
     def _make_engine(self) -> Any:
         config = self._config
-        pipeline = config.pipeline_parallel
-        tensor = config.tensor_parallel or max(1, config.trainers // pipeline)
+        pipeline = config.trainer.pipeline_parallel
+        tensor = config.trainer.tensor_parallel or max(1, config.trainer.ranks // pipeline)
         return MegatronEngine(
             config.model_folder,
             device=self._device,
             layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
             optimizer=OptimizerOptions(
-                learning_rate=config.learning_rate,
-                ramp_steps=config.ramp_steps,
-                gradient_norm=config.gradient_norm,
+                learning_rate=config.trainer.learning_rate,
+                ramp_steps=config.trainer.ramp_steps,
+                gradient_norm=config.trainer.gradient_norm,
             ),
             seed=config.seed,
         )
@@ -174,12 +174,14 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         count = float(tokens)
 
         def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, dict[str, float]]:
-            loss_sum, metrics = grpo_loss(logprobs, part, clip=self._config.clip)
+            loss_sum, metrics = grpo_loss(logprobs, part, clip=self._config.trainer.clip)
             metrics["loss_sum"] = float(loss_sum.detach())
             # Megatron averages gradients over replicas; the loss is a mean over all their tokens.
             return loss_sum * (replicas.size() / count), metrics
 
-        parts, norm = self._engine.train_batch(batch, loss, temperature=self._config.temperature)
+        parts, norm = self._engine.train_batch(
+            batch, loss, temperature=self._config.rollouts.temperature
+        )
         sums = torch.tensor(
             [
                 sum(one["loss_sum"] for one in parts),

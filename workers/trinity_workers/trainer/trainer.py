@@ -92,7 +92,7 @@ class Trainer:
                 step = self.train_step_num + 1
                 groups, entry_ids = await self._take(step)
                 metrics = await self.train_step(groups)
-                await self._experiences.ack(entry_ids, deadline=self.config.sync_timeout)
+                await self._experiences.ack(entry_ids, deadline=self.config.sync.timeout)
                 rewards.append(metrics["reward"])
                 scores.append(metrics["score"])
                 staleness.append(metrics["staleness"])
@@ -118,7 +118,7 @@ class Trainer:
 
         Raises DeadlineExceeded.
         """
-        count, deadline = self.config.prompts_per_step, self.config.sync_timeout
+        count, deadline = self.config.rollouts.prompts_per_step, self.config.sync.timeout
         waits = self._waits
         async with self._requests.answered() if self._sends else nullcontext():
             taken = await self._experiences.take(

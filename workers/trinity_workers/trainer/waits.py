@@ -42,7 +42,7 @@ class ToldWaits:
             what="experiences",
             step=step,
             have=len(groups),
-            expected=self._config.prompts_per_step,
+            expected=self._config.rollouts.prompts_per_step,
             missing=missing,
             seconds=seconds,
         )
@@ -65,6 +65,6 @@ def late_explorers(config: RunConfig, groups: Iterable[ExperienceGroup]) -> tupl
     given = Counter(group.explorer for group in groups)
     return tuple(
         f"explorer-{rank}"
-        for rank in range(config.explorers)
-        if given[rank] < len(range(rank, config.prompts_per_step, config.explorers))
+        for rank in range(config.explorer.count)
+        if given[rank] < len(range(rank, config.rollouts.prompts_per_step, config.explorer.count))
     )

@@ -55,7 +55,7 @@ class TrainWorker:
         self._config = config
         self._rank = rank
         self._device = compute_device(own_gpu)
-        self._timeout = timedelta(seconds=config.sync_timeout)
+        self._timeout = timedelta(seconds=config.sync.timeout)
         self._store: TCPStore | None = None
 
     def process(self) -> Process:
@@ -73,14 +73,14 @@ class TrainWorker:
     def setup(self, host: str, port: int) -> None:
         """Join the process group and load the model."""
         config = self._config
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainers))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainer.ranks))
         if self._store is None:
             self._store = TCPStore(host, port, timeout=self._timeout)
         dist.init_process_group(
             "nccl" if self._device.type == "cuda" else "gloo",
             store=self._store,
             rank=self._rank,
-            world_size=config.trainers,
+            world_size=config.trainer.ranks,
             timeout=self._timeout,
         )
         torch.manual_seed(config.seed)
@@ -88,7 +88,7 @@ class TrainWorker:
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
         self._coordinator = CheckpointCoordinator(
-            self._publisher, config.checkpoint_folder, strategy=config.save_strategy
+            self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
         )
         self._synchronizer = Synchronizer(
             config.run_id,
@@ -98,18 +98,18 @@ class TrainWorker:
             transport=config.transport,
             role=ROLE,
             rank=self._rank,
-            full_every=config.weights_full_every,
-            tensor_digests=config.weights_tensor_digests,
+            full_every=config.sync.full_every,
+            tensor_digests=config.sync.tensor_digests,
         )
-        self._strategy = strategy_for(config.published_form, config.sync_timeout)
+        self._strategy = strategy_for(config.published_form, config.sync.timeout)
 
     def _make_engine(self) -> Any:
         engine = FSDPEngine(
             self._config.model_folder,
             device=self._device,
-            learning_rate=self._config.learning_rate,
-            ramp_steps=self._config.ramp_steps,
-            gradient_norm=self._config.gradient_norm,
+            learning_rate=self._config.trainer.learning_rate,
+            ramp_steps=self._config.trainer.ramp_steps,
+            gradient_norm=self._config.trainer.gradient_norm,
         )
         engine.module.train()
         return engine
@@ -120,7 +120,7 @@ class TrainWorker:
 
     def data_share(self) -> tuple[int, int]:
         """Which share of a step's groups is this rank's, and of how many."""
-        return self._rank, self._config.trainers
+        return self._rank, self._config.trainer.ranks
 
     def train_step(self, groups: Sequence[ExperienceGroup]) -> dict[str, float]:
         """One GRPO step on this rank's groups; metrics are of all ranks."""
@@ -143,8 +143,8 @@ class TrainWorker:
             Sums of loss, KL estimate and clipped tokens [3], the number of response tokens they
             are of (0-dim), both over all ranks, and the gradient norm before clipping.
         """
-        logprobs = response_logprobs(self._engine.module, batch, self._config.temperature)
-        loss_sum, metrics = grpo_loss(logprobs, batch, clip=self._config.clip)
+        logprobs = response_logprobs(self._engine.module, batch, self._config.rollouts.temperature)
+        loss_sum, metrics = grpo_loss(logprobs, batch, clip=self._config.trainer.clip)
         tokens = torch.tensor(float(batch.token_count), device=self._device)
         dist.all_reduce(tokens)
         # FSDP averages gradients over ranks; the loss is a mean over all ranks' tokens.
@@ -171,7 +171,7 @@ class TrainWorker:
             lambda: write_state(path, state),
             global_step,
             path=path,
-            ranks=self._config.trainers,
+            ranks=self._config.trainer.ranks,
         )
 
     def upload_state_dict(self, global_step: int) -> None:
@@ -186,7 +186,7 @@ class TrainWorker:
 
     def setup_weight_sync_group(self, explorers: int) -> tuple[str, ...]:
         """On rank 0 alone: wait for so many explorers; returns the names of those who are there."""
-        return self._synchronizer.setup_weight_sync_group(explorers, self._config.sync_timeout)
+        return self._synchronizer.setup_weight_sync_group(explorers, self._config.sync.timeout)
 
     def sync_weight_nccl(self, global_step: int) -> None:
         """Send the weights through the collective group."""
@@ -197,7 +197,7 @@ class TrainWorker:
 
     def wait_on_save_thread(self) -> None:
         """Wait for this rank's background saves; raises what failed in them."""
-        self._coordinator.wait_all(self._config.sync_timeout)
+        self._coordinator.wait_all(self._config.sync.timeout)
 
     def shutdown(self) -> None:
         """Wait for background saves, and leave the process group; raises what failed in them."""
@@ -207,7 +207,7 @@ class TrainWorker:
             exits.callback(self._publisher.close)
             exits.callback(self._synchronizer.close)
             exits.callback(self._strategy.close)
-            self._coordinator.wait_all(self._config.sync_timeout)
+            self._coordinator.wait_all(self._config.sync.timeout)
 
 
 def compute_device(own_gpu: bool) -> torch.device:

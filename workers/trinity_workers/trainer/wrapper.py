@@ -60,8 +60,8 @@ class TrainEngineWrapper(ABC):
 
 def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
     """The wrapper for the engine that the configuration names. Raises ValueError for others."""
-    if config.engine in {"fsdp", "megatron"}:
+    if config.trainer.engine in {"fsdp", "megatron"}:
         from .fleet import RayTrainerFleet
 
         return RayTrainerFleet(config)
-    raise ValueError(f"there is no engine {config.engine!r}: choose fsdp or megatron")
+    raise ValueError(f"there is no engine {config.trainer.engine!r}: choose fsdp or megatron")
