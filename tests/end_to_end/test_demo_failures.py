@@ -15,7 +15,7 @@ import pytest
 
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, StepReady, decode_envelope
-from trinity_workers.launch.again import again_command, next_name
+from trinity_workers.launch.again import again_command
 
 DEADLINE = 240
 
@@ -104,7 +104,8 @@ def test_a_failed_checkpoint_is_a_line_at_once_and_the_table_is_printed(start, t
     assert "INTERRUPTED" in rows
     assert re.match(r"of step \d+ \(checkpoint", rows["FAILED saves"])
     assert rows["newest ready"] == "no checkpoint"
-    assert f"trinity-events demo --steps 100000 --run {next_name(run_id)}" in " ".join(out.split())
+    again = f"from step 1: TRINITY_HOME={os.environ['TRINITY_HOME']} trinity-events demo"
+    assert f"{again} --steps 100000 --run {run_id} " in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_process_that_is_killed_leaves_one_object_with_the_next_step(
     newest = told["newest_checkpoint"]
     assert newest["folder"] == str(tmp_path / run_id / f"global_step_{newest['step']}")
     assert Path(newest["folder"]).is_dir()
-    assert f"demo --steps 100000 --run {next_name(run_id)} " in told["next_command"]
+    assert f"demo --steps 100000 --run {run_id} " in told["next_command"]
     assert told["log"]["steps"] >= newest["step"]
     shown = cli("status", run_id, env={"COLUMNS": "300"}).stdout
     [explorer] = [line for line in shown.splitlines() if line.startswith("explorer-0")]
@@ -157,7 +158,7 @@ def test_what_is_wrong_from_the_start_is_one_object_too(cli):
     assert shown.stderr.startswith("error: ")
 
 
-def test_the_command_to_go_on_with_names_another_run_and_no_password(monkeypatch):
+def test_the_command_to_go_on_with_names_the_run_and_no_password(monkeypatch):
     monkeypatch.setenv("TRINITY_HOME", "/my home")
     given = [
         "demo",
@@ -168,9 +169,8 @@ def test_the_command_to_go_on_with_names_another_run_and_no_password(monkeypatch
         "redis://:p@h",
     ]
     assert again_command(given, "a") == (
-        "TRINITY_HOME='/my home' trinity-events demo --run a-2 "
+        "TRINITY_HOME='/my home' trinity-events demo --run a "
         "'--redis-url=redis://u:***@h' --weights-redis-url 'redis://:***@h'"
     )
-    assert again_command(["trainer", "--run=a-9"], "a-9").endswith("trainer --run=a-10")
-    assert next_name("x" * 63) == "x" * 61 + "-2"
-    assert next_name("demo-20261122-182914") == "demo-20261122-182914-2"
+    assert again_command(["trainer", "--run=a-9", "--fresh"], "a-9").endswith("trainer --run=a-9")
+    assert again_command(["demo"], "demo-7").endswith("trinity-events demo --run demo-7")

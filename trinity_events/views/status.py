@@ -220,8 +220,8 @@ def _next_step(state: MonitorState) -> str:
         folder = f", in {final_name(pointer.at.step)} of its directory" if pointer.named else ""
         newest = f"The newest ready checkpoint is that of step {pointer.at.step}{folder}"
     return (
-        f"{newest}. A run cannot be resumed yet: train again under another name, from step 1. "
-        f"Look at what this one did with: trinity-events replay {state.run_id}"
+        f"{newest}. Start the run again under its name: it goes on from there, or from step 1. "
+        f"Look at what it did with: trinity-events replay {state.run_id}"
     )
 
 

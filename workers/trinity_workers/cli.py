@@ -71,7 +71,7 @@ Fresh = Annotated[
     bool,
     typer.Option(
         "--fresh",
-        help="Start again at step 1 although the run has ready checkpoints; they stay.",
+        help="Begin at step 1 although the run has a checkpoint to resume from, which stays.",
     ),
 ]
 HealthFile = Annotated[

@@ -219,6 +219,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         redis_url: str,
         weights_url: str,
         checkpoint_folder: Path,
+        resumed_step: int | None = None,
     ) -> RunConfig:
         """Return the run's configuration for the processes of one host."""
         return RunConfig(
@@ -228,6 +229,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             weights_url=weights_url,
             checkpoint_folder=checkpoint_folder,
             model_folder=Path(self.model.path) if self.model.path else checkpoint_folder / "model",
+            resumed_step=resumed_step,
             **{name: getattr(self, name) for name in TrainConfig.__struct_fields__},
         )
 
@@ -289,6 +291,8 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     """Directory of the run below the reducer's checkpoint root."""
     model_folder: Path
     """Hugging Face folder of the initial policy."""
+    resumed_step: int | None = None
+    """Step of the checkpoint that the trainer loads first; None for the initial policy."""
 
     @property
     def transport(self) -> TransportName:

@@ -1,4 +1,4 @@
-"""A run is not begun anew over what it has saved, unless one says so; then the log and we tell."""
+"""A run that is started again: what it goes on from, and what it refuses to begin over."""
 
 import subprocess
 import sys
@@ -8,8 +8,11 @@ import pytest
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import events_of
 from tests.support.waits import PATIENCE, child
-from trinity_schemas import RunOpened, TrainerStatusChanged
+from trinity_events.log import open_run
+from trinity_events.server import connect
+from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
 from trinity_workers.config import CheckpointsConfig, TrainConfig
+from trinity_workers.launch.resume import CannotResume, earlier_run
 
 
 def command(name, run_id, redis_url, root, *more):
@@ -24,19 +27,46 @@ async def saved(publisher, step, kind="checkpoint"):
     await publisher.publish(committed(step, kind, registration(kind)))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("demo", "checkpoint"), ("trainer", "state_dict")])
-async def test_a_run_with_ready_checkpoints_is_not_begun_anew_unasked(
-    cli, publisher, log, redis_url, run_id, tmp_path, name, kind
+async def test_files_that_are_no_whole_checkpoint_are_not_begun_over_unasked(
+    cli, publisher, log, redis_url, run_id, tmp_path
 ):
-    await saved(publisher, 300, kind)
-    said = cli(*command(name, run_id, redis_url, tmp_path), timeout=PATIENCE)
+    await saved(publisher, 300, "state_dict")
+    said = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=PATIENCE)
     assert said.returncode == 1
-    what = kind.replace("_", " ")
-    assert f"error: run {run_id} has a ready {what} of step 300 (epoch 1), in " in said.stderr
+    assert f"error: run {run_id} has ready files of step 300 that are no whole" in said.stderr
     assert str(tmp_path / run_id) in said.stderr
     assert "--fresh" in said.stderr
     assert "Traceback" not in said.stderr
     assert len(await events_of(log, RunOpened)) == 1, "no epoch is taken"
+
+
+@pytest.mark.parametrize("name", ["demo", "trainer"])
+async def test_a_run_that_has_all_of_its_steps_says_how_it_is_extended(
+    cli, publisher, log, redis_url, run_id, tmp_path, name
+):
+    await saved(publisher, 2)
+    said = cli(*command(name, run_id, redis_url, tmp_path), timeout=PATIENCE)
+    assert said.returncode == 1
+    assert f"error: run {run_id} has trained 2 steps, and 2 are asked for" in said.stderr
+    assert "ask for more steps to extend it" in said.stderr
+    assert len(await events_of(log, RunOpened)) == 1, "no epoch is taken"
+
+
+async def test_an_earlier_run_is_gone_on_from_only_where_its_lineage_stands(
+    publisher, log, redis_url, run_id, tmp_path
+):
+    assert (await earlier_run(log, tmp_path, 9, fresh=False)).checkpoint is None
+    await saved(publisher, 5)
+    earlier = await earlier_run(log, tmp_path, 9, fresh=False)
+    assert earlier.checkpoint == StepRef(1, 5)
+    assert "resumes from the checkpoint of step 5" in earlier.notice(run_id, 2)
+    assert (await earlier_run(log, tmp_path, 9, fresh=True)).checkpoint is None
+    async with connect(redis_url) as client:
+        assert await open_run(client, run_id, resume_from=earlier.checkpoint) == 2
+        assert (await earlier_run(log, tmp_path, 9, fresh=False)).checkpoint == StepRef(2, 5)
+        assert await open_run(client, run_id) == 3  # with --fresh
+    with pytest.raises(CannotResume, match="of step 5 from before it was begun anew"):
+        await earlier_run(log, tmp_path, 9, fresh=False)
 
 
 def test_checkpoints_whose_log_is_gone_are_not_begun_over_either(cli, redis_url, run_id, tmp_path):
@@ -44,6 +74,7 @@ def test_checkpoints_whose_log_is_gone_are_not_begun_over_either(cli, redis_url,
     said = cli(*command("trainer", run_id, redis_url, tmp_path), timeout=PATIENCE)
     assert said.returncode == 1
     assert "has a checkpoint of step 40 that its log does not know" in said.stderr
+    assert "--fresh" in said.stderr
 
 
 async def test_what_is_begun_anew_all_the_same_says_how_far_the_run_had_come(

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ..collectives import together
 from .buffers import saved_buffers
+from .random_states import random_states, set_random_states
+from .reshard import resharded_model, resharded_optimizer, saved_world, shard_file
 from .state_files import copied, make_folder, read_state, sync_tree, write_json, write_state
 
 # Below this number of parameters, one all-gather is faster than one per layer.
@@ -48,6 +50,7 @@ class FSDPEngine:
         from ..learning.policy import load_policy
 
         model, self.tokenizer = load_policy(model_folder, dtype)
+        self._device = device
         self.module: Any = _shard(model, device)
         self._gradient_norm = gradient_norm
         self.optimizer = torch.optim.AdamW(
@@ -80,7 +83,7 @@ class FSDPEngine:
         return {
             "optimizer": copied(self.optimizer.state_dict()),
             "scheduler": copied(self.scheduler.state_dict()),
-            "rng": torch.get_rng_state(),
+            "random": random_states(self._device),
         }
 
     def save_checkpoint(
@@ -102,26 +105,48 @@ class FSDPEngine:
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load files of :meth:`save_checkpoint`, with the same number of ranks. Collective.
+        """Load files of :meth:`save_checkpoint`, at this or another number of ranks. Collective.
+
+        At another number of ranks, a rank continues the random states of the same rank; ranks
+        that were not there keep their own.
 
         Raises:
-            FileNotFoundError: if this rank's shard is missing.
+            FileNotFoundError: if a shard is missing.
+            ReshardRefused: if the shards do not fit the model.
             PeerFailed: if another rank could not read its shard; nothing is loaded then.
         """
         del hdfs_path, del_local_after_load
         folder = Path(local_path)
         with together():
-            model = read_state(folder / shard_name("model"))
-            training = read_state(folder / shard_name("optim"))
+            model, training = self._read_shards(folder, saved_world(folder))
         self.module.load_state_dict(model)
         self.optimizer.load_state_dict(training["optimizer"])
         self.scheduler.load_state_dict(training["scheduler"])
-        torch.set_rng_state(training["rng"])
+        if "random" in training:
+            set_random_states(training["random"], self._device)
+
+    def _read_shards(self, folder: Path, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return this rank's model and training state, from shards of ``world`` ranks."""
+        rank = dist.get_rank()
+        if world == dist.get_world_size():
+            model = read_state(folder / shard_name("model"))
+            return model, read_state(folder / shard_name("optim"))
+        models, trainings = (
+            [read_state(shard_file(folder, what, world, one), mapped=True) for one in range(world)]
+            for what in ("model", "optim")
+        )
+        training = {name: trainings[0][name] for name in ("scheduler",)}
+        training["optimizer"] = resharded_optimizer(
+            [one["optimizer"] for one in trainings], self.optimizer
+        )
+        if rank < world:
+            training["random"] = trainings[rank]["random"]
+        return resharded_model(models, self.module), training
 
 
 def shard_name(what: str) -> str:
     """Return the file name of this rank's shard, in veRL's convention."""
-    return f"{what}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    return shard_file(Path(), what, dist.get_world_size(), dist.get_rank()).name
 
 
 def write_description(folder: Path, module: Any, tokenizer: Any) -> None:

@@ -53,13 +53,16 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
     sync(path.parent)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Read a file of :func:`write_state`: only tensors and plain values, no code is executed."""
+def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Read a file of :func:`write_state`: only tensors and plain values, no code is executed.
+
+    ``mapped`` tensors are read from the file when they are used.
+    """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is not there: a checkpoint is loaded with as many ranks as it was saved with"
+            f"{path} is not there: a checkpoint has one file for each rank that saved it"
         )
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     return state
 
 

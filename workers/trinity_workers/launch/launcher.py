@@ -43,13 +43,13 @@ from ..own import check_own, found_from
 from ..trainer import Trainer, TrainingResult
 from .actors import Actors, in_words
 from .again import shell_command
-from .earlier import begins_anew, earlier_epoch
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .model import make_model
 from .processes import ReducerProcess, ray_for
 from .progress import ProgressView
 from .results import Outcome
+from .resume import earlier_run, held_checkpoint
 from .roots import hear_of_another_folder
 from .summary import (
     TRANSPORTS,
@@ -83,13 +83,13 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     adopt_folder: bool = False
     """Whether to take over the run's folder where it belongs to another log."""
     fresh: bool = False
-    """Whether to begin anew although checkpoints of the run are ready."""
+    """Whether to begin at step 1 although the run has a checkpoint to resume from."""
     ray_address: str | None = None
     """Ray cluster to join; None starts one on this host."""
     health_file: Path | None = None
     """Touched while the trainer answers."""
     again: str | None = None
-    """The command that trains again, under a name of its own."""
+    """Command that goes on with the run."""
 
 
 Report = Callable[[DemoSummary], None]
@@ -146,7 +146,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         log = RedisEventLog(client, options.run_id)
         claim = partial(own_folder, log, folder, redacted(redis_url), adopt=options.adopt_folder)
         await claim()  # before the run is opened: it would be opened in vain
-        earlier = await earlier_epoch(log, folder, fresh=options.fresh)
+        earlier = await earlier_run(log, folder, settings.steps, fresh=options.fresh)
+        checkpoint = None if earlier is None else earlier.checkpoint
         reducer = None
         if alone:
             adopted = options.adopt_folder
@@ -157,6 +158,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             epoch=await open_run(
                 client,
                 options.run_id,
+                resume_from=checkpoint,
                 config=settings.to_text(),
                 save_strategy=settings.checkpoints.strategy,
                 transport=chosen.told(),
@@ -164,18 +166,18 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             redis_url=redis_url,
             weights_url=weights_url,
             checkpoint_folder=folder,
+            resumed_step=None if checkpoint is None else checkpoint.step,
         )
         job = _Job(options=options, config=config, began=began, reducer=reducer)
         if earlier is not None:
-            view.say(begins_anew(options.run_id, earlier, config.epoch))
+            view.say(earlier.notice(options.run_id, config.epoch))
         view.say(
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
         async with _summarized(job, log, report), closing(client, config):
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
-            begun = "loading the model" if config.model.path else "warming the model up"
-            view.say(f"run {options.run_id}: starting Ray, and {begun}")
+            view.say(f"run {options.run_id}: starting Ray, and {_first_work(config)}")
             here = config.explorer.count if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             await exits.enter_async_context(
@@ -263,16 +265,27 @@ async def _work(job: _Job, explorers_here: int) -> None:
 
 
 async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
-    await actors.ask([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
+    async with held_checkpoint(job.config, job.options.checkpoint_root):
+        await actors.ask([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
     job.training, *job.exploration = await actors.ask(
         [trainer.train.remote(), *(one.explore.remote() for one in explorers)]
     )
     await actors.ask([trainer.shutdown.remote()])
 
 
+def _first_work(config: RunConfig) -> str:
+    if config.resumed_step is not None:
+        return "loading its checkpoint"
+    return "warming the model up" if config.model.path is None else "loading the model"
+
+
 async def _make_model(config: RunConfig) -> int:
-    """Make the model here, where all that it needs is imported; returns the warm-up's steps."""
-    if config.model.path is not None:
+    """Make the model here, where all that it needs is imported; returns the warm-up's steps.
+
+    There is one already if the user gave it, or if the run resumes.
+    """
+    made = config.resumed_step is not None and (config.model_folder / "config.json").is_file()
+    if made or config.model.path is not None:
         return 0
     make = partial(make_model, config.model_folder, config.seed)
     try:

@@ -49,7 +49,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     failed_steps: list[FailedStep] = field(default_factory=list)
     newest_checkpoint: NewestCheckpoint | None = None
     next_command: str | None = None
-    """Command that trains again, after a run that did not finish."""
+    """Command that goes on with a run that did not finish."""
 
 
 class LoggedMetrics(Struct):
@@ -217,8 +217,7 @@ def summary_table(summary: DemoSummary) -> Table:
         rows.append(
             (
                 "go on",
-                "a run cannot be resumed yet: this begins at step 1, under a name of its own: "
-                f"{summary.next_command}",
+                f"from {_from(summary.newest_checkpoint)}: {summary.next_command}",
             )
         )
     for name, text in rows:
@@ -249,6 +248,10 @@ def _failed_rows(failed: Sequence[FailedStep]) -> list[tuple[str, str]]:
     steps = [f"{one.step} ({' and '.join(one.kinds)})" for one in failed]
     more = f", and {len(steps) - _LISTED} before them" if len(steps) > _LISTED else ""
     return [("FAILED saves", f"of step {', '.join(steps[-_LISTED:])}{more}")]
+
+
+def _from(checkpoint: NewestCheckpoint | None) -> str:
+    return "step 1" if checkpoint is None else f"the checkpoint of step {checkpoint.step}"
 
 
 def _newest(checkpoint: NewestCheckpoint | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -76,6 +77,11 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._shares = await self._ask_all("data_share")
         if config.transport == "collective":
             await self._ask(0, "setup_weight_sync_group", config.explorer.count)
+
+    async def load_checkpoint(self, folder: Path, step: int) -> None:
+        """Load the checkpoint of a step on every rank."""
+        await self._ask_all("load_checkpoint", str(folder / "actor"))
+        self._step = step
 
     @property
     def train_step_num(self) -> int:

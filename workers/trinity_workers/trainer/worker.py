@@ -115,6 +115,10 @@ class TrainWorker:
         engine.module.train()
         return engine
 
+    def load_checkpoint(self, local_path: str) -> None:
+        """Load model, optimizer, scheduler and random states."""
+        self._engine.load_checkpoint(local_path)
+
     def data_share(self) -> tuple[int, int]:
         """Which share of a step's groups is this rank's, and of how many."""
         return self._rank, self._config.trainer.ranks

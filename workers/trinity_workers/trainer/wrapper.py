@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 from trinity_schemas import ExperienceGroup
 
@@ -16,6 +17,10 @@ class TrainEngineWrapper(ABC):
     @abstractmethod
     async def prepare(self) -> None:
         """Start the workers and load the model."""
+
+    @abstractmethod
+    async def load_checkpoint(self, folder: Path, step: int) -> None:
+        """Load the checkpoint of a step on every rank, before the first publication."""
 
     @property
     @abstractmethod

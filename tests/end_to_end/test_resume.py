@@ -1,0 +1,92 @@
+"""Runs that are started again under their name, after all of their processes were killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.pipeline import events_of
+from tests.support.waits import PATIENCE, child, wait_until
+from trinity_events.log import RedisEventLog
+from trinity_events.server import connect, connect_sync
+from trinity_schemas import (
+    RunKeys,
+    RunResumed,
+    StepCommitted,
+    StepReady,
+    StepRef,
+    TrainerStatusChanged,
+    decode_envelope,
+)
+
+
+def demo(run_id: str, steps: int, root: Path, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "trinity_events", "demo", "--run", run_id, "--steps", str(steps)),
+        *("--save-interval", "3", "--checkpoint-root", str(root), *more),
+    ]
+
+
+def checkpoints(redis_url: str, run_id: str) -> list[StepReady]:
+    """Return the checkpoints that the run's log says are ready."""
+    with connect_sync(redis_url) as client:
+        found = client.xrange(RunKeys.of(run_id).announcements)
+    events = [decode_envelope(fields[b"e"]).event for _, fields in found]
+    return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+
+
+def kill_all(session: int) -> None:
+    """Kill every process of a session at once; its Ray and its reducer end with it."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                members.append(int(path.name))
+        except OSError:
+            continue
+    for member in members:
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
+    redis_url, run_id, tmp_path
+):
+    with child(
+        demo(run_id, 100_000, tmp_path), stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        wait_until(lambda: checkpoints(redis_url, run_id))
+        kill_all(process.pid)
+        process.wait(PATIENCE)
+    saved = checkpoints(redis_url, run_id)[-1].step
+    steps = saved + 4
+    # Fewer ranks than before, and more explorers.
+    again = subprocess.run(
+        demo(run_id, steps, tmp_path, "--trainers", "1", "--explorers", "2"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * PATIENCE,
+    )
+    assert again.returncode == 0, again.stderr
+    said = " ".join(again.stderr.split())
+    async with connect(redis_url) as client:
+        log = RedisEventLog(client, run_id)
+        [resumed] = await events_of(log, RunResumed)
+        resumed_from = resumed.event.checkpoint
+        assert resumed_from.step >= saved, "the reducer may have announced another before it died"
+        assert f"resumes from the checkpoint of step {resumed_from.step}" in said
+        committed = [
+            one.event.step
+            for one in await events_of(log, StepCommitted)
+            if one.epoch == 2 and one.event.kind == "weights"
+        ]
+        running = [one for one in await events_of(log, TrainerStatusChanged) if one.epoch == 2]
+    assert resumed_from == StepRef(1, resumed_from.step)
+    assert running[0].event.step == resumed_from.step
+    # The checkpoint's own weights are published first, and every later step once.
+    assert committed == list(range(resumed_from.step, steps + 1))
+    assert (tmp_path / run_id / f"global_step_{steps}").is_dir()

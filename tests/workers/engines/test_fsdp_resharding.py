@@ -1,0 +1,129 @@
+"""FSDP checkpoints loaded at another number of ranks than they were saved with."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import numpy as np  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+from tests.support.rank_processes import Rank  # noqa: E402
+from tests.support.tensors import assert_equal  # noqa: E402
+from trinity_workers.collectives import PeerFailed  # noqa: E402
+from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines.reshard import ReshardRefused  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def begin(rank: Rank, policy: Path) -> None:
+    rank.held.engine = FSDPEngine(
+        policy, device=torch.device("cpu"), learning_rate=1e-3, ramp_steps=4
+    )
+    rank.held.engine.module.train()
+
+
+def take_step(rank: Rank, seed: int) -> float:
+    """Take a step on the same tokens on all ranks, so that their number does not matter."""
+    tokens = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(seed))
+    loss = rank.held.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return rank.held.engine.optimizer_step(loss)
+
+
+def save(rank: Rank, folder: Path) -> None:
+    rank.held.engine.save_checkpoint(str(folder))
+
+
+def load(rank: Rank, folder: Path) -> None:
+    rank.held.engine.load_checkpoint(str(folder))
+
+
+def full(rank: Rank) -> dict[str, torch.Tensor]:
+    """Return all tensors of model and optimizer in full, by name."""
+    engine = rank.held.engine
+    optimizer = engine.optimizer.state_dict()
+    tensors: dict[str, Any] = dict(engine.module.state_dict())
+    for index, state in optimizer["state"].items():
+        tensors |= {f"{index}.{name}": value for name, value in state.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in tensors.items()
+    }
+
+
+def schedule(rank: Rank) -> tuple[Any, Any]:
+    engine = rank.held.engine
+    return engine.scheduler.state_dict(), engine.optimizer.state_dict()["param_groups"]
+
+
+def draw(rank: Rank) -> tuple[float, float, float]:
+    """Return a number of each generator of the process."""
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(2, 1), (2, 3), (1, 2), (3, 2)])
+def test_a_checkpoint_loads_bit_for_bit_at_another_number_of_ranks(
+    rank_group, policy_folder, tmp_path, saved_with, loaded_with
+):
+    group = rank_group(saved_with)
+    group(begin, policy_folder)
+    for seed in (1, 2):
+        group(take_step, seed)
+    group(save, tmp_path)
+    tensors, plan = group(full)[0], group(schedule)[0]
+
+    group = rank_group(loaded_with)
+    group(begin, policy_folder)
+    group(load, tmp_path)
+    for found in group(full):
+        assert_equal(found, tensors)
+    assert group(schedule) == [plan] * loaded_with
+    group(take_step, 3)  # the loaded optimizer goes on
+
+
+def test_all_generators_go_on_where_they_were(rank_group, policy_folder, tmp_path):
+    group = rank_group(2)
+    group(begin, policy_folder)
+    group(save, tmp_path / "two")
+    drawn = group(draw)
+    assert group(draw) != drawn
+    group(load, tmp_path / "two")
+    assert group(draw) == drawn
+    group = rank_group(1)
+    group(begin, policy_folder)
+    group(load, tmp_path / "two")
+    assert group(draw) == drawn[:1]
+
+
+def test_a_shard_that_is_missing_is_named_and_loads_nothing(rank_group, policy_folder, tmp_path):
+    group = rank_group(2)
+    group(begin, policy_folder)
+    group(take_step, 1)
+    group(save, tmp_path)
+    (tmp_path / "optim_world_size_2_rank_1.pt").unlink()
+    group = rank_group(3)
+    group(begin, policy_folder)
+    before = group(full)[0]
+    answers = group.answers(load, tmp_path)
+    assert all(isinstance(one, FileNotFoundError | PeerFailed) for one in answers)
+    assert "optim_world_size_2_rank_1.pt" in str(answers[0])
+    assert_equal(group(full)[0], before)
+
+
+def test_shards_of_two_numbers_of_ranks_are_refused_by_a_third(rank_group, policy_folder, tmp_path):
+    for world in (1, 2):
+        group = rank_group(world)
+        group(begin, policy_folder)
+        group(save, tmp_path)
+    group = rank_group(3)
+    group(begin, policy_folder)
+    refused = group.answers(load, tmp_path)
+    assert {type(one) for one in refused} == {ReshardRefused}
+    assert "shards of 1 and 2 ranks: start as many ranks as one of them" in str(refused[0])

@@ -1,0 +1,110 @@
+"""Loading of FSDP shards at another number of ranks than they were saved with.
+
+Every rank maps all shard files into memory and copies the rows that are its own: no rank holds a
+full tensor, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from trinity_events.errors import TrinityError
+
+_SHARD_FILE = re.compile(r"model_world_size_(\d{1,6})_rank_0\.pt")
+
+
+class ReshardRefused(TrinityError):
+    """Raised if shards cannot be loaded at this number of ranks."""
+
+
+def shard_file(folder: Path, what: str, world: int, rank: int) -> Path:
+    """Return the path of a rank's shard, in veRL's convention."""
+    return folder / f"{what}_world_size_{world}_rank_{rank}.pt"
+
+
+def saved_world(folder: Path) -> int:
+    """Return the number of ranks that a folder's shards were saved with.
+
+    It is this group's number of ranks if the folder has shards of it, or no shards at all.
+    """
+    world = dist.get_world_size()
+    if not folder.is_dir() or shard_file(folder, "model", world, 0).is_file():
+        return world
+    found = [_SHARD_FILE.fullmatch(path.name) for path in sorted(folder.iterdir())]
+    worlds = [int(match[1]) for match in found if match]
+    if len(worlds) > 1:
+        numbers = " and ".join(str(one) for one in sorted(worlds))
+        raise ReshardRefused(
+            f"{folder} has shards of {numbers} ranks: start as many ranks as one of them"
+        )
+    return worlds[0] if worlds else world
+
+
+def resharded_model(states: Sequence[dict[str, Any]], module: Any) -> dict[str, Any]:
+    """Return this rank's state dict, from the state dicts of all ranks that saved."""
+    return {
+        name: _resharded([state[name] for state in states], like)
+        for name, like in module.state_dict().items()
+    }
+
+
+def resharded_optimizer(states: Sequence[dict[str, Any]], optimizer: Any) -> dict[str, Any]:
+    """Return this rank's optimizer state dict, from those of all ranks that saved."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    first = states[0]
+    return {
+        "param_groups": first["param_groups"],
+        "state": {
+            index: {
+                key: _resharded([state["state"][index][key] for state in states], parameters[index])
+                for key in values
+            }
+            for index, values in first["state"].items()
+        },
+    }
+
+
+def _resharded(values: Sequence[Any], like: Any) -> Any:
+    """Return this rank's share of a value, laid out as ``like``; a plain value is rank 0's."""
+    if not isinstance(values[0], DTensor):
+        return values[0]
+    if not isinstance(like, DTensor) or list(like.placements) != [Shard(0)]:
+        raise ReshardRefused(
+            "only tensors that FSDP shards by rows load at another number of ranks"
+        )
+    local = torch.empty_like(like.to_local(), dtype=values[0].dtype, device="cpu")
+    first = _first_row(like)
+    offset = 0
+    for value in values:
+        rows: torch.Tensor = value.to_local()
+        begin, end = max(first, offset), min(first + len(local), offset + len(rows))
+        if begin < end:
+            local[begin - first : end - first] = rows[begin - offset : end - offset]
+        offset += len(rows)
+    if offset != like.shape[0]:
+        raise ReshardRefused(
+            f"the saved shards have {offset} rows of a tensor that has {like.shape[0]} here: "
+            "is it a checkpoint of this model?"
+        )
+    return DTensor.from_local(
+        local.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _first_row(tensor: DTensor) -> int:
+    """Return the index of this rank's first row: torch cuts rows into chunks of one size."""
+    world, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    chunk = -(-tensor.shape[0] // world)
+    return min(rank * chunk, tensor.shape[0])

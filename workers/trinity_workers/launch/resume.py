@@ -1,0 +1,146 @@
+"""Resuming of a run: the checkpoint that a trainer goes on from when its run is started again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct
+
+from trinity_events.archive import Archive
+from trinity_events.checkpoint_layout import final_name, parse_final_name
+from trinity_events.checkpoint_lease import hold_checkpoint
+from trinity_events.core import MonitorState
+from trinity_events.core.lineage import stands
+from trinity_events.errors import TrinityError
+from trinity_events.log import EventLog, Stream
+from trinity_events.replay import current_state
+from trinity_schemas import StepRef
+
+from ..config import RunConfig
+
+_PROMOTED = 60.0
+"""Seconds for which the reducer may take to give a ready checkpoint its final name."""
+
+
+class CannotResume(TrinityError):
+    """Raised if a run was trained before, and cannot go on from there."""
+
+
+class EarlierRun(Struct, frozen=True, kw_only=True):
+    """What the log knows of a run that was trained before."""
+
+    reached: StepRef
+    """Last epoch, and the step that it had reached."""
+    checkpoint: StepRef | None
+    """Checkpoint to resume from, by the epoch that wrote it; None begins at step 1."""
+
+    def notice(self, run_id: str, epoch: int) -> str:
+        """Return the sentence that tells what becomes of the earlier epochs' training."""
+        had = f"epoch {self.reached.epoch} had reached step {self.reached.step}"
+        if self.checkpoint is None:
+            return f"warning: run {run_id} begins anew: {had}, and epoch {epoch} starts at step 1"
+        return (
+            f"run {run_id} resumes from the checkpoint of step {self.checkpoint.step}: {had}, and "
+            f"epoch {epoch} goes on with step {self.checkpoint.step + 1}"
+        )
+
+
+async def earlier_run(log: EventLog, folder: Path, steps: int, *, fresh: bool) -> EarlierRun | None:
+    """Return what was trained before, and the checkpoint to resume from; None for a new run.
+
+    Args:
+        log: The run's log.
+        folder: The run's checkpoint directory.
+        steps: Steps that the run is to have in all.
+        fresh: True to begin at step 1, and to leave what is there.
+
+    Raises:
+        CannotResume: if the run has all of its steps, or has files that nothing resumes from.
+    """
+    archive = Archive(folder, log.run_id)
+    state = await current_state(log, partial(archive.read, Stream.EVENTS))
+    checkpoint = None if fresh else _ready_checkpoint(state)
+    if checkpoint is None and not fresh:
+        await _refuse_other_files(state, log.run_id, folder)
+    if checkpoint is not None and checkpoint.step >= steps:
+        raise CannotResume(
+            f"run {log.run_id} has trained {checkpoint.step} steps, and {steps} are asked for: ask "
+            "for more steps to extend it, give another name with --run, or begin anew with --fresh"
+        )
+    if not state.epoch:
+        return None
+    reached = StepRef(state.epoch, state.trainer_step)
+    return EarlierRun(reached=reached, checkpoint=checkpoint)
+
+
+@asynccontextmanager
+async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
+    """Hold the checkpoint that the run resumes from, so that it stays until the ranks have it.
+
+    Raises:
+        CannotResume: if it does not get its final name in time, or is of another host.
+    """
+    if config.resumed_step is None:
+        yield
+        return
+    folder = config.checkpoint_folder / final_name(config.resumed_step)
+    if not await _appears(folder):
+        raise CannotResume(
+            f"the checkpoint of step {config.resumed_step} of run {config.run_id} is ready, but "
+            f"{folder} is not there after {_PROMOTED:g} s: is a reducer at work, and is this the "
+            "--checkpoint-root that the run was saved to? Begin anew with --fresh otherwise"
+        )
+    url = config.redis_url
+    async with hold_checkpoint(
+        config.run_id, config.resumed_step, redis_url=url, checkpoint_root=root
+    ):
+        yield
+
+
+async def _appears(folder: Path) -> bool:
+    """Wait until the reducer has given a folder its final name; a rename tells no process of it."""
+    give_up = anyio.current_time() + _PROMOTED
+    while (  # noqa: ASYNC110 - there is no event to wait for
+        not (there := await anyio.Path(folder).is_dir()) and anyio.current_time() < give_up
+    ):
+        await anyio.sleep(0.1)
+    return there
+
+
+def _ready_checkpoint(state: MonitorState) -> StepRef | None:
+    pointer = state.ready.get("checkpoint")
+    if pointer is None or not pointer.named or not stands(state, pointer.at):
+        return None
+    return pointer.at
+
+
+async def _refuse_other_files(state: MonitorState, run_id: str, folder: Path) -> None:
+    """Raise CannotResume if the run has ready files that are no checkpoint of its log."""
+    pointer = state.ready.get("checkpoint") or state.ready.get("state_dict")
+    found: str | None = None
+    if pointer is None:
+        found = await anyio.to_thread.run_sync(_unknown_on_disk, folder)
+    elif stands(state, pointer.at):
+        found = f"ready files of step {pointer.at.step} that are no whole checkpoint"
+    else:
+        found = f"a checkpoint of step {pointer.at.step} from before it was begun anew"
+    if found is not None:
+        raise CannotResume(
+            f"run {run_id} has {found}, in {folder}, and would begin again at step 1: give it "
+            "another name with --run, or begin anew with --fresh, which leaves what is there"
+        )
+
+
+def _unknown_on_disk(folder: Path) -> str | None:
+    """Name the newest checkpoint in a folder whose log is another, or gone."""
+    try:
+        steps = [parse_final_name(path.name) for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    known = [step for step in steps if step is not None]
+    return f"a checkpoint of step {max(known)} that its log does not know" if known else None
