@@ -121,7 +121,7 @@ def test_the_checkpoints_are_shared_and_ray_has_memory(compose):
         assert services[name]["volumes"] == ["checkpoints:/checkpoints"]
     assert services["explorer"]["volumes"] == ["checkpoints:/checkpoints:ro"]
     assert "shm_size" in services["trainer"]
-    assert "--fresh" in services["trainer"]["command"]  # else `up` after `stop` is refused
+    assert "--fresh" not in services["trainer"]["command"]  # `up` after `stop` resumes
     assert "container_name" not in services["explorer"]  # it could not be scaled
 
 

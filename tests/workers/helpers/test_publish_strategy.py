@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from trinity_workers.config import RunSettings
+from trinity_workers.config import SyncConfig, TrainConfig, TrainerConfig
 from trinity_workers.helpers import (
     PublishFull,
     PublishShards,
@@ -14,19 +14,19 @@ from trinity_workers.helpers import (
 
 
 @pytest.mark.parametrize(
-    ("options", "kind"),
+    ("ranks", "sync", "kind"),
     [
-        ({"trainers": 1}, PublishFull),
-        ({"trainers": 2}, PublishShards),
-        ({"trainers": 1, "publish": "shards"}, PublishShards),
-        ({"trainers": 1, "publish": "snapshot"}, PublishSnapshot),
-        ({"trainers": 2, "publish": "full"}, PublishFull),
-        ({"trainers": 2, "transport": "collective"}, PublishFull),
-        ({"trainers": 2, "transport": "collective", "publish": "snapshot"}, PublishFull),
+        (1, {}, PublishFull),
+        (2, {}, PublishShards),
+        (1, {"publish": "shards"}, PublishShards),
+        (1, {"publish": "snapshot"}, PublishSnapshot),
+        (2, {"publish": "full"}, PublishFull),
+        (2, {"transport": "collective"}, PublishFull),
+        (2, {"transport": "collective", "publish": "snapshot"}, PublishFull),
     ],
 )
-def test_the_settings_choose_one_strategy(options, kind):
-    settings = RunSettings(**options)
+def test_the_settings_choose_one_strategy(ranks, sync, kind):
+    settings = TrainConfig(trainer=TrainerConfig(ranks=ranks), sync=SyncConfig(**sync))
     strategy = strategy_for(settings.published_form, 20)
     strategy.close()
     assert type(strategy) is kind
