@@ -167,7 +167,7 @@ def test_a_policy_is_determined_by_its_seed(tmp_path: Path, folder: Path) -> Non
 
 
 def test_a_folder_without_a_policy_is_refused_without_asking_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no policy in"):
+    with pytest.raises(policy.BadPolicy, match="no policy in"):
         policy.load_policy(tmp_path / "missing")
 
 

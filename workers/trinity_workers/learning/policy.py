@@ -1,8 +1,8 @@
-"""The policy: a Qwen2 of 129,728 parameters and a tokenizer with one token a character.
+"""Policies: any causal language model in a Hugging Face folder, and the built-in one.
 
-Both live in one Hugging Face folder. It is an ordinary `transformers` model, so that everything
-that carries its weights (FSDP, checkpoints, the Synchronizer) meets the names, tied embeddings and
-grouped key-value heads of a real one.
+The built-in one is a Qwen2 of 129,728 parameters with a tokenizer of one token a character. It is
+an ordinary `transformers` model, so that everything that carries its weights (FSDP, checkpoints,
+the Synchronizer) meets the names, tied embeddings and grouped key-value heads of a real one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -24,6 +26,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
+
+from trinity_events.errors import TrinityError
+
+from ..tasks import Message
+
+
+class BadPolicy(TrinityError):
+    """Raised if a folder holds no policy that can be used."""
+
 
 PAD = "<pad>"
 END = "<eos>"
@@ -85,17 +96,95 @@ def save_policy(model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def load_policy(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model (float32, on the CPU, for evaluation) and tokenizer; the hub is never asked."""
+def load_policy(
+    folder: Path, dtype: str = "float32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model (on the CPU, for evaluation) and tokenizer; the hub is never asked.
+
+    Args:
+        folder: Hugging Face folder of any causal language model.
+        dtype: Data type of the parameters, `float32` or `bfloat16`.
+
+    Raises:
+        BadPolicy: in one sentence, if the folder does not hold them.
+    """
+    tokenizer = load_tokenizer(folder)
+    with _no_progress_bars(), _told_as(f"the model in {folder} cannot be loaded"):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+        )
+    table: Any = model.get_input_embeddings()
+    known = int(table.weight.shape[0])
+    if len(tokenizer) > known:
+        raise BadPolicy(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and its model knows {known}: "
+            "they are not of one model"
+        )
+    return model, tokenizer
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a policy. One without a padding token pads with its end of sequence.
+
+    Raises BadPolicy if there is none.
+    """
     if not (folder / "config.json").is_file():
         # transformers would take a missing folder for the name of a repository on the hub.
-        raise FileNotFoundError(f"no policy in {folder}: config.json is missing")
-    with _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        raise BadPolicy(f"no policy in {folder}: config.json is missing")
+    with _told_as(f"the tokenizer in {folder} cannot be loaded"):
+        AutoConfig.from_pretrained(folder, local_files_only=True)
+        # The file as it is: AutoTokenizer takes the class of the model's type, with its own rules
+        # of splitting (a Qwen2's tokenizer of single characters loses its spaces).
+        whole = (folder / "tokenizer.json").is_file()
+        kind: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(folder, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise BadPolicy(
+            f"the tokenizer in {folder} has no end of sequence (eos_token): set it in "
+            "tokenizer_config.json"
         )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    return model, tokenizer
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens that end an answer: the tokenizer's, and those of the model's defaults."""
+    defaults = getattr(model.generation_config, "eos_token_id", None)
+    more = defaults if isinstance(defaults, list) else [defaults]
+    return frozenset(int(token) for token in (tokenizer.eos_token_id, *more) if token is not None)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message]) -> list[int]:
+    """Return a prompt's token ids: text as it is, chat messages by the chat template.
+
+    Raises BadPolicy if the tokenizer has no template, or the template refuses the messages.
+    """
+    tokens: list[int]
+    if isinstance(prompt, str):
+        tokens = tokenizer.encode(prompt)
+        return tokens
+    if not tokenizer.chat_template:
+        raise BadPolicy(
+            "a prompt has chat messages, and the model's tokenizer has no chat template: ask "
+            "questions of text, or add chat_template.jinja to the model's folder"
+        )
+    with _told_as("the chat template refuses a prompt"):
+        template: Any = tokenizer.apply_chat_template
+        tokens = template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tokens
+
+
+@contextmanager
+def _told_as(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadPolicy(f"{what}: {told}") from error
 
 
 @contextmanager

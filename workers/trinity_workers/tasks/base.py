@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
@@ -20,7 +20,7 @@ class TaskError(TrinityError):
 class Question(Struct, frozen=True, kw_only=True):
     """One question: the prompt as the model sees it, the right answer, and other data.
 
-    It travels to the processes of rewards and environments, so `answer` and `data` are of JSON's
+    It travels to the processes of rewards, so `answer` and `data` are of JSON's
     types.
     """
 
@@ -47,8 +47,8 @@ class Answer(Struct, frozen=True, kw_only=True):
 class Task(Protocol):
     """A deterministic, endless order of questions, and some that are never trained on.
 
-    A task may have `reward` (see :data:`RewardFunction`) and `environment` (see
-    :class:`Environment`) as attributes; a run's configuration may name others.
+    A task may have `reward` (see :data:`RewardFunction`) as an attribute; a run's configuration
+    may name another.
     """
 
     @property
@@ -69,7 +69,7 @@ class Task(Protocol):
         ...
 
     def held_out(self, count: int) -> list[Question]:
-        """Return the first `count` questions that are never trained on, always the same ones."""
+        """Return at most `count` questions that are never trained on, always the same ones."""
         ...
 
 
@@ -81,20 +81,3 @@ RewardFunction: TypeAlias = Callable[
 
 The others are shown beside it. The function may be a coroutine function.
 """
-
-
-class Environment(Protocol):
-    """Other side of an episode with several turns, such as a tool.
-
-    It keeps no state of an episode: the messages tell all of it. So any process can go on with any
-    episode, and an episode may run more than once.
-    """
-
-    def reply(
-        self, question: Question, messages: Sequence[Message]
-    ) -> str | Message | list[Message] | None | Awaitable[str | Message | list[Message] | None]:
-        """Return the reply to the policy's last turn, or None to end the episode.
-
-        Text becomes a message of the role `tool`.
-        """
-        ...

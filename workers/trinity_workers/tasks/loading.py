@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from .base import Task, TaskError
+from .base import RewardFunction, Task, TaskError
 from .objects import load_object
 from .question_set import QuestionSet
-from .sources import REASONING_GYM, QuestionOptions, read_questions
+from .sources import REASONING_GYM, QuestionOptions, family_reward, read_questions
 
 TASKS = {"spell-backward": "trinity_workers.tasks.spell_backward:SpellBackward"}
 """Built-in tasks."""
 GROUP = "trinity_events.tasks"
 """Group of entry points under which packages offer tasks."""
+_FILES = (".py", ".jsonl", ".ndjson", ".parquet")
+_NAME_ONE = (
+    "name a function of (question, answer) in task.reward, as module:attribute or "
+    "./file.py:attribute"
+)
 _NEEDED = ("name", "fingerprint", "question", "held_out")
 
 
@@ -48,11 +52,7 @@ def load_task(
     """
     if questions is None:
         return _named(name, seed, dict(options or {}), folder)
-    try:
-        chosen = msgspec.convert(dict(options or {}), QuestionOptions)
-    except msgspec.ValidationError as error:
-        known = ", ".join(QuestionOptions.__struct_fields__)
-        raise TaskError(f"options of the task: {error}; there are {known}") from None
+    chosen = QuestionOptions.of(options)
 
     def read(source: str) -> Any:
         return read_questions(source, chosen, prompt=prompt, answer=answer, folder=folder)
@@ -63,30 +63,71 @@ def load_task(
     )
 
 
-def load_named(name: str, folder: Path = Path()) -> Any:
-    """Return the object behind a task's name: a task, or a class of tasks."""
-    return load_object(name, kind="task", group=GROUP, built_in=TASKS, folder=folder)
+def load_reward(
+    name: str | None,
+    *,
+    task: str,
+    questions: str | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    folder: Path = Path(),
+) -> RewardFunction:
+    """Return a reward function: the named one, or that of the task or of the questions' family.
 
+    Args:
+        name: `module:attribute` or `./file.py:attribute`; None looks at task and questions.
+        task: Name of the task.
+        questions: Source of the questions, if they are none of the task.
+        seed: Seed that a class of tasks is called with.
+        options: Options that a class of tasks is called with.
+        folder: Directory that relative names start from.
 
-def reward_name(name: str, questions: str | None, reward: str | None) -> str:
-    """Return the name of a task's reward function: the configured one, or the task's own.
-
-    Raises TaskError if questions come from a source that has none.
+    Raises:
+        TaskError: if there is none, or it cannot be loaded.
     """
-    if reward is not None:
-        return reward
-    if questions is None:
+    if name is not None:
+        found = load_object(name, kind="reward", folder=folder)
+    elif questions is None:
+        found = getattr(_named(task, seed, dict(options or {}), folder), "reward", None)
+        if found is None:
+            raise TaskError(f"task {task!r} has no reward: {_NAME_ONE}")
+        name = f"{task}.reward"
+    elif questions.startswith(REASONING_GYM):
+        name, found = questions, family_reward(questions, dict(options or {}))
+    else:
+        raise TaskError(f"the answers to {questions} need a reward: {_NAME_ONE}")
+    return _callable(name, found)
+
+
+def is_built_in(name: str) -> bool:
+    """Return True for the name of a built-in task."""
+    return name in TASKS
+
+
+def absolute(name: str, folder: Path) -> str:
+    """Return the name of a file, or of an object in one, from any directory; others as they are."""
+    place, colon, attribute = name.partition(":")
+    if not place.endswith(_FILES):
         return name
-    if questions.startswith(REASONING_GYM):
-        return questions
-    raise TaskError(
-        f"the answers to {questions} need a reward: name a function of (question, answer) in "
-        "task.reward, as module:attribute or ./file.py:attribute"
-    )
+    return f"{(folder / place).resolve()}{colon}{attribute}"
+
+
+def _callable(name: str, found: Any) -> RewardFunction:
+    if not callable(found) or isinstance(found, type):
+        raise TaskError(f"reward {name!r} is no function of (question, answer)")
+    with suppress(ValueError):  # what is written in C may have no signature
+        try:
+            inspect.signature(found).bind(None, None)
+        except TypeError as error:
+            raise TaskError(
+                f"reward {name!r} is called with (question, answer), and takes others: {error}"
+            ) from None
+    reward: RewardFunction = found
+    return reward
 
 
 def _named(name: str, seed: int, options: dict[str, Any], folder: Path) -> Task:
-    found = load_named(name, folder)
+    found = load_object(name, kind="task", group=GROUP, built_in=TASKS, folder=folder)
     if isinstance(found, type) or inspect.isfunction(found):
         found = _made(name, found, seed, options)
     elif options:
@@ -113,6 +154,4 @@ def _made(name: str, make: Any, seed: int, options: dict[str, Any]) -> Any:
     except TaskError:
         raise
     except Exception as error:
-        raise TaskError(
-            f"task {name!r} cannot be made: {type(error).__name__}: {error}"
-        ) from error
+        raise TaskError(f"task {name!r} cannot be made: {type(error).__name__}: {error}") from error

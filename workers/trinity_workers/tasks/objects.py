@@ -66,7 +66,9 @@ def _attribute(name: str, kind: str, folder: Path) -> Any:
     try:
         return reduce(getattr, attribute.split("."), module)
     except AttributeError:
-        raise TaskError(f"{place} has no {attribute!r}{_nearest(attribute, vars(module))}") from None
+        raise TaskError(
+            f"{place} has no {attribute!r}{_nearest(attribute, vars(module))}"
+        ) from None
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

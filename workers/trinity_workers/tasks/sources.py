@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from .base import Message, Question, TaskError
+from .base import Answer, Message, Question, RewardFunction, TaskError
 from .objects import load_object
 
 REASONING_GYM = "reasoning-gym:"
@@ -34,6 +34,15 @@ class QuestionOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Source of the questions to measure on; without one, a tenth of the questions is held out."""
     source: dict[str, Any] = {}
     """Options of the source: those of `datasets.load_dataset`, or of the reasoning-gym family."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> QuestionOptions:
+        """Return the options of a task, checked. Raises TaskError if there is no such option."""
+        try:
+            return msgspec.convert(dict(options or {}), cls)
+        except msgspec.ValidationError as error:
+            known = ", ".join(cls.__struct_fields__)
+            raise TaskError(f"options of the task: {error}; there are {known}") from None
 
 
 def read_questions(
@@ -57,8 +66,10 @@ def read_questions(
     Raises:
         TaskError: naming the source, and the record or field that is at fault.
     """
+    records: Iterable[object]
     if source.startswith(REASONING_GYM):
-        records, prompt, answer = _reasoning_gym(source, options.source), "question", "answer"
+        records = _reasoning_gym(source, options.source)
+        prompt, answer = "question", "answer"
     elif source.startswith(DATASETS):
         records = _datasets(source, options.source)
     elif source.endswith((".jsonl", ".ndjson")):
@@ -99,7 +110,9 @@ def _checked(where: str, question: Question) -> Question:
         sent = msgspec.to_builtins(question, str_keys=True, enc_hook=_plain)
         checked = msgspec.convert(msgspec.json.decode(msgspec.json.encode(sent)), Question)
     except msgspec.ValidationError as error:
-        raise TaskError(f"{where}: the prompt is neither text nor chat messages ({error})") from None
+        raise TaskError(
+            f"{where}: the prompt is neither text nor chat messages ({error})"
+        ) from None
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise TaskError(f"{where} holds what JSON cannot: {error}") from None
     empty = not checked.prompt or any(
@@ -170,7 +183,7 @@ def _from_file(path: Path, read: Callable[[], Iterable[object]]) -> Iterator[obj
         raise TaskError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _datasets(source: str, options: Mapping[str, Any]) -> Iterable[object]:
+def _datasets(source: str, options: Mapping[str, Any]) -> Iterator[object]:
     try:
         import datasets
     except ImportError:
@@ -180,29 +193,51 @@ def _datasets(source: str, options: Mapping[str, Any]) -> Iterable[object]:
         found: Any = datasets.load_dataset(name, **{"split": "train", **options})
     except Exception as error:
         raise TaskError(f"{source} cannot be loaded: {_first_line(error)}") from None
-    return iter(found)
+    records: Iterator[object] = iter(found)
+    return records
+
+
+def family_reward(source: str, options: Mapping[str, Any]) -> RewardFunction:
+    """Return the reward of a reasoning-gym family, which judges by its own verifier.
+
+    An answer without an end earns nothing.
+    """
+    family = _family(source, QuestionOptions.of(options).source)
+
+    def reward(question: Question, answer: Answer) -> float:
+        if not answer.finished:
+            return 0.0
+        entry = {"question": question.prompt, "answer": question.answer, **question.data}
+        return float(family.score_answer(answer.text.strip(), entry))
+
+    return reward
 
 
 def _reasoning_gym(source: str, options: Mapping[str, Any]) -> Iterator[object]:
+    family = _family(source, options)
+    for index in range(len(family)):
+        yield family[index]
+
+
+def _family(source: str, options: Mapping[str, Any]) -> Any:
     try:
         import reasoning_gym
     except ImportError:
         raise TaskError(f"{source} needs reasoning-gym: pip install reasoning-gym") from None
     name = source.removeprefix(REASONING_GYM)
     try:
-        family = reasoning_gym.create_dataset(name, **{"seed": 0, **options})
+        return reasoning_gym.create_dataset(name, **{"seed": 0, **options})
     except Exception as error:
         raise TaskError(f"{source} cannot be made: {_first_line(error)}") from None
-    for index in range(len(family)):
-        yield family[index]
 
 
-def _python_object(source: str, folder: Path) -> Iterable[object]:
-    found = load_object(source, folder=folder)
+def _python_object(source: str, folder: Path) -> Iterator[object]:
+    found = load_object(source, kind="source of questions", folder=folder)
     try:
-        return iter(found() if callable(found) else found)
-    except TypeError as error:
-        raise TaskError(f"{source} gives no questions: {_first_line(error)}") from None
+        yield from found() if callable(found) else found
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise TaskError(f"{source} gives no questions: {told}") from error
 
 
 def _first_line(error: Exception) -> str:
