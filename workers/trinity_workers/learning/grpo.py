@@ -53,8 +53,8 @@ class Batch:
     attention_mask: [B, P + R] int64, 1 on real tokens. It is made from lengths, since a policy may
         sample the padding token itself.
     position_ids: [B, P + R] int64, 0 at each row's first real token (and on the padding before it).
-    response_mask: [B, R] bool, true on tokens that the policy sampled. Those of the environment, like
-        results of tools, are among the R columns, and are not trained on.
+    response_mask: [B, R] bool, true on tokens that the policy sampled. Tokens of the environment
+        are among the R columns, and are not trained on.
     advantages: [B] float32, one for all tokens of a response.
     old_logprobs: [B, R] float32, under the policy that sampled, 0 on padding.
     """
