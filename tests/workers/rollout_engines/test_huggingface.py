@@ -227,7 +227,7 @@ async def test_a_paused_engine_stands_still_between_tokens_until_it_is_resumed(o
         steps.allowed.release(3)
         await until(lambda: steps.taken == 3)
         tasks.start_soon(engine.pause, 1000.0)
-        await until(lambda: engine._gate._is_closed())
+        await until(engine._gate._is_closed)
         steps.allowed.release(100)
         await engine.pause(1000.0)  # returns once it stands still
         taken = steps.taken
@@ -253,7 +253,7 @@ async def test_a_deterministic_engine_pauses_between_batches(own_model_folder):
         tasks.start_soon(engine.generate, requests_for([0, 1], tokens=5))
         await until(lambda: steps.taken == 1)
         tasks.start_soon(engine.pause, 1000.0)
-        await until(lambda: engine._gate._is_closed())
+        await until(engine._gate._is_closed)
         steps.allowed.release(100)
         await engine.pause(1000.0)
         assert steps.taken <= 5
@@ -343,7 +343,7 @@ async def test_a_version_that_comes_amid_a_turn_is_told_by_token(
         steps.allowed.release(5)
         await until(lambda: steps.taken == 5)
         tasks.start_soon(engine.install, announced)
-        await until(lambda: engine._gate._is_closed())
+        await until(engine._gate._is_closed)
         steps.allowed.release(1)
         await until(lambda: engine.serves == StepRef(1, 1))
         steps.allowed.release(100)
