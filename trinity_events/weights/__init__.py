@@ -16,7 +16,7 @@ from .transports.ray import RayStore
 from .transports.redis import RedisChunkStore
 from .transports.shared_memory import SharedMemoryStore
 from .transports.stores import TransportName
-from .verify_model import check_installed
+from .verify_model import check_installed, model_digest
 
 __all__ = [
     "ChunkStore",
@@ -45,5 +45,6 @@ __all__ = [
     "check_installed",
     "install",
     "load_version",
+    "model_digest",
     "pull_version",
 ]

@@ -16,7 +16,7 @@ from ..errors import CorruptVersion
 from .compatibility import targets_of
 from .pulled_version import Selection, slice_of
 from .slices import contains, full_slice
-from .tensors import DTYPES, as_bytes, digest
+from .tensors import DTYPES, Digesting, as_bytes, digest, dtype_name
 
 
 def check_installed(
@@ -67,3 +67,16 @@ def check_installed(
             )
         proven += 1
     return proven
+
+
+def model_digest(module: torch.nn.Module) -> str:
+    """Return a digest of the names, dtypes, shapes and bytes of all tensors that a version fills.
+
+    Two models have the same digest only if they would generate alike.
+    """
+    found = Digesting()
+    for name, target in sorted(targets_of(module).items()):
+        tensor = target.detach()
+        found.update(f"{name}:{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
+        found.update(as_bytes(tensor))
+    return found.digest()

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trinity_schemas import Experience
+
 # Beyond e^20 a ratio tells nothing more, and times a negative advantage it would overflow the loss.
 _MAX_LOG_RATIO = 20.0
 
@@ -51,7 +53,8 @@ class Batch:
     attention_mask: [B, P + R] int64, 1 on real tokens. It is made from lengths, since a policy may
         sample the padding token itself.
     position_ids: [B, P + R] int64, 0 at each row's first real token (and on the padding before it).
-    response_mask: [B, R] bool, true on response tokens.
+    response_mask: [B, R] bool, true on tokens that the policy sampled. Tokens of the environment
+        are among the R columns, and are not trained on.
     advantages: [B] float32, one for all tokens of a response.
     old_logprobs: [B, R] float32, under the policy that sampled, 0 on padding.
     """
@@ -103,57 +106,88 @@ def _standardised(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / deviation for reward in rewards]
 
 
-def collate(groups: Sequence[GroupLike], pad_token_id: int) -> Batch:
-    """All responses as one batch on the CPU, in order, with advantages taken within each group.
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One response: tokens of prompt and response, and the loss mask of the response."""
 
-    ValueError where the parts of a group do not fit together.
+    prompt: list[int]
+    response: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+
+
+def collate(groups: Sequence[Sequence[Experience] | GroupLike], pad_token_id: int) -> Batch:
+    """Collate all responses on the CPU, in order, with advantages taken within each group.
+
+    Raises ValueError where the parts of a group do not fit together.
     """
-    _check(groups)
-    advantages = group_advantages([group.rewards for group in groups])
-    prompt_width = max(len(group.prompt_tokens) for group in groups)
-    response_width = max(len(response) for group in groups for response in group.responses)
+    rows: list[_Row] = []
+    rewards: list[Sequence[float]] = []
+    for index, group in enumerate(groups):
+        if isinstance(group, Sequence):
+            rows += [_row_of(index, one) for one in group]
+            rewards.append([one.reward for one in group])
+        else:
+            rows += _rows_of(index, group)
+            rewards.append(group.rewards)
+    if not rows:
+        raise ValueError("no responses to make a batch of")
+    prompt_width = max(len(row.prompt) for row in rows)
+    response_width = max(len(row.response) for row in rows)
 
     input_ids: list[list[int]] = []
     attention_mask: list[list[int]] = []
     response_mask: list[list[bool]] = []
     old_logprobs: list[list[float]] = []
-    for group in groups:
-        prompt = list(group.prompt_tokens)
-        before = prompt_width - len(prompt)
-        for response, logprobs in zip(group.responses, group.logprobs, strict=True):
-            length = len(response)
-            after = response_width - length
-            input_ids.append(
-                [pad_token_id] * before + prompt + [*response] + [pad_token_id] * after
-            )
-            attention_mask.append([0] * before + [1] * (len(prompt) + length) + [0] * after)
-            response_mask.append([True] * length + [False] * after)
-            old_logprobs.append([*logprobs] + [0.0] * after)
+    for row in rows:
+        before = prompt_width - len(row.prompt)
+        after = response_width - len(row.response)
+        tokens = row.prompt + row.response
+        input_ids.append([pad_token_id] * before + tokens + [pad_token_id] * after)
+        attention_mask.append([0] * before + [1] * len(tokens) + [0] * after)
+        response_mask.append(row.mask + [False] * after)
+        old_logprobs.append(row.logprobs + [0.0] * after)
 
     mask = torch.tensor(attention_mask)
+    advantages = [one for group in group_advantages(rewards) for one in group]
     return Batch(
         input_ids=torch.tensor(input_ids),
         attention_mask=mask,
         position_ids=(mask.cumsum(dim=-1) - 1).clamp_(min=0),
         response_mask=torch.tensor(response_mask),
-        advantages=torch.tensor([a for group in advantages for a in group], dtype=torch.float32),
+        advantages=torch.tensor(advantages, dtype=torch.float32),
         old_logprobs=torch.tensor(old_logprobs, dtype=torch.float32),
     )
 
 
-def _check(groups: Sequence[GroupLike]) -> None:
-    if not any(group.responses for group in groups):
-        raise ValueError("no responses to make a batch of")
-    for index, group in enumerate(groups):
-        lengths = [len(response) for response in group.responses]
-        if not group.prompt_tokens or 0 in lengths:
-            raise ValueError(f"group {index} has an empty prompt or response")
-        if lengths != [len(logprobs) for logprobs in group.logprobs]:
-            raise ValueError(f"group {index} does not have one logprob for each response token")
-        if len(lengths) != len(group.rewards):
-            raise ValueError(
-                f"group {index} has {len(lengths)} responses and {len(group.rewards)} rewards"
-            )
+def _row_of(index: int, experience: Experience) -> _Row:
+    """Return an episode as a row, in which only the policy's tokens are trained on."""
+    prompt, *turns = experience.turns
+    row = _Row(list(prompt.tokens), [], [], [])
+    for turn in turns:
+        sampled = turn.role == "policy"
+        row.response.extend(turn.tokens)
+        row.mask.extend([sampled] * len(turn.tokens))
+        row.logprobs.extend(turn.logprobs if sampled else [0.0] * len(turn.tokens))
+    if not any(row.mask):
+        raise ValueError(f"sample {experience.sample} of group {index} has no sampled token")
+    return row
+
+
+def _rows_of(index: int, group: GroupLike) -> list[_Row]:
+    lengths = [len(response) for response in group.responses]
+    if not group.prompt_tokens or 0 in lengths:
+        raise ValueError(f"group {index} has an empty prompt or response")
+    if lengths != [len(logprobs) for logprobs in group.logprobs]:
+        raise ValueError(f"group {index} does not have one logprob for each response token")
+    if len(lengths) != len(group.rewards):
+        raise ValueError(
+            f"group {index} has {len(lengths)} responses and {len(group.rewards)} rewards"
+        )
+    return [
+        _Row([*group.prompt_tokens], [*response], [True] * len(response), [*logprobs])
+        for response, logprobs in zip(group.responses, group.logprobs, strict=True)
+    ]
 
 
 def response_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:

@@ -1,0 +1,199 @@
+"""An environment replies from a process of its own, which may hang, die or lie."""
+
+import os
+import signal
+
+import anyio
+import pytest
+
+from tests.support.pipeline import PATIENCE, until
+from trinity_workers.environments import EnvironmentFailed, EnvironmentProcesses
+from trinity_workers.tasks import Question, TaskError
+
+TOOLS = """
+import asyncio, os, subprocess, sys, time
+from pathlib import Path
+
+
+class Tools:
+    async def reply(self, question, messages):
+        said = messages[-1]["content"]
+        await asyncio.sleep(0)
+        if said == "hang":
+            Path(question.data["pid"]).write_text(f"{os.getpid()}")
+            time.sleep(1000)
+        if said == "die":
+            os._exit(3)
+        if said == "kill":
+            os.kill(os.getpid(), 9)
+        if said == "raise":
+            raise ValueError("no such tool")
+        if said == "object":
+            return object()
+        if said == "number":
+            return 7
+        if said == "no role":
+            return {"content": "x"}
+        if said == "flood":
+            for stream in (sys.stdout, sys.stdout, sys.__stdout__):
+                stream.write("x" * 300_000)
+                stream.flush()
+            os.write(1, b"y" * 300_000)
+            return "flooded"
+        if said == "read":
+            return sys.stdin.read() or "nothing to read"
+        if said == "user":
+            return {"role": "user", "content": "go on"}
+        if said == "both":
+            return [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+        if said == "end":
+            return None
+        return f"{question.answer} {len(messages)} {os.getpid()}"
+
+
+def plain(question, messages):
+    return messages[-1]["content"].upper()
+
+
+def wrong(question):
+    return ""
+
+
+class Endless:
+    def __init__(self):
+        os._exit(5)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    return tmp_path
+
+
+@pytest.fixture
+async def tools(folder):
+    async with EnvironmentProcesses(
+        "./tools.py:Tools", deadline=PATIENCE, count=2, folder=folder
+    ) as environment:
+        yield environment
+
+
+def said(text):
+    return [{"role": "user", "content": "question"}, {"role": "assistant", "content": text}]
+
+
+def asked(**data):
+    return Question(prompt="p", answer=[1, {"a": 2.5}], data=data)
+
+
+async def test_an_environment_gets_the_question_and_the_messages(tools):
+    ((reply),) = await tools.reply(asked(), said("hello"))
+    assert reply["role"] == "tool"
+    assert reply["content"].startswith("[1, {'a': 2.5}] 2 ")
+
+
+@pytest.mark.parametrize(
+    ("text", "replies"),
+    [
+        ("user", [{"role": "user", "content": "go on"}]),
+        ("both", [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]),
+        ("end", None),
+        ("flood", [{"role": "tool", "content": "flooded"}]),
+        ("read", [{"role": "tool", "content": "nothing to read"}]),
+    ],
+)
+async def test_it_replies_with_text_with_messages_or_not_at_all(tools, text, replies):
+    assert await tools.reply(asked(), said(text)) == replies
+
+
+async def test_a_function_is_an_environment_too(folder):
+    async with EnvironmentProcesses(
+        "./tools.py:plain", deadline=PATIENCE, folder=folder
+    ) as environment:
+        (reply,) = await environment.reply(asked(), said("shout"))
+        assert reply["content"] == "SHOUT"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("die", r"ended its process \(it exited with status 3\)"),
+        ("kill", r"ended its process \(killed by SIGKILL"),
+        ("raise", "failed: ValueError: no such tool"),
+        ("object", "failed: it returned a value of type object"),
+        ("number", "returned 7, neither text, nor messages with role and content, nor None"),
+        ("no role", "returned {'content': 'x'}, neither text"),
+    ],
+)
+async def test_one_that_fails_is_told_in_a_sentence_and_replaced(tools, text, why):
+    with pytest.raises(EnvironmentFailed, match=rf"^environment \./tools.py:Tools {why}"):
+        await tools.reply(asked(), said(text))
+    assert await tools.reply(asked(), said("hello"))
+
+
+async def test_one_that_hangs_is_killed_at_the_deadline_while_other_calls_go_on(folder):
+    pid = folder / "pid"
+    async with (
+        EnvironmentProcesses("./tools.py:Tools", deadline=3.0, count=2, folder=folder) as hanging,
+        anyio.create_task_group() as tasks,
+    ):
+        ended = []
+
+        async def hang():
+            with pytest.raises(EnvironmentFailed, match="did not reply within 3 s"):
+                await hanging.reply(asked(pid=str(pid)), said("hang"))
+            ended.append(True)
+
+        tasks.start_soon(hang)
+        await until(lambda: pid.exists() and pid.read_text())
+        assert await hanging.reply(asked(), said("end")) is None
+        assert not ended
+        await until(lambda: ended)
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+        assert await hanging.reply(asked(), said("end")) is None
+
+
+async def test_a_call_that_is_cancelled_leaves_no_reply_to_the_next_one(tools, tmp_path):
+    pid = tmp_path / "pid"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tools.reply, asked(pid=str(pid)), said("hang"))
+        await until(lambda: pid.exists() and pid.read_text())
+        tasks.cancel_scope.cancel()
+    for _ in range(3):
+        assert await tools.reply(asked(), said("end")) is None
+
+
+async def test_a_hanging_environment_ends_with_its_explorer(folder):
+    """Closing the pipe is all that an explorer that is killed does."""
+    pid = folder / "pid"
+    environment = EnvironmentProcesses("./tools.py:Tools", deadline=PATIENCE, folder=folder)
+    async with environment, anyio.create_task_group() as tasks:
+
+        async def hang():
+            with pytest.raises(EnvironmentFailed, match="ended its process"):
+                await environment.reply(asked(pid=str(pid)), said("hang"))
+
+        child = environment._idle[0]
+        tasks.start_soon(hang)
+        await until(lambda: pid.exists() and pid.read_text())
+        await child._requests.aclose()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("./tool.py:Tools", "there is no file .*tool.py with the environment"),
+        ("./tools.py:Tool", "tools.py has no 'Tool': did you mean 'Tools'"),
+        ("./tools.py:wrong", "must take two arguments: question and messages"),
+        ("./tools.py:Endless", r"ended its process while it was loaded \(it exited with status 5"),
+        ("./tools.py:TOOLS", "has no 'TOOLS'"),
+    ],
+)
+async def test_one_that_cannot_be_loaded_is_told_before_the_first_episode(folder, name, why):
+    with pytest.raises(TaskError, match=why):
+        async with EnvironmentProcesses(name, deadline=PATIENCE, folder=folder):
+            pass

@@ -1,0 +1,392 @@
+"""The Hugging Face engine: what it generates, what it depends on, and how new weights come in."""
+
+import random
+import threading
+from contextlib import closing
+
+import anyio
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.support.own_models import MODELS  # noqa: E402
+from tests.support.pipeline import PATIENCE, reducer_task, until  # noqa: E402
+from tests.support.weight_versions import publish, ready  # noqa: E402
+from trinity_events import Synchronizer  # noqa: E402
+from trinity_events.errors import VersionUnavailable  # noqa: E402
+from trinity_events.weights import model_digest  # noqa: E402
+from trinity_schemas import Sampling, StepRef  # noqa: E402
+from trinity_workers.learning.grpo import collate, response_logprobs  # noqa: E402
+from trinity_workers.learning.policy import load_policy  # noqa: E402
+from trinity_workers.learning.rollout import Rollout  # noqa: E402
+from trinity_workers.rollout_engines import (  # noqa: E402
+    EngineOptions,
+    GenerationRequest,
+    NotServing,
+    RolloutEngineError,
+    load_engine,
+)
+from trinity_workers.tasks import TaskError  # noqa: E402
+
+FIRST = StepRef(1, 0)
+
+
+def engine_of(folder, **options):
+    return load_engine(
+        "huggingface", EngineOptions(model_folder=folder, **{"serves": FIRST, **options})
+    )
+
+
+def requests_for(ordinals, samples=3, tokens=8, **sampling):
+    """Requests with prompts of different lengths."""
+    settings = Sampling(**{"max_new_tokens": tokens, "seed": 7, **sampling})
+    return [
+        GenerationRequest(
+            tokens=list(range(10, 13 + ordinal % 5)),
+            sampling=settings,
+            ordinal=ordinal,
+            sample=sample,
+        )
+        for ordinal in ordinals
+        for sample in range(samples)
+    ]
+
+
+def logprobs_of(model, request, tokens, temperature=1.0):
+    """Log-probabilities of tokens after a prompt, computed in one pass without padding."""
+    group = Rollout(None, request.tokens, [tokens], [[0.0] * len(tokens)], [0.0], [])
+    with torch.no_grad():
+        return response_logprobs(model, collate([group], 0), temperature)[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+async def test_every_architecture_and_dtype_samples_what_the_model_says(
+    own_model_folder, name, dtype
+):
+    engine = engine_of(own_model_folder(name), dtype=dtype)
+    model, _ = load_policy(own_model_folder(name), dtype)
+    requests = requests_for(range(4), temperature=0.7)
+    for request, found in zip(requests, await engine.generate(requests), strict=True):
+        assert 1 <= len(found.tokens) == len(found.logprobs) <= 8
+        assert found.versions == [(FIRST, len(found.tokens))]
+        expected = logprobs_of(model, request, found.tokens, 0.7)
+        assert found.logprobs == pytest.approx(expected, abs=1e-4 if dtype == "float32" else 0.15)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
+async def test_answers_are_the_same_for_any_split_of_ordinals_over_calls_and_engines(
+    own_model_folder, name
+):
+    engines = [engine_of(own_model_folder(name), deterministic=True) for _ in range(3)]
+    ordinals = list(range(12))
+    requests = requests_for(ordinals)
+    together = {
+        (one.ordinal, one.sample): found
+        for one, found in zip(requests, await engines[0].generate(requests), strict=True)
+    }
+    lot = random.Random(3)
+    for _ in range(4):
+        lot.shuffle(ordinals)
+        at = 0
+        while at < len(ordinals):
+            size = lot.randint(1, 5)
+            asked = requests_for(ordinals[at : at + size])
+            lot.shuffle(asked)
+            for one, found in zip(asked, await lot.choice(engines).generate(asked), strict=True):
+                assert found == together[one.ordinal, one.sample]
+            at += size
+
+
+async def test_noise_depends_on_seed_ordinal_sample_and_turn_alone(own_model_folder):
+    engine = engine_of(own_model_folder(), deterministic=True)
+    base = GenerationRequest(
+        tokens=[10, 11, 12], sampling=Sampling(max_new_tokens=12, seed=1), ordinal=5, sample=2
+    )
+    (first,) = await engine.generate([base])
+    torch.rand(3)
+    assert await engine.generate([base]) == [first]
+    for other in (
+        {"ordinal": 6},
+        {"sample": 3},
+        {"turn": 1},
+        {"sampling": Sampling(max_new_tokens=12, seed=2)},
+    ):
+        fields = {name: getattr(base, name) for name in base.__struct_fields__}
+        (found,) = await engine.generate([GenerationRequest(**{**fields, **other})])
+        assert found.tokens != first.tokens
+
+
+async def test_temperature_zero_takes_the_most_likely_token(own_model_folder):
+    engine = engine_of(own_model_folder())
+    model, _ = load_policy(own_model_folder())
+    (found,) = await engine.generate(requests_for([1], samples=1, temperature=0.0))
+    tokens = [*requests_for([1], samples=1)[0].tokens]
+    for token in found.tokens:
+        with torch.no_grad():
+            assert model(torch.tensor([tokens])).logits[0, -1].argmax() == token
+        tokens.append(token)
+
+
+async def test_generation_defaults_of_the_folder_do_not_bend_the_policy(own_model_folder, tmp_path):
+    model, tokenizer = load_policy(own_model_folder())
+    model.generation_config.repetition_penalty = 5.0
+    model.generation_config.temperature = 0.1
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    requests = requests_for(range(3))
+    assert await engine_of(tmp_path).generate(requests) == await engine_of(
+        own_model_folder()
+    ).generate(requests)
+
+
+async def test_a_turn_ends_with_its_end_of_sequence_or_at_its_own_limit(own_model_folder):
+    engine = engine_of(own_model_folder())
+    _, tokenizer = load_policy(own_model_folder())
+    # At a high temperature each token is an end of sequence once in 400.
+    settings = [Sampling(max_new_tokens=limit, temperature=9.0) for limit in (1, 40, 3, 60) * 40]
+    requests = [
+        GenerationRequest(tokens=[10, 11], sampling=one, ordinal=0, sample=at)
+        for at, one in enumerate(settings)
+    ]
+    found = await engine.generate(requests)
+    assert 5 < sum(one.finished for one in found) < 80
+    for one, sampling in zip(found, settings, strict=True):
+        assert tokenizer.eos_token_id not in one.tokens[:-1]
+        assert one.finished == (one.tokens[-1] == tokenizer.eos_token_id)
+        assert one.finished or len(one.tokens) == sampling.max_new_tokens
+
+
+async def test_a_turn_keeps_within_the_models_context(own_model_folder):
+    engine = engine_of(own_model_folder())
+    assert engine.context_length == 256
+    request = requests_for([0], samples=1, tokens=300)[0]
+    long = GenerationRequest(tokens=[10] * 250, sampling=request.sampling, ordinal=4, sample=0)
+    (found,) = await engine.generate([long])
+    assert len(found.tokens) <= 6
+    too_long = GenerationRequest(tokens=[10] * 256, sampling=request.sampling, ordinal=4, sample=0)
+    with pytest.raises(RolloutEngineError, match="ordinal 4 has 256 tokens before turn 0"):
+        await engine.generate([too_long])
+
+
+async def test_large_calls_are_generated_in_batches_with_the_same_answers(own_model_folder):
+    requests = requests_for(range(6))
+    whole = await engine_of(own_model_folder()).generate(requests)
+    small = await engine_of(own_model_folder(), options={"max_batch": 4}).generate(requests)
+    assert sum(a.tokens == b.tokens for a, b in zip(whole, small, strict=True)) > len(whole) - 2
+
+
+async def test_an_engine_without_a_version_refuses_to_generate(own_model_folder):
+    engine = engine_of(own_model_folder(), serves=None)
+    with pytest.raises(NotServing, match="serves no weight version"):
+        await engine.generate(requests_for([0]))
+
+
+def test_unknown_engines_and_options_are_told_in_one_sentence(own_model_folder):
+    with pytest.raises(TaskError, match="unknown rollout engine 'hugging': did you mean"):
+        load_engine("hugging", EngineOptions(model_folder=own_model_folder()))
+    with pytest.raises(
+        RolloutEngineError, match=r"unknown field `max_batches`; there is max_batch"
+    ):
+        engine_of(own_model_folder(), options={"max_batches": 3})
+
+
+def test_an_engine_of_the_users_own_is_found_in_a_file(own_model_folder, tmp_path):
+    (tmp_path / "mine.py").write_text("def make(options):\n    return options.model_folder\n")
+    options = EngineOptions(model_folder=own_model_folder())
+    assert load_engine("./mine.py:make", options, folder=tmp_path) == options.model_folder
+
+
+# --- pauses ------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Counts the engine's forward passes, and holds them up until they are allowed."""
+
+    def __init__(self, engine):
+        self.taken = 0
+        self.allowed = threading.Semaphore(0)
+        engine._model.register_forward_pre_hook(self._before)
+
+    def _before(self, *_):
+        assert self.allowed.acquire(timeout=PATIENCE)
+        self.taken += 1
+
+
+async def test_a_paused_engine_stands_still_between_tokens_until_it_is_resumed(own_model_folder):
+    engine = engine_of(own_model_folder())
+    steps, found = Steps(engine), []
+
+    async def generate():
+        found.extend(await engine.generate(requests_for([0], samples=2, tokens=20)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        steps.allowed.release(3)
+        await until(lambda: steps.taken == 3)
+        tasks.start_soon(engine.pause, 1000.0)
+        await until(engine._gate._is_closed)
+        steps.allowed.release(100)
+        await engine.pause(1000.0)  # returns once it stands still
+        taken = steps.taken
+        assert taken < 20
+        await anyio.sleep(0.1)
+        assert steps.taken == taken and not found
+        await engine.resume()
+    assert steps.taken == max(len(one.tokens) for one in found)
+
+
+async def test_a_pause_ends_by_itself_after_its_lease(own_model_folder):
+    engine = engine_of(own_model_folder())
+    await engine.pause(0.2)
+    with anyio.fail_after(PATIENCE):
+        assert len(await engine.generate(requests_for([0]))) == 3
+
+
+async def test_a_deterministic_engine_pauses_between_batches(own_model_folder):
+    engine = engine_of(own_model_folder(), deterministic=True)
+    steps = Steps(engine)
+    steps.allowed.release(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.generate, requests_for([0, 1], tokens=5))
+        await until(lambda: steps.taken == 1)
+        tasks.start_soon(engine.pause, 1000.0)
+        await until(engine._gate._is_closed)
+        steps.allowed.release(100)
+        await engine.pause(1000.0)
+        assert steps.taken <= 5
+        await engine.resume()
+    assert 5 < steps.taken <= 10
+
+
+async def test_a_cancelled_call_ends_after_its_next_token(own_model_folder):
+    engine = engine_of(own_model_folder())
+    steps = Steps(engine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.generate, requests_for([0], tokens=100, samples=1))
+        steps.allowed.release(2)
+        await until(lambda: steps.taken == 2)
+        tasks.cancel_scope.cancel()
+    steps.allowed.release(200)
+    await engine.generate(requests_for([1], tokens=1, samples=1))
+    assert steps.taken <= 5
+
+
+# --- weight versions ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def trainer(redis_url, run_id, tmp_path, publisher):
+    async with reducer_task(redis_url, run_id, tmp_path):
+        with closing(
+            Synchronizer(run_id, publisher.epoch, redis_url=redis_url, weights_url=redis_url)
+        ) as synchronizer:
+            yield synchronizer
+
+
+@pytest.fixture
+def follower(redis_url, run_id):
+    with closing(
+        Synchronizer(run_id, 0, redis_url=redis_url, weights_url=redis_url, role="explorer")
+    ) as synchronizer:
+        yield synchronizer
+
+
+def weights(folder, step):
+    """Weights of a step, by name, as a trainer publishes them."""
+    torch.manual_seed(step)
+    model, _ = load_policy(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model, dict(model.named_parameters())
+
+
+async def in_thread(function, *args):
+    return await anyio.to_thread.run_sync(function, *args)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_installed_version_is_served_and_proven(
+    own_model_folder, trainer, follower, log, dtype
+):
+    folder = own_model_folder()
+    engine = engine_of(folder, serves=None, synchronizer=follower, dtype=dtype)
+    for step in (1, 2):
+        model, tensors = weights(folder, step)
+        await in_thread(publish, trainer, tensors, step)
+        await engine.install(await ready(log, step))
+        assert engine.serves == StepRef(1, step)
+        assert await engine.prove() == model_digest(model.to(getattr(torch, dtype)))
+        (found,) = await engine.generate(requests_for([step], samples=1))
+        assert found.versions == [(StepRef(1, step), len(found.tokens))]
+
+
+async def test_a_version_that_comes_amid_a_turn_is_told_by_token(
+    own_model_folder, trainer, follower, log
+):
+    folder = own_model_folder()
+    engine = engine_of(folder, synchronizer=follower)
+    _, tensors = weights(folder, 1)
+    await in_thread(publish, trainer, tensors, 1)
+    announced = await ready(log, 1)
+    steps, found = Steps(engine), []
+    request = requests_for([0], samples=1, tokens=30)
+
+    async def generate():
+        found.extend(await engine.generate(request))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        steps.allowed.release(5)
+        await until(lambda: steps.taken == 5)
+        tasks.start_soon(engine.install, announced)
+        await until(engine._gate._is_closed)
+        steps.allowed.release(1)
+        await until(lambda: engine.serves == StepRef(1, 1))
+        steps.allowed.release(100)
+    (generation,) = found
+    (old, before), (new, after) = generation.versions
+    assert (old, new) == (FIRST, StepRef(1, 1))
+    assert 5 <= before <= 6 and before + after == len(generation.tokens)
+    first, _ = load_policy(folder)
+    expected = logprobs_of(first, request[0], generation.tokens)
+    assert generation.logprobs[:before] == pytest.approx(expected[:before], abs=1e-4)
+    assert generation.logprobs[before:] != pytest.approx(expected[before:], abs=1e-4)
+
+
+async def test_a_version_that_is_gone_leaves_the_earlier_one_serving(
+    own_model_folder, trainer, follower, log
+):
+    folder = own_model_folder()
+    engine = engine_of(folder, synchronizer=follower)
+    before = await engine.prove()
+    _, tensors = weights(folder, 1)
+    await in_thread(publish, trainer, tensors, 1)
+    announced = await ready(log, 1)
+    for at in (2, 3, 4):  # the last two stay
+        await in_thread(publish, trainer, tensors, at)
+        await ready(log, at)
+    with pytest.raises(VersionUnavailable):
+        await engine.install(announced)
+    assert (engine.serves, await engine.prove()) == (FIRST, before)
+
+
+async def test_a_released_engine_serves_nothing_until_it_is_given_a_version(
+    own_model_folder, trainer, follower, log
+):
+    folder = own_model_folder()
+    engine = engine_of(folder, synchronizer=follower)
+    module = await engine.release()
+    assert engine.serves is None
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(torch.nan)  # as chunks that arrive do
+    with pytest.raises(NotServing):
+        await engine.generate(requests_for([0]))
+    model, tensors = weights(folder, 1)
+    await in_thread(publish, trainer, tensors, 1)
+    await engine.install(await ready(log, 1))
+    assert await engine.prove() == model_digest(model)

@@ -1,0 +1,467 @@
+"""Episodes: turns of policy and environment, their tokens, and the experiences they become."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.support.pipeline import PATIENCE  # noqa: E402
+from trinity_events.errors import TrinityError  # noqa: E402
+from trinity_schemas import Experience, RolloutRequest, Sampling, StepRef, Turn  # noqa: E402
+from trinity_workers.environments import EnvironmentFailed, EnvironmentProcesses  # noqa: E402
+from trinity_workers.episodes import Episodes, RequestRefused, continuation  # noqa: E402
+from trinity_workers.learning import grpo  # noqa: E402
+from trinity_workers.learning.policy import (  # noqa: E402
+    BadPolicy,
+    encode_prompt,
+    load_policy,
+    load_tokenizer,
+)
+from trinity_workers.rollout_engines import (  # noqa: E402
+    EngineOptions,
+    Generation,
+    load_engine,
+)
+from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
+
+VERSION = StepRef(1, 4)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
+
+
+@dataclass
+class Verdict:
+    reward: float
+    parts: dict = field(default_factory=dict)
+
+
+class ByLength:
+    """Judges by the number of tokens; fails where it is told to."""
+
+    def __init__(self, fails=()):
+        self.fails = fails
+        self.judged = []
+
+    async def judge(self, question, answers):
+        self.judged += answers
+        if question.data.get("name") in self.fails:
+            raise EnvironmentFailed("reward mine failed")
+        return [Verdict(float(one.tokens), {"length": float(len(one.text))}) for one in answers]
+
+
+class Scripted:
+    """An engine that says what it is told, and keeps what it was asked; not a policy."""
+
+    context_length = 256
+    serves = VERSION
+
+    def __init__(self, tokenizer, *turns, finished=True):
+        self.asked = []
+        self._tokenizer = tokenizer
+        self._turns = turns
+        self._finished = finished
+
+    async def generate(self, requests):
+        self.asked += requests
+        found = []
+        for one in requests:
+            text = self._turns[min(one.turn, len(self._turns) - 1)]
+            tokens = self._tokenizer.encode(text, add_special_tokens=False)
+            tokens += [self._tokenizer.eos_token_id] * self._finished
+            found.append(
+                Generation(
+                    tokens=tokens,
+                    logprobs=[-0.5] * len(tokens),
+                    versions=[(self.serves, len(tokens))],
+                    finished=self._finished,
+                )
+            )
+        return found
+
+
+class Replies:
+    """An environment in this process, with one reply after another."""
+
+    def __init__(self, *replies):
+        self.replies = replies
+        self.seen = []
+
+    async def reply(self, question, messages):
+        self.seen.append([*messages])
+        at = sum(one["role"] == "assistant" for one in messages) - 1
+        reply = self.replies[at] if at < len(self.replies) else None
+        if isinstance(reply, Exception):
+            raise reply
+        return None if reply is None else [{"role": "tool", "content": reply}]
+
+
+def chat(text, **data):
+    messages = [{"role": "system", "content": "use tools"}, {"role": "user", "content": text}]
+    return Question(prompt=messages, answer="a", data=data)
+
+
+def task_of(*questions):
+    return QuestionSet("mine", questions, shuffle=False, evaluation=[])
+
+
+@pytest.fixture
+def tokenizer(own_model_folder):
+    return load_tokenizer(own_model_folder())
+
+
+def request_for(task, ordinal=0, samples=2, **changes):
+    request = RolloutRequest(
+        run_id="run",
+        epoch=1,
+        ordinal=ordinal,
+        attempt=2,
+        samples=samples,
+        sampling=Sampling(max_new_tokens=16, seed=3),
+        oldest=VERSION,
+        fingerprint=task.fingerprint,
+        deadline=60.0,
+    )
+    return msgspec.structs.replace(request, **changes)
+
+
+def episodes_of(engine, tokenizer, task, **options):
+    options = {"judge": ByLength(), "explorer": "e-1", **options}
+    return Episodes(engine=engine, tokenizer=tokenizer, task=task, **options)
+
+
+async def test_a_real_policy_answers_a_request_with_one_experience_a_sample(
+    own_model_folder, tokenizer
+):
+    engine = load_engine(
+        "huggingface", EngineOptions(model_folder=own_model_folder(), serves=VERSION)
+    )
+    task = task_of(chat("1 + 2"), Question(prompt="1 + 2 ="))
+    episodes = episodes_of(engine, tokenizer, task)
+    for ordinal, question in enumerate(task._all):
+        found = await episodes.answer(request_for(task, ordinal, samples=3))
+        assert [one.sample for one in found] == [0, 1, 2]
+        for one in found:
+            assert isinstance(one, Experience)
+            assert (one.ordinal, one.attempt, one.samples, one.explorer) == (ordinal, 2, 3, "e-1")
+            prompt, policy = one.turns
+            assert prompt.tokens == encode_prompt(tokenizer, question.prompt)
+            assert policy.versions == [(VERSION, len(policy.tokens))]
+            assert one.reward == len(policy.tokens)
+            assert set(one.reward_parts) == {"length"}
+            assert one.finished == (policy.tokens[-1] == tokenizer.eos_token_id)
+        assert len({tuple(one.turns[1].tokens) for one in found}) == 3
+
+
+async def test_tokens_of_earlier_turns_are_kept_and_only_new_messages_are_encoded(tokenizer):
+    task = task_of(chat("what is 2 + 3?"))
+    engine = Scripted(tokenizer, "call 2 + 3", "five")
+    environment = Replies("5")
+    episodes = episodes_of(engine, tokenizer, task, environment=environment, max_turns=4)
+    (found,) = await episodes.answer(request_for(task, samples=1))
+    roles = [turn.role for turn in found.turns]
+    assert roles == ["prompt", "policy", "environment", "policy"]
+    assert [one.turn for one in engine.asked] == [0, 1]
+    before_last = [token for turn in found.turns[:-1] for token in turn.tokens]
+    assert engine.asked[1].tokens == before_last
+    # The whole is the very text of the template, with each of its tokens in its place.
+    text = tokenizer.apply_chat_template(
+        [
+            *task.question(0).prompt,
+            {"role": "assistant", "content": "call 2 + 3"},
+            {"role": "tool", "content": "5"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert tokenizer.decode(before_last) == text
+    assert environment.seen[0][-1] == {"role": "assistant", "content": "call 2 + 3"}
+    assert not found.turns[2].logprobs and not found.turns[2].versions
+
+
+async def test_tokens_that_no_encoding_of_their_text_gives_survive_a_turn(tokenizer):
+    """A policy may sample letters by single bytes, where the tokenizer would merge them."""
+    merged = tokenizer.encode("user", add_special_tokens=False)
+    single = [tokenizer.convert_tokens_to_ids(letter) for letter in "user"]
+    assert merged != single and tokenizer.decode(single) == "user"
+    task = task_of(chat("who?"))
+    engine = Scripted(tokenizer, "user", "x")
+    encode = engine._tokenizer.encode
+    assert encode("user", add_special_tokens=False) == merged
+
+    class ByLetter(Scripted):
+        async def generate(self, requests):
+            found = await super().generate(requests)
+            if requests[0].turn:
+                return found
+            tokens = [*single, tokenizer.eos_token_id]
+            changed = {"tokens": tokens, "logprobs": [-1.0] * 5, "versions": [(VERSION, 5)]}
+            return [msgspec.structs.replace(one, **changed) for one in found]
+
+    engine = ByLetter(tokenizer, "user", "x")
+    episodes = episodes_of(engine, tokenizer, task, environment=Replies("r"), max_turns=2)
+    (found,) = await episodes.answer(request_for(task, samples=1))
+    assert found.turns[1].tokens[:-1] == single
+    sent = engine.asked[1].tokens
+    at = len(found.turns[0].tokens)
+    assert sent[at : at + 4] == single
+
+
+async def test_a_template_that_treats_earlier_turns_otherwise_changes_no_token(tokenizer):
+    """Qwen3's template cuts the thoughts out of all turns but the last, and trims them."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}\n"
+        "{% if m['role'] == 'assistant' and not loop.last %}"
+        "{{ m['content'].split('</think>')[-1].strip() }}"
+        "{% else %}{{ m['content'] }}{% endif %}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
+    )
+    task = task_of(chat("think"))
+    engine = Scripted(tokenizer, "hm </think> call 1", "so </think> done")
+    episodes = episodes_of(engine, tokenizer, task, environment=Replies("1"), max_turns=3)
+    (found,) = await episodes.answer(request_for(task, samples=1))
+    text = tokenizer.decode([token for turn in found.turns for token in turn.tokens])
+    assert text == (
+        "<|start|>system\nuse tools<|end|>\n<|start|>user\nthink<|end|>\n"
+        "<|start|>assistant\n<think>\nhm </think> call 1<|end|>\n"
+        "<|start|>tool\n1<|end|>\n<|start|>assistant\n<think>\nso </think> done<|end|>"
+    )
+
+
+def test_an_end_that_the_template_does_not_write_is_followed_by_the_templates_own(tokenizer):
+    other = tokenizer.convert_tokens_to_ids("<|text|>")
+    messages = [*chat("q").prompt, {"role": "assistant", "content": "a"}]
+    replies = [{"role": "tool", "content": "r"}]
+    ended = continuation(tokenizer, messages, replies, tokenizer.eos_token_id)
+    assert ended == "<|start|>tool\nr<|end|><|start|>assistant\n"
+    assert continuation(tokenizer, messages, replies, other) == f"<|end|>{ended}"
+
+
+async def test_prompts_of_text_go_on_with_the_reply_as_it_is(tokenizer):
+    task = task_of(Question(prompt="2 + 3 ="))
+    engine = Scripted(tokenizer, "call", "5")
+    episodes = episodes_of(engine, tokenizer, task, environment=Replies("\n5\n"), max_turns=2)
+    (found,) = await episodes.answer(request_for(task, samples=1))
+    assert tokenizer.decode(found.turns[2].tokens) == "\n5\n"
+
+
+@pytest.mark.parametrize(
+    ("turns", "options", "roles"),
+    [
+        (2, {}, ["prompt", "policy", "environment", "policy"]),
+        (5, {}, ["prompt", *["policy", "environment"] * 2, "policy"]),
+        (5, {"finished": False}, ["prompt", "policy"]),
+    ],
+)
+async def test_an_episode_ends_at_its_limits_or_with_the_environment(
+    tokenizer, turns, options, roles
+):
+    task = task_of(chat("q"))
+    engine = Scripted(tokenizer, "a", **options)
+    environment = Replies("r", "s")
+    episodes = episodes_of(engine, tokenizer, task, environment=environment, max_turns=turns)
+    (found,) = await episodes.answer(request_for(task, samples=1))
+    assert [turn.role for turn in found.turns] == roles
+    assert found.finished == options.get("finished", True)
+
+
+async def test_an_episode_ends_where_the_models_context_does(tokenizer):
+    task = task_of(chat("q"))
+    engine = Scripted(tokenizer, "a")
+    episodes = episodes_of(engine, tokenizer, task, environment=Replies("r" * 400), max_turns=9)
+    (found,) = await episodes.answer(request_for(task, samples=1))
+    assert [turn.role for turn in found.turns] == ["prompt", "policy"]
+    assert not found.finished
+
+
+async def test_the_examples_tool_answers_from_its_process(tokenizer):
+    task = task_of(chat("what is 6 * 7?"))
+    engine = Scripted(tokenizer, "calc(6 * 7) ", "calc(1 / 0)", "calc(open)", "42")
+    judge = ByLength()
+    async with EnvironmentProcesses(
+        "./calculator.py:Calculator", deadline=PATIENCE, folder=EXAMPLE
+    ) as environment:
+        episodes = episodes_of(
+            engine, tokenizer, task, judge=judge, environment=environment, max_turns=9
+        )
+        (found,) = await episodes.answer(request_for(task, samples=1))
+    told = [one["content"] for one in judge.judged[0].messages if one["role"] == "tool"]
+    errors = ("division by zero", "only + - * / and numbers are known")
+    assert told == ["42", *(f"error: {one}" for one in errors)]
+    assert judge.judged[0].text == "42"
+    assert [turn.role for turn in found.turns][-3:] == ["policy", "environment", "policy"]
+
+
+async def test_a_request_that_fails_spoils_no_other(tokenizer):
+    questions = [chat(f"q{at}", name=f"n{at}") for at in range(3)]
+    task = task_of(*questions, chat("x" * 1000))
+
+    class Broken(Replies):
+        async def reply(self, question, messages):
+            if question.data.get("name") == "n1":
+                raise EnvironmentFailed("environment mine did not reply within 1 s")
+            return await super().reply(question, messages)
+
+    engine = Scripted(tokenizer, "a")
+    episodes = episodes_of(
+        engine, tokenizer, task, judge=ByLength({"n2"}), environment=Broken("r"), max_turns=2
+    )
+    requests = [request_for(task, ordinal) for ordinal in range(4)]
+    other_set = request_for(task, 0, fingerprint="sha256:" + "0" * 64)
+    good, *failed = await episodes.answer_all([*requests, other_set])
+    assert [one.sample for one in good] == [0, 1]
+    for error, why in zip(
+        failed,
+        (
+            "environment mine did not reply",
+            "reward mine failed",
+            "the prompt of ordinal 3 has .* tokens, and the model has room for 256",
+            "give trainer and explorers the same questions",
+        ),
+        strict=True,
+    ):
+        with pytest.raises(TrinityError, match=why):
+            raise error
+    with pytest.raises(EnvironmentFailed):
+        await episodes.answer(requests[1])
+
+
+@pytest.mark.parametrize(
+    ("oldest", "exact", "refused"),
+    [
+        (StepRef(1, 4), True, False),
+        (StepRef(1, 3), False, False),
+        (StepRef(1, 3), True, True),
+        (StepRef(1, 5), False, True),
+        (StepRef(2, 0), False, True),
+    ],
+)
+async def test_a_version_that_may_not_serve_a_request_does_not(tokenizer, oldest, exact, refused):
+    task = task_of(chat("q"))
+    episodes = episodes_of(Scripted(tokenizer, "a"), tokenizer, task)
+    request = request_for(task, oldest=oldest, exact=exact)
+    if refused:
+        with pytest.raises(RequestRefused, match="the engine served that of epoch 1, step 4"):
+            await episodes.answer(request)
+    else:
+        assert len(await episodes.answer(request)) == 2
+
+
+async def test_a_role_that_the_template_refuses_is_told_with_the_way_out(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ m['content'] }}{% endfor %}"
+    )
+    task = task_of(chat("q"))
+    episodes = episodes_of(
+        Scripted(tokenizer, "a"), tokenizer, task, environment=Replies("r"), max_turns=2
+    )
+    with pytest.raises(BadPolicy, match="refuses a reply of the role 'tool': no tools; let"):
+        await episodes.answer(request_for(task))
+
+
+async def test_answers_of_several_turns_do_not_depend_on_other_requests(
+    own_model_folder, tokenizer
+):
+    task = task_of(*(chat(f"{at} + {at}" * (at + 1)) for at in range(5)))
+    engine = load_engine(
+        "huggingface",
+        EngineOptions(model_folder=own_model_folder(), serves=VERSION, deterministic=True),
+    )
+
+    class WhenItEnds(Replies):
+        async def reply(self, question, messages):
+            return [{"role": "tool", "content": messages[-1]["content"][:3]}]
+
+    # An end of sequence is one of 400 tokens: most turns would meet their limit.
+    model = engine._model
+    end = torch.tensor([tokenizer.eos_token_id])
+    model.lm_head.register_forward_hook(lambda _m, _i, out: out.index_fill_(2, end, 4.0))
+    episodes = episodes_of(engine, tokenizer, task, environment=WhenItEnds(), max_turns=3)
+    requests = [request_for(task, ordinal, samples=3) for ordinal in range(5)]
+    together = await episodes.answer_all(requests)
+    assert max(len(one.turns) for group in together for one in group) == 6
+    assert await episodes.answer_all(requests[3:] + requests[:1]) == [*together[3:], together[0]]
+    assert [await episodes.answer(one) for one in requests] == together
+
+
+# --- training on them --------------------------------------------------------------------------
+
+
+def turn(role, tokens, logprob=-1.0):
+    sampled = len(tokens) if role == "policy" else 0
+    return Turn(
+        role=role,
+        tokens=tokens,
+        logprobs=[logprob] * sampled,
+        versions=[(VERSION, sampled)] if sampled else [],
+    )
+
+
+def experience(sample, reward, *turns):
+    return Experience(
+        run_id="run",
+        epoch=1,
+        ordinal=0,
+        attempt=1,
+        sample=sample,
+        samples=2,
+        explorer="e",
+        turns=list(turns),
+        reward=reward,
+    )
+
+
+TOOL_USE = [
+    experience(
+        *(0, 1.0, turn("prompt", [5, 6]), turn("policy", [7, 8], -0.5)),
+        *(turn("environment", [20, 21, 22]), turn("policy", [9])),
+    ),
+    experience(1, 0.0, turn("prompt", [5, 6]), turn("policy", [10])),
+]
+
+
+def test_collate_masks_prompts_and_environments():
+    batch = grpo.collate([TOOL_USE], pad_token_id=0)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 20, 21, 22, 9], [5, 6, 10, 0, 0, 0, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1] * 8, [1, 1, 1, 0, 0, 0, 0, 0]]
+    masks = [[True, True, False, False, False, True], [True, *[False] * 5]]
+    assert batch.response_mask.tolist() == masks
+    assert batch.old_logprobs.tolist() == [[-0.5, -0.5, 0, 0, 0, -1], [-1, 0, 0, 0, 0, 0]]
+    assert batch.advantages.tolist() == [1.0, -1.0]
+    assert batch.token_count == 4
+
+
+def test_an_experience_without_a_sampled_token_is_refused():
+    empty = experience(0, 1.0, turn("prompt", [5]), turn("policy", []))
+    with pytest.raises(ValueError, match="sample 0 of group 0 has no sampled token"):
+        grpo.collate([[empty]], 0)
+
+
+def test_gradients_on_tool_tokens_are_exactly_zero(own_model_folder):
+    model, _ = load_policy(own_model_folder())
+    batch = grpo.collate([TOOL_USE], pad_token_id=0)
+    kept = []
+    model.lm_head.register_forward_hook(lambda _m, _i, logits: kept.append(logits) or None)
+    logprobs = grpo.response_logprobs(model, batch)
+    # At ratio one nothing is clipped.
+    loss, _ = grpo.grpo_loss(logprobs, dataclasses.replace(batch, old_logprobs=logprobs.detach()))
+    (gradient,) = torch.autograd.grad(loss, kept)
+    # A column of logits predicts the token after it; the first column that is kept, the first
+    # token of the response.
+    by_token = gradient[:, :-1].abs().amax(-1)
+    assert (by_token[~batch.response_mask] == 0.0).all()
+    assert (by_token[batch.response_mask] > 0.0).all()
+
+
+def test_the_loss_does_not_depend_on_how_likely_the_tools_tokens_are(own_model_folder):
+    model, _ = load_policy(own_model_folder())
+    batch = grpo.collate([TOOL_USE], pad_token_id=0)
+    logprobs = grpo.response_logprobs(model, batch)
+    assert (logprobs[0, 2:5] == 0.0).all()
+    loss, metrics = grpo.grpo_loss(logprobs, batch)
+    other = torch.where(batch.response_mask, logprobs, torch.tensor(-7.0))
+    assert (loss, metrics) == grpo.grpo_loss(other, batch)

@@ -1,0 +1,132 @@
+"""Port of rollout engines: no trainer or explorer code depends on the engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
+
+from trinity_events.errors import TrinityError
+from trinity_schemas import Sampling, StepReady, StepRef
+
+if TYPE_CHECKING:
+    import torch
+
+    from trinity_events import Synchronizer
+
+
+class RolloutEngineError(TrinityError):
+    """Raised if an engine cannot be made, or refuses a request."""
+
+
+class NotServing(RolloutEngineError):
+    """Raised if no weight version is installed whole."""
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """Request for one turn of one sample.
+
+    Its randomness follows from (the sampling's seed, ordinal, sample, turn) and the place of each
+    token, and from nothing else.
+    """
+
+    tokens: list[int]
+    """All tokens before the turn, the prompt's and those of earlier turns."""
+    sampling: Sampling
+    ordinal: int
+    sample: int
+    turn: int = 0
+
+
+class Generation(Struct, frozen=True, kw_only=True):
+    """Tokens that the policy sampled for one request."""
+
+    tokens: list[int]
+    """Token ids, with the end of sequence as the last one if it was sampled."""
+    logprobs: list[float]
+    """Log-probability of each token in nats, at the request's temperature and without truncation.
+
+    At temperature 0, which takes the most likely token, it is that at temperature 1.
+    """
+    versions: list[tuple[StepRef, int]]
+    """Weight versions that sampled the tokens, in order, each with its number of tokens."""
+    finished: bool
+    """False if the limit of tokens ended it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options with which an entry point makes its engine."""
+
+    model_folder: Path
+    """Hugging Face folder of the policy; its weights are replaced by the first version."""
+    dtype: str = "float32"
+    """Data type of the served parameters, `float32` or `bfloat16`."""
+    device: str = "cpu"
+    """Device of the served parameters."""
+    synchronizer: Synchronizer | None = None
+    """Synchronizer that brings weight versions; an engine without one cannot install any."""
+    deterministic: bool = False
+    """If True, what is generated for an ordinal depends on its own requests alone."""
+    serves: StepRef | None = None
+    """Version that the folder's weights are; None if they are not to be served."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of this engine."""
+
+
+class RolloutEngine(Protocol):
+    """Engine that holds one policy, generates with it, and takes new weights."""
+
+    @property
+    def serves(self) -> StepRef | None:
+        """Weight version that it generates with; None before the first one is whole."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum number of tokens of an episode; None if there is no limit."""
+        ...
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request, in order.
+
+        Raises:
+            NotServing: if no weight version is installed.
+            RolloutEngineError: if a request leaves no room for a token.
+        """
+        ...
+
+    async def pause(self, lease: float) -> None:
+        """Stop generating, and return once it stands still.
+
+        It goes on after :meth:`resume`, or by itself after `lease` seconds: a caller that dies
+        stops no engine for ever. Requests wait meanwhile.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        ...
+
+    async def release(self) -> torch.nn.Module | None:
+        """Serve no version, and return the module that arriving chunks may be written into.
+
+        It waits for the end of what is being generated. None means that the engine's weights lie
+        elsewhere. The next version is loaded whole.
+        """
+        ...
+
+    async def install(self, ready: StepReady) -> None:
+        """Serve a weight version. Unfinished turns continue with it, unless deterministic.
+
+        Raises as :meth:`trinity_events.Synchronizer.apply`. Afterwards `serves` tells whether the
+        earlier version is still whole.
+        """
+        ...
+
+    async def prove(self) -> str:
+        """Return a digest of the weights that it serves."""
+        ...

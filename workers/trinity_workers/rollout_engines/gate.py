@@ -1,0 +1,82 @@
+"""Gate between the tokens of a generation, where it stands still while the engine is paused."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Gate:
+    """Lets one generation pass from token to token, unless it is paused or held.
+
+    A pause ends by itself after its lease. A hold belongs to a block of code in this process, and
+    ends with it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._paused_until = -math.inf
+        self._holds = 0
+        self._moving = 0
+
+    def pause(self, lease: float) -> None:
+        """Close the gate for at most `lease` seconds, and wait until generation stands still."""
+        with self._changed:
+            self._paused_until = time.monotonic() + lease
+            self._changed.wait_for(self._is_still)
+
+    def resume(self) -> None:
+        """End a pause."""
+        with self._changed:
+            self._paused_until = -math.inf
+            self._changed.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep generation still for the block."""
+        with self._changed:
+            self._holds += 1
+            self._changed.wait_for(self._is_still)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Wait until the gate is open, then count as moving for the block."""
+        with self._changed:
+            self._enter()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._leave()
+
+    def stop_over(self) -> None:
+        """Stand still while the gate is closed; for the block that is moving."""
+        with self._changed:
+            if self._is_closed():
+                self._leave()
+                self._enter()
+
+    def _enter(self) -> None:
+        while self._is_closed():
+            left = self._paused_until - time.monotonic()
+            self._changed.wait(None if self._holds else max(left, 0.0))
+        self._moving += 1
+
+    def _leave(self) -> None:
+        self._moving -= 1
+        self._changed.notify_all()
+
+    def _is_closed(self) -> bool:
+        return self._holds > 0 or time.monotonic() < self._paused_until
+
+    def _is_still(self) -> bool:
+        return self._moving == 0

@@ -1,0 +1,324 @@
+"""Rollout engine of Hugging Face models: `generate` of transformers, on any causal model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from trinity_events import Synchronizer
+from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
+from trinity_events.weights import model_digest
+from trinity_schemas import StepReady, StepRef
+
+from ..learning.policy import end_tokens, load_policy
+from .base import (
+    EngineOptions,
+    Generation,
+    GenerationRequest,
+    NotServing,
+    RolloutEngineError,
+)
+from .gate import Gate
+from .sampling import NoisySampler, turn_key
+
+
+class HuggingFaceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the engine `huggingface`."""
+
+    max_batch: int = 256
+    """Maximum number of turns that are generated at a time."""
+
+
+class HuggingFaceEngine:
+    """Engine in this process. One batch at a time is generated, in a worker thread.
+
+    Without `deterministic`, any requests share a batch: padding changes last bits of logits, and
+    so a token now and then. With it, only the requests of one ordinal and turn share one.
+
+    Args:
+        model: The model; its generation defaults are replaced, except its ends of sequence.
+        tokenizer: Its tokenizer, for the ids of padding and end of sequence.
+        synchronizer: Brings weight versions.
+        deterministic: Generate each ordinal by itself, with one version from a turn's first token
+            to its last.
+        max_batch: Maximum number of turns that are generated at a time.
+        serves: Version of the model's weights; None if they are not to be served.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        synchronizer: Synchronizer | None = None,
+        deterministic: bool = False,
+        max_batch: int = 256,
+        serves: StepRef | None = None,
+    ) -> None:
+        self.serves = serves
+        self.deterministic = deterministic
+        model.train(False)
+        self._model = model
+        self._synchronizer = synchronizer
+        self._max_batch = max_batch
+        self._ends = end_tokens(model, tokenizer)
+        self._pad = int(tokenizer.pad_token_id)
+        # `generate` fills what it is not told from here: Qwen2.5's folder has a repetition penalty.
+        configure: Any = GenerationConfig  # its constructor has no annotations
+        model.generation_config = configure(pad_token_id=self._pad, eos_token_id=[*self._ends])
+        self._gate = Gate()
+        self._generating = threading.Lock()
+
+    @classmethod
+    def open(cls, options: EngineOptions) -> HuggingFaceEngine:
+        """Return an engine of a Hugging Face folder.
+
+        Raises RolloutEngineError for options that it does not have, and as `load_policy`.
+        """
+        try:
+            own = msgspec.convert(options.options, HuggingFaceOptions)
+        except msgspec.ValidationError as error:
+            known = ", ".join(HuggingFaceOptions.__struct_fields__)
+            raise RolloutEngineError(
+                f"options of the rollout engine huggingface: {error}; there is {known}"
+            ) from None
+        model, tokenizer = load_policy(options.model_folder, options.dtype)
+        move: Any = model.to  # its annotations lack strings
+        return cls(
+            move(options.device),
+            tokenizer,
+            synchronizer=options.synchronizer,
+            deterministic=options.deterministic,
+            max_batch=own.max_batch,
+            serves=options.serves,
+        )
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum number of tokens of an episode, as the model's configuration says."""
+        text = self._model.config.get_text_config()
+        length: int | None = getattr(text, "max_position_embeddings", None)
+        return length
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request, in order; see :class:`~.base.RolloutEngine`."""
+        cancelled = threading.Event()
+        try:
+            return await anyio.to_thread.run_sync(
+                self._generate, requests, cancelled, abandon_on_cancel=True
+            )
+        except BaseException:
+            cancelled.set()  # the thread ends after its next token
+            raise
+
+    async def pause(self, lease: float) -> None:
+        """Stand still for at most `lease` seconds: between tokens, or between batches."""
+        await anyio.to_thread.run_sync(self._gate.pause, lease)
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        self._gate.resume()
+
+    async def release(self) -> torch.nn.Module | None:
+        """Serve no version, and return the module."""
+        await anyio.to_thread.run_sync(self._release)
+        module: torch.nn.Module = self._model
+        return module
+
+    async def install(self, ready: StepReady) -> None:
+        """Serve a weight version; see :class:`~.base.RolloutEngine`."""
+        await anyio.to_thread.run_sync(self._install, ready)
+
+    async def prove(self) -> str:
+        """Return the digest of the model's tensors by name."""
+        return await anyio.to_thread.run_sync(self._prove)
+
+    # --- in worker threads -----------------------------------------------------------------
+
+    def _release(self) -> None:
+        with self._generating:
+            self.serves = None
+
+    def _prove(self) -> str:
+        with self._gate.held():
+            return model_digest(self._model)
+
+    def _install(self, ready: StepReady) -> None:
+        if self._synchronizer is None:
+            raise RolloutEngineError("the rollout engine has no synchronizer to install from")
+        with self._gate.held():
+            try:
+                if self.serves is None:
+                    self._synchronizer.load(self._model, ready, cast=True)
+                else:
+                    self._synchronizer.apply(self._model, ready, cast=True)
+            except BaseException as error:
+                if not _left_the_model_alone(error):
+                    self.serves = None
+                raise
+            self.serves = StepRef(ready.epoch, ready.step)
+
+    def _generate(
+        self, requests: Sequence[GenerationRequest], cancelled: threading.Event
+    ) -> list[Generation]:
+        found: dict[int, Generation] = {}
+        with self._generating:
+            for batch in self._batches(requests):
+                with self._gate.moving():
+                    generated = self._generate_batch([requests[at] for at in batch], cancelled)
+                found.update(zip(batch, generated, strict=True))
+        return [found[at] for at in range(len(requests))]
+
+    def _batches(self, requests: Sequence[GenerationRequest]) -> Iterator[list[int]]:
+        """Yield the places of requests that are generated at a time."""
+
+        def group(place: int) -> tuple[int, ...]:
+            one = requests[place]
+            return (one.ordinal, one.turn) if self.deterministic else ()
+
+        def order(place: int) -> tuple[object, ...]:
+            one = requests[place]
+            # Deterministic batches have one order; others are of prompts of like lengths.
+            return (*group(place), one.sample if self.deterministic else len(one.tokens))
+
+        for _, members in groupby(sorted(range(len(requests)), key=order), group):
+            places = list(members)
+            for start in range(0, len(places), self._max_batch):
+                yield places[start : start + self._max_batch]
+
+    def _generate_batch(
+        self, requests: Sequence[GenerationRequest], cancelled: threading.Event
+    ) -> list[Generation]:
+        self._version()
+        limits = [self._limit(one) for one in requests]
+        width = max(len(one.tokens) for one in requests)
+        device = self._model.device
+        # Padded on the left, so that every row goes on from the last column.
+        padding = [width - len(one.tokens) for one in requests]
+        ids = [[self._pad] * p + one.tokens for p, one in zip(padding, requests, strict=True)]
+        mask = [[0] * p + [1] * (width - p) for p in padding]
+        choice = _Choice(requests, device, self._version)
+        stop = _Stop(self._gate, limits, width, cancelled, every_token=not self.deterministic)
+        configure: Any = GenerationConfig
+        run: Any = self._model.generate  # a mixin's, which type checkers do not see
+        output: Tensor = run(
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            generation_config=configure(do_sample=False, max_new_tokens=max(limits)),
+            logits_processor=LogitsProcessorList([choice]),
+            stopping_criteria=StoppingCriteriaList([stop]),
+        )
+        rows = output[:, width:].tolist()
+        logprobs = torch.stack(choice.logprobs, dim=1).tolist()
+        return [
+            self._generation(row[:limit], row_logprobs, choice.versions)
+            for row, row_logprobs, limit in zip(rows, logprobs, limits, strict=True)
+        ]
+
+    def _version(self) -> StepRef:
+        """Return the version that is served. Raises NotServing if there is none."""
+        if self.serves is None:
+            raise NotServing("the rollout engine serves no weight version: install one first")
+        return self.serves
+
+    def _generation(
+        self, row: list[int], logprobs: list[float], versions: list[StepRef]
+    ) -> Generation:
+        ends = [place for place, token in enumerate(row) if token in self._ends]
+        length = ends[0] + 1 if ends else len(row)
+        return Generation(
+            tokens=row[:length],
+            logprobs=logprobs[:length],
+            versions=[(one, len(list(same))) for one, same in groupby(versions[:length])],
+            finished=bool(ends),
+        )
+
+    def _limit(self, request: GenerationRequest) -> int:
+        """Return the number of tokens that a turn may have."""
+        limit, room = request.sampling.max_new_tokens, self.context_length
+        if not request.tokens:
+            raise RolloutEngineError(f"ordinal {request.ordinal} has an empty prompt")
+        if room is None:
+            return limit
+        if len(request.tokens) >= room:
+            raise RolloutEngineError(
+                f"ordinal {request.ordinal} has {len(request.tokens)} tokens before turn "
+                f"{request.turn}, and the model has room for {room}: leave it out, or shorten it"
+            )
+        return min(limit, room - len(request.tokens))
+
+
+class _Choice(LogitsProcessor):
+    """Chooses each next token, and keeps its log-probability and the version that sampled it."""
+
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        device: torch.device,
+        version: Callable[[], StepRef],
+    ) -> None:
+        self._version = version
+        keys = [turn_key(one.sampling.seed, one.ordinal, one.sample, one.turn) for one in requests]
+        self._sampler = NoisySampler(keys, [one.sampling for one in requests], device)
+        self.logprobs: list[Tensor] = []
+        self.versions: list[StepRef] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        version = self._version()
+        tokens, logprobs = self._sampler.choose(scores, len(self.logprobs))
+        self.logprobs.append(logprobs)
+        self.versions.append(version)
+        # `generate` takes the largest of these.
+        return torch.full_like(scores, -torch.inf).scatter_(-1, tokens[:, None], 0.0)
+
+
+class _Stop(StoppingCriteria):
+    """Ends each row at its own limit, and stands still between tokens while the gate is closed."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        limits: Sequence[int],
+        width: int,
+        cancelled: threading.Event,
+        *,
+        every_token: bool,
+    ) -> None:
+        self._gate = gate
+        self._limits = torch.tensor(limits)
+        self._width = width
+        self._cancelled = cancelled
+        self._every_token = every_token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        if self._cancelled.is_set():
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        if self._every_token:
+            self._gate.stop_over()
+        self._limits = self._limits.to(input_ids.device)
+        return input_ids.shape[1] - self._width >= self._limits
+
+
+def _left_the_model_alone(error: BaseException) -> bool:
+    """Return True if an installation failed before it changed the model."""
+    if isinstance(error, CorruptVersion):
+        return error.chunk is not None
+    return isinstance(error, VersionUnavailable | IncompatibleWeights)

@@ -1,0 +1,121 @@
+"""Sampling by noise that is a function of its place: pure functions on tensors.
+
+A token is the largest of its logits over the temperature plus Gumbel noise, which samples the
+softmax (Gumbel-max trick). The noise of a vocabulary entry is a hash of (key of the turn, place of
+the token, entry). So it depends on no generator's state, on no batch, and on no explorer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trinity_schemas import Sampling
+
+# Constants of splitmix64 (https://prng.di.unimi.it/splitmix64.c), as signed integers.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+_LEAST = 2.0**-53
+"""Smallest uniform number; from it follows the largest noise, 36.7."""
+_MOST = 1.0 - 2.0**-24
+"""Largest uniform number; the noise stays finite."""
+
+
+def turn_key(seed: int, ordinal: int, sample: int, turn: int) -> int:
+    """Return the key of a turn's noise, as a signed integer of 64 bits."""
+    place = f"{seed}:{ordinal}:{sample}:{turn}".encode()
+    return int.from_bytes(hashlib.sha256(place).digest()[:8], "big", signed=True)
+
+
+class NoisySampler:
+    """Chooses the next token of B rows, each with a key and sampling settings of its own.
+
+    Args:
+        keys: Keys of the rows.
+        samplings: Sampling settings of the rows.
+        device: Device of the logits.
+    """
+
+    def __init__(
+        self, keys: Sequence[int], samplings: Sequence[Sampling], device: torch.device
+    ) -> None:
+        self._keys = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
+        temperatures = [one.temperature for one in samplings]
+        self._greedy = None
+        if 0.0 in temperatures:
+            self._greedy = torch.tensor(temperatures, device=device)[:, None] == 0.0
+        scales = torch.tensor([1.0 / (one or 1.0) for one in temperatures], device=device)[:, None]
+        self._scales = None if all(one in (0.0, 1.0) for one in temperatures) else scales
+        self._top_k = _column([one.top_k for one in samplings], 0, device)
+        self._top_p = _column([one.top_p for one in samplings], 1.0, device)
+        self._entries = torch.empty(0, dtype=torch.int64, device=device)
+
+    def choose(self, logits: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """Return the token of each row, and its log-probability without truncation.
+
+        Args:
+            logits: [B, vocabulary].
+            place: Number of tokens that the turn has already.
+        """
+        scaled = logits.float()
+        if self._scales is not None:
+            scaled = scaled * self._scales
+        logprobs = scaled.log_softmax(dim=-1)
+        allowed = self._allowed(logprobs)
+        noise = self._noise(logits.shape[-1], place)
+        if self._greedy is not None:
+            noise = noise.masked_fill(self._greedy, 0.0)
+        tokens = (allowed + noise).argmax(dim=-1)
+        return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+    def _allowed(self, logprobs: Tensor) -> Tensor:
+        """Return the log-probabilities, minus infinity beyond each row's top_k and top_p."""
+        if self._top_k is None and self._top_p is None:
+            return logprobs
+        ordered, order = logprobs.sort(dim=-1, descending=True)
+        refused = torch.zeros_like(ordered, dtype=torch.bool)
+        if self._top_k is not None:
+            ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+            refused |= (self._top_k > 0) & (ranks >= self._top_k)
+        if self._top_p is not None:
+            # An entry is in the nucleus if those before it have less than top_p together.
+            probabilities = ordered.exp()
+            before = probabilities.cumsum(dim=-1) - probabilities
+            refused |= (before >= self._top_p) & (self._top_p < 1.0)
+            refused[:, 0] = False
+        return logprobs.masked_fill(refused.scatter(-1, order, refused), -torch.inf)
+
+    def _noise(self, vocabulary: int, place: int) -> Tensor:
+        """Return Gumbel noise, [B, vocabulary] float32."""
+        if len(self._entries) != vocabulary:
+            entries = torch.arange(1, vocabulary + 1, device=self._keys.device)
+            self._entries = entries * _STEP
+        # The key of a place is mixed by itself, lest places and entries of one turn overlap.
+        mixed = _mix(_mix(self._keys + _signed((place + 1) * _STEP)) + self._entries)
+        uniform = mixed.bitwise_right_shift_(11).bitwise_and_(2**53 - 1).float()
+        uniform.mul_(_LEAST).clamp_(_LEAST, _MOST)
+        return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _mix(values: Tensor) -> Tensor:
+    """Return the output function of splitmix64, in place."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        values ^= (values >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+        values *= factor
+    values ^= (values >> 31).bitwise_and_(2**33 - 1)
+    return values
+
+
+def _column(values: Sequence[float], none: float, device: torch.device) -> Tensor | None:
+    """Return settings as a column; None if no row has any."""
+    if all(value == none for value in values):
+        return None
+    return torch.tensor(values, device=device)[:, None]
