@@ -66,7 +66,7 @@ class RunOpened(_Event, frozen=True):
 
     config_digest: Annotated[Digest | None, Meta(description="Digest of the configuration.")] = None
     config: Annotated[
-        Text | None, Meta(description="Configuration as JSON, without paths and secrets.")
+        Text | None, Meta(description="Configuration as JSON, without URLs and secrets.")
     ] = None
     save_strategy: SaveStrategy = "unrestricted"
     transport: Annotated[
@@ -82,7 +82,7 @@ class RunResumed(_Event, frozen=True):
         StepRef | None, Meta(description="Checkpoint that it loads, by the epoch that wrote it.")
     ] = None
     config: Annotated[
-        Text | None, Meta(description="Configuration as JSON, without paths and secrets.")
+        Text | None, Meta(description="Configuration as JSON, without URLs and secrets.")
     ] = None
     save_strategy: SaveStrategy = "unrestricted"
     transport: Annotated[

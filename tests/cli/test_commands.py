@@ -35,7 +35,7 @@ from trinity_schemas import (
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
-    *("audit", "export", "import", "verify", "trainer", "explorer", "convert"),
+    *("audit", "export", "import", "verify", "train", "trainer", "explorer", "convert"),
 )
 
 
