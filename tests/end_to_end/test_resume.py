@@ -5,12 +5,20 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.support.pipeline import events_of
-from tests.support.waits import PATIENCE, child, wait_until
-from trinity_events.log import RedisEventLog
-from trinity_events.server import connect, connect_sync
-from trinity_schemas import (
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from tests.support.pipeline import events_of  # noqa: E402
+from tests.support.tensors import assert_equal  # noqa: E402
+from tests.support.waits import PATIENCE, child, wait_until  # noqa: E402
+from trinity_events.checkpoint_layout import final_name  # noqa: E402
+from trinity_events.log import RedisEventLog  # noqa: E402
+from trinity_events.server import connect, connect_sync  # noqa: E402
+from trinity_schemas import (  # noqa: E402
     RunKeys,
     RunResumed,
     StepCommitted,
@@ -19,6 +27,9 @@ from trinity_schemas import (
     TrainerStatusChanged,
     decode_envelope,
 )
+from trinity_workers.engines.state_files import read_state  # noqa: E402
+
+LEFT_OUT = (".random.python", ".random.numpy")
 
 
 def demo(run_id: str, steps: int, root: Path, *more: str) -> list[str]:
@@ -90,3 +101,37 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     # The checkpoint's own weights are published first, and every later step once.
     assert committed == list(range(resumed_from.step, steps + 1))
     assert (tmp_path / run_id / f"global_step_{steps}").is_dir()
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(run_id, tmp_path):
+    """On-policy, with the same explorers and ranks, and one batch for each explorer's requests."""
+    names = f"{run_id}-a", f"{run_id}-b"
+    for name, steps in ((names[0], 6), (names[1], 3), (names[1], 6)):
+        command = demo(name, steps, tmp_path, "--sync-offset", "0")
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=2 * PATIENCE
+        )
+        assert done.returncode == 0, done.stderr
+    assert "resumes from the checkpoint of step 3" in " ".join(done.stderr.split())
+    undisturbed, resumed = (tmp_path / name / final_name(6) / "actor" for name in names)
+    files = sorted(path.name for path in undisturbed.glob("*.pt"))
+    assert len(files) == 4, "model and training state of two ranks"
+    for name in files:
+        assert_equal(tensors_of(undisturbed / name), tensors_of(resumed / name))
+
+
+def tensors_of(path: Path) -> dict[str, Any]:
+    """Return all tensors of a shard file by their place; Python's and NumPy's numbers are Ray's."""
+    found: dict[str, Any] = {}
+
+    def walk(place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                walk(f"{place}.{key}", one)
+        elif isinstance(value, tuple | list):
+            walk(place, dict(enumerate(value)))
+        elif isinstance(value, torch.Tensor):
+            found[place] = value.to_local() if hasattr(value, "to_local") else value
+
+    walk("", read_state(path))
+    return {place: one for place, one in found.items() if not place.startswith(LEFT_OUT)}
