@@ -68,7 +68,7 @@ def draw(rank: Rank) -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-@pytest.mark.parametrize(("saved_with", "loaded_with"), [(2, 1), (2, 3), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(2, 3), (3, 1)])
 def test_a_checkpoint_loads_bit_for_bit_at_another_number_of_ranks(
     rank_group, policy_folder, tmp_path, saved_with, loaded_with
 ):
