@@ -175,10 +175,10 @@ async def test_a_hanging_environment_ends_with_its_explorer(folder):
             with pytest.raises(EnvironmentFailed, match="ended its process"):
                 await environment.reply(asked(pid=str(pid)), said("hang"))
 
-        child = environment._idle[0]
+        child = environment._processes.idle[0]
         tasks.start_soon(hang)
         await until(lambda: pid.exists() and pid.read_text())
-        await child._requests.aclose()
+        await child.requests.aclose()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), signal.SIGCONT)
 

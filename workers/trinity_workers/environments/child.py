@@ -21,7 +21,8 @@ from trinity_events.errors import TrinityError
 
 from ..tasks.base import Message, Question, TaskError
 from ..tasks.objects import load_object
-from .messages import LENGTH_BYTES, Asked, Raised, Ready, Replied, framed
+from ..user_processes.frames import read_frame, take_pipes
+from .messages import Asked, Raised, Ready, Replied, encoded
 
 LONGEST_ERROR = 500
 """Characters of an error that are told."""
@@ -32,10 +33,10 @@ Replier = Callable[[Question, list[Message]], Any]
 def main(arguments: list[str]) -> None:
     """Serve until the explorer closes the pipe."""
     name, folder = arguments
-    requests, replies = _own_pipes()
+    requests, replies = take_pipes()
 
     def say(message: Replied | Raised | Ready) -> None:
-        replies.write(framed(message))
+        replies.write(encoded(message))
         replies.flush()
 
     try:
@@ -75,23 +76,10 @@ def load_environment(name: str, folder: Path) -> Replier:
     return replier
 
 
-def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for messages; what the environment prints goes to stderr."""
-    requests, replies = os.dup(0), os.dup(1)
-    os.dup2(2, 1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
-
-
 def _receive(requests: BinaryIO, received: queue.SimpleQueue[bytes]) -> None:
-    while True:
-        header = requests.read(LENGTH_BYTES)
-        payload = requests.read(int.from_bytes(header, "big"))
-        if len(header) < LENGTH_BYTES:
-            os._exit(0)
+    while (payload := read_frame(requests)) is not None:
         received.put(payload)
+    os._exit(0)
 
 
 def _replied(runner: asyncio.Runner, reply: Replier, payload: bytes) -> Replied | Raised:
@@ -103,7 +91,7 @@ def _replied(runner: asyncio.Runner, reply: Replier, payload: bytes) -> Replied 
     except Exception as error:
         return Raised(_told(error))
     try:
-        framed(Replied(value))
+        encoded(Replied(value))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         return Raised(f"it returned a value of type {type(value).__name__}")
     return Replied(value)

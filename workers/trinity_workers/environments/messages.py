@@ -1,4 +1,4 @@
-"""Messages between an explorer and the process of an environment: MessagePack, with a length."""
+"""Messages between an explorer and the process of an environment: frames of MessagePack."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ..tasks.base import Message, Question
-
-LARGEST = 64 * 1024 * 1024
-"""Bytes of a message; a larger one is refused."""
-LENGTH_BYTES = 4
-"""Bytes of the length before each message."""
+from ..user_processes.frames import framed
 
 
 class Asked(Struct, frozen=True):
@@ -41,7 +37,14 @@ class Ready(Struct, frozen=True, tag="ready"):
 Reply = Replied | Raised | Ready
 
 
-def framed(message: Struct) -> bytes:
-    """Return a message with its length before it."""
-    payload = msgspec.msgpack.encode(message)
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encoded(message: Struct) -> bytes:
+    """Return the frame of a message."""
+    return framed(msgspec.msgpack.encode(message))
+
+
+def decoded(payload: bytes) -> Reply:
+    """Return the reply of a payload. Raises msgspec.DecodeError if it is none."""
+    return _replies.decode(payload)

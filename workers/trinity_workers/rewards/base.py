@@ -11,6 +11,7 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 
 from ..tasks import Answer, Question
+from ..user_processes.frames import shown
 
 
 class RewardFailed(TrinityError):
@@ -61,13 +62,8 @@ def _number(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except Exception:
         raise ValueError(
-            f"returned {name}{_short(value)}, and a reward is a number or a mapping with 'reward'"
+            f"returned {name}{shown(value)}, and a reward is a number or a mapping with 'reward'"
         ) from None
     if not math.isfinite(number):
         raise ValueError(f"returned {name}{number}, and a reward is finite")
     return number
-
-
-def _short(value: object) -> str:
-    shown = " ".join(repr(value).split())
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +18,9 @@ import msgspec
 from msgspec import Struct
 
 from ..tasks import Answer, Question, TaskError, load_reward
+from ..user_processes.frames import framed, read_frame, take_pipes
 from .base import Rewarded, rewarded
 
-LENGTH_BYTES = 4
-"""Bytes before each frame, which hold its length."""
 _SELF_END = 4.0
 """Deadlines after which the process ends itself: its parent, which would, may be dead."""
 
@@ -64,27 +61,20 @@ class Verdict(Struct, frozen=True, kw_only=True):
     fault: str | None = None
 
 
-def frame(message: Struct) -> bytes:
-    """Return a message with its length before it."""
-    payload = msgspec.json.encode(message)
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+def encoded(message: Struct) -> bytes:
+    """Return the frame of a message: JSON, for MessagePack refuses large integers."""
+    return framed(msgspec.json.encode(message))
 
 
 def main() -> None:
     """Serve frames until standard input ends."""
-    frames = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    frames, answers = take_pipes()
     source = _read(frames, RewardSource)
     if source is None:
         return
 
     def tell(verdict: Verdict) -> None:
-        answers.write(frame(verdict))
+        answers.write(encoded(verdict))
         answers.flush()
 
     try:
@@ -105,11 +95,8 @@ def main() -> None:
 
 
 def _read(frames: BinaryIO, kind: Any) -> Any:
-    head = frames.read(LENGTH_BYTES)
-    if len(head) < LENGTH_BYTES:
-        return None
-    payload = frames.read(int.from_bytes(head, "big"))
-    return msgspec.json.decode(payload, type=kind)
+    payload = read_frame(frames)
+    return None if payload is None else msgspec.json.decode(payload, type=kind)
 
 
 async def _judge(
