@@ -126,6 +126,11 @@ checkpoints: {root: ../kept}
     assert config.checkpoints.root == str(tmp_path.parent / "kept")
     named = read_config(written(tmp_path, "task: {questions: 'reasoning-gym:spell'}")).checked()
     assert named.task.questions == "reasoning-gym:spell"
+    text = "task: {name: mine.py:Sums, reward: 'pkg.r:exact', options: {evaluation: held.jsonl}}"
+    task = read_config(written(tmp_path, text)).checked().task
+    assert task.name == f"{tmp_path}/mine.py:Sums"
+    assert task.reward == "pkg.r:exact"
+    assert task.options == {"evaluation": str(tmp_path / "held.jsonl")}
 
 
 def test_the_copy_in_the_runs_folder_reads_as_the_same_configuration(tmp_path):

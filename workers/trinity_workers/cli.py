@@ -133,8 +133,6 @@ class _Run(Struct, kw_only=True):
     run_id: str
     alone: bool
     ray_address: str | None = None
-    again: list[str]
-    """Arguments of a command that trains again."""
 
 
 def _launch(run: _Run, place: _Place, read: Callable[[], TrainConfig]) -> None:
@@ -211,7 +209,7 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
         fresh=place.fresh,
         health_file=place.health_file,
         ray_address=run.ray_address,
-        again=again_command(run.again, run.run_id),
+        again=again_command(sys.argv[1:], run.run_id),
     )
     _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
     if told.refusals:
@@ -293,7 +291,6 @@ def train(
         run_id=name,
         alone=parts == "all",
         ray_address=os.environ.get("RAY_ADDRESS") or None,
-        again=[*sys.argv[1:], *(() if run else ("--run", name))],
     )
     _launch(asked, place, reading.checked)
 
@@ -324,7 +321,7 @@ def demo(
     """
     run_id = f"demo-{datetime.now():%Y%m%d-%H%M%S}" if run is None else run
     reading, place = overlaid(options)
-    asked = _Run(run_id=run_id, alone=True, again=sys.argv[1:])
+    asked = _Run(run_id=run_id, alone=True)
     _launch(asked, _place(**place), reading.checked)
 
 
@@ -338,7 +335,7 @@ def trainer(run: Run, **options: Any) -> None:
     Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
     """
     reading, place = overlaid(options)
-    _launch(_Run(run_id=run, alone=False, again=sys.argv[1:]), _place(**place), reading.checked)
+    _launch(_Run(run_id=run, alone=False), _place(**place), reading.checked)
 
 
 def explorer(

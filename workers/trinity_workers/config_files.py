@@ -17,6 +17,7 @@ from trinity_events.open_folder import OpenFolder
 
 from .config import BadSettings, TrainConfig, contradictions
 from .config_fields import fields, sections
+from .tasks import absolute
 
 COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""
@@ -228,13 +229,13 @@ def _fits(path: str, value: Any) -> bool:
 
 def _resolved(path: str, value: Any, base: Path) -> Any:
     """Return the value with its path, if it holds one, made absolute."""
+    if path == "task.options" and isinstance(value.get("evaluation"), str):
+        return value | {"evaluation": absolute(value["evaluation"], base)}
     if not isinstance(value, str):
         return value
-    is_source = path in _SOURCES and value.startswith(("./", "../"))
-    is_questions = path == "task.questions" and ":" not in value
-    if path in _PATHS or is_source or is_questions:
+    if path in _PATHS:
         return str((base / Path(value).expanduser()).resolve())
-    return value
+    return absolute(value, base) if path in _SOURCES else value
 
 
 def _nearest(path: str) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import anyio.to_thread
-from msgspec import structs
 
 from .config import BadSettings, TrainConfig
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
-from .tasks import SpellBackward, Task, absolute, is_built_in, load_task
+from .tasks import SpellBackward, Task, is_built_in, load_task
 
 
 def task_of(config: TrainConfig) -> Task:
@@ -52,28 +51,6 @@ async def start_rewards(config: TrainConfig) -> Rewards:
             await rewards.aclose()
             raise
     return rewards
-
-
-def found_from(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the configuration with its files named so that every process finds them.
-
-    Args:
-        config: The settings.
-        folder: Directory that relative names start from.
-    """
-    task, model = config.task, config.model
-    options = dict(task.options)
-    if isinstance(options.get("evaluation"), str):
-        options["evaluation"] = absolute(options["evaluation"], folder)
-    named = structs.replace(
-        task,
-        name=absolute(task.name, folder),
-        questions=None if task.questions is None else absolute(task.questions, folder),
-        reward=None if task.reward is None else absolute(task.reward, folder),
-        options=options,
-    )
-    path = None if model.path is None else str((folder / Path(model.path).expanduser()).resolve())
-    return structs.replace(config, task=named, model=structs.replace(model, path=path))
 
 
 async def check_own(config: TrainConfig) -> None:

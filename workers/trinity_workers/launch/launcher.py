@@ -39,7 +39,7 @@ from ..config import RunConfig, TrainConfig
 from ..config_files import write_copy
 from ..explorer import ExplorationResult, Explorer
 from ..health import beating
-from ..own import check_own, found_from
+from ..own import check_own
 from ..trainer import Trainer, TrainingResult
 from .actors import Actors, in_words
 from .again import shell_command
@@ -129,9 +129,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         one_host=options.ray_address is None,
     )
     transport = chosen.name
-    own = found_from(options.settings, Path.cwd())
-    await check_own(own)
-    settings = own.replaced("sync", transport=transport)
+    await check_own(options.settings)
+    settings = options.settings.replaced("sync", transport=transport)
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)
     async with AsyncExitStack() as exits:

@@ -109,7 +109,7 @@ def absolute(name: str, folder: Path) -> str:
     place, colon, attribute = name.partition(":")
     if not place.endswith(_FILES):
         return name
-    return f"{(folder / place).resolve()}{colon}{attribute}"
+    return f"{(folder / Path(place).expanduser()).resolve()}{colon}{attribute}"
 
 
 def _callable(name: str, found: Any) -> RewardFunction:
