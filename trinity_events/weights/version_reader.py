@@ -51,8 +51,8 @@ class VersionReader:
         self._session = session
         self._run_id = session.settings.run_id
         self._installed = InstalledBases()
-        self._ahead = SpeculativeLoad()
-        self._torn = PartialLoads()
+        self._speculative = SpeculativeLoad()
+        self._partial = PartialLoads()
 
     def request_weights(self, ready: StepReady) -> bool:
         """Implement :meth:`Synchronizer.request_weights`."""
@@ -77,22 +77,22 @@ class VersionReader:
         if not isinstance(store, SupportsPrefetch):
             return None
         parts = [PartRef(self._run_id, epoch, opened.step, rank) for rank in opened.ranks]
-        self._ahead.abandon()
-        taker = None if into is None else self._ahead.begin(into)
+        self._speculative.abandon()
+        taker = None if into is None else self._speculative.begin(into)
         if taker is not None:
             self._installed.forget()
         try:
             return store.prefetch(parts, stop, deadline, taker)
         finally:
             if into is not None:
-                self._torn.add(into, self._ahead.took)
+                self._partial.add(into, self._speculative.took)
 
     @contextmanager
     def pull(
         self, ready: StepReady, wanted: Selection | None = None, have: Collection[str] = ()
     ) -> Iterator[PulledVersion]:
         """Implement :meth:`Synchronizer.pull`."""
-        self._ahead.abandon()
+        self._speculative.abandon()
         store = self._session.stores.of(ready.transport or RedisChunkStore.name)
         with (
             self._telling_refusals(ready),
@@ -133,27 +133,28 @@ class VersionReader:
             fit, names = check_fit(module, version, cast=cast), version.names
             fetched = time.monotonic()
             self._installed.forget()
-            with self._torn.until_whole(module, names):
+            with self._partial.until_whole(module, names):
                 install(fit)
                 check_installed(module, manifests, wanted, cast=cast)
             if cast and is_cast(targets_of(module), manifests):
-                self._ahead.forget()
+                self._speculative.forget()
             elif wanted is None:
                 self._installed.note(module, ready, version)
-                self._ahead.note(module, manifests)
+                self._speculative.note(module, manifests)
         phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
         self.applied(version, verified_at, phases)
         return phases
 
     def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
         """Implement :meth:`Synchronizer.applied`."""
+        self._report(version.ref, version.digest, version.bytes, verified_at, phases)
+
+    def _report(
+        self, ref: StepRef, digest: str, nbytes: int, verified_at: float, phases: AppliedPhases
+    ) -> None:
         self._session.events.publish(
             WeightsApplied(
-                version=version.ref,
-                digest=version.digest,
-                bytes=version.bytes,
-                verified_at=verified_at,
-                phases=phases,
+                version=ref, digest=digest, bytes=nbytes, verified_at=verified_at, phases=phases
             )
         )
 
@@ -172,27 +173,28 @@ class VersionReader:
         try:
             with self._telling_refusals(ready):
                 parts = load_version(
-                    store, self._run_id, ready, module, wanted, self._ahead, self._torn, cast=cast
+                    store,
+                    self._run_id,
+                    ready,
+                    module,
+                    wanted,
+                    self._speculative,
+                    self._partial,
+                    cast=cast,
                 )
         except BaseRequired:
             return self.apply(module, ready, wanted, cast=cast)
         finally:
-            self._ahead.abandon()
+            self._speculative.abandon()
         if cast and is_cast(targets_of(module), parts):
-            self._ahead.forget()
+            self._speculative.forget()
         elif wanted is None:
-            self._ahead.note(module, parts)
+            self._speculative.note(module, parts)
         assert ready.version_digest is not None
         phases = AppliedPhases(fetch=0.0, pause=time.monotonic() - began)
-        self._session.events.publish(
-            WeightsApplied(
-                version=StepRef(ready.epoch, ready.step),
-                digest=ready.version_digest,
-                bytes=sum(manifest.nbytes for manifest in parts),
-                verified_at=time.time(),
-                phases=phases,
-            )
-        )
+        nbytes = sum(manifest.nbytes for manifest in parts)
+        ref = StepRef(ready.epoch, ready.step)
+        self._report(ref, ready.version_digest, nbytes, time.time(), phases)
         return phases
 
     @contextmanager

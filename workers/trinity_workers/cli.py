@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -94,37 +95,17 @@ WeightsRedisUrl = Annotated[
 ]
 
 
-class _Place(Struct, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class _Place:
     """Options of a run that are no part of its configuration."""
 
-    fresh: bool
-    root: Path | None
-    adopt_folder: bool
-    redis_url: str | None
-    weights_redis_url: str | None
-    health_file: Path | None
-    as_json: bool
-
-
-def _place(
-    *,
-    fresh: Fresh = False,
-    root: CheckpointRoot = None,
-    adopt_folder: AdoptFolder = False,
-    redis_url: RedisUrl = None,
-    weights_redis_url: WeightsRedisUrl = None,
-    health_file: HealthFile = None,
-    as_json: Json = False,
-) -> _Place:
-    return _Place(
-        fresh=fresh,
-        root=root,
-        adopt_folder=adopt_folder,
-        redis_url=redis_url,
-        weights_redis_url=weights_redis_url,
-        health_file=health_file,
-        as_json=as_json,
-    )
+    fresh: Fresh = False
+    root: CheckpointRoot = None
+    adopt_folder: AdoptFolder = False
+    redis_url: RedisUrl = None
+    weights_redis_url: WeightsRedisUrl = None
+    health_file: HealthFile = None
+    as_json: Json = False
 
 
 class _Run(Struct, kw_only=True):
@@ -237,7 +218,7 @@ def _with_options(*, settings: bool) -> Callable[[Callable[..., None]], Callable
             if one.kind is not Parameter.VAR_KEYWORD
         ]
         overlay = overlay_parameters() if settings else []
-        place = signature(_place, eval_str=True).parameters.values()
+        place = signature(_Place, eval_str=True).parameters.values()
         command.__signature__ = Signature([*own, *overlay, *place])  # type: ignore[attr-defined]
         return command
 
@@ -281,7 +262,7 @@ def train(
 
     Example: trinity-events train grpo.yaml --set steps=100
     """
-    place = _place(**options)
+    place = _Place(**options)
     reading = read_config(file, [typed_setting(one) for one in settings or ()])
     name = run or reading.config.name or file.stem
     if check:
@@ -322,7 +303,7 @@ def demo(
     run_id = f"demo-{datetime.now():%Y%m%d-%H%M%S}" if run is None else run
     reading, place = overlaid(options)
     asked = _Run(run_id=run_id, alone=True)
-    _launch(asked, _place(**place), reading.checked)
+    _launch(asked, _Place(**place), reading.checked)
 
 
 @_with_options(settings=True)
@@ -335,7 +316,7 @@ def trainer(run: Run, **options: Any) -> None:
     Example: trinity-events trainer --run grpo-1 --redis-url redis://localhost:6379
     """
     reading, place = overlaid(options)
-    _launch(_Run(run_id=run, alone=False), _place(**place), reading.checked)
+    _launch(_Run(run_id=run, alone=False), _Place(**place), reading.checked)
 
 
 def explorer(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from msgspec import Meta, Struct, structs
 
+from trinity_events.checkpoint_layout import final_name
 from trinity_events.errors import TrinityError
 from trinity_schemas import SaveStrategy
 
@@ -70,7 +71,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ranks: Positive = 2
     """Trainer processes (ranks)."""
     tensor_parallel: Positive | None = None
-    """On Megatron, ranks that share every layer. Null takes all of a pipeline stage."""
+    """On Megatron, ranks that share every layer. By default all of a pipeline stage do."""
     pipeline_parallel: Positive = 1
     """On Megatron, number of pipeline stages."""
     learning_rate: Annotated[float, Meta(ge=0)] = 5e-4
@@ -293,6 +294,12 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     """Hugging Face folder of the initial policy."""
     resumed_step: int | None = None
     """Step of the checkpoint that the trainer loads first; None for the initial policy."""
+
+    @property
+    def resumed_folder(self) -> Path:
+        """Return the folder of the checkpoint that the trainer loads first."""
+        assert self.resumed_step is not None
+        return self.checkpoint_folder / final_name(self.resumed_step)
 
     @property
     def transport(self) -> TransportName:

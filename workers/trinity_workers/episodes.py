@@ -163,7 +163,7 @@ class Episodes:
             )
         prompt = Turn(role="prompt", tokens=tokens)
         return [
-            _Episode(place, request, sample, question, _messages(question), [prompt])
+            _Episode(place, request, sample, question, question.messages(), [prompt])
             for sample in range(request.samples)
         ]
 
@@ -323,12 +323,6 @@ def continuation(
         raise BadPolicy("the chat template leaves out the policy's turn before a reply")
     # The policy itself sampled the end of its turn.
     return after.removeprefix(str(tokenizer.decode([last_token], skip_special_tokens=False)))
-
-
-def _messages(question: Question) -> list[Message]:
-    if isinstance(question.prompt, str):
-        return [{"role": "user", "content": question.prompt}]
-    return list(question.prompt)
 
 
 def _check_versions(request: RolloutRequest, versions: Sequence[StepRef]) -> None:

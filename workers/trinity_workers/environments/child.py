@@ -20,7 +20,7 @@ import msgspec
 from trinity_events.errors import TrinityError
 
 from ..tasks.base import Message, Question, TaskError
-from ..tasks.objects import load_object
+from ..tasks.objects import load_object, refused_arguments
 from ..user_processes.frames import read_frame, take_pipes
 from .messages import Asked, Raised, Ready, Replied, encoded
 
@@ -64,14 +64,8 @@ def load_environment(name: str, folder: Path) -> Replier:
     found = getattr(found, "reply", found)
     if not callable(found):
         raise TaskError(f"environment {name} has no method 'reply'")
-    try:
-        inspect.signature(found).bind(None, None)
-    except TypeError:
-        raise TaskError(
-            f"environment {name} must take two arguments: question and messages"
-        ) from None
-    except ValueError:  # written in C, without a signature
-        pass
+    if refused_arguments(found, 2) is not None:
+        raise TaskError(f"environment {name} must take two arguments: question and messages")
     replier: Replier = found
     return replier
 

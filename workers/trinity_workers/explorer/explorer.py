@@ -31,8 +31,8 @@ from ..config import RunConfig
 from ..experiences import ExperienceWriter
 from ..learning.policy import load_policy
 from ..learning.rollout import Rollout, Samples, generate, judge_all, seed_of
-from ..own import start_rewards, task_of
 from ..rewards import RewardFailed
+from ..user_task import start_rewards, task_of
 from .along import ReadingAlong
 from .versions import NewestVersion
 

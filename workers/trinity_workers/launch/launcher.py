@@ -39,8 +39,8 @@ from ..config import RunConfig, TrainConfig
 from ..config_files import write_copy
 from ..explorer import ExplorationResult, Explorer
 from ..health import beating
-from ..own import check_own
 from ..trainer import Trainer, TrainingResult
+from ..user_task import check_user_task
 from .actors import Actors, in_words
 from .again import shell_command
 from .failed_saves import FailedSaves
@@ -129,7 +129,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         one_host=options.ray_address is None,
     )
     transport = chosen.name
-    await check_own(options.settings)
+    await check_user_task(options.settings)
     settings = options.settings.replaced("sync", transport=transport)
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)

@@ -12,7 +12,7 @@ import anyio.to_thread
 from msgspec import Struct
 
 from trinity_events.archive import Archive
-from trinity_events.checkpoint_layout import final_name, parse_final_name
+from trinity_events.checkpoint_layout import parse_final_name
 from trinity_events.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
 from trinity_events.core.lineage import stands
@@ -88,17 +88,15 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
     if config.resumed_step is None:
         yield
         return
-    folder = config.checkpoint_folder / final_name(config.resumed_step)
+    folder = config.resumed_folder
     if not await _appears(folder):
         raise CannotResume(
             f"the checkpoint of step {config.resumed_step} of run {config.run_id} is ready, but "
             f"{folder} is not there after {_PROMOTED:g} s: is a reducer at work, and is this the "
             "--checkpoint-root that the run was saved to? Begin anew with --fresh otherwise"
         )
-    url = config.redis_url
-    async with hold_checkpoint(
-        config.run_id, config.resumed_step, redis_url=url, checkpoint_root=root
-    ):
+    step, url = config.resumed_step, config.redis_url
+    async with hold_checkpoint(config.run_id, step, redis_url=url, checkpoint_root=root):
         yield
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ..rewards import Rewarded, RewardFailed, Rewards
-from ..tasks import Answer, Message, Question, TaskError
+from ..tasks import Answer, Question, TaskError
 from .policy import encode_prompt, end_tokens
 
 MAX_NEW_TOKENS = 7
@@ -200,12 +200,7 @@ def _response(tokens: list[int], ends: frozenset[int]) -> tuple[list[int], bool]
 
 
 def _answer(question: Question, text: str, finished: bool, tokens: int) -> Answer:
-    asked: list[Message] = (
-        [{"role": "user", "content": question.prompt}]
-        if isinstance(question.prompt, str)
-        else question.prompt
-    )
-    messages = [*asked, {"role": "assistant", "content": text}]
+    messages = [*question.messages(), {"role": "assistant", "content": text}]
     return Answer(text=text, finished=finished, messages=messages, tokens=tokens)
 
 

@@ -1,8 +1,8 @@
 """Rewards of answers: a user's function in a process of its own, with a deadline."""
 
 from .base import Rewarded, RewardFailed, Rewards
+from .built_in import TaskRewards
 from .child import RewardSource
-from .own import TaskRewards
 from .pool import RewardPool
 
 __all__ = ["RewardFailed", "RewardPool", "RewardSource", "Rewarded", "Rewards", "TaskRewards"]

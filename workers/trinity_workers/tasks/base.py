@@ -29,6 +29,12 @@ class Question(Struct, frozen=True, kw_only=True):
     answer: Any = None
     data: dict[str, Any] = {}
 
+    def messages(self) -> list[Message]:
+        """Return the prompt as chat messages; a text is the user's."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return list(self.prompt)
+
 
 class Answer(Struct, frozen=True, kw_only=True):
     """The policy's answer to a question, as a reward function gets it."""

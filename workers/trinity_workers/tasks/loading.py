@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .base import RewardFunction, Task, TaskError
-from .objects import load_object
+from .objects import load_object, refused_arguments
 from .question_set import QuestionSet
 from .sources import REASONING_GYM, QuestionOptions, family_reward, read_questions
 
@@ -115,13 +114,10 @@ def absolute(name: str, folder: Path) -> str:
 def _callable(name: str, found: Any) -> RewardFunction:
     if not callable(found) or isinstance(found, type):
         raise TaskError(f"reward {name!r} is no function of (question, answer)")
-    with suppress(ValueError):  # what is written in C may have no signature
-        try:
-            inspect.signature(found).bind(None, None)
-        except TypeError as error:
-            raise TaskError(
-                f"reward {name!r} is called with (question, answer), and takes others: {error}"
-            ) from None
+    if (fault := refused_arguments(found, 2)) is not None:
+        raise TaskError(
+            f"reward {name!r} is called with (question, answer), and takes others: {fault}"
+        )
     reward: RewardFunction = found
     return reward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -49,6 +50,17 @@ def load_object(
         return found[name].load()
     except Exception as error:
         raise TaskError(f"{kind} {name!r} cannot be loaded: {_told(error)}") from error
+
+
+def refused_arguments(function: Any, count: int) -> str | None:
+    """Return why a function does not take so many arguments; None if nothing speaks against it."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # written in C, without a signature
+        return None
+    return None
 
 
 def _unknown(name: str, kind: str, known: list[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from .base import Answer, Message, Question, RewardFunction, TaskError
+from .base import Answer, Question, RewardFunction, TaskError
 from .objects import load_object
 
 REASONING_GYM = "reasoning-gym:"
@@ -131,13 +131,9 @@ def _plain(value: Any) -> Any:
 
 
 def _with_chat(question: Question, options: QuestionOptions) -> Question:
-    messages: list[Message]
-    if isinstance(question.prompt, str):
-        if not options.chat and options.system is None:
-            return question
-        messages = [{"role": "user", "content": question.prompt}]
-    else:
-        messages = question.prompt
+    if isinstance(question.prompt, str) and not options.chat and options.system is None:
+        return question
+    messages = question.messages()
     if options.system is not None:
         messages = [{"role": "system", "content": options.system}, *messages]
     return msgspec.structs.replace(question, prompt=messages)

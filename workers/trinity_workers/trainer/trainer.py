@@ -10,7 +10,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from trinity_events.checkpoint_layout import final_name
 from trinity_events.coordinator import this_process
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.server import connect
@@ -68,8 +67,7 @@ class Trainer:
         self._experiences = ExperienceReader(client, config.run_id, config.epoch)
         await self.engine.prepare()
         if config.resumed_step is not None:
-            folder = config.checkpoint_folder / final_name(config.resumed_step)
-            await self.engine.load_checkpoint(folder, config.resumed_step)
+            await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
         await self.sync_weight()

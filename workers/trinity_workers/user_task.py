@@ -1,4 +1,4 @@
-"""A user's own task, rewards and model, as a run's configuration names them."""
+"""Task, rewards and model of a run, as its configuration names them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def start_rewards(config: TrainConfig) -> Rewards:
     return rewards
 
 
-async def check_own(config: TrainConfig) -> None:
+async def check_user_task(config: TrainConfig) -> None:
     """Load the task, its rewards, and the model's tokenizer, before a run is opened.
 
     Raises:
