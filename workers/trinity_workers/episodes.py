@@ -21,6 +21,7 @@ from trinity_events.errors import TrinityError
 from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
 
 from .learning.policy import BadPolicy, encode_prompt
+from .rewards import Rewarded, Rewards
 from .rollout_engines.base import Generation, GenerationRequest, RolloutEngine
 from .tasks.base import Answer, Message, Question, Task
 
@@ -30,28 +31,6 @@ _MARK = "TRINITYxPOLICYxTURN"
 
 class RequestRefused(TrinityError):
     """Raised if a rollout request asks for another task set, or for another weight version."""
-
-
-class Judgement(Protocol):
-    """Reward of one answer."""
-
-    @property
-    def reward(self) -> float:
-        """Number to learn from."""
-        ...
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Other numbers, to show."""
-        ...
-
-
-class Judge(Protocol):
-    """Judge of answers, such as a pool of processes with a user's reward function."""
-
-    async def judge(self, question: Question, answers: Sequence[Answer]) -> Sequence[Judgement]:
-        """Return the reward of each answer to a question."""
-        ...
 
 
 class Replier(Protocol):
@@ -104,7 +83,7 @@ class Episodes:
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
     task: Task
-    judge: Judge
+    judge: Rewards
     explorer: str
     environment: Replier | None = None
     max_turns: int = 1
@@ -271,10 +250,10 @@ class Episodes:
             failed[place] = error
             return
         answers[place] = [
-            self._experience(one, judgement) for one, judgement in zip(group, judged, strict=True)
+            self._experience(one, rewarded) for one, rewarded in zip(group, judged, strict=True)
         ]
 
-    def _experience(self, episode: _Episode, judgement: Judgement) -> Experience:
+    def _experience(self, episode: _Episode, rewarded: Rewarded) -> Experience:
         request = episode.request
         return Experience(
             run_id=request.run_id,
@@ -285,8 +264,8 @@ class Episodes:
             samples=request.samples,
             explorer=self.explorer,
             turns=episode.turns,
-            reward=judgement.reward,
-            reward_parts=judgement.parts,
+            reward=rewarded.reward,
+            reward_parts=rewarded.parts,
             finished=episode.finished,
         )
 
