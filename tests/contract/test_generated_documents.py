@@ -24,6 +24,7 @@ from tests.support.event_histories import (
     registration,
     slot,
 )
+from tests.support.rollout_messages import REQUEST, experience
 from tests.support.waits import PATIENCE
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
@@ -33,7 +34,6 @@ from trinity_schemas import (
     Chunk,
     ConsumerDetached,
     DeadlineReached,
-    Experience,
     ExperienceGroup,
     ExpiredAttempt,
     ExplorerStatusChanged,
@@ -43,13 +43,11 @@ from trinity_schemas import (
     Producer,
     PublishedPart,
     ReissuedRollout,
-    RolloutRequest,
     RolloutsDispatched,
     RunClosed,
     RunKeys,
     RunOpened,
     RunResumed,
-    Sampling,
     SaveGranted,
     SaveProgressed,
     SaveProof,
@@ -67,7 +65,6 @@ from trinity_schemas import (
     TrainedLedger,
     TrainerStatusChanged,
     TrainerWait,
-    Turn,
     VersionRefused,
     VersionRetired,
     WaitEnded,
@@ -190,32 +187,6 @@ GROUP = ExperienceGroup(
     scores=[1.0],
 )
 
-REQUEST = RolloutRequest(
-    run_id="r",
-    epoch=1,
-    ordinal=3,
-    attempt=1,
-    samples=2,
-    sampling=Sampling(max_new_tokens=8),
-    oldest=AT,
-    fingerprint=DIGEST,
-    deadline=60.0,
-)
-EXPERIENCE = Experience(
-    run_id="r",
-    epoch=1,
-    ordinal=3,
-    attempt=1,
-    sample=1,
-    samples=2,
-    explorer="explorer-0",
-    turns=[
-        Turn(role="prompt", tokens=[1]),
-        Turn(role="policy", tokens=[2, 3], logprobs=[-0.5, -0.25], versions=[(AT, 2)]),
-    ],
-    reward=1.0,
-)
-
 
 def in_envelope(event):
     history = History()
@@ -267,8 +238,8 @@ def test_what_travels_beside_events_validates_too():
     assert valid(schemas["weight-manifest"], plain(MANIFEST))
     assert valid(schemas["experience-group"], plain(GROUP))
     assert valid(schemas["rollout-request"], plain(REQUEST))
-    assert valid(schemas["experience"], plain(EXPERIENCE))
-    assert not valid(schemas["rollout-request"], plain(EXPERIENCE))
+    assert valid(schemas["experience"], plain(experience()))
+    assert not valid(schemas["rollout-request"], plain(experience()))
     assert not valid(schemas["experience-group"], {**plain(GROUP), "step": -1})
 
 

@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from tests.support.event_histories import DIGEST, History, finished, part
+from tests.support.rollout_messages import PROMPT, REQUEST, experience, policy
 from trinity_schemas import (
     MAX_EVENT_BYTES,
     Chunk,
     ContractError,
     EnvelopeReader,
-    Experience,
     ExperienceGroup,
     LedgerRestored,
     PartBase,
     Producer,
-    RolloutRequest,
     RolloutsDispatched,
     RunClosed,
     RunKeys,
     RunResumed,
-    Sampling,
     StepCommitted,
     StepReady,
     StepRef,
@@ -316,41 +314,6 @@ def test_experiences_must_be_complete():
     for broken in ({"rewards": []}, {"logprobs": [[-0.5]]}):
         with pytest.raises(ContractError):
             decode_experiences(msgspec.msgpack.encode({**to_json(group), **broken}))
-
-
-REQUEST = RolloutRequest(
-    run_id="r",
-    epoch=2,
-    ordinal=3,
-    attempt=1,
-    samples=2,
-    sampling=Sampling(max_new_tokens=8),
-    oldest=StepRef(1, 4),
-    fingerprint=DIGEST,
-    deadline=60.0,
-)
-PROMPT = Turn(role="prompt", tokens=[1])
-
-
-def policy(tokens=(2, 3), *, counted=None, **more):
-    counted = len(tokens) if counted is None else counted
-    logprobs = more.get("logprobs", [-0.5] * len(tokens))
-    versions = [(StepRef(1, 4), counted)] if counted else []
-    return Turn(role="policy", tokens=list(tokens), logprobs=logprobs, versions=versions)
-
-
-def experience(*turns, sample=1):
-    return Experience(
-        run_id="r",
-        epoch=2,
-        ordinal=3,
-        attempt=1,
-        sample=sample,
-        samples=2,
-        explorer="explorer-0",
-        turns=list(turns) or [PROMPT, policy()],
-        reward=1.0,
-    )
 
 
 def test_a_request_and_its_answer_survive_the_wire():
