@@ -1,0 +1,89 @@
+"""Batches of the experiences that explorers send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from trinity_schemas import Experience
+
+from .batch import Batch
+
+
+class _Row(NamedTuple):
+    prompt: list[int]
+    response: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+
+
+def collate(groups: Sequence[Sequence[Experience]], pad_token_id: int) -> Batch:
+    """Return all episodes as a batch on the CPU, in order; a row's group is its ordinal.
+
+    Only the policy's tokens are trained on. Those of the environment are among the response.
+
+    Raises ValueError for an episode without a token to train on, a reward that is not finite, or
+    a group of two prompts.
+    """
+    episodes = [(one, _row(one)) for group in groups for one in _checked(group)]
+    if not episodes:
+        raise ValueError("no episodes to make a batch of")
+    prompt_width = max(len(row.prompt) for _, row in episodes)
+    response_width = max(len(row.response) for _, row in episodes)
+
+    def laid_out(prompt: Sequence[int], response: Sequence[int], fill: int) -> list[int]:
+        before = [fill] * (prompt_width - len(prompt))
+        return [*before, *prompt, *response, *[fill] * (response_width - len(response))]
+
+    def response_of(values: Sequence[float]) -> list[float]:
+        return [*values, *[0] * (response_width - len(values))]
+
+    attention = torch.tensor(
+        [laid_out([1] * len(row.prompt), [1] * len(row.response), 0) for _, row in episodes]
+    )
+    return Batch(
+        input_ids=torch.tensor(
+            [laid_out(row.prompt, row.response, pad_token_id) for _, row in episodes]
+        ),
+        # From lengths: a policy may sample the padding token itself.
+        attention_mask=attention,
+        position_ids=(attention.cumsum(dim=-1) - 1).clamp_(min=0),
+        response_mask=torch.tensor([response_of(row.mask) for _, row in episodes]).bool(),
+        groups=torch.tensor([one.ordinal for one, _ in episodes]),
+        rewards=torch.tensor([one.reward for one, _ in episodes], dtype=torch.float32),
+        finished=torch.tensor([one.finished for one, _ in episodes]),
+        behaviour_logprobs=torch.tensor(
+            [response_of(row.logprobs) for _, row in episodes], dtype=torch.float32
+        ),
+    )
+
+
+def _checked(group: Sequence[Experience]) -> Sequence[Experience]:
+    ordinals = sorted({one.ordinal for one in group})
+    if len(ordinals) > 1:
+        raise ValueError(f"one group has episodes of the ordinals {ordinals}")
+    for one in group:
+        if not math.isfinite(one.reward):
+            raise ValueError(
+                f"the reward of sample {one.sample} of ordinal {one.ordinal} is {one.reward}, and "
+                "must be finite"
+            )
+    return group
+
+
+def _row(episode: Experience) -> _Row:
+    prompt, *turns = episode.turns
+    row = _Row(list(prompt.tokens), [], [], [])
+    for turn in turns:
+        sampled = turn.role == "policy"
+        row.response.extend(turn.tokens)
+        row.mask.extend([sampled] * len(turn.tokens))
+        row.logprobs.extend(turn.logprobs if sampled else [0.0] * len(turn.tokens))
+    if not any(row.mask):
+        raise ValueError(
+            f"sample {episode.sample} of ordinal {episode.ordinal} has no token of the policy"
+        )
+    return row
