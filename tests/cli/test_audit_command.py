@@ -158,10 +158,23 @@ async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, r
             wait_id="a", what="rollouts", waits_for=("explorer-1",), seconds=20.0, deadline=600.0
         )
     )
-    trainer = r"trainer-0 waits for rollouts from explorer-1 for 2\d\.\d s, and gives up"
+    shown = cli("status", run_id).stdout.splitlines()
+    at = next(index for index, line in enumerate(shown) if line.startswith("WAITS"))
+    rows = [re.split(r"  +", line.strip()) for line in shown[at : at + 3]]
+    assert rows[0] == ["WAITS", "FOR", "FROM", "SINCE", "GIVES UP"]
+    assert rows[1][:3] == ["trainer-0", "rollouts", "explorer-1"]
+    assert re.fullmatch(r"\d+ s ago", rows[1][3])
+    assert re.fullmatch(r"in 5\d\d s", rows[1][4])
+    assert rows[2][:3] == ["explorer-1", "the weights of step 4", "actor-0"]
+    assert rows[2][4] == "-"
+    assert shown[at + 2].startswith("  explorer-1")
+    told = json.loads(cli("status", run_id, "--json").stdout)["waits"]
+    assert 20 <= told["a"]["seconds"] < 600
+    assert told["a"]["seconds_left"] == pytest.approx(600 - told["a"]["seconds"])
+    assert (told["b"]["by"], told["b"]["seconds_left"]) == ("explorer-1", None)
+    trainer = r"trainer-0 waits for rollouts from explorer-1 for \d+\.\d s, and gives up"
     culprit = r"explorer-1 waits for the weights of step 4 from actor-0 for \d+\.\d s\."
-    chain = re.compile(rf"^{trainer} after 600 s\.\s*\n  {culprit}\s*$", re.MULTILINE)
-    assert chain.search(cli("status", run_id).stdout)
+    chain = re.compile(rf"^{trainer} in 5\d\d s\.\s*\n  {culprit}\s*$", re.MULTILINE)
     for words in ((run_id,), (run_id, "4")):
         shown = cli("explain", *words)
         assert shown.returncode == 0, shown.stderr
@@ -172,7 +185,7 @@ async def test_status_and_explain_name_the_chain_of_waits(cli, publisher, log, r
     assert told["step"] is None
     await explorer.publish(WaitEnded(wait_id="b", outcome="over"))
     await publisher.publish(RunClosed(reason="finished"))
-    assert "waits for rollouts" not in cli("status", run_id).stdout
+    assert "WAITS" not in cli("status", run_id).stdout
 
 
 async def test_a_run_in_which_nothing_waits_is_explained_in_one_sentence(cli, publisher, run_id):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from tests.support.event_histories import History
 from trinity_events.core import decode_state, encode_state
 from trinity_events.core.limits import KEPT_WAIT_NAMES, KEPT_WAITS
 from trinity_events.core.waits import chains_of_waits, open_waits
-from trinity_schemas import RunClosed, RunOpened, RunResumed, WaitEnded, WaitStarted
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    LeaseExpired,
+    Producer,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    WaitEnded,
+    WaitStarted,
+)
 
 
 def started(wait_id="w", *waits_for, what="rollouts", seconds=0.5, deadline=60.0):
@@ -59,6 +69,73 @@ def test_a_process_that_started_again_no_longer_waits_as_it_did():
     assert waits(history) == ["other", "new"]
 
 
+def test_a_report_of_a_wait_that_goes_on_changes_it_and_keeps_its_beginning():
+    history = History()
+    at = int(history.add(started("w", "explorer-0", seconds=0.2)).partition("-")[0])
+    history.add(started("other"), by="actor")
+    again = int(
+        history.add(started("w", "explorer-1", what="weights", seconds=0.0)).partition("-")[0]
+    )
+    state = history.fold()[0].state
+    wait = state.waits["w"]
+    assert (wait.what, wait.waits_for) == ("weights", ("explorer-1",))
+    assert (wait.since, wait.heard_at) == (at - 200, again)
+    assert list(state.waits) == ["other", "w"]
+
+
+def test_the_publishers_of_one_process_that_is_no_explorer_share_its_name():
+    history = History()
+    history.add(started("one"), by="trainer")
+    entry_id, envelope = history.entries[-1]
+    history.add(started("two"), by="trainer")
+    producer = replace(envelope.producer, incarnation="another publisher")
+    history.entries[-2] = entry_id, replace(envelope, producer=producer, sequence=1)
+    assert waits(history) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("event", "by", "left"),
+    [
+        (ExplorerStatusChanged(status="stopped"), "explorer", []),
+        (ExplorerStatusChanged(status="running"), "explorer", ["w"]),
+        (
+            LeaseExpired(
+                holder=Producer(role="explorer", rank=0, node="here", incarnation="another"),
+                lease=15.0,
+            ),
+            "reducer",
+            [],
+        ),
+    ],
+)
+def test_the_waits_of_a_process_that_stopped_or_was_taken_for_dead_are_over(event, by, left):
+    history = History()
+    history.add(started("w"), by="explorer")
+    history.add(started("other"), by="explorer", rank=1)
+    history.add(event, by=by)
+    assert waits(history) == [*left, "other"]
+
+
+def test_an_explorer_that_starts_again_waits_no_more_before_it_waits_anew():
+    history = History()
+    history.add(started("w"), by="explorer")
+    history.add(ExplorerStatusChanged(status="running"), by="explorer")
+    entry_id, envelope = history.entries[-1]
+    producer = replace(envelope.producer, incarnation="second start")
+    history.entries[-1] = entry_id, replace(envelope, producer=producer, sequence=1)
+    assert waits(history) == []
+
+
+def test_a_wait_that_is_reported_no_more_is_of_a_dead_process():
+    history = History()
+    at = int(history.add(started(deadline=None)).partition("-")[0])
+    state = history.fold()[0].state
+    assert [len(open_waits(state, at + ms)) for ms in (0, 190_000, 210_000)] == [1, 1, 0]
+    history.add(started(deadline=None))
+    state = history.fold()[0].state
+    assert len(open_waits(state, at + 200_001)) == 1
+
+
 def test_waits_of_explorers_outlive_their_epoch_and_those_of_trainers_do_not():
     history = History()
     history.add(RunOpened(), epoch=2, by="second")
@@ -92,10 +169,9 @@ def test_waits_are_told_as_chains_from_the_first_that_waits_to_the_last():
     at = history.add(started("a", "explorer-0", "explorer-3", what="rollouts"), by="trainer")
     told = chains_of_waits(history.fold()[0].state, int(at.partition("-")[0]) + 1000)
     assert told == [
-        "trainer-0 waits for rollouts from explorer-0, explorer-3 for 1.5 s, and gives up after "
-        "60 s.",
-        "  explorer-0 waits for the weights of step 4 from actor-1 for 1.5 s, and gives up after "
-        "60 s.",
+        "trainer-0 waits for rollouts from explorer-0, explorer-3 for 1.5 s, and gives up in 58 s.",
+        "  explorer-0 waits for the weights of step 4 from actor-1 for 1.5 s, and gives up in "
+        "58 s.",
         "    actor-1 waits for its turn for 1.5 s.",
     ]
 

@@ -14,12 +14,12 @@ from ..archive.export import whole_stream
 from ..core import MonitorState, unfinished
 from ..core import explain as in_words
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
-from ..core.waits import chains_of_waits, open_waits
+from ..core.waits import chains_of_waits
 from ..errors import TrinityError
 from ..log import RedisEventLog, Stream, require_run
 from ..replay import current_state
 from ..server import server_clock
-from ..views import state_as_json
+from ..views import waits_as_json
 from ..views.terminal import say
 from .last_entries import decoded
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, client_of, print_json
@@ -69,7 +69,6 @@ def explain(
     run, step = _run_and_step(words or [])
     known = anyio.run(_look_up, redis_url, run, step, checkpoint_root(root))
     state = known.state
-    waits = open_waits(state, known.now)
     lines = _lines_of_run(known) if step is None else _lines_of_step(known, step)
     if not as_json:
         for line in lines:
@@ -86,7 +85,7 @@ def explain(
             "kinds": kinds,
             "explanation": " ".join(line.strip() for line in lines),
         }
-        | ({"waits": state_as_json(state)["waits"]} if waits else {})
+        | waits_as_json(state, known.now)
     )
 
 

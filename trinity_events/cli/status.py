@@ -6,22 +6,24 @@ import anyio
 
 from ..core import MonitorState
 from ..liveness import abandoned_since
-from ..log import RedisEventLog, require_run
+from ..log import RedisEventLog, position, require_run
 from ..replay import current_state
 from ..server import server_clock
-from ..views import seconds, state_as_json, status_panel
+from ..views import seconds, state_as_json, status_panel, waits_as_json
 from .options import Json, OptionalRun, RedisUrl, client_of, console, print_json
 
 
 def status(run: OptionalRun = None, redis_url: RedisUrl = None, as_json: Json = False) -> None:
-    """Show the ready steps, the weights of each explorer, and what steps wait for.
+    """Show the ready steps, the weights of each explorer, and what steps and processes wait for.
 
     Example: trinity-events status demo-1
     """
     state, now, since = anyio.run(_state, redis_url, run)
     if as_json:
         silent = {} if since is None else {"silent_since": seconds(since)}
-        print_json(state_as_json(state) | silent)
+        at = position(state.position)[0] if now is None else now
+        shown = {name: value for name, value in state_as_json(state).items() if name != "waits"}
+        print_json(shown | waits_as_json(state, at) | silent)
     else:
         console().print(status_panel(state, now=now, silent_since=since))
 

@@ -37,6 +37,12 @@ def wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float)
         StaleEpoch: if the run has a newer epoch by now.
         PublishError: if the server refuses the request permanently.
     """
+    what = f"a turn to save {request.slot.name} of step {request.slot.step}"
+    with publisher.waits.waiting(what, deadline=deadline):
+        _wait_for_turn(publisher, request, deadline)
+
+
+def _wait_for_turn(publisher: Publisher, request: SaveRequested, deadline: float) -> None:
     began = asked_at = time.monotonic()
     fault = _ask(publisher, request, began + deadline)
     faults = backoff_delays(_LONGEST_PAUSE)

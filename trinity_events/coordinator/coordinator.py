@@ -81,7 +81,7 @@ class CheckpointCoordinator:
         self._lease = lease
         self._turn_deadline = turn_deadline
         self._heartbeat = Heartbeat.of(publisher, lease)
-        self._inflight = InflightSaves()
+        self._inflight = InflightSaves(publisher.waits)
         self._failures: list[tuple[str, BaseException]] = []
         self._unpublished: list[PublishError] = []
         self._lock = threading.Lock()

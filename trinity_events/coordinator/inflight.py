@@ -7,6 +7,7 @@ import time
 from typing import NamedTuple
 
 from ..errors import DeadlineExceeded
+from ..waits import Wait, WaitReporter
 from .save_attempt import SaveAttempt
 
 
@@ -17,9 +18,14 @@ class _Save(NamedTuple):
 
 
 class InflightSaves:
-    """Registry of running saves, which serialises the saves of one name."""
+    """Registry of running saves, which serialises the saves of one name.
 
-    def __init__(self) -> None:
+    Args:
+        waits: Reporter of long waits for saves.
+    """
+
+    def __init__(self, waits: WaitReporter) -> None:
+        self._waits = waits
         self._saves: dict[str, _Save] = {}
         self._changed = threading.Condition()
 
@@ -29,18 +35,26 @@ class InflightSaves:
         Raises:
             DeadlineExceeded: if the earlier save still runs after ``deadline`` seconds.
         """
-        name, give_up = attempt.slot.name, time.monotonic() + deadline
+        name = attempt.slot.name
         with self._changed:
-            while name in self._saves:
-                self._refuse_itself(self._saves[name], f"save {attempt.what}")
-                left = give_up - time.monotonic()
-                if left <= 0:
-                    raise DeadlineExceeded(
-                        f"{attempt.what} waited {deadline:g} s for the save of this name before "
-                        f"it: {_describe(self._saves[name])}"
-                    )
-                self._changed.wait(left)
+            if name in self._saves:
+                with self._waits.waiting(f"the end of {name}", deadline=deadline) as reported:
+                    self._wait_for_earlier(attempt, deadline, reported)
             self._saves[name] = _Save(attempt, thread, time.monotonic())
+
+    def _wait_for_earlier(self, attempt: SaveAttempt, deadline: float, reported: Wait) -> None:
+        name, give_up = attempt.slot.name, time.monotonic() + deadline
+        while name in self._saves:
+            earlier = self._saves[name]
+            self._refuse_itself(earlier, f"save {attempt.what}")
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"{attempt.what} waited {deadline:g} s for the save of this name before "
+                    f"it: {_describe(earlier)}"
+                )
+            reported.update(f"the end of {earlier.attempt.what}", [_holder(earlier.attempt)])
+            self._changed.wait(left)
 
     def leave(self, attempt: SaveAttempt) -> None:
         """Unregister an attempt that succeeded or failed."""
@@ -57,12 +71,21 @@ class InflightSaves:
         with self._changed:
             for save in self._saves.values():
                 self._refuse_itself(save, "wait for all saves")
-            if not self._changed.wait_for(lambda: not self._saves, deadline):
+            if not self._wait_for_all(deadline):
                 late = "; ".join(map(_describe, self._saves.values()))
                 raise DeadlineExceeded(
                     f"not all saves ended within {deadline:g} s: {late}. "
                     "They continue: wait again, or for longer"
                 )
+
+    def _wait_for_all(self, deadline: float | None) -> bool:
+        """Return True once no save runs, or False after the deadline."""
+        if not self._saves:
+            return True
+        what = f"the end of {', '.join(one.attempt.what for one in self._saves.values())}"
+        holders = {_holder(one.attempt) for one in self._saves.values()}
+        with self._waits.waiting(what, holders, deadline=deadline):
+            return self._changed.wait_for(lambda: not self._saves, deadline)
 
     @staticmethod
     def _refuse_itself(save: _Save, what: str) -> None:
@@ -71,6 +94,10 @@ class InflightSaves:
                 f"{save.attempt.what} would wait for itself for ever: "
                 f"do not {what} from within its save function"
             )
+
+
+def _holder(attempt: SaveAttempt) -> str:
+    return f"{attempt.slot.role}-{attempt.slot.rank}"
 
 
 def _describe(save: _Save) -> str:

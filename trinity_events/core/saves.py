@@ -26,6 +26,7 @@ from .completeness import missing
 from .fold_state import FoldState, describe_producer, describe_slot, keep_last
 from .limits import KEPT_ATTEMPTS, LONGEST_REASON
 from .state import KindState, SlotState
+from .waits import forget_waits
 
 
 def thread_count_registered(fold: FoldState, event: ThreadCountRegistered, _: Envelope) -> None:
@@ -165,7 +166,11 @@ def save_failed(fold: FoldState, event: SaveFailed, _: Envelope) -> None:
 
 
 def lease_expired(fold: FoldState, event: LeaseExpired, _: Envelope) -> None:
-    """Fail the attempts of a process that sent no heartbeat for its whole lease."""
+    """Fail the attempts of a process that sent no heartbeat for its whole lease.
+
+    Its waits are over. One that was taken for dead in error reports its waits again.
+    """
+    forget_waits(fold, describe_producer(event.holder))
     silence = f"nothing was heard of {describe_producer(event.holder)} on {event.holder.node}"
     for attempt in event.attempts:
         slot = fold.find_slot(attempt.slot)

@@ -196,6 +196,8 @@ class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Milliseconds at which the wait began."""
     deadline: float | None = None
     """Seconds after which it gives up, from the beginning."""
+    heard_at: int | None = None
+    """Milliseconds of its last report."""
 
 
 class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -20,6 +20,7 @@ from .fold_state import FoldState, describe_producer, keep_last
 from .limits import KEPT_EXPLORERS, KEPT_REFUSALS
 from .refusals import refusal_of
 from .state import ExplorerState
+from .waits import forget_waits
 
 
 def version_opened(fold: FoldState, event: VersionOpened, _: Envelope) -> None:
@@ -74,8 +75,11 @@ def version_refused(fold: FoldState, event: VersionRefused, envelope: Envelope) 
 def explorer_status_changed(
     fold: FoldState, event: ExplorerStatusChanged, envelope: Envelope
 ) -> None:
-    """Note an explorer's status."""
-    _explorer(fold, envelope.producer).status = event.status
+    """Note an explorer's status; one that stopped, or started again, waits no more as it did."""
+    producer = envelope.producer
+    _explorer(fold, producer).status = event.status
+    lives = None if event.status == "stopped" else producer.incarnation
+    forget_waits(fold, describe_producer(producer), but=lives)
 
 
 def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:

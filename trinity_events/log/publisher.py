@@ -8,11 +8,13 @@ import os
 import sys
 import threading
 import time
+from functools import cached_property
 from weakref import ReferenceType, WeakSet, ref
 
 from trinity_schemas import Event, Producer, event_tag
 
 from ..errors import BufferFull, PublishError
+from ..waits import WaitReporter
 from .envelopes import EnvelopeFactory
 from .error_replies import reply_text
 from .outbox import Outbox
@@ -72,6 +74,11 @@ class Publisher:
         self._hurried = False
         self._closed = False
         _open.add(self)
+
+    @cached_property
+    def waits(self) -> WaitReporter:
+        """Reporter of the long waits of this publisher's process."""
+        return WaitReporter(self)
 
     @property
     def run_id(self) -> str:

@@ -11,11 +11,14 @@ from msgspec import Struct
 from trinity_schemas import Experience, OrdinalRange, StepTrained
 
 from ..core.ledger import Ledger, LedgerError, ranges
+from ..core.ordinal_ranges import words_of_ranges
 from .settings import DispatchSettings
 from .streams import Sight
 
 NOT_THE_EXPLORERS = ("stale", "lost")
 """Reasons to ask again that are no failure of an attempt, and do not count against the maximum."""
+_NAMED = 4
+"""Maximum ranges of ordinals that the object of a wait names."""
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -42,6 +45,19 @@ class HeldRequest(NamedTuple):
         if self.explorer is None:
             return f"{self.ordinal} (not claimed)"
         return f"{self.ordinal} (claimed by {self.explorer} {self.seconds:.0f} s ago)"
+
+
+def object_of_wait(missing: Sequence[HeldRequest]) -> str:
+    """Return the ordinals of missing requests in words, and which of them no explorer claims."""
+    ordinals = words_of_ranges(ranges(one.ordinal for one in missing), _NAMED)
+    free = sum(one.explorer is None for one in missing)
+    claimed = f", of which {free} are not claimed" if free < len(missing) else ", not claimed"
+    return f"the rollouts of {ordinals}{claimed if free else ''}"
+
+
+def holders_of(missing: Iterable[HeldRequest]) -> tuple[str, ...]:
+    """Return the explorers that hold missing requests, those of the lowest ordinals first."""
+    return tuple(dict.fromkeys(one.explorer for one in missing if one.explorer is not None))
 
 
 class Due(NamedTuple):

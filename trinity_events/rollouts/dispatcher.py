@@ -22,8 +22,9 @@ from ..core.ledger import Ledger, LedgerError, ranges
 from ..errors import TrinityError
 from ..log import AsyncPublisher
 from ..server import Deadline
+from ..waits import NO_REPORTS, Wait, WaitReporter
 from .answers import AnswerReader, Failed, Useless
-from .dispatch_state import DispatchState, Due, Group, HeldRequest
+from .dispatch_state import DispatchState, Due, Group, HeldRequest, holders_of, object_of_wait
 from .settings import DispatchSettings
 from .streams import LONGEST_BLOCK, RolloutStreams
 
@@ -56,6 +57,7 @@ class RolloutDispatcher:
         ledger: Ledger of the checkpoint that the run resumes from; the dispatcher changes it.
             ``LedgerRestored`` must be in the log before the first dispatch.
         deadline: Seconds for which a write waits for a server that is away.
+        waits: Reporter of the trainer's long waits for rollouts; by default none reports them.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RolloutDispatcher:
         ledger: Ledger | None = None,
         *,
         deadline: float = 300.0,
+        waits: WaitReporter = NO_REPORTS,
     ) -> None:
         self.settings = settings
         self.ledger = Ledger() if ledger is None else ledger
@@ -74,6 +77,7 @@ class RolloutDispatcher:
         self._streams = RolloutStreams(client, settings.run_id, settings.epoch)
         self._answers = AnswerReader(self._streams)
         self._deadline = deadline
+        self._waits = waits
         self._lock = anyio.Lock()
         self._number = 0
         """Number of the newest request; the entry ids of requests count on."""
@@ -145,6 +149,12 @@ class RolloutDispatcher:
             StaleEpoch: The run has a newer epoch.
         """
         self._check_count(count)
+        with self._waits.waiting("rollouts", deadline=deadline) as reported:
+            return await self._take(count, deadline, usable, waiting, reported)
+
+    async def _take(
+        self, count: int, deadline: float, usable: Usable, waiting: Waiting | None, reported: Wait
+    ) -> list[Group]:
         began = anyio.current_time()
         wait = self._wait("groups are missing", deadline)
         judged: set[str] = set()
@@ -162,7 +172,10 @@ class RolloutDispatcher:
                     await self._look(wait)
                     next_look = anyio.current_time() + self.settings.claim_lease / 4
                     continue
-            self._say_missing(wait, count)
+            missing = self.waits_for(count)
+            self._say_missing(wait, missing)
+            if missing:
+                reported.update(object_of_wait(missing), holders_of(missing))
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
             self._receive(await self._answers.next(wait, block))
             if waiting is not None and (missing := self.waits_for(count)):
@@ -397,8 +410,7 @@ class RolloutDispatcher:
         text = f"run {self.settings.run_id}: {missing}"
         return Deadline(self._deadline if deadline is None else deadline, text)
 
-    def _say_missing(self, wait: Deadline, count: int) -> None:
-        missing = self.waits_for(count)
+    def _say_missing(self, wait: Deadline, missing: Sequence[HeldRequest]) -> None:
         named = ", ".join(one.in_words for one in missing[:_NAMED])
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         wait.missing = (

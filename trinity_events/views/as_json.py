@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..core import MonitorState
+from ..core.waits import open_waits, seconds_left
 
 _OF_RUN = ("opened_at", "closed_at")
 _OF_EXPLORER = ("applied_at", "heard_at", "requested_at")
@@ -19,7 +20,7 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
     if built.get("trainer_waits") is not None:
         _in_seconds(built["trainer_waits"], "since")
     for wait in built.get("waits", {}).values():
-        _in_seconds(wait, "since")
+        _in_seconds(wait, "since", "heard_at")
     for explorer in built.get("explorers", {}).values():
         _in_seconds(explorer, *_OF_EXPLORER)
     for attempt in built.get("attempts", {}).values():
@@ -33,6 +34,22 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
                 for attempts in (slot.get("waiting", {}), slot.get("running", {})):
                     _in_seconds(attempts, *attempts)
     return built
+
+
+def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:
+    """Return the waits that are open at a moment, as the item ``waits``; nothing without any."""
+    shown = {id(one) for one in open_waits(state, now)}
+    built = state_as_json(state).get("waits", {})
+    waits = {
+        name: built[name]
+        | {
+            "seconds": max(0, now - one.since) / 1000,
+            "seconds_left": seconds_left(one, now),
+        }
+        for name, one in state.waits.items()
+        if id(one) in shown
+    }
+    return {"waits": waits} if waits else {}
 
 
 def seconds(milliseconds: int | None) -> float | None:

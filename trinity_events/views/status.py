@@ -15,13 +15,17 @@ from ..checkpoint_layout import final_name
 from ..core import MonitorState, failures, unfinished
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import KINDS, ExplorerState, TrainerWaits
-from ..core.waits import chains_of_waits
+from ..core.waits import chained_waits, culprits, seconds_left
 from ..log import position
 from .terminal import visible
 from .times import date_and_time
 
 _NAMED = 8
 """Number of explorers that are named; the others are counted."""
+_TABLED = 16
+"""Number of waits that the table shows; the others are counted."""
+_DEEPEST = 8
+"""Maximum indentation of a wait in its table."""
 
 
 def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
@@ -87,10 +91,6 @@ def status_panel(
     if state.trainer_waits is not None and state.closed is None:
         waits = _waits(state, state.trainer_waits, now)
         about.append(Text(visible(waits, lines=False), style="yellow"))
-    about += [
-        Text(visible(line, lines=False), style="yellow")
-        for line in chains_of_waits(state, _moment_of(state, now))
-    ]
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
@@ -101,7 +101,10 @@ def status_panel(
     waiting = [
         Text(visible(line, lines=False), style="yellow") for line in unfinished(state, now=now)
     ]
-    tables = (Text(), _ready(state), Text(), _explorers(state, now, silent=silent))
+    tables = (
+        *(Text(), _ready(state), Text(), _explorers(state, now, silent=silent)),
+        *_waits_table(state, _moment_of(state, now)),
+    )
     return Group(head, *about, *tables, *failed, *waiting, *_refusals(state), *_anomalies(state))
 
 
@@ -138,6 +141,27 @@ def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
         status = _explorer_status(state, name, explorer, silent=silent)
         table.add_row(name, status, serves, date_and_time(explorer.applied_at), heard)
     return table
+
+
+def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
+    """Return a table of the open waits; those of the processes that one names are indented."""
+    links = chained_waits(state, now)
+    if not links:
+        return []
+    table = Table(box=None, pad_edge=False)
+    for column in ("WAITS", "FOR", "FROM", "SINCE", "GIVES UP"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("WAITS", "GIVES UP"))
+    for wait, depth in links[:_TABLED]:
+        left = seconds_left(wait, now)
+        cells = (wait.what, culprits(wait) or "-", _ago(now - wait.since))
+        table.add_row(
+            "  " * min(depth, _DEEPEST) + visible(wait.by, lines=False),
+            *(visible(one, lines=False) for one in cells),
+            "-" if left is None else f"in {left:.0f} s",
+        )
+    more = len(links) - _TABLED
+    rest = [Text(f"{more} more waits are open.", style="yellow")] if more > 0 else []
+    return [Text(), table, *rest]
 
 
 def _refusals(state: MonitorState) -> list[Text]:

@@ -29,6 +29,7 @@ class Session:
             self._connect_weights,
             f"{settings.role}-{settings.rank}",
             settings.group_timeout,
+            lambda: self.events.waits,
         )
         self._servers = ExitStack()
         """Embedded servers in use."""

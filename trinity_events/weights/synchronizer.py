@@ -19,6 +19,7 @@ from trinity_schemas import (
 )
 
 from ..coordinator import LEASE
+from ..waits import WaitReporter
 from .model_update import ModelUpdateGroup
 from .publication import Publication
 from .publish import PublishedPartReport
@@ -130,6 +131,11 @@ class Synchronizer:
     def producer(self) -> Producer:
         """Producer of this process's events."""
         return self._session.events.producer
+
+    @property
+    def waits(self) -> WaitReporter:
+        """Reporter of this process's long waits, such as an explorer's for a version."""
+        return self._session.events.waits
 
     def flush(self, deadline: float = FLUSH_DEADLINE) -> None:
         """Wait until all published events are in the log; other methods do not wait.

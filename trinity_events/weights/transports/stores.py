@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import redis
 
 from ...errors import VersionUnavailable
+from ...waits import WaitReporter
 from .base import ChunkStore
 from .collective import CollectiveStore
 from .cuda import CudaStore
@@ -19,11 +20,25 @@ TransportName = Literal["redis", "shm", "ray", "collective", "cuda"]
 
 
 class Stores:
-    """Chunk stores of one process; each one is opened at its first use."""
+    """Chunk stores of one process; each one is opened at its first use.
+
+    Args:
+        run_id: The run.
+        connect: Connects to the server of the chunks.
+        process: Role and rank of the process.
+        group_timeout: Seconds after which a silent peer of a collective group is an error.
+        waits: Returns the reporter of the process's long waits.
+    """
 
     def __init__(
-        self, run_id: str, connect: Callable[[], redis.Redis], process: str, group_timeout: float
+        self,
+        run_id: str,
+        connect: Callable[[], redis.Redis],
+        process: str,
+        group_timeout: float,
+        waits: Callable[[], WaitReporter],
     ) -> None:
+        self._waits = waits
         self._run_id = run_id
         self._connect = connect
         self._process = process
@@ -51,7 +66,11 @@ class Stores:
             return RayStore()
         if transport == CollectiveStore.name:
             return CollectiveStore(
-                self._connect(), self._run_id, self._process, timeout=self._group_timeout
+                self._connect(),
+                self._run_id,
+                self._process,
+                timeout=self._group_timeout,
+                waits=self._waits,
             )
         if transport == CudaStore.name:
             return CudaStore()

@@ -10,6 +10,7 @@ import time
 from typing import Any, TypeVar
 
 from ....errors import DeadlineExceeded, GroupBroken
+from ....waits import Wait, WaitReporter
 from ..base import PartRef
 from .groups import ProcessGroup, backend_for, current_gpu, gpu_identity, open_store
 from .messages import (
@@ -48,6 +49,7 @@ class GroupSender:
         place: Rendezvous at which explorers find this trainer.
         timeout: Seconds after which a dead or hung peer is an error to all others.
         host: Address at which explorers reach this trainer.
+        waits: Reporter of long waits for explorers.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class GroupSender:
         *,
         timeout: float,
         host: str,
+        waits: WaitReporter,
     ) -> None:
         self._run_id = run_id
+        self._waits = waits
         self._place = place
         self._timeout = timeout
         self._listener = socket.create_server((host, 0), backlog=1024)
@@ -86,13 +90,21 @@ class GroupSender:
             DeadlineExceeded: if fewer came within ``patience`` seconds; it names those that did.
             GroupBroken: if they came, and the group could not be made.
         """
-        give_up = time.monotonic() + patience
         self._place.keep(self.info)
-        while True:
-            self._reconcile()
-            if len(self._members) >= explorers:
-                self._form()
-                return self._seated
+        self._reconcile()
+        if len(self._members) < explorers:
+            with self._waits.waiting("the collective group", deadline=patience) as reported:
+                self._wait_for_members(explorers, patience, reported)
+        self._form()
+        return self._seated
+
+    def _wait_for_members(self, explorers: int, patience: float, reported: Wait) -> None:
+        give_up = time.monotonic() + patience
+        while len(self._members) < explorers:
+            reported.update(
+                f"{explorers} explorers in the collective group, of which "
+                f"{len(self._members)} are there"
+            )
             left = give_up - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(
@@ -102,6 +114,7 @@ class GroupSender:
                     "its own, or look at why they ended"
                 )
             readable(self._listener, min(left, 1.0))
+            self._reconcile()
 
     def begin(self, part: PartRef) -> ProcessGroup:
         """Return the group of the connected explorers, after announcing the part to them."""
@@ -130,13 +143,17 @@ class GroupSender:
 
     def confirm(self) -> None:
         """Wait until every explorer of the group has the complete version. Raises GroupBroken."""
+        what, left = "the report that sent weights are complete", list(self._seated)
         until = time.monotonic() + self._timeout
-        for name in self._seated:
-            answer = self._answer(name, DeliveryReport, until)
-            if answer is None or answer.error is not None:
-                self.tear_down()
-                why = "said nothing" if answer is None else answer.error
-                raise GroupBroken(f"{name} did not get the complete weights: it {why}")
+        with self._waits.waiting(what, left, deadline=self._timeout) as reported:
+            for name in self._seated:
+                answer = self._answer(name, DeliveryReport, until)
+                if answer is None or answer.error is not None:
+                    self.tear_down()
+                    why = "said nothing" if answer is None else answer.error
+                    raise GroupBroken(f"{name} did not get the complete weights: it {why}")
+                left.remove(name)
+                reported.update(what, left)
 
     def tear_down(self) -> None:
         """End the group; explorers stay connected and wait for the next group."""
@@ -212,9 +229,13 @@ class GroupSender:
                 channel.send(FormGroup(generation=self._generation), self._timeout)
             except ChannelClosed as error:
                 self._drop(name, str(error))
-        for name in list(self._members):
-            if self._answer(name, Ack, until) is None:
-                self._drop(name, f"it did not answer within {patience:g} s")
+        what, left = "an answer before the collective group is formed", list(self._members)
+        with self._waits.waiting(what, left, deadline=patience) as reported:
+            for name in list(self._members):
+                if self._answer(name, Ack, until) is None:
+                    self._drop(name, f"it did not answer within {patience:g} s")
+                left.remove(name)
+                reported.update(what, left)
 
     def _make(self, names: tuple[str, ...]) -> ProcessGroup:
         backend = backend_for([gpu_identity(current_gpu()), *(self._gpus[name] for name in names)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import redis
@@ -10,6 +10,7 @@ import redis
 from trinity_schemas import StepRef
 
 from ....errors import GroupBroken
+from ....waits import NO_REPORTS, WaitReporter
 from ..base import Check, PartRef
 from ..chunk_slices import check_chunks, cut_chunks
 from .frames import Frame, FrameSender
@@ -42,14 +43,22 @@ class CollectiveStore:
         run_id: Id of the run.
         name: Name of this process.
         timeout: Seconds after which a dead peer is an error; only the trainer's value counts.
+        waits: Returns the reporter of the trainer's long waits.
     """
 
     name = "collective"
 
     def __init__(
-        self, client: redis.Redis, run_id: str, name: str, *, timeout: float = TIMEOUT
+        self,
+        client: redis.Redis,
+        run_id: str,
+        name: str,
+        *,
+        timeout: float = TIMEOUT,
+        waits: Callable[[], WaitReporter] = lambda: NO_REPORTS,
     ) -> None:
         self._redis = client
+        self._waits = waits
         self._run_id = run_id
         self._who = name
         self._timeout = timeout
@@ -69,6 +78,7 @@ class CollectiveStore:
                 self._place,
                 timeout=self._timeout,
                 host=own_address(self._redis),
+                waits=self._waits(),
             )
         return self._trainer.info
 
