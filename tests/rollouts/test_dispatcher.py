@@ -102,6 +102,29 @@ async def test_a_stale_group_is_asked_for_again_and_a_filtered_one_makes_room(pa
     assert [(one.ordinal, one.attempt, one.reason) for one in again] == [(0, 2, "stale")]
 
 
+async def test_a_checkpoint_holds_the_ledger_that_its_step_told(parts):
+    dispatcher = await parts.dispatcher()
+    before = dispatcher.ledger_at(0)
+    assert (before.next, before.trained) == (0, 0)
+    await dispatcher.dispatch(4, parts.version)
+    assert dispatcher.ledger_at(0) == before, "no step was told yet"
+    await answer(parts.explorer(), 4)
+    groups = await dispatcher.take(1, deadline=PATIENCE)
+    await dispatcher.trained(1, groups)
+    told = dispatcher.ledger_at(1)
+    # The next step drops an ordinal, and asks for another one, before step 1 is saved.
+    filtered = {1: "filtered"}
+    later = await dispatcher.take(
+        1, deadline=PATIENCE, usable=lambda group: filtered.get(group.ordinal, True)
+    )
+    assert ordinals(later) == [2]
+    await dispatcher.dispatch(1, parts.version)
+    assert dispatcher.ledger_at(1) == told
+    assert (told.mark, told.next, told.trained, told.dropped) == (1, 4, 1, {})
+    await dispatcher.trained(2, later)
+    assert dispatcher.ledger_at(2).dropped == {"filtered": 1}
+
+
 async def keep_answering(explorer):
     while True:
         await answer(explorer, 8)

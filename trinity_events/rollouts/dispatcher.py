@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
 import redis.asyncio
+from msgspec.structs import replace
 
 from trinity_schemas import (
     ReissuedRollout,
@@ -72,6 +73,10 @@ class RolloutDispatcher:
     ) -> None:
         self.settings = settings
         self.ledger = Ledger() if ledger is None else ledger
+        if self.ledger.fingerprint is None:
+            self.ledger.fingerprint = settings.fingerprint
+        self._told = self.ledger.to_contract(0)
+        """Ledger as the log tells it: after the last step, or as the run was resumed."""
         self._state = DispatchState(settings, self.ledger)
         self._publisher = publisher
         self._streams = RolloutStreams(client, settings.run_id, settings.epoch)
@@ -204,6 +209,7 @@ class RolloutDispatcher:
             await self._publisher.publish(event)
             self._state.train(ordinals)
             self._step = step
+            self._told = self.ledger.to_contract(step)
             entry_ids = [one for group in groups for one in group.entry_ids]
             if self.settings.keep_answers == "checkpoint":
                 self._until_checkpoint.setdefault(step, []).extend(entry_ids)
@@ -221,12 +227,15 @@ class RolloutDispatcher:
     def ledger_at(self, step: int) -> TrainedLedger:
         """Return the ledger as the checkpoint of the step that was trained last holds it.
 
+        It is the ledger of the moment of :meth:`trained`. What was dropped or asked for since then
+        is open in it, or comes next.
+
         Raises:
             LedgerError: Another step was trained last.
         """
         if self._step not in (None, step):
             raise LedgerError(f"the ledger is that of step {self._step}, not of step {step}")
-        return self.ledger.to_contract(step)
+        return replace(self._told, step=step)
 
     def waits_for(self, count: int | None = None) -> list[HeldRequest]:
         """Return the requests without an answer that a step of ``count`` groups waits for."""
