@@ -4,19 +4,26 @@ import pytest
 
 from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
-from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group
+from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group, Versions
 from trinity_events.rollouts.streams import SeenClaim, Sight
+from trinity_schemas import StepRef
 
 LEASE, DEADLINE = 10.0, 100.0
+FIRST, NEWEST = Versions(StepRef(1, 0)), Versions(StepRef(1, 7), exact=True)
+
+
+def reissue(state, due):
+    """Issue an ordinal again, as if the server did at once."""
+    request = state.reissue(due, NEWEST)
+    state.written(request)
+    return request
 
 
 @pytest.fixture
 def state():
     given = {"claim_lease": LEASE, "request_deadline": DEADLINE, "max_attempts": 2}
     made = DispatchState(settings("run", 1, **given), Ledger())
-    made.ask(made.next_ordinals(2))
-    for ordinal, asked in made.asked.items():
-        asked.number = ordinal + 1
+    made.requests(made.ask(made.next_ordinals(2), FIRST))
     return made
 
 
@@ -49,15 +56,22 @@ def test_a_request_that_is_not_there_is_lost(state):
 
 
 def test_failed_attempts_exhaust_and_stale_or_lost_ones_do_not(state):
-    for number, reason in enumerate(["stale", "lost", "stale", "lost"], 10):
+    for reason in ("stale", "lost", "stale", "lost"):
         again, exhausted = state.split([Due(0, reason)])
         assert exhausted == []
-        state.reissue(again[0], number)
+        reissue(state, again[0])
     for reason in ("lapsed", "deadline", "failed"):
         assert state.split([Due(1, reason)]) == ([Due(1, reason)], [])
-    state.reissue(Due(1, "lapsed"), 20)
+    reissue(state, Due(1, "lapsed"))
     assert state.split([Due(1, "failed")]) == ([], [Due(1, "failed")])
     assert (state.asked[0].attempt, state.asked[1].attempt) == (5, 2)
+
+
+@pytest.mark.parametrize("reason", ["lapsed", "deadline", "failed", "lost"])
+def test_a_request_that_is_issued_again_names_its_own_version(state, reason):
+    assert reissue(state, Due(0, reason)).versions == FIRST
+    assert reissue(state, Due(0, "stale")).versions == NEWEST, "its own is too old"
+    assert reissue(state, Due(0, reason)).versions == NEWEST
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Fuse:
     def wire(self, streams) -> None:
         """Count the calls of streams."""
         ask = streams.ask
-        streams.ask = lambda wait, question: self(lambda: ask(wait, question))
+        streams.ask = lambda wait, question, **more: self(lambda: ask(wait, question, **more))
 
 
 class MortalLog(RedisEventLog):

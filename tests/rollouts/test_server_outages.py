@@ -3,9 +3,11 @@
 import anyio
 import pytest
 
+from tests.support.faulty_proxy import Proxy
 from tests.support.redis_servers import servers
 from tests.support.rollout_parts import Parts, answer, samples_of
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, until
+from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
 from trinity_events.server import connect
 from trinity_schemas import RunKeys
@@ -46,6 +48,37 @@ async def test_every_claim_gets_one_full_lease_after_an_outage(parts, server):
         tasks.start_soon(come_back)
         [group] = await dispatcher.take(1, deadline=PATIENCE)
     assert group.attempt == 1
+
+
+async def test_every_claim_gets_one_full_lease_after_broken_connections(parts, server, tmp_path):
+    lease = 3.0
+
+    async def has_been_up_for_a_lease():
+        return (await parts.client.info("server"))["uptime_in_seconds"] > lease
+
+    await until(has_been_up_for_a_lease)
+    with Proxy(server.url, tmp_path / "proxy") as proxy:
+        async with connect(proxy.url, retry=False) as client:
+            cut_off = Parts(client, parts.publisher, parts.run_id)
+            dispatcher = await cut_off.dispatcher(claim_lease=lease)
+            await dispatcher.dispatch(1, parts.version)
+            explorer = parts.explorer()
+            [claim] = await explorer.claim(1, seconds=PATIENCE)
+            proxy.refuse()
+            with pytest.raises(DeadlineExceeded, match="the server does not answer"):
+                await dispatcher.take(1, deadline=2.0)
+            # No explorer could renew for longer than a lease, and the server runs on.
+            aged = {"min_idle_time": 0, "idle": int(2 * lease * 1000), "justid": True}
+            key = RunKeys.of(parts.run_id).rollouts
+            await parts.client.xclaim(key, "explorers-1", "a", message_ids=[claim.entry_id], **aged)
+            proxy.heal()
+            with pytest.raises(DeadlineExceeded, match="claimed by a"):
+                await dispatcher.take(1, deadline=1.0)
+            assert await explorer.renew([claim]) == [claim]
+            assert await explorer.answer(claim, samples_of(claim))
+            [group] = await dispatcher.take(1, deadline=PATIENCE)
+    assert group.attempt == 1
+    assert len(await parts.publisher.log.read()) == 2, "the run was opened, and one request told"
 
 
 async def test_what_the_server_held_is_still_handed_out_after_it_was_killed(parts, server):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import NamedTuple
 
 from trinity_schemas import ContractError, Experience
@@ -43,18 +43,17 @@ class AnswerReader:
         """Return what arrives within ``block`` seconds."""
         return list(self._sort(await self._streams.answers_after(wait, self._cursor, block)))
 
-    async def rest(self, wait: Deadline) -> list[Group | Failed | Useless]:
-        """Return everything that is there, and read anew a stream that began anew."""
-        found: list[Group | Failed | Useless] = []
+    async def rest(self, wait: Deadline) -> AsyncIterator[list[Group | Failed | Useless]]:
+        """Yield everything that is there, and read anew a stream that began anew."""
         newest = await self._streams.newest_answer(wait)
         if position(newest) < position(self._cursor):
             self._cursor = "0-0"
             self._partial.clear()
         while True:
             entries = await self._streams.answers_after(wait, self._cursor)
-            found += self._sort(entries)
+            yield list(self._sort(entries))
             if len(entries) < ANSWERS_AT_ONCE:
-                return found
+                return
 
     def _sort(self, entries: list[Entry]) -> Iterator[Group | Failed | Useless]:
         for entry_id, fields in entries:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from trinity_schemas import Experience, OrdinalRange, StepTrained
+from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
 
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import words_of_ranges
@@ -69,15 +69,39 @@ class Due(NamedTuple):
     """Seconds for which its claim must be idle still; 0 if the claim does not matter."""
 
 
+class Versions(NamedTuple):
+    """Weight versions that may serve a request."""
+
+    oldest: StepRef
+    exact: bool = False
+    """True if no version but ``oldest`` may serve it."""
+
+
 class Asked(Struct):
     """Open ordinal that was asked for."""
 
+    versions: Versions
+    """Versions that its request names."""
     attempt: int = 1
     number: int | None = None
     """Number of its request; None once the request is known to be gone."""
     failures: int = 0
     explorer: str | None = None
     claimed_at: float = 0.0
+
+
+class Request(NamedTuple):
+    """Request that is to be written, in the place of an earlier one if it names one."""
+
+    ordinal: int
+    number: int
+    """Number in its entry id."""
+    attempt: int
+    versions: Versions
+    due: Due | None = None
+    """Reason for which it is a further attempt."""
+    earlier: int | None = None
+    """Number of the request that it replaces."""
 
 
 class DispatchState:
@@ -96,6 +120,8 @@ class DispatchState:
         self.kept: dict[int, Group] = {}
         """Answers of earlier epochs, used when their ordinal comes up."""
         self.taken: set[int] = set()
+        self.number = 0
+        """Number of the newest request; the entry ids of requests count on."""
         self._dropped: dict[str, list[int]] = {}
         """Ordinals that were dropped since the last step, by reason."""
         if ledger.fingerprint not in (None, settings.fingerprint):
@@ -115,13 +141,13 @@ class DispatchState:
         """Return the number of ordinals to ask for, so that a step of ``count`` gets its groups."""
         return max(count - len(self.asked), 0)
 
-    def ask(self, ordinals: Sequence[int]) -> list[int]:
+    def ask(self, ordinals: Sequence[int], versions: Versions) -> list[int]:
         """Note that ordinals were asked for; return those that no kept answer answers."""
         self._restored = self._restored[sum(one < self.ledger.next for one in ordinals) :]
         fresh = [one for one in ordinals if one >= self.ledger.next]
         if fresh:
             self.ledger.dispatch(fresh[0], fresh[-1])
-        self.asked.update((one, Asked()) for one in ordinals)
+        self.asked.update((one, Asked(versions)) for one in ordinals)
         for ordinal in ordinals:
             if ordinal in self.kept:
                 self.arrived[ordinal] = self.kept.pop(ordinal)
@@ -137,13 +163,42 @@ class DispatchState:
             (exhausted if failures >= self.settings.max_attempts else again).append(one)
         return again, exhausted
 
-    def reissue(self, due: Due, number: int | None) -> None:
-        """Note that the next attempt was told, and its request written under a number."""
+    def requests(self, ordinals: Iterable[int]) -> list[Request]:
+        """Return the first requests of ordinals that were asked for."""
+        return [self._request(one, self.asked[one].versions) for one in ordinals]
+
+    def reissue(self, due: Due, newest: Versions) -> Request:
+        """Note that the next attempt was told; return its request.
+
+        It names the versions of the attempt before, unless they are too old to be used.
+        """
         asked = self.asked[due.ordinal]
         asked.attempt += 1
-        if number is not None:
-            asked.number, asked.explorer = number, None
-            asked.failures += due.reason not in NOT_THE_EXPLORERS
+        earlier = None if due.reason == "lost" else asked.number
+        return self._request(due.ordinal, self.versions_for(due, newest), due, earlier)
+
+    def versions_for(self, due: Due, newest: Versions) -> Versions:
+        """Return the versions that may serve the next attempt."""
+        return newest if due.reason == "stale" else self.asked[due.ordinal].versions
+
+    def _request(
+        self, ordinal: int, versions: Versions, due: Due | None = None, earlier: int | None = None
+    ) -> Request:
+        self.number += 1
+        asked = self.asked[ordinal]
+        if earlier is None:  # Nothing can keep it from being written.
+            asked.number, asked.versions, asked.explorer = self.number, versions, None
+        return Request(ordinal, self.number, asked.attempt, versions, due, earlier)
+
+    def written(self, request: Request) -> None:
+        """Note that a request is in the stream, and the earlier one no more."""
+        asked = self.asked.get(request.ordinal)
+        if asked is None or request.due is None:
+            return
+        asked.failures += request.due.reason not in NOT_THE_EXPLORERS
+        if request.earlier is not None and request.ordinal not in self.arrived:
+            asked.number, asked.versions = request.number, request.versions
+            asked.explorer = None
 
     def drop(self, reason: str, ordinal: int) -> None:
         """Give up an ordinal; the event of the next step tells it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
@@ -25,7 +26,16 @@ from ..log import AsyncPublisher
 from ..server import Deadline
 from ..waits import NO_REPORTS, Wait, WaitReporter
 from .answers import AnswerReader, Failed, Useless
-from .dispatch_state import DispatchState, Due, Group, HeldRequest, holders_of, object_of_wait
+from .dispatch_state import (
+    DispatchState,
+    Due,
+    Group,
+    HeldRequest,
+    Request,
+    Versions,
+    holders_of,
+    object_of_wait,
+)
 from .settings import DispatchSettings
 from .streams import LONGEST_BLOCK, RolloutStreams
 
@@ -36,6 +46,8 @@ _DONE = 1
 _NAMED = 8
 """Maximum requests that the error of a wait names."""
 _FREED_AT_ONCE = 1000
+_SLOW = 2.0
+"""Minimum seconds of a call that count as an outage of the server."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,24 +91,28 @@ class RolloutDispatcher:
         """Ledger as the log tells it: after the last step, or as the run was resumed."""
         self._state = DispatchState(settings, self.ledger)
         self._publisher = publisher
-        self._streams = RolloutStreams(client, settings.run_id, settings.epoch)
+        self._streams = RolloutStreams(
+            client, settings.run_id, settings.epoch, slow=max(_SLOW, settings.claim_lease / 4)
+        )
         self._answers = AnswerReader(self._streams)
         self._deadline = deadline
         self._waits = waits
         self._lock = anyio.Lock()
-        self._number = 0
-        """Number of the newest request; the entry ids of requests count on."""
-        self._versions: tuple[StepRef, bool] | None = None
+        self._untold: tuple[list[int], Versions] | None = None
+        """Ordinals whose dispatch may not be in the log yet."""
+        self._asked = 0
+        """Number of ordinals asked for since the last call that returned."""
+        self._unwritten: list[Request] = []
+        """Requests that were told, and may not be in the stream yet."""
+        self._newest: Versions | None = None
         self._step: int | None = None
         """Step that was trained last."""
-        self._due: list[Due] = []
+        self._due: dict[int, Due] = {}
         """Ordinals to ask for again as soon as a step is waited for."""
         self._useless: list[str] = []
         """Entries of answers that are to be freed."""
         self._until_checkpoint: dict[int, list[str]] = {}
         """Answers that a resume may need, by the step that they were trained in."""
-        self._calm_since = -math.inf
-        """Time since which the server has answered without a fault."""
 
     async def start(self) -> None:
         """Withdraw all requests of earlier epochs, and their answers, unless a resume needs them.
@@ -106,15 +122,16 @@ class RolloutDispatcher:
         """
         wait = self._wait("the dispatch did not start")
         kept = self.settings.keep_answers == "checkpoint"
-        self._number = await self._streams.begin(wait, withdraw_answers=not kept)
-        for answer in await self._answers.rest(wait) if kept else ():
-            if isinstance(answer, Group) and self._is_whole(answer) and self._state.keep(answer):
-                continue
-            self._useless += _entry_ids(answer)
+        self._state.number = await self._streams.begin(wait, withdraw_answers=not kept)
+        if kept:
+            async for answers in self._answers.rest(wait):
+                self._keep(answers)
         await self._free(wait)
 
     async def dispatch(self, count: int, oldest: StepRef, *, exact: bool = False) -> int:
         """Ask for the next ordinals; return their number, which the window may bound.
+
+        The next call completes a dispatch that was cancelled or failed, and counts its ordinals.
 
         Args:
             count: Number of ordinals; with 0 only the versions change, for requests to come.
@@ -123,11 +140,15 @@ class RolloutDispatcher:
 
         Raises:
             StaleEpoch: The run has a newer epoch.
-            PublishError: The event was not published; nothing was asked for.
+            PublishError: The event may not be in the log; the next call tells it again.
         """
         async with self._lock:
-            self._versions = oldest, exact
-            return await self._ask(self._wait("rollouts were not dispatched"), count)
+            self._newest = Versions(oldest, exact)
+            wait = self._wait("rollouts were not dispatched")
+            await self._complete(wait)
+            await self._ask(wait, count - self._asked)
+            asked, self._asked = self._asked, 0
+            return asked
 
     async def take(
         self,
@@ -166,8 +187,10 @@ class RolloutDispatcher:
         next_look = -math.inf
         while True:
             async with self._lock:
+                await self._complete(wait)
                 await self._settle_due(wait)
                 await self._ask(wait, self._state.lacking(count))
+                self._asked = 0
                 await self._free(wait)
                 if self._judge(count, usable, judged):
                     continue
@@ -206,7 +229,7 @@ class RolloutDispatcher:
             event = self._state.told(
                 step, ordinals, metrics=metrics or {}, staleness=staleness or {}
             )
-            await self._publisher.publish(event)
+            await self._streams.timed(lambda: self._publisher.publish(event))
             self._state.train(ordinals)
             self._step = step
             self._told = self.ledger.to_contract(step)
@@ -243,37 +266,41 @@ class RolloutDispatcher:
         return self._state.missing(wanted, anyio.current_time())
 
     # --- asking ------------------------------------------------------------------------------
+    #
+    # A call may be cancelled, or fail, wherever it waits. What it began is noted first, and the
+    # next call completes it: an event that may be in the log is told again, and so are requests.
 
-    async def _ask(self, wait: Deadline, count: int) -> int:
-        ordinals = self._state.next_ordinals(count) if count > 0 else []
-        if not ordinals:
-            return 0
-        oldest, _ = self._needed_versions()
-        await self._publisher.publish(
-            RolloutsDispatched(
-                ordinals=ranges(ordinals),
-                oldest=oldest,
-                fingerprint=self.settings.fingerprint,
-            )
-        )
-        rows: list[object] = []
-        for ordinal in self._state.ask(ordinals):
-            asked = self._state.asked[ordinal]
-            asked.number = self._next_number()
-            rows += ["", 0, *self._written(asked.number, ordinal, asked.attempt)]
-        if rows:
-            await self._streams.write(wait, "issue", self._streams.group, *rows)
-        return len(ordinals)
+    async def _ask(self, wait: Deadline, count: int) -> None:
+        if count > 0 and (ordinals := self._state.next_ordinals(count)):
+            self._untold = ordinals, self._needed_versions()
+            await self._complete(wait)
+
+    async def _complete(self, wait: Deadline) -> None:
+        """Tell what is to be asked for, and write its requests."""
+        if self._untold is not None:
+            ordinals, versions = self._untold
+            await self._tell(RolloutsDispatched(ordinals=ranges(ordinals), oldest=versions.oldest))
+            self._untold = None
+            self._unwritten += self._state.requests(self._state.ask(ordinals, versions))
+            self._asked += len(ordinals)
+        if self._unwritten:
+            rows = [part for one in self._unwritten for part in self._row(one)]
+            replies = await self._streams.write(wait, "issue", self._streams.group, *rows)
+            written, self._unwritten = self._unwritten, []
+            for request, reply in zip(written, replies, strict=True):
+                if reply == _DONE:
+                    self._state.written(request)
 
     async def _settle_due(self, wait: Deadline) -> None:
         """Ask again for ordinals whose attempt counts no more, or give them up."""
-        due = {one.ordinal: one for one in self._due if one.ordinal in self._state.asked}
-        again, exhausted = self._state.split(due.values())
-        for one in exhausted:
-            await self._give_up(wait, one)
+        asked, arrived = self._state.asked, self._state.arrived
+        self._due = {one: due for one, due in self._due.items() if one in asked.keys() - arrived}
+        again, exhausted = self._state.split(self._due.values())
+        for due in exhausted:
+            await self._give_up(wait, due)
+            del self._due[due.ordinal]
         if again:
             await self._ask_again(wait, again)
-        self._due.clear()
 
     async def _give_up(self, wait: Deadline, due: Due) -> None:
         number = self._state.asked[due.ordinal].number
@@ -288,64 +315,57 @@ class RolloutDispatcher:
         )
         self._state.drop("attempts", due.ordinal)
 
-    async def _ask_again(self, wait: Deadline, again: Sequence[Due]) -> None:
-        oldest, _ = self._needed_versions()
-        reissued = tuple(
-            ReissuedRollout(
-                ordinal=one.ordinal,
-                attempt=self._state.asked[one.ordinal].attempt + 1,
-                reason=one.reason,
+    async def _ask_again(self, wait: Deadline, again: Iterable[Due]) -> None:
+        newest, by_versions = self._needed_versions(), defaultdict[Versions, list[Due]](list)
+        for due in again:
+            by_versions[self._state.versions_for(due, newest)].append(due)
+        for versions, several in by_versions.items():
+            reissued = tuple(
+                ReissuedRollout(
+                    ordinal=due.ordinal,
+                    attempt=self._state.asked[due.ordinal].attempt + 1,
+                    reason=due.reason,
+                )
+                for due in several
             )
-            for one in again
-        )
-        await self._publisher.publish(
-            RolloutsDispatched(
-                reissued=reissued, oldest=oldest, fingerprint=self.settings.fingerprint
-            )
-        )
-        rows: list[object] = []
-        numbers = []
-        for one in again:
-            asked = self._state.asked[one.ordinal]
-            earlier = None if one.reason == "lost" else asked.number
-            numbers.append(self._next_number())
-            rows += self._replaced(earlier, one)
-            rows += self._written(numbers[-1], one.ordinal, asked.attempt + 1)
-        replies = await self._streams.write(wait, "issue", self._streams.group, *rows)
-        for one, number, reply in zip(again, numbers, replies, strict=True):
-            self._state.reissue(one, number if reply == _DONE else None)
+            await self._tell(RolloutsDispatched(reissued=reissued, oldest=versions.oldest))
+            for due in several:
+                del self._due[due.ordinal]
+                self._unwritten.append(self._state.reissue(due, newest))
+        await self._complete(wait)
 
-    def _replaced(self, earlier: int | None, due: Due) -> list[object]:
-        name = "" if earlier is None else self._streams.request_id(earlier)
-        return [name, int(due.idle * 1000)]
+    async def _tell(self, event: RolloutsDispatched) -> None:
+        event = replace(event, fingerprint=self.settings.fingerprint)
+        await self._streams.timed(lambda: self._publisher.publish(event))
 
-    def _written(self, number: int, ordinal: int, attempt: int) -> list[object]:
-        oldest, exact = self._needed_versions()
-        request = RolloutRequest(
+    def _row(self, request: Request) -> list[object]:
+        """Return a request as the script that issues requests takes it."""
+        payload = RolloutRequest(
             run_id=self.settings.run_id,
             epoch=self.settings.epoch,
-            ordinal=ordinal,
-            attempt=attempt,
+            ordinal=request.ordinal,
+            attempt=request.attempt,
             samples=self.settings.samples,
             sampling=self.settings.sampling,
-            oldest=oldest,
-            exact=exact,
+            oldest=request.versions.oldest,
+            exact=request.versions.exact,
             fingerprint=self.settings.fingerprint,
             deadline=self.settings.request_deadline,
         )
-        return [self._streams.request_id(number), encode(request)]
+        earlier = self._replaced(request.earlier, request.due)
+        return [*earlier, self._streams.request_id(request.number), encode(payload)]
 
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
+    def _replaced(self, earlier: int | None, due: Due | None) -> list[object]:
+        name = "" if earlier is None else self._streams.request_id(earlier)
+        return [name, 0 if due is None else int(due.idle * 1000)]
 
-    def _needed_versions(self) -> tuple[StepRef, bool]:
-        if self._versions is None:
+    def _needed_versions(self) -> Versions:
+        if self._newest is None:
             raise TrinityError(
                 f"run {self.settings.run_id} asked for no rollouts yet: call dispatch before take, "
                 "which names the weight version that may serve them"
             )
-        return self._versions
+        return self._newest
 
     # --- answers -----------------------------------------------------------------------------
 
@@ -362,7 +382,13 @@ class RolloutDispatcher:
                         "run %s: an attempt of ordinal %d failed: %s",
                         *(self.settings.run_id, ordinal, answer.reason),
                     )
-                    self._due.append(Due(ordinal, "failed"))
+                    self._due[ordinal] = Due(ordinal, "failed")
+            self._useless += _entry_ids(answer)
+
+    def _keep(self, answers: Iterable[Group | Failed | Useless]) -> None:
+        for answer in answers:
+            if isinstance(answer, Group) and self._is_whole(answer) and self._state.keep(answer):
+                continue
             self._useless += _entry_ids(answer)
 
     def _is_whole(self, group: Group) -> bool:
@@ -382,7 +408,7 @@ class RolloutDispatcher:
             reason = verdict or "stale"
             self._useless += self._state.refuse(group.ordinal).entry_ids
             if reason == "stale":
-                self._due.append(Due(group.ordinal, reason))
+                self._due[group.ordinal] = Due(group.ordinal, reason)
             else:
                 self._state.drop(reason, group.ordinal)
         return refused
@@ -397,21 +423,18 @@ class RolloutDispatcher:
 
     async def _look(self, wait: Deadline) -> None:
         """Find requests that lapsed, are overdue, or are lost."""
-        faults = wait.faults
         sight = await self._streams.look(wait, 2 * self.settings.window)
         if not sight.group_exists:
             logger.warning("run %s: the requests are gone, and issued again", self.settings.run_id)
             begun = await self._streams.begin(wait, withdraw_answers=False)
-            self._number = max(self._number, begun)
+            self._state.number = max(self._state.number, begun)
             sight = await self._streams.look(wait, 2 * self.settings.window)
-        self._receive(await self._answers.rest(wait))
+        async for answers in self._answers.rest(wait):
+            self._receive(answers)
         now = anyio.current_time()
-        if wait.faults != faults:
-            self._calm_since = now
-        calm = min(now - self._calm_since, sight.uptime)
-        due = {one.ordinal for one in self._due}
-        found = self._state.observe(sight, now, calm)
-        self._due += [one for one in found if one.ordinal not in due]
+        calm = min(now - self._streams.answers_since, sight.uptime)
+        for due in self._state.observe(sight, now, calm):
+            self._due.setdefault(due.ordinal, due)
 
     # --- waits -------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
+import anyio
 import redis
 import redis.asyncio
 
@@ -54,14 +56,28 @@ class RolloutStreams:
 
     The consumer group bears the epoch in its name. A claim of an explorer of an older epoch is
     thus refused, although no script can make a blocking read.
+
+    Args:
+        client: Client of the server of the run's log.
+        run_id: The run.
+        epoch: The epoch.
+        slow: Seconds beyond which a call counts as an outage of the server. The client may have
+            sent a command again, without a word of it.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, run_id: str, epoch: int) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, run_id: str, epoch: int, *, slow: float = math.inf
+    ) -> None:
         self.client: Any = client
         self.run_id = run_id
         self.epoch = epoch
         self.keys = RunKeys.of(run_id)
         self.group = f"explorers-{epoch}"
+        self.answers_since = -math.inf
+        """Time since which the server has answered without an outage."""
+        self._cut_off = False
+        """True from an outage until the server answers."""
+        self._slow = slow
         self._scripts = Scripts(client, __package__)
 
     async def write(self, wait: Deadline, script: str, *args: object) -> Any:
@@ -105,13 +121,14 @@ class RolloutStreams:
             lambda: self.client.xread(
                 {self.keys.experiences: cursor}, count=ANSWERS_AT_ONCE, block=milliseconds
             ),
+            block=block or 0.0,
         )
         return reply[0][1] if reply else []
 
     async def newest_answer(self, wait: Deadline) -> str:
         """Return the largest id that the stream of answers ever had; 0-0 if there is none."""
         try:
-            info = await wait.ask(lambda: self.client.xinfo_stream(self.keys.experiences))
+            info = await self.ask(wait, lambda: self.client.xinfo_stream(self.keys.experiences))
         except redis.ResponseError as error:
             if "no such key" in str(error):
                 return "0-0"
@@ -119,12 +136,31 @@ class RolloutStreams:
         newest: bytes = info["last-generated-id"]
         return newest.decode()
 
-    async def ask(self, wait: Deadline, question: Callable[[], Awaitable[T]]) -> T:
-        """Return the server's answer; retry while it is away. Raises as :meth:`write`."""
+    async def ask(
+        self, wait: Deadline, question: Callable[[], Awaitable[T]], *, block: float = 0.0
+    ) -> T:
+        """Return the server's answer; retry while it is away. Raises as :meth:`write`.
+
+        ``block`` is the number of seconds for which the server may wait with its answer.
+        """
+        faults = wait.faults
         try:
-            return await wait.ask(question)
+            answer = await self.timed(lambda: wait.ask(question), block)
         except redis.ResponseError as error:
             raise self._refusal(error) or await self._conflict(error) or error from None
+        finally:
+            self._cut_off |= wait.faults != faults
+        if self._cut_off:
+            self._cut_off, self.answers_since = False, anyio.current_time()
+        return answer
+
+    async def timed(self, call: Callable[[], Awaitable[T]], block: float = 0.0) -> T:
+        """Make a call to the server, and note an outage if it takes too long."""
+        began = anyio.current_time()
+        try:
+            return await call()
+        finally:
+            self._cut_off |= anyio.current_time() - began > block + self._slow
 
     async def _conflict(self, error: redis.ResponseError) -> Exception | None:
         if "WRONGTYPE" in str(error):
