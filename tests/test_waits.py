@@ -5,34 +5,19 @@ import threading
 import anyio
 import pytest
 
+from tests.support.published_waits import PublishedWaits
 from tests.support.waits import PATIENCE, until, wait_until
 from trinity_events import waits
-from trinity_events.errors import BufferFull, DeadlineExceeded
+from trinity_events.errors import DeadlineExceeded
 from trinity_events.waits import MOST_REPORTED, WaitReporter
 from trinity_schemas import WaitEnded, WaitStarted
 
 SHORT = 0.05
 
 
-class Published:
-    """Publisher that keeps what is published, or refuses it."""
-
-    def __init__(self):
-        self.events = []
-        self.refuses = False
-
-    def publish(self, event):
-        if self.refuses:
-            raise BufferFull("no room")
-        self.events.append(event)
-
-    def of(self, kind):
-        return [one for one in self.events if isinstance(one, kind)]
-
-
 @pytest.fixture
 def published():
-    return Published()
+    return PublishedWaits()
 
 
 @pytest.fixture

@@ -5,13 +5,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import redis
 
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, wait_until
 from trinity_events import CheckpointCoordinator
 from trinity_events.coordinator import (
     SaveAttempt,
@@ -22,6 +23,7 @@ from trinity_events.coordinator import (
 )
 from trinity_events.errors import BufferFull, DeadlineExceeded, PublishError, SaveError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
+from trinity_events.waits import WaitReporter
 from trinity_schemas import (
     SaveFailed,
     SaveFinished,
@@ -31,6 +33,8 @@ from trinity_schemas import (
     Slot,
     StepCommitted,
     ThreadCountRegistered,
+    WaitEnded,
+    WaitStarted,
     decode_envelope,
 )
 
@@ -305,6 +309,38 @@ def test_waiting_has_a_deadline_that_names_what_still_runs(coordinator):
     assert "optimizer of step 5" in str(caught.value)
     release.set()
     coordinator.wait_all(deadline=PATIENCE)
+
+
+def test_waits_for_saves_that_last_are_reported(publisher, tmp_path):
+    publisher.waits = WaitReporter(publisher, threshold=0.05)
+    coordinator, release = CheckpointCoordinator(publisher, tmp_path), threading.Event()
+
+    def waits(count):
+        found = [one for one in said(publisher) if isinstance(one, WaitStarted)]
+        return found if len(found) >= count else None
+
+    def go_on(count):
+        try:
+            wait_until(partial(waits, count), "the wait was not reported")
+        finally:
+            release.set()
+
+    coordinator.save_async("model", lambda: release.wait(PATIENCE), 5)
+    with ThreadPoolExecutor(1) as beside:
+        seen = beside.submit(go_on, 1)
+        coordinator.save_async("model", lambda: None, 6)
+        seen.result()
+        release.clear()
+        coordinator.save_async("optimizer", lambda: release.wait(PATIENCE), 6)
+        seen = beside.submit(go_on, 2)
+        coordinator.wait_all()
+        seen.result()
+    assert [(one.what, one.waits_for) for one in waits(2)] == [
+        ("the end of model of step 5", ("actor-3",)),
+        ("the end of optimizer of step 6", ("actor-3",)),
+    ]
+    ended = [one for one in said(publisher) if isinstance(one, WaitEnded)]
+    assert [one.outcome for one in ended] == ["over", "over"]
 
 
 def test_a_save_that_would_wait_for_itself_is_refused(coordinator):

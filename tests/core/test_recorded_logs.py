@@ -63,7 +63,7 @@ def test_the_recorded_logs_meet_every_anomaly_and_announcement_of_the_fold():
         announced |= {event_tag(decode_envelope(one).event) for one in payloads}
     assert anomalies == {
         *("announcement-among-events", "duplicate", "gap", "late-attempt"),
-        *("stale-epoch", "undecodable", "unopened-epoch"),
+        *("stale-epoch", "trained-twice", "undecodable", "unopened-epoch"),
     }
     # Nobody grants anything yet: admission is not there.
     assert announced == {event_tag(one) for one in ANNOUNCEMENT_TYPES} - {"save-granted"}

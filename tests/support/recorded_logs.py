@@ -37,8 +37,11 @@ from trinity_schemas import (
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
+    LedgerRestored,
     Producer,
     Registration,
+    ReissuedRollout,
+    RolloutsDispatched,
     RunClosed,
     RunOpened,
     RunResumed,
@@ -46,10 +49,14 @@ from trinity_schemas import (
     SaveRequested,
     StepFailed,
     StepRef,
+    StepTrained,
     SyncRequested,
     ThreadCountRegistered,
+    TrainedLedger,
     TrainerStatusChanged,
     VersionRefused,
+    WaitEnded,
+    WaitStarted,
     WeightsApplied,
     encode,
     to_json,
@@ -57,6 +64,7 @@ from trinity_schemas import (
 
 FOLDER = Path(__file__).parents[1] / "recorded"
 BEGAN = 1_760_000_000_000
+TASK_SET = "sha256:" + "7" * 64
 
 
 class Tape:
@@ -294,7 +302,69 @@ def refused(step, **where):
     return VersionRefused(version=StepRef(1, step), reason="it is not what was published", **where)
 
 
+def rollouts():
+    """A run that dispatches, trains, drops and resumes rollouts, and whose processes wait."""
+    tape = Tape("rollouts")
+    tape.add(RunOpened())
+    for rank in (0, 1):
+        tape.add(ExplorerStatusChanged(status="running"), "explorer", rank, epoch=0)
+    tape.add(RolloutsDispatched(ordinals=((0, 15),), oldest=StepRef(1, 0), fingerprint=TASK_SET))
+    waits_for_weights = WaitStarted(
+        wait_id="weights-1", what="the weights of step 0", waits_for=("trainer-0",), seconds=5.0
+    )
+    tape.add(waits_for_weights, "explorer", 1, epoch=0)
+    tape.add(waited("step-1", "explorer-0", "explorer-1"))
+    tape.add(waited("step-1", "explorer-1", seconds=10.0))
+    tape.again()
+    tape.add(waited("save", what="the end of model of step 0"), "actor", 0)
+    tape.add(
+        RolloutsDispatched(
+            reissued=(
+                ReissuedRollout(ordinal=3, attempt=2, reason="lapsed"),
+                ReissuedRollout(ordinal=4, attempt=2, reason="failed"),
+            )
+        )
+    )
+    tape.add(WaitEnded(wait_id="weights-1", outcome="over", seconds=9.0), "explorer", 1, epoch=0)
+    tape.add(WaitEnded(wait_id="step-1", outcome="over", seconds=12.0))
+    tape.add(StepTrained(step=1, trained=((0, 3),), staleness={0: 32}))
+    dropped = {"filtered": ((4, 5),), "attempts": ((9, 9),)}
+    tape.add(StepTrained(step=2, trained=((6, 8), (10, 10)), dropped=dropped, staleness={1: 32}))
+    tape.add(StepTrained(step=3, trained=((10, 11),)))  # one of them was trained before
+    # An explorer that is taken for dead, and one that starts again, while they wait.
+    for rank in (0, 1):
+        wait = waited(f"reward-{rank}", "process 4711", what="the reward right")
+        tape.add(wait, "explorer", rank, epoch=0)
+    tape.add(
+        LeaseExpired(
+            holder=Producer(role="explorer", rank=0, node="node-0", incarnation="another"),
+            lease=15.0,
+        ),
+        "reducer",
+    )
+    tape.add(ExplorerStatusChanged(status="stopped"), "explorer", 1, epoch=0)
+    # The next epoch goes on from the checkpoint of step 1, whose ledger it brings.
+    tape.epoch = 2
+    tape.add(RunResumed(step=1, checkpoint=StepRef(1, 1)), "second-trainer")
+    ledger = TrainedLedger(step=1, mark=4, next=16, trained=4, fingerprint=TASK_SET)
+    tape.add(LedgerRestored(ledger=ledger, digest=ledger.digest), "second-trainer")
+    tape.add(RolloutsDispatched(ordinals=((4, 19),)), "second-trainer")
+    tape.add(waited("late", "explorer-0"), epoch=1)  # of an epoch that is over
+    tape.add(waited("step-2", "explorer-0"), "second-trainer")
+    wait = waited("reward-2", "process 815", what="the reward right")
+    tape.add(wait, "explorer", 0, epoch=0)
+    tape.add(StepTrained(step=2, trained=((4, 7),)), "second-trainer")
+    return tape
+
+
+def waited(wait_id, *waits_for, what="the rollouts of 0 to 3", seconds=5.0):
+    return WaitStarted(
+        wait_id=wait_id, what=what, waits_for=waits_for, seconds=seconds, deadline=300.0
+    )
+
+
 TAPES = {
+    "rollouts": rollouts,
     "complete": complete,
     "failures": failures,
     "second-epoch": second_epoch,

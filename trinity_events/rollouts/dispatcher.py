@@ -48,6 +48,8 @@ _NAMED = 8
 _FREED_AT_ONCE = 1000
 _SLOW = 2.0
 """Minimum seconds of a call that count as an outage of the server."""
+_LOOK = 2.0
+"""Maximum seconds between two looks at the claims, so that a long wait names their holders."""
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ class RolloutDispatcher:
                     return taken
                 if anyio.current_time() >= next_look:
                     await self._look(wait)
-                    next_look = anyio.current_time() + self.settings.claim_lease / 4
+                    next_look = anyio.current_time() + min(self.settings.claim_lease / 4, _LOOK)
                     continue
             missing = self.waits_for(count)
             self._say_missing(wait, missing)

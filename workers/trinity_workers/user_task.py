@@ -6,6 +6,8 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from trinity_events.waits import NO_REPORTS, WaitReporter
+
 from .config import BadSettings, TrainConfig
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from .tasks import SpellBackward, Task, is_built_in, load_task
@@ -24,8 +26,11 @@ def task_of(config: TrainConfig) -> Task:
     )
 
 
-def rewards_of(config: TrainConfig) -> Rewards:
-    """Return the judge of a run's answers: a pool of processes, but for the built-in task."""
+def rewards_of(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards:
+    """Return the judge of a run's answers: a pool of processes, but for the built-in task.
+
+    ``waits`` reports long waits for a reward.
+    """
     task = config.task
     if is_built_in(task.name) and task.questions is None and task.reward is None:
         return TaskRewards(SpellBackward(config.seed).reward)
@@ -37,13 +42,14 @@ def rewards_of(config: TrainConfig) -> Rewards:
             seed=config.seed,
             options=task.options,
             deadline=task.reward_deadline,
-        )
+        ),
+        waits=waits,
     )
 
 
-async def start_rewards(config: TrainConfig) -> Rewards:
+async def start_rewards(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards:
     """Return the judge, ready. Raises RewardFailed if its function cannot be loaded."""
-    rewards = rewards_of(config)
+    rewards = rewards_of(config, waits)
     if isinstance(rewards, RewardPool):
         try:
             await rewards.start()

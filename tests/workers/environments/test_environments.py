@@ -7,6 +7,9 @@ import anyio
 import pytest
 
 from tests.support.pipeline import PATIENCE, until
+from tests.support.published_waits import PublishedWaits
+from trinity_events.waits import WaitReporter
+from trinity_schemas import WaitEnded, WaitStarted
 from trinity_workers.environments import EnvironmentFailed, EnvironmentProcesses
 from trinity_workers.tasks import Question, TaskError
 
@@ -153,6 +156,26 @@ async def test_one_that_hangs_is_killed_at_the_deadline_while_other_calls_go_on(
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
         assert await hanging.reply(asked(), said("end")) is None
+
+
+async def test_a_reply_that_lasts_is_a_reported_wait(folder):
+    pid, published = folder / "pid", PublishedWaits()
+    waits = WaitReporter(published, threshold=0.05)
+    async with (
+        EnvironmentProcesses(
+            "./tools.py:Tools", deadline=PATIENCE, folder=folder, waits=waits
+        ) as tools,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(tools.reply, asked(pid=str(pid)), said("hang"))
+        await until(lambda: published.events)
+        [told] = published.of(WaitStarted)
+        assert told.what == "a reply of environment ./tools.py:Tools"
+        await until(lambda: pid.exists() and pid.read_text())
+        assert told.waits_for == (f"process {pid.read_text()}",)
+        assert told.deadline == PATIENCE
+        tasks.cancel_scope.cancel()
+    assert [one.outcome for one in published.of(WaitEnded)] == ["cancelled"]
 
 
 async def test_a_call_that_is_cancelled_leaves_no_reply_to_the_next_one(tools, tmp_path):

@@ -11,6 +11,7 @@ import anyio
 import msgspec
 
 from trinity_events.errors import TrinityError
+from trinity_events.waits import NO_REPORTS, WaitReporter
 
 from ..tasks.base import Message, Question, TaskError
 from ..user_processes.frames import shown
@@ -42,11 +43,19 @@ class EnvironmentProcesses:
         deadline: Seconds for one reply.
         count: Processes, and so replies at a time.
         folder: Directory that a relative name starts from.
+        waits: Reporter of long waits for a reply; by default none reports them.
     """
 
     def __init__(
-        self, name: str, *, deadline: float, count: int = 1, folder: Path | None = None
+        self,
+        name: str,
+        *,
+        deadline: float,
+        count: int = 1,
+        folder: Path | None = None,
+        waits: WaitReporter = NO_REPORTS,
     ) -> None:
+        self._waits = waits
         self.name = name
         self.deadline = deadline
         self._folder = folder or Path()
@@ -93,9 +102,7 @@ class EnvironmentProcesses:
     async def _call(self, request: bytes) -> Any:
         async with self._processes.taken() as process:
             try:
-                with anyio.fail_after(self.deadline):
-                    await process.requests.send(request)
-                    reply = decoded(await process.receive())
+                reply = await self._exchange(process, request)
             except TimeoutError:
                 raise self._failed(f"did not reply within {self.deadline:g} s") from None
             except PIPE_CLOSED:
@@ -105,6 +112,15 @@ class EnvironmentProcesses:
             if isinstance(reply, Raised):
                 raise self._failed(f"failed: {reply.error}")
         return reply.value if isinstance(reply, Replied) else None
+
+    async def _exchange(self, process: UserProcess, request: bytes) -> Any:
+        what = f"a reply of environment {self.name}"
+        with (
+            self._waits.waiting(what, [process.name], deadline=self.deadline),
+            anyio.fail_after(self.deadline),
+        ):
+            await process.requests.send(request)
+            return decoded(await process.receive())
 
     def _failed(self, what: str) -> EnvironmentFailed:
         return EnvironmentFailed(f"environment {self.name} {what}")

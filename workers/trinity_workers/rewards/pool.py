@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
+from trinity_events.waits import NO_REPORTS, WaitReporter
+
 from ..tasks import Answer, Question, TaskError
 from ..user_processes.pool import (
     PIPE_CLOSED,
@@ -30,10 +32,18 @@ class RewardPool:
     Args:
         source: Names of the function.
         processes: Maximum number of processes; by default one a core, at most four.
+        waits: Reporter of long waits for a reward; by default none reports them.
     """
 
-    def __init__(self, source: RewardSource, *, processes: int | None = None) -> None:
+    def __init__(
+        self,
+        source: RewardSource,
+        *,
+        processes: int | None = None,
+        waits: WaitReporter = NO_REPORTS,
+    ) -> None:
         self._source = source
+        self._waits = waits
         count = processes or max(1, min(_PROCESSES, os.cpu_count() or 1))
         self._processes = UserProcesses(count, self._started)
 
@@ -57,7 +67,9 @@ class RewardPool:
         async with self._processes.taken() as process:
             for _ in answers:
                 limit = self._source.deadline
-                verdict = await self._exchange(process, request, limit, "did not return")
+                what = f"the reward {self._source.name}"
+                with self._waits.waiting(what, [process.name], deadline=limit):
+                    verdict = await self._exchange(process, request, limit, "did not return")
                 request = b""
                 if verdict.rewarded is None or not 0 <= verdict.index < len(found):
                     raise self._failed(verdict.fault or "gave an answer that was not asked for")

@@ -45,6 +45,11 @@ class UserProcess:
         )
         return cls(process)
 
+    @property
+    def name(self) -> str:
+        """Name of the process in reports of waits."""
+        return f"process {self._process.pid}"
+
     async def receive(self) -> bytes:
         """Return the payload of the next frame.
 

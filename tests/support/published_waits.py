@@ -1,0 +1,19 @@
+"""Publisher of reported waits that keeps them."""
+
+from trinity_events.errors import BufferFull
+
+
+class PublishedWaits:
+    """Publisher that keeps what is published, or refuses it."""
+
+    def __init__(self):
+        self.events = []
+        self.refuses = False
+
+    def publish(self, event):
+        if self.refuses:
+            raise BufferFull("no room")
+        self.events.append(event)
+
+    def of(self, kind):
+        return [one for one in self.events if isinstance(one, kind)]

@@ -1,0 +1,33 @@
+"""Waits of a trainer for the explorers of a collective group are events."""
+
+import anyio.to_thread
+import pytest
+
+from tests.support.pipeline import events_of
+from trinity_events import Synchronizer
+from trinity_events.errors import DeadlineExceeded
+from trinity_events.waits import WaitReporter
+from trinity_schemas import WaitEnded, WaitStarted
+
+
+async def test_explorers_that_a_trainer_waits_for_are_a_reported_wait(
+    redis_url, weights_url, publisher, log, run_id
+):
+    trainer = Synchronizer(
+        *(run_id, publisher.epoch),
+        redis_url=redis_url,
+        weights_url=weights_url,
+        transport="collective",
+    )
+    events = trainer._session.events
+    events.waits = WaitReporter(events, threshold=0.05)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await anyio.to_thread.run_sync(trainer.setup_weight_sync_group, 2, 1.0)
+        trainer.flush()
+    finally:
+        trainer.close()
+    [told] = await events_of(log, WaitStarted)
+    assert told.event.what == "2 explorers in the collective group, of which 0 are there"
+    assert told.event.deadline == 1.0
+    assert [one.event.outcome for one in await events_of(log, WaitEnded)] == ["deadline"]
