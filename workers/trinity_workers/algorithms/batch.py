@@ -237,6 +237,13 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     return Batch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
+def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
+    """Return values [B] at each row's last token that is trained on: [B, R], 0 elsewhere."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    last = (columns * mask).amax(dim=-1, keepdim=True) if mask.shape[1] else mask.long()
+    return values[:, None] * (mask & (columns == last))
+
+
 def _kind(tensor: Tensor) -> str:
     if tensor.is_floating_point():
         return "floating"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import Batch, at_last_token
 from .errors import AlgorithmError
 
 if TYPE_CHECKING:
@@ -84,13 +84,6 @@ def from_data_proto(data: DataProto) -> Batch:
         finished=tensors.get("finished", torch.ones(rows, device=mask.device)).bool(),
         **{ours: tensors[name] for ours, name in _NAMES.items() if name in tensors},
     )
-
-
-def at_last_token(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values [B] at each row's last token that is trained on: [B, R], 0 elsewhere."""
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    last = (columns * mask).amax(dim=-1, keepdim=True) if mask.shape[1] else mask.long()
-    return values[:, None] * (mask & (columns == last))
 
 
 def _groups(names: list[Any]) -> Tensor:

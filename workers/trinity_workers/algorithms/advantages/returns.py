@@ -1,0 +1,60 @@
+"""Advantages of each token from the rewards that follow it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..batch import Batch
+from ..settings import AlgorithmConfig
+from ..statistics import whitened
+from ..types import Advantages, Reduce
+
+
+def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
+    """Return the discounted sum of the rewards from each token on, normalised over the batch.
+
+    Source: REINFORCE++ (arXiv 2501.03262): G_t = sum_{s >= t} gamma^(s - t) r_s, then
+    (G_t - mean) / deviation over all tokens of the batch. Its KL penalty is in the rewards.
+    Scale `none` leaves out the normalisation. Tokens that are not trained on are passed over.
+
+    Returns [B, R] float32.
+    """
+    mask = batch.response_mask
+    rewards = batch.need("token_rewards", "advantage reinforce++").double()
+    following = torch.zeros_like(rewards[:, 0])
+    columns = []
+    for t in range(mask.shape[1] - 1, -1, -1):
+        following = torch.where(mask[:, t], rewards[:, t] + config.gamma * following, following)
+        columns.append(following)
+    found = torch.stack(columns[::-1], dim=1).masked_fill(~mask, 0.0)
+    if config.divisor == "none":
+        return Advantages(found.float())
+    return Advantages(whitened(found, mask, config, reduce))
+
+
+def gae(batch: Batch, config: AlgorithmConfig, reduce: Reduce) -> Advantages:
+    """Return generalised advantage estimates, and the critic's targets A_t + V_t.
+
+    Source: GAE (arXiv 1506.02438) eq. 16: A_t = sum_l (gamma lambda)^l delta_(t + l), with
+    delta_t = r_t + gamma V_(t + 1) - V_t and V = 0 after the last token. Advantages, not targets,
+    are then normalised over all tokens of the batch, as PPO's implementations do; scale `none`
+    leaves that out. Tokens that are not trained on are passed over.
+
+    Returns [B, R] float32, twice.
+    """
+    mask = batch.response_mask
+    rewards = batch.need("token_rewards", "advantage gae").double()
+    values = batch.need("values", "advantage gae").double()
+    decay = config.gamma * config.gae_lambda
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    columns = []
+    for t in range(mask.shape[1] - 1, -1, -1):
+        error = rewards[:, t] + config.gamma * next_value - values[:, t]
+        next_advantage = torch.where(mask[:, t], error + decay * next_advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        columns.append(next_advantage)
+    found = torch.stack(columns[::-1], dim=1)
+    returns = (found + values).masked_fill(~mask, 0.0).float()
+    if config.divisor == "none":
+        return Advantages(found.masked_fill(~mask, 0.0).float(), returns)
+    return Advantages(whitened(found, mask, config, reduce), returns)

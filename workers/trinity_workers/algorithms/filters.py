@@ -1,0 +1,36 @@
+"""Groups that teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trinity_schemas import Experience
+
+from .errors import AlgorithmError
+from .settings import FiltersConfig
+
+
+def is_informative(group: Sequence[Experience], config: FiltersConfig) -> bool:
+    """Return False for a group that dynamic sampling drops: all of its rewards are equal.
+
+    Source: DAPO (arXiv 2503.14476) eq. 11, 0 < number of right answers < G. The named part of the
+    reward is compared, if there is one.
+
+    Raises:
+        AlgorithmError: if an experience does not have the named part.
+    """
+    if config.zero_variance != "resample":
+        return True
+    return len({_compared(one, config.part) for one in group}) > 1
+
+
+def _compared(experience: Experience, part: str | None) -> float:
+    if part is None:
+        return experience.reward
+    if part not in experience.reward_parts:
+        have = ", ".join(experience.reward_parts) or "none"
+        raise AlgorithmError(
+            f"filters.part is {part!r}, and the reward of ordinal {experience.ordinal} has no such "
+            f"part: its parts are {have}"
+        )
+    return experience.reward_parts[part]

@@ -1,0 +1,96 @@
+"""Preparation of a step's batch: rewards of tokens, filters, advantages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .aggregation import Means
+from .batch import NO_GROUP, Batch, at_last_token
+from .kl import kl_estimate
+from .overlong import overlong_penalty
+from .ratios import sequence_sum
+from .registry import find_advantage
+from .settings import AlgorithmConfig
+from .statistics import group_statistics
+from .types import Reduce, this_rank_alone
+
+
+class Prepared(NamedTuple):
+    """Batch with advantages, and the means of its preparation."""
+
+    batch: Batch
+    metrics: Means
+
+
+def prepare(batch: Batch, config: AlgorithmConfig, reduce: Reduce = this_rank_alone) -> Prepared:
+    """Return the batch with advantages (and returns), and without tokens that filters leave out.
+
+    Call it once for a step, before the batch is split, with whole groups on each rank.
+
+    1. Rewards of tokens are `token_rewards` if the batch has them, else each row's reward at its
+       last token. The overlong penalty is added there, and a KL penalty in the reward is
+       subtracted at each token.
+    2. Advantages are estimated of all rows.
+    3. Overlong rows and groups without variance are taken out of `response_mask`, where the
+       settings say so.
+
+    Args:
+        batch: The step's rows of this rank. Padding rows stay as they are.
+        config: The settings.
+        reduce: Sum over ranks, for what is normalised over the whole batch.
+
+    Raises:
+        AlgorithmError: if a field is missing that the settings need.
+    """
+    mask = batch.response_mask
+    penalty = overlong_penalty(batch, config.overlong)
+    rewards = batch.token_rewards
+    if rewards is None:
+        rewards = at_last_token(batch.rewards, mask)
+    rewards = rewards + at_last_token(penalty, mask)
+    divergence = None
+    if config.kl.coefficient and config.kl.where == "reward":
+        policy = batch.need(f"{config.importance_sampling.ratio_to}_logprobs", "the KL penalty")
+        reference = batch.need("reference_logprobs", "the KL penalty")
+        divergence = kl_estimate(policy, reference, config.kl.estimator).masked_fill(~mask, 0.0)
+        rewards = rewards - config.kl.coefficient * divergence
+    rewards = rewards.masked_fill(~mask, 0.0)
+
+    rewarded = replace(batch, token_rewards=rewards)
+    found = find_advantage(config.advantage)(rewarded, config, reduce)
+    equal = group_statistics(batch.rewards, batch.groups, config).equal
+    kept = _kept_rows(batch, config, equal)[:, None] & mask
+    return Prepared(
+        replace(
+            rewarded,
+            response_mask=kept,
+            advantages=found.advantages.masked_fill(~kept, 0.0),
+            returns=None if found.returns is None else found.returns.masked_fill(~kept, 0.0),
+        ),
+        _metrics(batch, penalty, equal, divergence),
+    )
+
+
+def _kept_rows(batch: Batch, config: AlgorithmConfig, equal: Tensor) -> Tensor:
+    kept = batch.groups != NO_GROUP
+    if config.overlong.mask:
+        kept = kept & batch.finished
+    if config.filters.zero_variance == "mask":
+        kept = kept & ~equal
+    return kept
+
+
+def _metrics(batch: Batch, penalty: Tensor, equal: Tensor, divergence: Tensor | None) -> Means:
+    rows = {
+        "score": batch.rewards,
+        "response_length": batch.response_mask.sum(dim=-1),
+        "overlong": ~batch.finished,
+        "overlong_penalty": penalty,
+        "zero_variance": equal,
+    }
+    if divergence is not None:
+        rows["reward_kl"] = sequence_sum(divergence, batch.response_mask)
+    return Means.of_rows(rows, batch.groups != NO_GROUP)

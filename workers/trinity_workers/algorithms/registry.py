@@ -1,0 +1,70 @@
+"""Advantages and losses by name: built in, by entry point, or a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..tasks.base import TaskError
+from ..tasks.objects import load_object, refused_arguments
+from .errors import AlgorithmError
+
+if TYPE_CHECKING:
+    from .types import Advantage, PolicyLoss
+
+ADVANTAGE_GROUP = "trinity_events.advantages"
+"""Group of entry points under which packages offer advantages."""
+LOSS_GROUP = "trinity_events.policy_losses"
+"""Group of entry points under which packages offer losses of the policy."""
+_HERE = "trinity_workers.algorithms"
+ADVANTAGES = {
+    "grpo": f"{_HERE}.advantages.groups:grpo",
+    "rloo": f"{_HERE}.advantages.groups:rloo",
+    "reinforce++": f"{_HERE}.advantages.returns:reinforce_plus_plus",
+    "reinforce++-baseline": f"{_HERE}.advantages.groups:reinforce_plus_plus_baseline",
+    "gae": f"{_HERE}.advantages.returns:gae",
+    "teacher": f"{_HERE}.advantages.distilled:teacher",
+    "none": f"{_HERE}.advantages.distilled:none",
+}
+"""Built-in advantages."""
+POLICY_LOSSES = {
+    "ppo": f"{_HERE}.policy_losses.clipped:ppo",
+    "gspo": f"{_HERE}.policy_losses.clipped:gspo",
+    "cispo": f"{_HERE}.policy_losses.clipped:cispo",
+    "reinforce": f"{_HERE}.policy_losses.plain:reinforce",
+    "supervised": f"{_HERE}.policy_losses.plain:supervised",
+    "divergence": f"{_HERE}.policy_losses.plain:divergence",
+}
+"""Built-in losses of the policy."""
+
+
+@cache
+def find_advantage(name: str) -> Advantage:
+    """Return the advantage of that name. Raises AlgorithmError if there is none."""
+    found: Advantage = _found(name, "advantage", ADVANTAGE_GROUP, ADVANTAGES, 3)
+    return found
+
+
+@cache
+def find_policy_loss(name: str) -> PolicyLoss:
+    """Return the loss of that name. Raises AlgorithmError if there is none."""
+    found: PolicyLoss = _found(name, "loss", LOSS_GROUP, POLICY_LOSSES, 2)
+    return found
+
+
+_TAKEN = {"advantage": "(batch, config, reduce)", "loss": "(tokens, config)"}
+
+
+def _found(name: str, kind: str, group: str, built_in: Mapping[str, str], count: int) -> Any:
+    try:
+        found = load_object(name, kind=kind, group=group, built_in=built_in)
+    except TaskError as error:
+        raise AlgorithmError(str(error)) from error.__cause__
+    if not callable(found):
+        raise AlgorithmError(f"{kind} {name!r} is no function of {_TAKEN[kind]}")
+    if (fault := refused_arguments(found, count)) is not None:
+        raise AlgorithmError(
+            f"{kind} {name!r} is called with {_TAKEN[kind]}, and takes others: {fault}"
+        )
+    return found

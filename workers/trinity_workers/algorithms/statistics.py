@@ -1,0 +1,76 @@
+"""Means and deviations within groups, and over the batch of all ranks, in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .aggregation import masked_sum
+from .settings import AlgorithmConfig
+from .types import Reduce
+
+_EPSILON = 1e-8
+"""Added to a batch's variance, as in veRL's `masked_whiten`: equal values become 0, not noise."""
+
+
+class GroupStatistics(NamedTuple):
+    """Statistics of each row's group: [B] each."""
+
+    mean: Tensor
+    """float64."""
+    deviation: Tensor
+    """float64. 0 where all values of the group are equal."""
+    size: Tensor
+    """int64. Rows of the group."""
+    equal: Tensor
+    """bool. True if all values of the group are equal."""
+
+
+def group_statistics(values: Tensor, groups: Tensor, config: AlgorithmConfig) -> GroupStatistics:
+    """Return the statistics of each row's group.
+
+    Args:
+        values: [B].
+        groups: [B] int64.
+        config: The settings, of which `deviation` counts.
+    """
+    _, place = torch.unique(groups, return_inverse=True)
+    exact = values.double()
+    number = int(place.max()) + 1 if len(place) else 0
+    count = torch.zeros(number, dtype=torch.int64, device=place.device)
+    count = count.index_add(0, place, torch.ones_like(place))
+    empty = torch.zeros(number, dtype=torch.float64, device=place.device)
+    mean = (empty.index_add(0, place, exact) / count)[place]
+    squares = empty.index_add(0, place, (exact - mean).square())
+    divisor = count - 1 if config.deviation == "sample" else count
+    deviation = (squares / divisor.clamp(min=1)).sqrt()[place]
+    low = empty.scatter_reduce(0, place, exact, "amin", include_self=False)[place]
+    high = empty.scatter_reduce(0, place, exact, "amax", include_self=False)[place]
+    # Tested on the values: the deviation of equal ones may be a rounding error above 0.
+    equal = low == high
+    return GroupStatistics(mean, deviation.masked_fill(equal, 0.0), count[place], equal)
+
+
+class Moments(NamedTuple):
+    """Mean and deviation over all ranks: 0-dimensional float64."""
+
+    mean: Tensor
+    deviation: Tensor
+
+
+def moments(values: Tensor, mask: Tensor, config: AlgorithmConfig, reduce: Reduce) -> Moments:
+    """Return mean and deviation of values where the mask is true, over all ranks."""
+    exact = values.double()
+    total = reduce(torch.stack([masked_sum(exact, mask), mask.sum().double()]))
+    mean = total[0] / total[1].clamp(min=1.0)
+    squares = reduce(masked_sum((exact - mean).square(), mask))
+    divisor = total[1] - 1.0 if config.deviation == "sample" else total[1]
+    return Moments(mean, (squares / divisor.clamp(min=1.0) + _EPSILON).sqrt())
+
+
+def whitened(values: Tensor, mask: Tensor, config: AlgorithmConfig, reduce: Reduce) -> Tensor:
+    """Return (values - mean) / deviation of the batch of all ranks; 0 where the mask is false."""
+    found = moments(values, mask, config, reduce)
+    return ((values.double() - found.mean) / found.deviation).masked_fill(~mask, 0.0).float()
