@@ -3,15 +3,18 @@
 import os
 import signal
 import sys
+import threading
 
 import anyio
 import pytest
 
+from tests.support.faulty_proxy import Proxy, command
 from tests.support.rollout_parts import LEASE, answer, samples_of
 from tests.support.waits import PATIENCE, child, until
 from trinity_events.errors import StaleEpoch, TrinityError
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_events.rollouts import RolloutClient
+from trinity_events.rollouts import dispatcher as dispatcher_module
 from trinity_events.server import connect
 from trinity_schemas import RunKeys
 
@@ -105,6 +108,112 @@ async def test_a_renewed_claim_outlives_many_leases(parts):
         tasks.start_soon(answer_late)
         [group] = await dispatcher.take(1, deadline=PATIENCE)
     assert group.attempt == 1
+
+
+@pytest.mark.parametrize("retry", [False, True], ids=["told of faults", "client retries"])
+async def test_a_lost_reply_to_a_claim_costs_no_attempt(parts, redis_url, tmp_path, retry):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(3, parts.version)
+    with Proxy(redis_url, tmp_path / "proxy") as proxy:
+        async with connect(proxy.url, retry=retry) as client:
+            explorer = type(parts)(client, parts.publisher, parts.run_id).explorer()
+            [first] = await explorer.claim(1, seconds=PATIENCE)
+            lost = proxy.cut("after", command("xreadgroup"))
+            claims = await explorer.claim(2, seconds=PATIENCE)
+            assert lost.struck.is_set()
+            assert [one.request.ordinal for one in claims] == [1, 2]
+            assert await explorer.claim(1, seconds=0.01) == [], "all three are held"
+            for claim in [first, *claims]:
+                assert await explorer.answer(claim, samples_of(claim))
+    groups = await dispatcher.take(3, deadline=PATIENCE)
+    assert [(group.ordinal, group.attempt) for group in groups] == [(0, 1), (1, 1), (2, 1)]
+
+
+async def test_claims_of_a_call_that_was_cancelled_come_with_the_next_one(
+    parts, redis_url, tmp_path
+):
+    dispatcher = await parts.dispatcher()
+    with Proxy(redis_url, tmp_path / "proxy") as proxy:
+        async with connect(proxy.url) as client:
+            explorer = type(parts)(client, parts.publisher, parts.run_id).explorer()
+            assert await explorer.claim(1, seconds=0.01) == []
+            claimed, cancelled = threading.Event(), threading.Event()
+
+            def hold_reply(_):
+                claimed.set()
+                cancelled.wait(PATIENCE)
+
+            proxy.at("after", command("xreadgroup"), hold_reply)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: explorer.claim(1, seconds=PATIENCE))
+                await dispatcher.dispatch(1, parts.version)
+                assert await anyio.to_thread.run_sync(claimed.wait, PATIENCE)
+                tasks.cancel_scope.cancel()
+            cancelled.set()
+            [claim] = await explorer.claim(1, seconds=PATIENCE)
+    assert (claim.request.ordinal, claim.request.attempt) == (0, 1)
+
+
+async def test_an_explorer_that_was_restarted_takes_up_its_claims(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(2, parts.version)
+    before = await parts.explorer().claim(2, seconds=PATIENCE)
+    restarted = parts.explorer()
+    assert await restarted.claim(1, seconds=PATIENCE) == before[:1]
+    assert await restarted.claim(2, seconds=PATIENCE) == before[1:]
+    assert await restarted.claim(1, seconds=0.01) == []
+
+
+async def test_tasks_that_claim_at_once_get_different_requests(parts):
+    dispatcher = await parts.dispatcher()
+    explorer = parts.explorer()
+    claimed = []
+
+    async def claim():
+        claimed.extend(await explorer.claim(1, seconds=PATIENCE))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(claim)
+        await dispatcher.dispatch(4, parts.version)
+    assert sorted(one.request.ordinal for one in claimed) == [0, 1, 2, 3]
+
+
+async def members(parts):
+    key = RunKeys.of(parts.run_id).rollouts
+    found = await parts.client.xinfo_consumers(key, f"explorers-{parts.publisher.epoch}")
+    return sorted(one["name"].decode() for one in found)
+
+
+async def test_an_explorer_leaves_its_group_unless_it_holds_a_claim(parts):
+    await parts.explorer("early").leave()
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(1, parts.version)
+    busy, idle = parts.explorer("busy"), parts.explorer("idle")
+    [claim] = await busy.claim(1, seconds=PATIENCE)
+    assert await idle.claim(1, seconds=0.01) == []
+    for explorer in (busy, idle):
+        await explorer.leave()
+    assert await members(parts) == ["busy"]
+    assert await busy.answer(claim, samples_of(claim))
+    await busy.leave()
+    assert await members(parts) == []
+    await dispatcher.dispatch(1, parts.version)
+    assert await answer(idle) == [1], "it comes back by asking"
+    await open_run(parts.client, parts.run_id)
+    await idle.leave()
+
+
+async def test_explorers_that_are_gone_do_not_stay_in_their_group(parts, monkeypatch):
+    monkeypatch.setattr(dispatcher_module, "_IDLE_MEMBER", 0.0)
+    dispatcher = await parts.dispatcher(order="arrival")
+    await dispatcher.dispatch(2, parts.version)
+    for number in range(20):
+        await parts.explorer(f"short-lived-{number}").claim(1, seconds=0.01)
+    assert len(await members(parts)) == 20
+    await answer(parts.explorer("short-lived-1"))
+    await dispatcher.trained(1, await dispatcher.take(1, deadline=PATIENCE))
+    assert await members(parts) == ["short-lived-0"], "it still holds a claim"
 
 
 async def test_an_answer_has_the_samples_that_were_asked_for(parts):

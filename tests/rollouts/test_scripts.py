@@ -15,6 +15,7 @@ ARGUMENTS = {
     "begin": lambda claim, _: [1],
     "issue": lambda claim, _: [claim.entry_id, 0, "1-99", b"request", "", 0, "1-100", b"request"],
     "renew": lambda claim, _: ["a", claim.entry_id],
+    "leave": lambda *_: [0, ""],
     "answer": lambda claim, _: [claim.entry_id, *map(encode, samples_of(claim))],
     "fail": lambda claim, _: [claim.entry_id, "reason"],
     "free": lambda _, answered: [answered],
@@ -32,7 +33,7 @@ async def everything(client, run_id):
     for key in (keys.rollouts, keys.experiences):
         found.append(await client.xrange(key))
         groups = await client.xinfo_groups(key)
-        found.append([(one["name"], one["pending"]) for one in groups])
+        found.append([(one["name"], one["pending"], one["consumers"]) for one in groups])
         for one in groups:
             pending = await client.xpending_range(key, one["name"], "-", "+", 10)
             found.append([(claim["message_id"], claim["consumer"]) for claim in pending])
@@ -46,6 +47,7 @@ async def prepared(parts):
     explorer = parts.explorer()
     await answer(explorer)
     [claim] = await explorer.claim(1, seconds=PATIENCE)
+    assert await parts.explorer("idle").claim(1, seconds=0.01) == []
     [[entry_id, _], _] = await parts.client.xrange(RunKeys.of(parts.run_id).experiences)
     return claim, entry_id
 

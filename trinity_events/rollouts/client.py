@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -15,12 +15,14 @@ from trinity_schemas import ContractError, Experience, RolloutRequest, encode
 from trinity_schemas.codec import decode_request
 
 from ..error_text import ungrouped
-from ..errors import StaleEpoch, TrinityError
+from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..server import Deadline
-from .streams import LONGEST_BLOCK, RolloutStreams, is_without_group
+from .streams import LONGEST_BLOCK, Request, RolloutStreams, is_without_group
 
 _WITHOUT_GROUP = 0.5
 """Seconds between two attempts to claim while the trainer's dispatcher has not started."""
+_AT_ONCE = 0.001
+"""Seconds that a read waits which first looks for claims whose reply was lost."""
 
 
 class Claim(Struct, frozen=True):
@@ -37,7 +39,8 @@ class RolloutClient:
         client: Client of the server of the run's log.
         run_id: The run.
         epoch: The epoch; a newer one ends every call with StaleEpoch.
-        name: Name of the explorer, which no other explorer of the run has.
+        name: Name of the explorer, which no other client of the run has at the time: a client takes
+            up what its name has claimed.
         lease: Seconds after which a claim that is not renewed lapses, as the dispatcher has it.
         deadline: Seconds for which a call waits for a server that is away.
     """
@@ -58,9 +61,16 @@ class RolloutClient:
         self._lease = lease
         self._deadline = deadline
         self._streams = RolloutStreams(client, run_id, epoch)
+        self._held: set[str] = set()
+        """Entry ids of the claims that were handed out and are not answered."""
+        self._claiming = anyio.Lock()
+        self._sure = False
+        """False if the server may hold claims of this name that were never handed out."""
 
     async def claim(self, count: int, *, seconds: float) -> list[Claim]:
         """Return at most ``count`` requests; wait at most ``seconds`` for the first one.
+
+        Claims whose reply was lost come first, also those of an earlier process of this name.
 
         Raises:
             StaleEpoch: The run has a newer epoch.
@@ -69,7 +79,8 @@ class RolloutClient:
         give_up = anyio.current_time() + seconds
         while True:
             left = max(give_up - anyio.current_time(), 0.0)
-            claims = await self._read(wait, count, min(left, LONGEST_BLOCK))
+            async with self._claiming:
+                claims = await self._read(wait, count, min(left, LONGEST_BLOCK, self._lease / 3))
             if claims or anyio.current_time() >= give_up:
                 return claims
 
@@ -100,6 +111,7 @@ class RolloutClient:
         _check_samples(claim.request, experiences)
         payloads = [encode(one) for one in experiences]
         counted = bool(await self._write("answer", claim.entry_id, *payloads))
+        self._held.discard(claim.entry_id)
         self.discarded += not counted
         return counted
 
@@ -110,6 +122,17 @@ class RolloutClient:
             StaleEpoch: The run has a newer epoch; nothing was written.
         """
         await self._write("fail", claim.entry_id, reason)
+        self._held.discard(claim.entry_id)
+
+    async def leave(self, *, deadline: float = 5.0) -> None:
+        """Leave the group of explorers, if no claim is held; else the dispatcher sees to it later.
+
+        Args:
+            deadline: Seconds for which it waits for a server that is away. It then leaves untold.
+        """
+        with suppress(DeadlineExceeded, StaleEpoch):
+            wait = self._wait("the explorer did not leave", deadline)
+            await self._streams.write(wait, "leave", self._streams.group, 0, self.name)
 
     @asynccontextmanager
     async def renewing(self, claims: Iterable[Claim]) -> AsyncIterator[list[Claim]]:
@@ -132,17 +155,8 @@ class RolloutClient:
                 tasks.cancel_scope.cancel()
 
     async def _read(self, wait: Deadline, count: int, block: float) -> list[Claim]:
-        streams = self._streams
-        milliseconds = max(1, int(block * 1000))
         try:
-            reply = await streams.ask(
-                wait,
-                lambda: streams.client.xreadgroup(
-                    *(streams.group, self.name, {streams.keys.rollouts: ">"}),
-                    count=count,
-                    block=milliseconds,
-                ),
-            )
+            requests = await self._streams.ask(wait, lambda: self._claim(count, block), block=block)
         except redis.ResponseError as error:
             if not is_without_group(error):
                 raise
@@ -150,19 +164,31 @@ class RolloutClient:
             await anyio.sleep(min(_WITHOUT_GROUP, block))
             return []
         claims = []
-        for entry_id, fields in reply[0][1] if reply else ():
+        for entry_id, payload in requests:
             try:
-                request = decode_request(fields.get(b"e", b""))
+                claims.append(Claim(entry_id, decode_request(payload)))
             except ContractError:
                 await self._write("fail", entry_id, "unreadable")
-            else:
-                claims.append(Claim(entry_id.decode(), request))
+        self._held.update(one.entry_id for one in claims)
         return claims
+
+    async def _claim(self, count: int, block: float) -> list[Request]:
+        """Return at most ``count`` requests, first those whose claim the server never told."""
+        present = block if self._sure else _AT_ONCE
+        self._sure = False  # until the reply is here
+        held, requests = await self._streams.claim(
+            self.name, count, known=len(self._held), block=present
+        )
+        self._held &= held
+        if untold := sorted(held - self._held)[:count]:
+            requests = await self._streams.claim_again(self.name, untold) + requests
+        self._sure = len(requests) <= count
+        return requests[:count]
 
     async def _check_epoch(self, wait: Deadline) -> None:
         """Raise StaleEpoch if the group of this epoch is gone because of a newer epoch."""
         streams = self._streams
-        present = int(await wait.ask(lambda: streams.client.get(streams.keys.epoch)) or 0)
+        present = await streams.newest_epoch(wait)
         if present > streams.epoch:
             raise StaleEpoch(
                 f"run {streams.run_id} was opened anew as epoch {present}: this explorer is of "
@@ -173,8 +199,9 @@ class RolloutClient:
         wait = self._wait(f"the script {script} was not run")
         return await self._streams.write(wait, script, self._streams.group, *args)
 
-    def _wait(self, missing: str) -> Deadline:
-        return Deadline(self._deadline, f"run {self._streams.run_id}, {self.name}: {missing}")
+    def _wait(self, missing: str, deadline: float | None = None) -> Deadline:
+        seconds = self._deadline if deadline is None else deadline
+        return Deadline(seconds, f"run {self._streams.run_id}, {self.name}: {missing}")
 
 
 def _check_samples(request: RolloutRequest, experiences: Sequence[Experience]) -> None:

@@ -46,6 +46,8 @@ _DONE = 1
 _NAMED = 8
 """Maximum requests that the error of a wait names."""
 _FREED_AT_ONCE = 1000
+_IDLE_MEMBER = 60.0
+"""Seconds without a request and without a claim after which an explorer leaves the group."""
 _SLOW = 2.0
 """Minimum seconds of a call that count as an outage of the server."""
 _LOOK = 2.0
@@ -113,6 +115,8 @@ class RolloutDispatcher:
         """Ordinals to ask for again as soon as a step is waited for."""
         self._useless: list[str] = []
         """Entries of answers that are to be freed."""
+        self._next_removal = -math.inf
+        """Time from which the group's idle members are to be removed."""
         self._until_checkpoint: dict[int, list[str]] = {}
         """Answers that a resume may need, by the step that they were trained in."""
 
@@ -240,7 +244,9 @@ class RolloutDispatcher:
                 self._until_checkpoint.setdefault(step, []).extend(entry_ids)
             else:
                 self._useless += entry_ids
-            await self._free(self._wait("answers were not freed"))
+            wait = self._wait("answers were not freed")
+            await self._free(wait)
+            await self._remove_members(wait)
 
     async def checkpointed(self, step: int) -> None:
         """Free the answers that a checkpoint of a step covers."""
@@ -437,6 +443,15 @@ class RolloutDispatcher:
         calm = min(now - self._streams.answers_since, sight.uptime)
         for due in self._state.observe(sight, now, calm):
             self._due.setdefault(due.ordinal, due)
+        await self._remove_members(wait)
+
+    async def _remove_members(self, wait: Deadline) -> None:
+        """Remove explorers from the group, at times, that hold nothing and ask for nothing."""
+        now = anyio.current_time()
+        if now >= self._next_removal:
+            self._next_removal = now + _IDLE_MEMBER / 2
+            idle = int(_IDLE_MEMBER * 1000)
+            await self._streams.write(wait, "leave", self._streams.group, idle, "")
 
     # --- waits -------------------------------------------------------------------------------
 

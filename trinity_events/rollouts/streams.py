@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -25,7 +25,7 @@ LONGEST_BLOCK = 5.0
 ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
 _KEYS = {
-    **dict.fromkeys(("issue", "renew"), ("epoch", "rollouts")),
+    **dict.fromkeys(("issue", "renew", "leave"), ("epoch", "rollouts")),
     **dict.fromkeys(("begin", "answer", "fail"), ("epoch", "rollouts", "experiences")),
     "free": ("epoch", "experiences"),
 }
@@ -38,6 +38,13 @@ class SeenClaim(NamedTuple):
     explorer: str
     idle: float
     """Seconds since it was made or renewed."""
+
+
+class Request(NamedTuple):
+    """Entry of a request."""
+
+    entry_id: str
+    payload: bytes
 
 
 class Sight(NamedTuple):
@@ -110,6 +117,39 @@ class RolloutStreams:
         """Make the epoch's group, withdraw all requests; return the last one's number."""
         last = await self.write(wait, "begin", self.group, int(withdraw_answers))
         return max(self.number_of(last), 0)
+
+    async def claim(
+        self, member: str, count: int, *, known: int, block: float
+    ) -> tuple[set[str], list[Request]]:
+        """Claim requests once, without a retry of its own; wait at most ``block`` seconds.
+
+        Returns the entry ids of all claims that the member held before, and what it claimed now.
+        More than ``known`` of them are claims whose reply was lost. They are listed in the same
+        round trip: the client may send both commands again, without a word of it.
+        """
+        pipe = self.client.pipeline(transaction=False)
+        listed = {"min": "-", "max": "+", "count": known + count, "consumername": member}
+        pipe.xpending_range(self.keys.rollouts, self.group, **listed)
+        milliseconds = max(1, int(block * 1000))
+        asked = {self.keys.rollouts: ">"}
+        pipe.xreadgroup(self.group, member, asked, count=count, block=milliseconds)
+        replies = await pipe.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        held, claimed = replies
+        names = {one["message_id"].decode() for one in held}
+        return names, _requests(claimed[0][1] if claimed else ())
+
+    async def claim_again(self, member: str, entry_ids: Sequence[str]) -> list[Request]:
+        """Return the requests of claims that a member holds, each with a full lease."""
+        return _requests(
+            await self.client.xclaim(self.keys.rollouts, self.group, member, 0, [*entry_ids])
+        )
+
+    async def newest_epoch(self, wait: Deadline) -> int:
+        """Return the run's newest epoch."""
+        return int(await self.ask(wait, lambda: self.client.get(self.keys.epoch)) or 0)
 
     async def answers_after(
         self, wait: Deadline, cursor: str, block: float | None = None
@@ -194,6 +234,11 @@ class RolloutStreams:
             f"the server holds epoch {found} of run {self.run_id}, and this process is of epoch "
             f"{self.epoch}: the server lost data, so open the run anew"
         )
+
+
+def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> list[Request]:
+    """Return the requests of entries, without those that were deleted."""
+    return [Request(one.decode(), fields.get(b"e", b"")) for one, fields in entries if fields]
 
 
 def is_without_group(error: redis.ResponseError) -> bool:
