@@ -9,18 +9,19 @@ import anyio
 import pytest
 
 from tests.support.faulty_proxy import Proxy, command
-from tests.support.rollout_parts import LEASE, answer, samples_of
+from tests.support.rollout_parts import FINGERPRINT, LEASE, answer, samples_of, settings
 from tests.support.waits import PATIENCE, child, until
+from trinity_events.core.ledger import Ledger
 from trinity_events.errors import StaleEpoch, TrinityError
 from trinity_events.log import AsyncPublisher, new_producer, open_run
-from trinity_events.rollouts import RolloutClient
+from trinity_events.rollouts import RolloutClient, RolloutDispatcher
 from trinity_events.rollouts import dispatcher as dispatcher_module
 from trinity_events.server import connect
-from trinity_schemas import RunKeys
+from trinity_schemas import RunKeys, StepRef
 
 CLAIM_AND_HANG = """
 import asyncio, sys
-from trinity_events.rollouts import RolloutClient
+from trinity_events.rollouts import RolloutClient, RolloutDispatcher
 from trinity_events.server import connect
 
 async def main(url, run_id):
@@ -241,9 +242,9 @@ async def test_what_is_no_request_is_skipped(parts):
     assert await answer(parts.explorer()) == [0]
 
 
-async def open_anew(parts):
+async def open_anew(parts, **how):
     """Open the next epoch of the run, in which other parts work."""
-    epoch = await open_run(parts.client, parts.run_id)
+    epoch = await open_run(parts.client, parts.run_id, **how)
     publisher = AsyncPublisher(parts.publisher.log, epoch, new_producer("trainer"))
     return type(parts)(parts.client, publisher, parts.run_id)
 
@@ -300,7 +301,7 @@ async def test_kept_answers_are_used_by_the_next_epoch(parts):
     await dispatcher.dispatch(3, parts.version)
     await answer(parts.explorer(), 2)
     await dispatcher.trained(1, await dispatcher.take(1, deadline=PATIENCE))
-    newer = await open_anew(parts)
+    newer = await open_anew(parts, resume_from=parts.version)
     again = await newer.dispatcher(keep_answers="checkpoint")
     await again.dispatch(3, newer.version)
     assert await answer(newer.explorer(), 8) == [2]
@@ -309,3 +310,51 @@ async def test_kept_answers_are_used_by_the_next_epoch(parts):
     await again.trained(1, groups)
     await again.checkpointed(1)
     assert await parts.client.xlen(RunKeys.of(parts.run_id).experiences) == 0
+
+
+async def answered_by_versions(parts, *steps):
+    """A kept answer of each ordinal, by the version of a step each."""
+    dispatcher = await parts.dispatcher(keep_answers="checkpoint")
+    for step in steps:
+        await dispatcher.dispatch(1, StepRef(parts.publisher.epoch, step))
+    await answer(parts.explorer(), len(steps))
+
+
+async def kept(parts, stands=None, **changes):
+    """Versions whose answers a new epoch uses."""
+    asked = settings(parts.run_id, parts.publisher.epoch, keep_answers="checkpoint", **changes)
+    ledger = Ledger(fingerprint=FINGERPRINT)
+    dispatcher = RolloutDispatcher(parts.client, parts.publisher, asked, ledger)
+    await dispatcher.start(stands)
+    await dispatcher.dispatch(asked.window, parts.version)
+    samples = await parts.client.xlen(RunKeys.of(parts.run_id).experiences)
+    count = samples // asked.samples
+    if not count:
+        return []
+    groups = await dispatcher.take(count, deadline=PATIENCE, usable=lambda _: True)
+    assert {group.experiences[0].epoch for group in groups} == {1}, "the others were freed"
+    return [group.experiences[0].oldest_version.step for group in groups]
+
+
+@pytest.mark.parametrize(("resumed", "used"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2])])
+async def test_answers_of_versions_that_do_not_stand_are_freed(parts, resumed, used):
+    await answered_by_versions(parts, 0, 1, 2)
+    newer = await open_anew(parts, resume_from=StepRef(1, resumed))
+    assert await kept(newer) == used
+
+
+async def test_a_run_that_is_begun_anew_uses_no_answer_of_before(parts):
+    await answered_by_versions(parts, 0, 1)
+    assert await kept(await open_anew(parts)) == []
+
+
+async def test_a_trainer_may_say_which_versions_stand(parts):
+    await answered_by_versions(parts, 0, 1)
+    newer = await open_anew(parts)
+    assert await kept(newer, lambda version: version == StepRef(1, 0)) == [0]
+
+
+async def test_answers_of_another_task_set_are_freed(parts):
+    await answered_by_versions(parts, 0)
+    newer = await open_anew(parts, resume_from=parts.version)
+    assert await kept(newer, fingerprint="sha256:" + "2" * 64) == []

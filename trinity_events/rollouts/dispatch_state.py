@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,6 +19,10 @@ NOT_THE_EXPLORERS = ("stale", "lost")
 """Reasons to ask again that are no failure of an attempt, and do not count against the maximum."""
 _NAMED = 4
 """Maximum ranges of ordinals that the object of a wait names."""
+
+
+Stands = Callable[[StepRef], bool]
+"""Returns True if the lineage of a run holds a weight version."""
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -124,7 +128,8 @@ class DispatchState:
         """Number of the newest request; the entry ids of requests count on."""
         self._dropped: dict[str, list[int]] = {}
         """Ordinals that were dropped since the last step, by reason."""
-        if ledger.fingerprint not in (None, settings.fingerprint):
+        self._new_tasks = ledger.fingerprint not in (None, settings.fingerprint)
+        if self._new_tasks:
             self._drop("task-set", ledger.open_ordinals())
         ledger.fingerprint = settings.fingerprint
         self._restored = ledger.open_ordinals()
@@ -221,13 +226,19 @@ class DispatchState:
         self.arrived[group.ordinal] = group
         return True
 
-    def keep(self, group: Group) -> bool:
-        """Keep an answer of an earlier epoch; return False if its ordinal needs none."""
+    def keep(self, group: Group, stands: Stands) -> bool:
+        """Keep an answer of an earlier epoch; return False if it is of no use.
+
+        Its ordinal needs an answer, in the same task set, and each version that sampled one of its
+        tokens stands.
+        """
         needed = self.ledger.is_open(group.ordinal) or group.ordinal >= self.ledger.next
-        if needed and group.ordinal not in self.kept:
-            self.kept[group.ordinal] = group
-            return True
-        return False
+        if not needed or self._new_tasks or group.ordinal in self.kept:
+            return False
+        if not all(stands(version) for version in _versions_of(group)):
+            return False
+        self.kept[group.ordinal] = group
+        return True
 
     def refuse(self, ordinal: int) -> Group:
         """Return the answer of an ordinal that is not to be used, and forget it."""
@@ -339,3 +350,12 @@ class DispatchState:
         self.ledger.train(ordinals)
         self.taken.difference_update(ordinals)
         self._dropped.clear()
+
+
+def _versions_of(group: Group) -> set[StepRef]:
+    return {
+        version
+        for experience in group.experiences
+        for turn in experience.turns
+        for version, _ in turn.versions
+    }

@@ -6,6 +6,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 import anyio
 import redis.asyncio
@@ -20,9 +21,11 @@ from trinity_schemas import (
     encode,
 )
 
+from ..core import lineage
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..errors import TrinityError
 from ..log import AsyncPublisher
+from ..replay import SnapshotUnreadable, current_state
 from ..server import Deadline
 from ..waits import NO_REPORTS, Wait, WaitReporter
 from .answers import AnswerReader, Failed, Useless
@@ -32,6 +35,7 @@ from .dispatch_state import (
     Group,
     HeldRequest,
     Request,
+    Stands,
     Versions,
     holders_of,
     object_of_wait,
@@ -120,8 +124,14 @@ class RolloutDispatcher:
         self._until_checkpoint: dict[int, list[str]] = {}
         """Answers that a resume may need, by the step that they were trained in."""
 
-    async def start(self) -> None:
+    async def start(self, stands: Stands | None = None) -> None:
         """Withdraw all requests of earlier epochs, and their answers, unless a resume needs them.
+
+        With ``keep_answers="checkpoint"`` answers stay whose tokens are all of standing versions.
+
+        Args:
+            stands: Returns True if a weight version stands; by default, if the log's lineage has
+                it.
 
         Raises:
             StaleEpoch: The run has a newer epoch.
@@ -131,8 +141,19 @@ class RolloutDispatcher:
         self._state.number = await self._streams.begin(wait, withdraw_answers=not kept)
         if kept:
             async for answers in self._answers.rest(wait):
-                self._keep(answers)
+                if answers:
+                    stands = stands or await self._lineage(wait)
+                    self._keep(answers, stands)
         await self._free(wait)
+
+    async def _lineage(self, wait: Deadline) -> Stands:
+        """Return a function that tells if the lineage in the log holds a version."""
+        try:
+            state = await wait.ask(lambda: current_state(self._publisher.log))
+        except SnapshotUnreadable as error:
+            logger.warning("run %s: no answers are kept: %s", self.settings.run_id, error)
+            return lambda _: False
+        return partial(lineage.stands, state)
 
     async def dispatch(self, count: int, oldest: StepRef, *, exact: bool = False) -> int:
         """Ask for the next ordinals; return their number, which the window may bound.
@@ -393,9 +414,10 @@ class RolloutDispatcher:
                     self._due[ordinal] = Due(ordinal, "failed")
             self._useless += _entry_ids(answer)
 
-    def _keep(self, answers: Iterable[Group | Failed | Useless]) -> None:
+    def _keep(self, answers: Iterable[Group | Failed | Useless], stands: Stands) -> None:
         for answer in answers:
-            if isinstance(answer, Group) and self._is_whole(answer) and self._state.keep(answer):
+            group = answer if isinstance(answer, Group) and self._is_whole(answer) else None
+            if group is not None and self._state.keep(group, stands):
                 continue
             self._useless += _entry_ids(answer)
 
