@@ -89,6 +89,11 @@ def hasty():
 
 
 def said(publisher):
+    """The events of the log, without reports of waits that lasted."""
+    return [one for one in published(publisher) if not isinstance(one, WaitStarted | WaitEnded)]
+
+
+def published(publisher):
     publisher.flush(20)
     return [decode_envelope(entry.payload).event for entry in publisher.log.read()]
 
@@ -316,7 +321,7 @@ def test_waits_for_saves_that_last_are_reported(publisher, tmp_path):
     coordinator, release = CheckpointCoordinator(publisher, tmp_path), threading.Event()
 
     def waits(count):
-        found = [one for one in said(publisher) if isinstance(one, WaitStarted)]
+        found = [one for one in published(publisher) if isinstance(one, WaitStarted)]
         return found if len(found) >= count else None
 
     def go_on(count):
@@ -339,7 +344,7 @@ def test_waits_for_saves_that_last_are_reported(publisher, tmp_path):
         ("the end of model of step 5", ("actor-3",)),
         ("the end of optimizer of step 6", ("actor-3",)),
     ]
-    ended = [one for one in said(publisher) if isinstance(one, WaitEnded)]
+    ended = [one for one in published(publisher) if isinstance(one, WaitEnded)]
     assert [one.outcome for one in ended] == ["over", "over"]
 
 

@@ -44,6 +44,8 @@ from trinity_schemas import (
     StepFailed,
     StepReady,
     StepSuperseded,
+    WaitEnded,
+    WaitStarted,
     decode_envelope,
 )
 
@@ -375,7 +377,9 @@ async def in_thread(call, *args, **named):
 
 
 async def said(log):
-    return [decode_envelope(entry.payload).event async for entry in read_all(log)]
+    """The events of the log, without reports of waits that lasted."""
+    found = [decode_envelope(entry.payload).event async for entry in read_all(log)]
+    return [one for one in found if not isinstance(one, WaitStarted | WaitEnded)]
 
 
 async def test_the_whole_save_runs_within_its_turn(client, redis_url, log, run_id, coordinate):

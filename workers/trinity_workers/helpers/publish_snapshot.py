@@ -59,7 +59,7 @@ class PublishSnapshot:
         error: Exception | None = None
         held: list[LocalShard] = []
         try:
-            self.wait()
+            self._wait_for_previous(synchronizer)
             held = list(shards)  # where they are refused nothing was said of the version
             if rank == 0:
                 synchronizer.open_version(global_step, ranks=range(ranks))
@@ -78,6 +78,11 @@ class PublishSnapshot:
         self._step = global_step
         stall = time.monotonic() - began
         self._sending = self._thread.submit(self._send, part, held, began, stall, logger)
+
+    def _wait_for_previous(self, synchronizer: Synchronizer) -> None:
+        what = f"the publication of the weights of step {self._step}"
+        with synchronizer.waits.waiting(what, deadline=self._deadline):
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the pending version is published; raise its error, once."""
