@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import torch
 
 Learning = Iterator[dict[str, torch.Tensor]]
@@ -15,12 +16,14 @@ _WARM_UP_STEPS = 400
 
 def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
     """Warm up the policy for a folder once, and train it as the trainer does by default."""
+    from trinity_schemas import RolloutRequest, StepRef
     from trinity_workers.config import TrainConfig, TrainerConfig
+    from trinity_workers.episodes import Episodes
     from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs
     from trinity_workers.learning.policy import create_policy, load_policy
-    from trinity_workers.learning.rollout import generate, seed_of
     from trinity_workers.learning.warm_up import warm_up
-    from trinity_workers.rewards.base import rewarded
+    from trinity_workers.rewards import TaskRewards
+    from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
     from trinity_workers.tasks import SpellBackward
 
     settings = TrainConfig(steps=steps, trainer=TrainerConfig(learning_rate=learning_rate))
@@ -29,28 +32,40 @@ def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
         create_policy(folder, settings.seed)
         warm_up(folder, task, settings.seed, max_steps=min(_WARM_UP_STEPS, 20 * steps))
     model, tokenizer = load_policy(folder)
+    version = StepRef(1, 0)
+    episodes = Episodes(
+        engine=HuggingFaceEngine(model, tokenizer, serves=version),
+        tokenizer=tokenizer,
+        task=task,
+        judge=TaskRewards(task.reward),
+        explorer="explorer-0",
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99))
     ramp = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / settings.trainer.ramp_steps)
     )
     yield dict(_weights(model))
-    sampled = settings.rollouts
+    rollouts = settings.rollouts
     for step in range(steps):
-        ordinals = range(step * sampled.prompts_per_step, (step + 1) * sampled.prompts_per_step)
-        groups = generate(
-            model,
-            tokenizer,
-            [task.question(ordinal) for ordinal in ordinals],
-            seeds=[seed_of(settings.seed, ordinal) for ordinal in ordinals],
-            samples=sampled.samples_per_prompt,
-            max_new_tokens=sampled.max_new_tokens,
-            temperature=sampled.temperature,
-        )
-        rollouts = [
-            group.judged([rewarded(task.reward(group.question, one)) for one in group.answers])
-            for group in groups
+        requests = [
+            RolloutRequest(
+                run_id="policy-steps",
+                epoch=1,
+                ordinal=ordinal,
+                attempt=1,
+                samples=rollouts.samples_per_prompt,
+                sampling=settings.sampling,
+                oldest=version,
+                fingerprint=task.fingerprint,
+                deadline=rollouts.request_deadline,
+            )
+            for ordinal in range(
+                step * rollouts.prompts_per_step, (step + 1) * rollouts.prompts_per_step
+            )
         ]
-        batch = collate(rollouts, tokenizer.pad_token_id)
+        model.train(False)
+        groups = [one for one in anyio.run(episodes.answer_all, requests) if isinstance(one, list)]
+        batch = collate(groups, tokenizer.pad_token_id)
         model.train()
         loss, _ = grpo_loss(response_logprobs(model, batch), batch, clip=settings.trainer.clip)
         optimizer.zero_grad(set_to_none=True)

@@ -9,6 +9,8 @@
       latest_state_dict_iteration.txt      newest step whose state dict is ready
       global_step_STEP/                    files of a ready step
         .made_from                         staged folder that these files were saved to
+        actor/                             files of model and optimizer
+        trainer_state.json                 state of the trainer's loop
       .staging/
         epoch_EPOCH_step_STEP_TOKEN/       files of a step that is not ready yet
         FOLDER.replaced_global_step_STEP/  earlier files of a step that FOLDER replaced
@@ -35,6 +37,8 @@ MADE_FROM = ".made_from"
 """File in a final folder with the relative path of the staged folder that it was."""
 BELONGS_TO = ".belongs_to"
 """File that identifies the log of the run."""
+TRAINER_STATE = "trainer_state.json"
+"""File of a checkpoint with the state of the trainer's loop."""
 REDUCER_MARK = ".reducer"
 """File that identifies the reducer that uses the directory; the log's server holds a copy."""
 

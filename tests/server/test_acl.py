@@ -6,6 +6,7 @@ import anyio
 import pytest
 import redis
 import torch
+from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 from tests.support.acl_rules import DOCS, rules
 from tests.support.event_histories import History, committed, registration, started
@@ -47,7 +48,6 @@ from trinity_schemas import (
     encode,
     explorer_key,
 )
-from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 RUN = "acl-run"
 KEYS = RunKeys.of(RUN)

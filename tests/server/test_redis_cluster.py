@@ -8,6 +8,7 @@ from functools import partial
 import anyio
 import pytest
 import torch
+from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 from tests.support.acl_rules import DOCS, rules
 from tests.support.event_histories import History, committed, registration, started
@@ -39,7 +40,6 @@ from trinity_events.replay import current_state
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore
 from trinity_schemas import RUN_INDEX, RunKeys, SaveStarted, encode
-from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from trinity_events.weights import SharedMemoryStore
 from trinity_events.weights.tensors import copy_bytes
 from trinity_events.weights.transports.shared_memory import available
 from trinity_workers.config import SyncConfig
-from trinity_workers.explorer.along import ReadingAlong
+from trinity_workers.explorer.prefetch import VersionPrefetcher
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def prefetching_ends(publisher, redis_url, weights_url, run_id):
     config = SimpleNamespace(
         run_id=run_id, epoch=publisher.epoch, redis_url=redis_url, sync=SyncConfig(timeout=PATIENCE)
     )
-    yield trainer, explorer, ReadingAlong(config, explorer)
+    yield trainer, explorer, VersionPrefetcher(config, explorer)
     trainer.close()
     explorer.close()
 

@@ -327,7 +327,7 @@ async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
         explorer.apply(module, await ready(log, 1))
         tasks.start_soon(along.follow)
         with anyio.fail_after(PATIENCE):
-            with along.filling(module):
+            with along.into(module):
                 while not follower_of(explorer._session.stores.opened["shm"]):
                     trainer.open_version(2)  # until it listens, it does not hear of it
                     part = trainer.publication(2)
@@ -339,7 +339,7 @@ async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
                 part.publish()
                 trainer.commit(2)
                 event = await ready(log, 2)
-            async with along.put_aside():
+            async with along.paused():
                 explorer.load(module, event)
             assert has(module, changed())
         tasks.cancel_scope.cancel()

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
+from trinity_workers.experiences import GROUP, ExperienceReader, ExperienceWriter  # noqa: E402
+
 from tests.support.experiences import EPOCH, group  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
@@ -26,7 +28,6 @@ from trinity_events.server import open_client  # noqa: E402
 from trinity_schemas import ExperienceGroup, RunKeys, StepRef, chunk_key  # noqa: E402
 from trinity_workers import experiences  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
-from trinity_workers.experiences import GROUP, ExperienceReader, ExperienceWriter  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
 

@@ -289,6 +289,11 @@ class RolloutDispatcher:
             raise LedgerError(f"the ledger is that of step {self._step}, not of step {step}")
         return replace(self._told, step=step)
 
+    @property
+    def asked_count(self) -> int:
+        """Number of ordinals that were asked for, and are neither taken nor dropped."""
+        return len(self._state.asked)
+
     def waits_for(self, count: int | None = None) -> list[HeldRequest]:
         """Return the requests without an answer that a step of ``count`` groups waits for."""
         wanted = self.settings.prompts_per_step if count is None else count

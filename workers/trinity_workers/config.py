@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, structs
 
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.errors import TrinityError
-from trinity_schemas import SaveStrategy
+from trinity_schemas import Sampling, SaveStrategy
 
 EngineName = Literal["fsdp", "megatron"]
 # Transports of the Synchronizer that a run can choose; an import from there would load torch.
@@ -59,6 +59,11 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     """Reward function, `module:attribute` or `./file.py:attribute`. Null takes the task's own."""
     reward_deadline: Seconds = 30.0
     """Seconds that the reward of one answer may take; its process is ended after them."""
+    environment: str | None = None
+    """Environment of episodes with several turns, `module:attribute` or `./file.py:attribute`.
+    Null ends each episode after the policy's first turn."""
+    environment_deadline: Seconds = 30.0
+    """Seconds that one reply of the environment may take; its process is ended after them."""
     options: dict[str, Any] = {}
     """Options that are given to the task by name."""
 
@@ -88,7 +93,16 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     """Explorers: how many there are, and how they generate."""
 
     count: Positive = 1
-    """Explorer processes."""
+    """Explorer processes that the run starts with; others may come and go."""
+    engine: str = "huggingface"
+    """Rollout engine: `huggingface`, an entry point, `module:attribute` or `./file.py:attribute`."""
+    engine_options: dict[str, Any] = {}
+    """Options that are given to the rollout engine by name."""
+    deterministic: bool = False
+    """Generate each prompt's samples by themselves, so that they depend on no other prompt and on
+    no number of explorers. It is slower."""
+    groups_per_claim: Positive | None = None
+    """Prompts that an explorer claims at a time. Null is a step's prompts over `explorer.count`."""
     held_out_questions: NotNegative = 256
     """Held-out questions of the measurement before and after training; 0 measures nothing."""
 
@@ -104,6 +118,21 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     """Tokens after which an answer is cut off."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     """Temperature of sampling."""
+    max_turns: Positive = 1
+    """Turns of the policy after which an episode with an environment ends."""
+    order: Literal["ordinal", "arrival"] = "ordinal"
+    """Groups that a step takes: those of the lowest ordinals, or those that arrive first."""
+    window: Positive | None = None
+    """Maximum number of prompts that are open at a time. Null is twice the prompts in flight."""
+    claim_lease: Seconds = 10.0
+    """Seconds after which the requests of an explorer that is silent are issued again."""
+    request_deadline: Seconds = 300.0
+    """Seconds after which a claimed request is issued again, however lively its explorer is."""
+    max_attempts: Positive = 3
+    """Failed attempts after which a prompt is dropped."""
+    keep_answers: Literal["trained", "checkpoint"] = "trained"
+    """Moment at which answers are deleted: their step is trained, or a checkpoint covers it. With
+    the latter, a resumed run trains on them again and generates nothing twice."""
 
 
 class SyncConfig(Section, frozen=True, kw_only=True):
@@ -167,6 +196,37 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """
         newest_possible = (step - 1) // self.sync.interval
         return max(0, newest_possible - self.sync.max_staleness) * self.sync.interval
+
+    @property
+    def prompts_in_flight(self) -> int:
+        """Prompts that are asked for at a time, of all steps that one version may serve."""
+        steps = self.sync.interval * (self.sync.max_staleness + 1)
+        return self.rollouts.prompts_per_step * steps
+
+    @property
+    def window(self) -> int:
+        """Maximum number of ordinals that are open at a time."""
+        return self.rollouts.window or 2 * self.prompts_in_flight
+
+    @property
+    def groups_per_claim(self) -> int:
+        """Requests that an explorer claims at a time."""
+        share = -(-self.rollouts.prompts_per_step // self.explorer.count)
+        return self.explorer.groups_per_claim or share
+
+    @property
+    def sampling(self) -> Sampling:
+        """Settings with which explorers sample for training."""
+        return Sampling(
+            max_new_tokens=self.rollouts.max_new_tokens,
+            temperature=self.rollouts.temperature,
+            seed=self.seed,
+        )
+
+    def last_step_served(self, step: int) -> int:
+        """Return the last training step that rollouts of the version of ``step`` may be used in."""
+        intervals = step // self.sync.interval + self.sync.max_staleness + 1
+        return min(self.steps, intervals * self.sync.interval)
 
     @property
     def published_form(self) -> PublishedForm:
@@ -260,6 +320,18 @@ def contradictions(
             (*sizes, "trainer.ranks"),
             f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
             f"({tensor} times {pipeline}): choose {ranks} as a multiple",
+        )
+    if config.window < config.prompts_in_flight:
+        yield (
+            ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),
+            f"{named('rollouts.window')} is {config.window}, and {config.prompts_in_flight} "
+            "prompts are in flight between two versions: choose at least so many, or leave it out",
+        )
+    if config.rollouts.max_turns > 1 and config.task.environment is None:
+        yield (
+            ("rollouts.max_turns", "task.environment"),
+            f"{named('rollouts.max_turns')} is {config.rollouts.max_turns}, and without "
+            f"{named('task.environment')} an episode has one turn: set it, or leave the turns out",
         )
     if sync.transport != "collective":
         return

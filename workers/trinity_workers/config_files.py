@@ -23,7 +23,10 @@ COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 _PATHS = ("model.path", "checkpoints.root")
-_SOURCES = ("task.name", "task.questions", "task.reward")
+_SOURCES = (
+    *("task.name", "task.questions", "task.reward", "task.environment"),
+    "explorer.engine",
+)
 
 
 class Setting(Struct, frozen=True):

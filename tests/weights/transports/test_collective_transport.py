@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import redis
 import torch
+from trinity_workers.trainer.requests import WeightRequests
 
 from tests.support import collective_processes as at
 from tests.support.collective_processes import TIMEOUT, TRAINERS, Places, Tiny
@@ -52,9 +53,8 @@ from trinity_schemas.keys import meeting_key
 from trinity_workers.collectives import CollectiveBroken, PeerFailed
 from trinity_workers.config import ExplorerConfig, SyncConfig, TrainConfig
 from trinity_workers.explorer import Explorer
-from trinity_workers.explorer.along import ReadingAlong
-from trinity_workers.explorer.versions import NewestVersion
-from trinity_workers.trainer.requests import WeightRequests
+from trinity_workers.explorer.prefetch import VersionPrefetcher
+from trinity_workers.explorer.versions import VersionFollower
 
 EXPLORERS = 2
 
@@ -430,7 +430,7 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
         await off(sent, trainer, 1, trained.named_parameters())
 
     requests = WeightRequests(places.run_id, places.redis_url, send)
-    versions = NewestVersion(places.run_id, places.epoch, places.redis_url, sent=True)
+    versions = VersionFollower(places.run_id, places.epoch, places.redis_url, sent=True)
     began = await log.last_id()
     async with reducer_task(places.redis_url, places.run_id):
         await send()
@@ -438,7 +438,7 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
         event = await ready(log, 1)
         late = Explorer(config, 1)
         late.join()
-        late._model, late._along = Tiny(seed=1), ReadingAlong(config, late._synchronizer)
+        late._model, late._along = Tiny(seed=1), VersionPrefetcher(config, late._synchronizer)
         with anyio.fail_after(PATIENCE):
             async with requests.heard(began), anyio.create_task_group() as tasks:
                 tasks.start_soon(versions.follow)

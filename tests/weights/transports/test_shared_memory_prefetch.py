@@ -209,7 +209,7 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
             part.publish()
             trainer.commit(1)
             event = await ready(log, 1)
-            async with along.put_aside():
+            async with along.paused():
                 with explorer.pull(event) as version:
                     assert_same(dict(version.tensors()), SOME)
         assert len(digested) == 1

@@ -8,13 +8,13 @@ import pytest
 from tests.support.waits import PATIENCE
 from trinity_events.log import AsyncPublisher, new_producer, open_run
 from trinity_schemas import RunClosed
-from trinity_workers.explorer.versions import NewestVersion, RunEnded
+from trinity_workers.explorer.versions import RunEnded, VersionFollower
 
 
 @asynccontextmanager
 async def following(run_id, redis_url):
     """The versions of the run's first epoch, as an explorer of it follows them."""
-    versions = NewestVersion(run_id, 1, redis_url)
+    versions = VersionFollower(run_id, 1, redis_url)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(versions.follow)
         yield versions

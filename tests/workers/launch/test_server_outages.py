@@ -14,6 +14,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
+from trinity_workers.experiences import ExperienceReader, ExperienceWriter
+
 from tests.support.event_histories import committed
 from tests.support.pipeline import until
 from tests.support.redis_servers import servers
@@ -35,7 +37,6 @@ from trinity_schemas import (
     explorer_key,
 )
 from trinity_workers.config import RunConfig, SyncConfig, TrainConfig
-from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
 from trinity_workers.launch.openings import Openings
 from trinity_workers.launch.processes import ReducerFailed, ReducerProcess

@@ -12,6 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from trinity_workers.learning.rollout import Rollout, Samples, generate  # noqa: E402
+
 from tests.support.fsdp_runs import Where, ready  # noqa: E402
 from tests.support.own_models import MODELS, own_model  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
@@ -21,7 +23,6 @@ from trinity_workers.engines import FSDPEngine  # noqa: E402
 from trinity_workers.helpers import PublishShards, fsdp_upload_state_dict  # noqa: E402
 from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, load_policy  # noqa: E402
-from trinity_workers.learning.rollout import Rollout, Samples, generate  # noqa: E402
 from trinity_workers.rewards import Rewarded  # noqa: E402
 from trinity_workers.tasks import Question  # noqa: E402
 

@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from trinity_workers.learning.rollout import Rollout  # noqa: E402
+
 from tests.support.own_models import MODELS  # noqa: E402
 from tests.support.pipeline import PATIENCE, reducer_task, until  # noqa: E402
 from tests.support.weight_versions import publish, ready  # noqa: E402
@@ -19,7 +21,6 @@ from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import Sampling, StepRef  # noqa: E402
 from trinity_workers.learning.grpo import collate, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
-from trinity_workers.learning.rollout import Rollout  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     GenerationRequest,

@@ -1,4 +1,4 @@
-"""The explorer: answers questions with the newest weights, and hands the answers on."""
+"""Explorer: answers rollout requests with fresh weights."""
 
 from .explorer import ExplorationResult, Explorer
 

@@ -1,11 +1,11 @@
-"""The exploration loop."""
+"""Exploration loop: claims rollout requests, answers them, and installs new weights."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -15,57 +15,56 @@ from msgspec import Struct
 
 from trinity_events import Synchronizer
 from trinity_events.coordinator import this_process
-from trinity_events.error_text import first_error
-from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
+from trinity_events.error_text import first_error, ungrouped
+from trinity_events.errors import DeadlineExceeded, StaleEpoch, TrinityError
+from trinity_events.rollouts import Claim, RolloutClient
 from trinity_events.server import connect
-from trinity_schemas import (
-    ExperienceGroup,
-    ExplorerStatus,
-    ExplorerStatusChanged,
-    Process,
-    StepReady,
-    StepRef,
-)
+from trinity_schemas import ExplorerStatus, ExplorerStatusChanged, Process
 
 from ..config import RunConfig
-from ..experiences import ExperienceWriter
-from ..learning.policy import load_policy
-from ..learning.rollout import Rollout, Samples, generate, judge_all, seed_of
-from ..rewards import RewardFailed
+from ..environments import EnvironmentProcesses
+from ..episodes import Episodes, RequestRefused
+from ..learning.policy import load_tokenizer
+from ..rollout_engines import EngineOptions, RolloutEngine, load_engine
 from ..user_task import start_rewards, task_of
-from .along import ReadingAlong
-from .versions import NewestVersion
+from .evaluation import mean_reward
+from .installer import VersionInstaller
+from .prefetch import VersionPrefetcher
+from .versions import RunEnded, VersionFollower
 
 logger = logging.getLogger(__name__)
 
 ROLE = "explorer"
-REWARD_ATTEMPTS = 3
-"""Attempts at one group whose rewards fail, after which the explorer fails."""
+_CLAIM_BLOCK = 1.0
+"""Seconds that one claim waits for requests, after which newer weights are looked for."""
 
 
 class ExplorationResult(Struct, frozen=True, kw_only=True):
-    """What one explorer came to. Accuracies are shares of sampled answers on held-out questions."""
+    """Result of one explorer. Accuracies are mean rewards of answers to held-out questions."""
 
     rank: int
     applied: int
     groups: int
+    discarded: int = 0
+    """Groups that came after another attempt had taken their place."""
     accuracy_before: float | None
     accuracy_after: float | None
 
 
 class Explorer:
-    """Answers each training step's questions with weights fresh enough for it.
+    """Explorer of one run: it claims what it has room for, and holds no fixed share of a step.
 
     Args:
         config: The run.
-        rank: Which of its explorers; rank 0 also measures on held-out questions.
+        rank: Number of the explorer, which no other explorer of the run has; its name in events is
+            ``explorer-RANK``. Explorer 0 also measures on held-out questions.
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self.config = config
         self.rank = rank
-        self._serves: StepRef | None = None
-        self._applied = 0
+        self._groups = 0
+        self._exits = AsyncExitStack()
         self._synchronizer = Synchronizer(
             config.run_id,
             0,
@@ -77,66 +76,116 @@ class Explorer:
 
     @classmethod
     def get_actor(cls, config: RunConfig, rank: int) -> Any:
-        """A Ray actor of it."""
+        """Return a Ray actor of it."""
         import ray
 
         name = f"explorer-{rank}-{config.run_id}"
         return ray.remote(cls).options(name=name, num_cpus=0).remote(config, rank)
 
+    @property
+    def name(self) -> str:
+        """Name of the explorer in events."""
+        return f"{ROLE}-{self.rank}"
+
     def process(self) -> Process:
-        """The process that it runs in."""
+        """Return the process that it runs in."""
         return this_process()
 
     def join(self) -> None:
-        """Be there for weights that are sent, and not kept; before they are waited for."""
+        """Join the collective group, before versions are sent to it that are not kept."""
         if self.config.transport == "collective":
             self._synchronizer.join_weight_sync_group()
 
     def leave(self) -> None:
-        """Let go of the servers, and of the group; :meth:`explore` does at its end."""
+        """Leave the group, and close connections; :meth:`explore` does so at its end."""
         self._synchronizer.close()
 
     async def prepare(self) -> None:
-        """Load the model, whose weights the first version will replace."""
+        """Load the engine, whose weights the first version replaces, and the task."""
         config = self.config
         self.join()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorer.count + 1)))
-        # Generation reports every length that it was not told of; ours is told.
+        # `generate` warns of every length that it is not told; the engine tells its own.
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        self._model, self._tokenizer = load_policy(config.model_folder, config.model.dtype)
-        self._task = task_of(config)
-        self._rewards = await start_rewards(config)
-        self._along = ReadingAlong(config, self._synchronizer)
+        self._engine = self._make_engine()
+        self._task = await anyio.to_thread.run_sync(task_of, config)
+        rewards = await start_rewards(config)
+        self._exits.push_async_callback(rewards.aclose)
+        self._episodes = Episodes(
+            engine=self._engine,
+            tokenizer=load_tokenizer(config.model_folder),
+            task=self._task,
+            judge=rewards,
+            explorer=self.name,
+            environment=await self._start_environment(),
+            max_turns=config.rollouts.max_turns,
+        )
+        self._prefetcher = VersionPrefetcher(config, self._synchronizer)
+
+    def _make_engine(self) -> RolloutEngine:
+        config = self.config
+        options = EngineOptions(
+            model_folder=config.model_folder,
+            dtype=config.model.dtype,
+            synchronizer=self._synchronizer,
+            deterministic=config.explorer.deterministic,
+            options=config.explorer.engine_options,
+        )
+        return load_engine(config.explorer.engine, options)
+
+    async def _start_environment(self) -> EnvironmentProcesses | None:
+        task = self.config.task
+        if task.environment is None:
+            return None
+        environment = EnvironmentProcesses(
+            task.environment,
+            deadline=task.environment_deadline,
+            count=self.config.groups_per_claim,
+        )
+        return await self._exits.enter_async_context(environment)
 
     async def explore(self) -> ExplorationResult:
-        """Explore until the weights of the last step are applied."""
+        """Answer requests until the weights of the last step are installed.
+
+        Raises:
+            RunEnded: The run was closed before that, or opened anew.
+            DeadlineExceeded: The trainer neither asked nor published for ``sync.timeout``.
+        """
         try:
             return await self._run()
         except BaseExceptionGroup as errors:
-            # One error is what went wrong; a group of it would not survive the way through Ray.
+            # Ray passes one error on, and no group.
             error = first_error(errors)
             raise error from error.__cause__
         finally:
             with anyio.CancelScope(shield=True):
-                await self._rewards.aclose()
+                await self._exits.aclose()
             self.leave()
 
     async def _run(self) -> ExplorationResult:
         config = self.config
-        versions = NewestVersion(
+        versions = VersionFollower(
             config.run_id, config.epoch, config.redis_url, sent=config.transport == "collective"
         )
-        # The most that may be under way: every step up to the newest that weights allow.
-        ahead = config.sync.interval * (config.sync.max_staleness + 2)
+        installer = VersionInstaller(
+            config, self._engine, self._synchronizer, versions, self._prefetcher
+        )
         async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
-            writer = ExperienceWriter(
-                client, config.run_id, bound=config.rollouts.prompts_per_step * ahead
+            requests = RolloutClient(
+                client,
+                config.run_id,
+                config.epoch,
+                self.name,
+                lease=config.rollouts.claim_lease,
+                deadline=config.sync.timeout,
             )
             tasks.start_soon(versions.follow)
-            tasks.start_soon(self._along.follow)
+            tasks.start_soon(self._prefetcher.follow)
             await self._say("running")
             try:
-                return await self._explore(versions, writer)
+                return await self._explore(requests, versions, installer)
+            except StaleEpoch as error:
+                raise RunEnded(str(error)) from None
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._say("stopped")
@@ -149,170 +198,91 @@ class Explorer:
         )
 
     async def _explore(
-        self, versions: NewestVersion, writer: ExperienceWriter
+        self, requests: RolloutClient, versions: VersionFollower, installer: VersionInstaller
     ) -> ExplorationResult:
         config = self.config
-        before: float | None = None
-        groups = 0
-        standing = await versions.wait(0, deadline=config.sync.timeout)
-        for step in range(standing.step + 1, config.steps + 1):
-            await self._refresh(versions, config.version_wanted(step))
-            if step == 1:
-                before = await self._measure()
-            for group in await self._answer(step):
-                await writer.add(group, deadline=config.sync.timeout)
-                groups += 1
-        await self._refresh(versions, config.steps)
-        after = await self._measure()
+        first = await versions.wait(0, deadline=config.sync.timeout)
+        await installer.refresh(first.step)
+        # The policy as it was before training is measured only by who saw it.
+        before = await self._measure() if first.step == 0 else None
+        while claims := await self._next_claims(requests, versions, installer):
+            await self._check_task_set(requests, claims)
+            async with requests.renewing(claims) as held:
+                await installer.refresh(max(one.request.oldest.step for one in claims))
+                await self._answer(requests, list(held))
+        await installer.refresh(config.steps)
         return ExplorationResult(
             rank=self.rank,
-            applied=self._applied,
-            groups=groups,
+            applied=installer.installed,
+            groups=self._groups,
+            discarded=requests.discarded,
             accuracy_before=before,
-            accuracy_after=after,
+            accuracy_after=await self._measure(),
         )
 
-    async def _refresh(self, versions: NewestVersion, step: int) -> None:
-        """Serve the newest version, which must be of ``step`` or later.
+    async def _next_claims(
+        self, requests: RolloutClient, versions: VersionFollower, installer: VersionInstaller
+    ) -> list[Claim]:
+        """Return requests to answer; none once the last version is ready.
 
-        One that is gone was retired while we looked; one that is not what was announced is never
-        used. In either case a newer one will do. One that was sent before we were there is asked
-        for: the trainer may be waiting for us.
+        Newer weights are installed while nothing is asked for.
         """
-        reason: TrinityError | None = None
-        while True:
-            has_to_wait = not versions.has(step)
-            try:
-                with self._at_rest() if has_to_wait else nullcontext():
-                    ready = await versions.wait(step, deadline=self.config.sync.timeout)
-            except DeadlineExceeded as late:
-                if reason is None:
-                    raise
-                raise DeadlineExceeded(f"{late}; the last one was no use: {reason}") from reason
-            newest = StepRef(ready.epoch, ready.step)
-            if newest == self._serves:
-                return
-            try:
-                async with self._along.put_aside():
-                    await anyio.to_thread.run_sync(self._install, ready)
-            except (VersionUnavailable, CorruptVersion) as error:
-                logger.warning("explorer %d waits for newer weights: %s", self.rank, error)
-                reason = error
-                versions.pass_over(newest)
-                await anyio.to_thread.run_sync(self._synchronizer.request_weights, ready)
-                if _was_read_wrongly(error) and self._serves_step(step):
-                    return  # nothing of the model changed, and the trainer may wait for answers
-            else:
-                return
+        config = self.config
+        claims: list[Claim] = []
 
-    def _serves_step(self, step: int) -> bool:
-        """Return True if the served version is of this step, or a later one, of this epoch."""
-        serves = self._serves
-        return serves is not None and serves >= StepRef(self.config.epoch, step)
+        async def claim() -> None:
+            nonlocal claims
+            idle_since = anyio.current_time()
+            while not (
+                claims := await requests.claim(config.groups_per_claim, seconds=_CLAIM_BLOCK)
+            ):
+                if not installer.is_current:
+                    await installer.refresh(0)
+                    idle_since = anyio.current_time()
+                if anyio.current_time() - idle_since > config.sync.timeout:
+                    raise DeadlineExceeded(
+                        f"{self.name}: no rollouts of run {config.run_id} were asked for within "
+                        f"{config.sync.timeout:g} s: see trinity-events status {config.run_id}"
+                    )
+            tasks.cancel_scope.cancel()
 
-    def _at_rest(self) -> AbstractContextManager[None]:
-        """While nothing can be answered, the model takes the next version as it comes."""
-        if self.config.sync.full_every > 1:
-            return nullcontext()  # deltas need the model as it is
-        self._serves = None
-        return self._along.filling(self._model)
+        with ungrouped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(claim)
+                await versions.wait(config.steps, deadline=None)
+                tasks.cancel_scope.cancel()
+        return claims
 
-    def _install(self, ready: StepReady) -> None:
-        if self._serves is None:
-            self._synchronizer.load(self._model, ready)
-        else:
-            self._synchronizer.apply(self._model, ready)
-        self._serves = StepRef(ready.epoch, ready.step)
-        self._applied += 1
+    async def _check_task_set(self, requests: RolloutClient, claims: Sequence[Claim]) -> None:
+        """Give requests of another task set back, and raise RequestRefused."""
+        asked = next(
+            (one for one in claims if one.request.fingerprint != self._task.fingerprint), None
+        )
+        if asked is None:
+            return
+        for claim in claims:
+            await requests.fail(claim, "the explorer holds another task set")
+        raise RequestRefused(
+            f"run {self.config.run_id} asks for questions of a task set with the fingerprint "
+            f"{asked.request.fingerprint}, and {self.name} holds {self._task.fingerprint}: give "
+            "trainer and explorers the same questions"
+        )
 
-    async def _answer(self, step: int) -> list[ExperienceGroup]:
-        """Answer this explorer's share of the step's questions.
-
-        Questions and randomness follow from their ordinals: neither depends on the explorer.
-        """
-        count = self.config.rollouts.prompts_per_step
-        mine = range(self.rank, count, self.config.explorer.count)
-        ordinals = [(step - 1) * count + index for index in mine]
-        rollouts = await self._judged(ordinals, self._sample)
-        return [
-            self._group(step, index, rollout) for index, rollout in zip(mine, rollouts, strict=True)
-        ]
-
-    async def _judged(
-        self, asked: Sequence[int], sample: Callable[[Sequence[int], int], list[Samples]]
-    ) -> list[Rollout]:
-        """Generate and judge a group for each number, such as an ordinal.
-
-        A group whose rewards failed is generated anew. Raises RewardFailed after the last attempt.
-        """
-        found: dict[int, Rollout] = {}
-        for attempt in range(1, REWARD_ATTEMPTS + 1):
-            left = [number for number in asked if number not in found]
-            groups = await anyio.to_thread.run_sync(sample, left, attempt)
-            judged = await judge_all(self._rewards, groups)
-            failed: list[RewardFailed] = []
-            for number, one in zip(left, judged, strict=True):
-                if isinstance(one, RewardFailed):
-                    failed.append(one)
+    async def _answer(self, requests: RolloutClient, claims: Sequence[Claim]) -> None:
+        """Answer requests; give those back that failed."""
+        answers = await self._episodes.answer_all([one.request for one in claims])
+        async with anyio.create_task_group() as tasks:
+            for claim, answer in zip(claims, answers, strict=True):
+                if isinstance(answer, TrinityError):
+                    logger.warning("%s: ordinal %d: %s", self.name, claim.request.ordinal, answer)
+                    tasks.start_soon(requests.fail, claim, str(answer))
                 else:
-                    found[number] = one
-            if not failed:
-                break
-            logger.warning("explorer %d: attempt %d: %s", self.rank, attempt, failed[0])
-        else:
-            raise RewardFailed(f"{failed[0]} (in each of {REWARD_ATTEMPTS} attempts)")
-        return [found[number] for number in asked]
-
-    def _sample(self, ordinals: Sequence[int], attempt: int) -> list[Samples]:
-        rollouts, seed = self.config.rollouts, self.config.seed
-        return generate(
-            self._model,
-            self._tokenizer,
-            [self._task.question(ordinal) for ordinal in ordinals],
-            seeds=[seed_of(seed, ordinal, attempt) for ordinal in ordinals],
-            samples=rollouts.samples_per_prompt,
-            max_new_tokens=rollouts.max_new_tokens,
-            temperature=rollouts.temperature,
-        )
-
-    def _group(self, step: int, index: int, rollout: Rollout) -> ExperienceGroup:
-        assert self._serves is not None
-        return ExperienceGroup(
-            run_id=self.config.run_id,
-            group_id=f"{self._serves.epoch}-{step}-{index}",
-            step=step,
-            explorer=self.rank,
-            version=self._serves,
-            prompt_tokens=rollout.prompt_tokens,
-            responses=rollout.responses,
-            logprobs=rollout.logprobs,
-            rewards=rollout.rewards,
-            scores=rollout.scores,
-        )
+                    self._groups += 1
+                    tasks.start_soon(requests.answer, claim, answer)
 
     async def _measure(self) -> float | None:
         count = self.config.explorer.held_out_questions
         if self.rank != 0 or count == 0:
             return None
         questions = await anyio.to_thread.run_sync(self._task.held_out, count)
-
-        def sample(numbers: Sequence[int], attempt: int) -> list[Samples]:
-            return generate(
-                self._model,
-                self._tokenizer,
-                [questions[number] for number in numbers],
-                seeds=[
-                    seed_of("held-out", self.config.seed, number, attempt) for number in numbers
-                ],
-                samples=4,
-                max_new_tokens=self.config.rollouts.max_new_tokens,
-            )
-
-        judged = await self._judged(range(len(questions)), sample)
-        rewards = [reward for one in judged for reward in one.rewards]
-        return sum(rewards) / len(rewards) if rewards else None
-
-
-def _was_read_wrongly(error: TrinityError) -> bool:
-    """Return True for a chunk that was refused before anything of a model changed."""
-    return isinstance(error, CorruptVersion) and error.chunk is not None
+        return await mean_reward(self.config, self._episodes, questions) if questions else None

@@ -1,4 +1,4 @@
-"""Waiting for weights: on announcements, never on a timer."""
+"""Follower of a run's weight versions: it waits for announcements, never for a timer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trinity_schemas import (
 
 
 class RunEnded(TrinityError):
-    """The run was closed, or opened anew; there will be no more weights of this epoch."""
+    """Raised if the run was closed, or opened anew: this epoch gets no more weights."""
 
 
-class NewestVersion:
-    """Follows a run's ready weight versions of one epoch, and keeps the newest.
+class VersionFollower:
+    """Follows the ready weight versions of one epoch, and keeps the newest.
 
     Args:
         run_id: The run.
         epoch: The epoch.
         redis_url: The server of the log.
-        sent: Whether versions are sent, and not kept: then one may be sent again.
+        sent: True if versions are sent to a collective group, which may send one again.
     """
 
     def __init__(self, run_id: str, epoch: int, redis_url: str, *, sent: bool = False) -> None:
@@ -37,7 +37,7 @@ class NewestVersion:
         self._sent = sent
         self._changed = anyio.Condition()
         self.newest: StepReady | None = None
-        self._passed_over: StepRef | None = None
+        self._skipped: StepRef | None = None
         self._closed: RunClosed | None = None
         self._newer_epoch: int | None = None
 
@@ -79,25 +79,29 @@ class NewestVersion:
         async with events:
             async for delivered in events:
                 ref = StepRef(delivered.envelope.epoch, delivered.event.step)
-                if ref == self._passed_over:
+                if ref == self._skipped:
                     async with self._changed:
-                        self._passed_over = None
+                        self._skipped = None
                         self._changed.notify_all()
 
-    def pass_over(self, version: StepRef) -> None:
-        """A version is no use, as long as it is not sent again."""
-        self._passed_over = version
+    def skip(self, version: StepRef) -> None:
+        """Wait for no version of this step, unless it is sent again."""
+        self._skipped = version
 
     def has(self, step: int) -> bool:
-        """Whether a version of ``step`` or later is ready."""
+        """Return True if a version of ``step`` or later is ready."""
         return self.newest is not None and self.newest.step >= step
 
-    async def wait(self, step: int, *, deadline: float) -> StepReady:
-        """The newest version, once it is of ``step`` or later and was not passed over.
+    async def wait(self, step: int, *, deadline: float | None) -> StepReady:
+        """Return the newest version once it is of ``step`` or later, and is not skipped.
+
+        Args:
+            step: Step of the oldest version that will do.
+            deadline: Seconds to wait; None waits for as long as the run is open.
 
         Raises:
-            RunEnded: when the run is closed before that, or opened anew.
-            DeadlineExceeded: when the deadline passes before that.
+            RunEnded: The run was closed before that, or opened anew.
+            DeadlineExceeded: The deadline passed before that.
         """
         with anyio.move_on_after(deadline):
             async with self._changed:
@@ -106,7 +110,7 @@ class NewestVersion:
                     if (
                         newest is not None
                         and newest.step >= step
-                        and StepRef(newest.epoch, newest.step) != self._passed_over
+                        and StepRef(newest.epoch, newest.step) != self._skipped
                     ):
                         return newest
                     if self._closed is not None:

@@ -15,7 +15,7 @@ from trinity_events.log import Entry, EventLog, PageSize, Stream
 from trinity_events.replay import PAGE
 from trinity_events.server import Deadline
 from trinity_events.views.terminal import Terminal
-from trinity_schemas import ContractError, StepCommitted, decode_envelope
+from trinity_schemas import ContractError, StepTrained, decode_envelope
 
 from .failed_saves import FailedSaves
 
@@ -84,7 +84,7 @@ class ProgressView:
         announced = [one.event for one in self._monitor.apply(entry.id, envelope)]
         for line in self._failed.heard(envelope.event, announced):
             self.say(line, style="bold red")
-        if isinstance(envelope.event, StepCommitted) and "reward" in envelope.event.metrics:
+        if isinstance(envelope.event, StepTrained) and "reward" in envelope.event.metrics:
             self._metrics = envelope.event.metrics
             self._rewards.append(self._metrics["reward"])
 

@@ -1,4 +1,4 @@
-"""Telling explorers apart that were all started alike: each takes a rank that is free."""
+"""Ranks of explorers that were all started alike: each claims the lowest one that is free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import count
 
 import anyio
 import redis
@@ -26,33 +27,24 @@ LEASE = 10.0
 """Seconds after which the rank of an explorer that is silent may be taken."""
 
 
-class NoSuchRank(TrinityError):
-    """The run has fewer explorers."""
-
-
 class RankLost(TrinityError):
-    """The explorer was silent for so long that another has its rank."""
+    """Raised if the explorer was silent for so long that another one has its rank."""
 
 
 @asynccontextmanager
 async def claimed_rank(
     client: redis.asyncio.Redis, config: RunConfig, given: int | None
 ) -> AsyncIterator[int]:
-    """The rank given, or the lowest of the epoch's ranks that is free, claimed for the block.
+    """Claim the lowest rank of the epoch that is free, for the block; or yield the given one.
 
-    Waits while every rank is taken: such an explorer is a spare. A server that is away is waited
-    for; a claim that lapses meanwhile is made anew, unless another was faster.
+    There are as many ranks as explorers. A claim that lapses while the server is away is made
+    anew, unless another explorer was faster.
 
     Raises:
-        RankLost: in the block, when another has the rank.
-        DeadlineExceeded: when the server stays away for the run's ``sync.timeout``.
+        RankLost: Another explorer has the rank; raised in the block.
+        DeadlineExceeded: The server stays away for the run's ``sync.timeout``.
     """
     if given is not None:
-        if given >= config.explorer.count:
-            raise NoSuchRank(
-                f"run {config.run_id} has {config.explorer.count} explorers, so rank {given} is "
-                f"none of them: give --rank 0 to {config.explorer.count - 1}, or leave it out"
-            )
         yield given
         return
     claims = _Claims(client, config)
@@ -69,7 +61,7 @@ async def claimed_rank(
 
 
 class _Claims:
-    """What one explorer may have of an epoch's ranks."""
+    """Claims of one explorer on the ranks of an epoch."""
 
     def __init__(self, client: redis.asyncio.Redis, config: RunConfig) -> None:
         self._redis = client
@@ -78,15 +70,15 @@ class _Claims:
         self._me = secrets.token_hex(8)
 
     async def hold(self, rank: int) -> bool:
-        """Have the rank for one more lease. False when it is another's."""
+        """Hold the rank for one more lease; return False if another explorer has it."""
         lease = int(LEASE * 1000)
-        # Renewed first: a claim may be ours whose reply was lost.
+        # It is renewed first: the reply to an earlier claim may have been lost.
         if await self._renew(keys=[self._key(rank)], args=[self._me, lease]):
             return True
         return bool(await self._redis.set(self._key(rank), self._me, nx=True, px=lease))
 
     async def give_up(self, rank: int) -> None:
-        """Let another have it at once."""
+        """Release the rank at once."""
         await self._renew(keys=[self._key(rank)], args=[self._me, 0])
 
     def _key(self, rank: int) -> str:
@@ -105,17 +97,7 @@ async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
 
 async def _claim(claims: _Claims, config: RunConfig) -> int:
     wait = Deadline(config.sync.timeout, f"no explorer rank of run {config.run_id} was claimed")
-    waiting = False
-    while True:
-        wait.renew()
-        for rank in range(config.explorer.count):
-            if await wait.ask(partial(claims.hold, rank)):
-                return rank
-        if not waiting:
-            waiting = True
-            logger.warning(
-                "all %d explorer ranks of run %s are taken: waiting for one",
-                config.explorer.count,
-                config.run_id,
-            )
-        await anyio.sleep(LEASE / 10)  # nothing tells when another gives one up, or lets it lapse
+    for rank in count():
+        if await wait.ask(partial(claims.hold, rank)):
+            return rank
+    raise AssertionError("unreachable")

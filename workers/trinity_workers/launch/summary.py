@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trinity_events.core import RunSummary
 from trinity_events.core.summary import Spread
-from trinity_schemas import Envelope, StepCommitted
+from trinity_schemas import Envelope, StepTrained
 
 from ..explorer import ExplorationResult
 from ..trainer import TrainingResult
@@ -60,9 +60,9 @@ class LoggedMetrics(Struct):
     staleness: list[float] = field(default_factory=list)
 
     def add(self, envelope: Envelope) -> None:
-        """Take what a commit of weights tells of its step."""
+        """Add the metrics of a trained step."""
         event = envelope.event
-        if isinstance(event, StepCommitted) and "reward" in event.metrics:
+        if isinstance(event, StepTrained) and "reward" in event.metrics:
             self.rewards.append(event.metrics["reward"])
             self.scores.append(event.metrics.get("score", 0.0))
             self.staleness.append(event.metrics.get("staleness", 0.0))

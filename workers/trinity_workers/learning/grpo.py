@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +19,6 @@ from trinity_schemas import Experience
 
 # Beyond e^20 a ratio tells nothing more, and times a negative advantage it would overflow the loss.
 _MAX_LOG_RATIO = 20.0
-
-
-class GroupLike(Protocol):
-    """One question's S sampled answers: a Rollout, or a group that came over the wire."""
-
-    @property
-    def prompt_tokens(self) -> Sequence[int]:
-        """Token ids of the prompt, without padding."""
-        ...
-
-    @property
-    def responses(self) -> Sequence[Sequence[int]]:
-        """S lists of token ids, without padding, with the end of sequence if it was produced."""
-        ...
-
-    @property
-    def logprobs(self) -> Sequence[Sequence[float]]:
-        """Of each response token, under the policy that sampled it; shaped like `responses`."""
-        ...
-
-    @property
-    def rewards(self) -> Sequence[float]:
-        """S rewards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +92,13 @@ class _Row:
     logprobs: list[float]
 
 
-def collate(groups: Sequence[Sequence[Experience] | GroupLike], pad_token_id: int) -> Batch:
-    """Collate all responses on the CPU, in order, with advantages taken within each group.
+def collate(groups: Sequence[Sequence[Experience]], pad_token_id: int) -> Batch:
+    """Collate all samples on the CPU, in order, with advantages taken within each group.
 
-    Raises ValueError where the parts of a group do not fit together.
+    Raises ValueError for no samples, and for one without a sampled token.
     """
-    rows: list[_Row] = []
-    rewards: list[Sequence[float]] = []
-    for index, group in enumerate(groups):
-        if isinstance(group, Sequence):
-            rows += [_row_of(index, one) for one in group]
-            rewards.append([one.reward for one in group])
-        else:
-            rows += _rows_of(index, group)
-            rewards.append(group.rewards)
+    rows = [_row_of(index, one) for index, group in enumerate(groups) for one in group]
+    rewards = [[one.reward for one in group] for group in groups]
     if not rows:
         raise ValueError("no responses to make a batch of")
     prompt_width = max(len(row.prompt) for row in rows)
@@ -172,22 +141,6 @@ def _row_of(index: int, experience: Experience) -> _Row:
     if not any(row.mask):
         raise ValueError(f"sample {experience.sample} of group {index} has no sampled token")
     return row
-
-
-def _rows_of(index: int, group: GroupLike) -> list[_Row]:
-    lengths = [len(response) for response in group.responses]
-    if not group.prompt_tokens or 0 in lengths:
-        raise ValueError(f"group {index} has an empty prompt or response")
-    if lengths != [len(logprobs) for logprobs in group.logprobs]:
-        raise ValueError(f"group {index} does not have one logprob for each response token")
-    if len(lengths) != len(group.rewards):
-        raise ValueError(
-            f"group {index} has {len(lengths)} responses and {len(group.rewards)} rewards"
-        )
-    return [
-        _Row([*group.prompt_tokens], [*response], [True] * len(response), [*logprobs])
-        for response, logprobs in zip(group.responses, group.logprobs, strict=True)
-    ]
 
 
 def response_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:

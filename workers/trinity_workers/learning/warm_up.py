@@ -1,7 +1,7 @@
-"""The supervised warm-up.
+"""Supervised warm-up of a policy.
 
-A binary reward teaches nothing to a policy that is never right: this takes random weights to the
-first right answers, and leaves the rest to reinforcement learning.
+A binary reward teaches nothing to a policy that is never right. The warm-up takes random weights to
+the first right answers, and leaves the rest to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from ..tasks import Question, SpellBackward
+from trinity_schemas import Sampling, StepRef
+
+from ..rollout_engines.base import GenerationRequest
+from ..rollout_engines.huggingface import HuggingFaceEngine
+from ..tasks import Answer, Question, SpellBackward
 from .policy import encode_prompt, load_policy, save_policy
-from .rollout import generate, seed_of
 
 _LEARNING_RATE = 2e-3
 _BETAS = (0.9, 0.95)
@@ -25,6 +28,8 @@ _BATCH = 128
 _RAMP_STEPS = 20
 _STEPS_BETWEEN_CHECKS = 5
 _VALIDATION_QUESTIONS = 256
+_ANSWER_TOKENS = 7
+"""Tokens of an answer: four letters, its end, and two for a wrong one."""
 
 # What cross_entropy leaves out by default.
 _IGNORED = -100
@@ -47,6 +52,8 @@ def warm_up(
     check. The same seed and number of torch threads give the same weights.
     """
     model, tokenizer = load_policy(folder)
+    # The engine samples from the module that is trained; the version is of no account.
+    engine = HuggingFaceEngine(model, tokenizer, serves=StepRef(1, 0))
     validation = task.validation(_VALIDATION_QUESTIONS)
     training = task.training_questions(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=_BETAS)
@@ -66,16 +73,44 @@ def warm_up(
         ramp.step()
         step += 1
         if step % _STEPS_BETWEEN_CHECKS == 0 or step == max_steps:
-            seeds = [seed_of("warm-up", seed, step, index) for index in range(len(validation))]
-            groups = generate(model, tokenizer, validation, seeds=seeds, samples=1)
-            right = [task.reward(one.question, one.answers[0])["reward"] for one in groups]
-            accuracy = sum(right) / len(right)
+            accuracy = _accuracy(engine, tokenizer, task, validation, seed=seed, step=step)
+            model.train()
             if report is not None:
                 report(step, loss.item(), accuracy)
             if accuracy >= target_accuracy:
                 break
     save_policy(model, folder)
     return step, accuracy
+
+
+def _accuracy(
+    engine: HuggingFaceEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    task: SpellBackward,
+    questions: Sequence[Question],
+    *,
+    seed: int,
+    step: int,
+) -> float:
+    """Return the share of sampled answers that are right, in [0, 1]."""
+    sampling = Sampling(max_new_tokens=_ANSWER_TOKENS, seed=seed)
+    requests = [
+        GenerationRequest(
+            tokens=encode_prompt(tokenizer, question.prompt),
+            sampling=sampling,
+            ordinal=index,
+            sample=0,
+            turn=step,
+        )
+        for index, question in enumerate(questions)
+    ]
+    right = 0.0
+    for question, found in zip(questions, engine.generate_here(requests), strict=True):
+        said = found.tokens[:-1] if found.finished else found.tokens
+        text = str(tokenizer.decode(said, skip_special_tokens=False))
+        answer = Answer(text=text, finished=found.finished, messages=[], tokens=len(found.tokens))
+        right += task.reward(question, answer)["reward"]
+    return right / len(questions)
 
 
 def _examples(

@@ -129,6 +129,10 @@ class HuggingFaceEngine:
             cancelled.set()  # the thread ends after its next token
             raise
 
+    def generate_here(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate in the calling thread, without an event loop; else as :meth:`generate`."""
+        return self._generate(requests, threading.Event())
+
     async def pause(self, lease: float) -> None:
         """Stand still for at most `lease` seconds: between tokens, or between batches."""
         await anyio.to_thread.run_sync(self._gate.pause, lease)

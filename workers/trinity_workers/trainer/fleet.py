@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import ray
 from anyio import to_thread
 
 from trinity_events import CheckpointCoordinator, Synchronizer
+from trinity_events.checkpoint_layout import TRAINER_STATE
 from trinity_events.coordinator import staged_path
 from trinity_events.errors import GroupBroken, TrinityError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_schemas import ExperienceGroup, Process
+from trinity_schemas import Experience, Process
 
 from ..collectives import CollectiveBroken
 from ..config import RunConfig
 from ..process_exit import ExitWatch, named
+from .state import TrainerState, write_trainer_state
 from .worker import TrainWorker
 from .wrapper import TrainEngineWrapper
 
@@ -88,8 +91,8 @@ class RayTrainerFleet(TrainEngineWrapper):
         """Steps taken."""
         return self._step
 
-    async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
-        """Take one step on these groups, dealt out over the ranks; returns its metrics."""
+    async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
+        """Take one step on groups of samples, dealt out over the ranks; return its metrics."""
         shares = [list(batch_exps[index::count]) for index, count in self._shares]
         answers = await answers_or_cause(
             [self._ask(rank, "train_step", share) for rank, share in enumerate(shares)]
@@ -99,15 +102,25 @@ class RayTrainerFleet(TrainEngineWrapper):
         return first
 
     async def save_checkpoint(
-        self, block_until_saved: bool = False, save_as_hf: bool = False
+        self,
+        block_until_saved: bool = False,
+        save_as_hf: bool = False,
+        state: TrainerState | None = None,
     ) -> None:
-        """Save the whole checkpoint: model and training state, each slots of its own."""
+        """Save the whole checkpoint: each part of it has slots of its own."""
         if save_as_hf:
             raise ValueError("saving as one Hugging Face model is not there yet")
         step, saves = self._step, self._saves
-        await self._ask_all("save_checkpoint", self._save_folder(step), step)
+        folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
+        if state is not None:
+            path = folder / TRAINER_STATE
+            save = partial(write_trainer_state, path, state)
+            self._coordinator.save_async("trainer_state", save, step, path=path)
+        await self._ask_all("save_checkpoint", str(folder / "actor"), step)
         await self._coordinator.register_and_monitor(
-            step, state_dict_thread_count=saves, checkpoint_thread_count=saves
+            step,
+            state_dict_thread_count=saves,
+            checkpoint_thread_count=saves + (state is not None),
         )
         if block_until_saved:
             await self.wait_for_save()
@@ -115,7 +128,8 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def save_state_dict(self) -> None:
         """Save the model's state dict alone."""
         step = self._step
-        await self._ask_all("save_state_dict", self._save_folder(step), step)
+        folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
+        await self._ask_all("save_state_dict", str(folder / "actor"), step)
         await self._coordinator.register_and_monitor(
             step, is_state_dict=True, state_dict_thread_count=self._saves
         )
@@ -154,8 +168,10 @@ class RayTrainerFleet(TrainEngineWrapper):
                 raise answer
 
     async def wait_for_save(self) -> None:
-        """Wait for background saves; raises what failed in them."""
+        """Wait for background saves, and raise the error of one that failed."""
         await self._ask_all("wait_on_save_thread")
+        timeout = self._config.sync.timeout
+        await to_thread.run_sync(self._coordinator.wait_all, timeout)
 
     async def shutdown(self) -> None:
         """Stop the workers."""
@@ -173,10 +189,6 @@ class RayTrainerFleet(TrainEngineWrapper):
     def _saves(self) -> int:
         """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
         return 1 if self._config.trainer.engine == "megatron" else len(self._workers)
-
-    def _save_folder(self, step: int) -> str:
-        folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
-        return str(folder / "actor")
 
     async def _ask_all(self, method: str, *args: Any) -> list[Any]:
         ranks = range(len(self._workers))

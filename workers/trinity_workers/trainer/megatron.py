@@ -23,7 +23,7 @@ from ..helpers.megatron import (
     save_as_one,
 )
 from ..learning.grpo import Batch, grpo_loss
-from .background import BackgroundSaves
+from .background_saves import BackgroundSaves
 from .worker import TrainWorker
 
 logger = logging.getLogger(__name__)

@@ -1,31 +1,46 @@
-"""The training loop."""
+"""Training loop: asks for rollouts, trains on them, publishes weights, writes checkpoints."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from typing import Any
 
+import anyio.to_thread
 from msgspec import Struct
 
 from trinity_events.coordinator import this_process
+from trinity_events.core.ledger import Ledger
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
+from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
-from trinity_schemas import ExperienceGroup, Process, TrainerStatusChanged
+from trinity_events.subscriptions import subscribe
+from trinity_schemas import (
+    Experience,
+    LedgerRestored,
+    Process,
+    StepReady,
+    StepRef,
+    TrainerStatusChanged,
+)
 
+from ..beside import beside
 from ..config import RunConfig
-from ..experiences import ExperienceReader
-from .requests import WeightRequests
-from .waits import ToldWaits
+from ..user_task import task_of
+from .resends import VersionResends
+from .state import TrainerState, read_trainer_state
+from .waits import ReportedWaits
 from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingResult(Struct, frozen=True, kw_only=True):
-    """What training came to. Lists have one entry a step."""
+    """Result of training. Lists have one entry a step."""
 
     steps: int
     rewards: list[float]
@@ -36,66 +51,94 @@ class TrainingResult(Struct, frozen=True, kw_only=True):
 
 
 class Trainer:
-    """Takes experiences, trains, publishes weights, writes checkpoints.
+    """Trainer of one epoch of a run.
 
     Args:
         config: The run.
-        engine: What trains; by default what the configuration names.
+        engine: Training engine; by default the one that the configuration names.
     """
 
     def __init__(self, config: RunConfig, engine: TrainEngineWrapper | None = None) -> None:
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
-        self._requests = WeightRequests(config.run_id, config.redis_url, self.sync_weight)
+        self._resends = VersionResends(config.run_id, config.redis_url, self.sync_weight)
         self._exits = AsyncExitStack()
+        self._metrics: dict[str, float] = {}
 
     @classmethod
     def get_actor(cls, config: RunConfig) -> Any:
-        """A Ray actor of it."""
+        """Return a Ray actor of it."""
         import ray
 
         return ray.remote(cls).options(name=f"trainer-{config.run_id}", num_cpus=0).remote(config)
 
     async def prepare(self) -> None:
-        """Start the workers, and publish the weights that the run starts from."""
+        """Start the workers, publish the first weights, and ask for the first rollouts.
+
+        Raises:
+            UnusableTrainerState: The checkpoint that the run resumes from lacks the ledger.
+        """
         config = self.config
         client = await self._exits.enter_async_context(connect(config.redis_url))
         log = RedisEventLog(client, config.run_id)
         self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))
-        self._waits = ToldWaits(config, self._publisher)
+        self._waits = ReportedWaits(config, self._publisher)
         self._began_at = await log.last_id()
-        self._experiences = ExperienceReader(client, config.run_id, config.epoch)
+        task = await anyio.to_thread.run_sync(task_of, config)
+        ledger = await self._restored_ledger()
         await self.engine.prepare()
         if config.resumed_step is not None:
             await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
+        self._dispatcher = RolloutDispatcher(
+            client,
+            self._publisher,
+            dispatch_settings(config, task.fingerprint),
+            ledger,
+            deadline=config.sync.timeout,
+        )
+        await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
+        await self._dispatch()
         await self.sync_weight()
 
+    async def _restored_ledger(self) -> Ledger | None:
+        """Publish and return the ledger of the checkpoint that the run resumes from."""
+        config = self.config
+        if config.resumed_step is None:
+            return None
+        state = await anyio.to_thread.run_sync(
+            read_trainer_state, config.resumed_folder, config.resumed_step
+        )
+        self._metrics = state.metrics
+        restored = LedgerRestored(ledger=state.ledger, digest=state.ledger.digest)
+        await self._publisher.publish(restored)
+        return Ledger.restored(state.ledger)
+
     async def train(self) -> TrainingResult:
-        """Train to the last step; raises what went wrong, after saying that it stopped."""
-        if not self._sends:
-            return await self._train()
-        async with self._requests.heard(self._began_at):
+        """Train to the last step; publish that the trainer stopped, also after an error."""
+        tasks: list[Callable[[], Any]] = []
+        if self.config.rollouts.keep_answers == "checkpoint":
+            tasks.append(self._free_covered_answers)
+        async with AsyncExitStack() as exits:
+            if self._sends:
+                await exits.enter_async_context(self._resends.listening(self._began_at))
+            await exits.enter_async_context(beside(*tasks))
             return await self._train()
         raise AssertionError("unreachable")
 
     async def _train(self) -> TrainingResult:
         began = time.monotonic()
-        rewards: list[float] = []
-        scores: list[float] = []
-        staleness: list[float] = []
+        taken: list[dict[str, float]] = []
         try:
             while self.train_step_num < self.config.steps:
-                step = self.train_step_num + 1
-                groups, entry_ids = await self._take(step)
-                metrics = await self.train_step(groups)
-                await self._experiences.ack(entry_ids, deadline=self.config.sync.timeout)
-                rewards.append(metrics["reward"])
-                scores.append(metrics["score"])
-                staleness.append(metrics["staleness"])
+                groups = await self._take(self.train_step_num + 1)
+                self._metrics = await self.train_step([one.experiences for one in groups])
+                taken.append(self._metrics)
+                await self._report_trained(groups)
                 if self.need_sync():
-                    await self.sync_weight(metrics)
+                    await self._dispatch()
+                    await self.sync_weight(self._metrics)
                 if self.need_save():
                     await self.save_checkpoint()
             await self.engine.wait_for_save()
@@ -104,52 +147,95 @@ class Trainer:
             await self._publisher.publish(stopped)
         return TrainingResult(
             steps=self.train_step_num,
-            rewards=rewards,
-            scores=scores,
-            staleness=staleness,
+            rewards=[one["reward"] for one in taken],
+            scores=[one["score"] for one in taken],
+            staleness=[one["staleness"] for one in taken],
             seconds=time.monotonic() - began,
-            dropped_groups=self._experiences.dropped,
+            dropped_groups=sum(self._dispatcher.ledger.dropped.values()),
         )
 
-    async def _take(self, step: int) -> tuple[list[ExperienceGroup], list[bytes]]:
-        """The step's experiences, once all are there; whoever lacks weights to make them gets some.
+    async def _dispatch(self) -> None:
+        """Ask for the rollouts of all steps that the weights of the present step may serve.
 
-        Raises DeadlineExceeded.
+        It comes before their publication, so that explorers wait for the weights, and not for
+        requests.
         """
-        count, deadline = self.config.rollouts.prompts_per_step, self.config.sync.timeout
-        waits = self._waits
-        async with self._requests.answered() if self._sends else nullcontext():
-            taken = await self._experiences.take(
-                step, count, deadline=deadline, waiting=waits.waiting
+        config, step = self.config, self.train_step_num
+        steps = config.last_step_served(step) - step
+        lacking = steps * config.rollouts.prompts_per_step - self._dispatcher.asked_count
+        await self._dispatcher.dispatch(max(lacking, 0), StepRef(config.epoch, step))
+
+    async def _take(self, step: int) -> list[Group]:
+        """Return the groups of a step; versions are sent again while it waits for them.
+
+        Raises:
+            DeadlineExceeded: Groups are missing.
+        """
+        config, waits = self.config, self._waits
+        oldest = config.version_wanted(step)
+
+        def usable(group: Group) -> bool:
+            return min(one.oldest_version.step for one in group.experiences) >= oldest
+
+        async with self._resends.allowed() if self._sends else nullcontext():
+            groups = await self._dispatcher.take(
+                config.rollouts.prompts_per_step,
+                deadline=config.sync.timeout,
+                usable=usable,
+                waiting=partial(waits.waiting, step),
             )
             await waits.over(step)
-            return taken
+            return groups
         raise AssertionError("unreachable")
 
-    async def train_step(self, exps: Sequence[ExperienceGroup]) -> dict[str, float]:
-        """Take one step; returns the engine's metrics and the experiences' own."""
+    async def train_step(self, exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
+        """Take one step on groups of samples; return the metrics of engine and experiences.
+
+        The staleness of a sample is the number of steps taken, less the step of its oldest token's
+        version.
+        """
         step = self.train_step_num
         metrics = await self.engine.train_step(exps)
-        rewards = [reward for group in exps for reward in group.rewards]
-        scores = [score for group in exps for score in group.scores]
+        samples = [one for group in exps for one in group]
+        scores = [one.reward_parts.get("score", one.reward) for one in samples]
         return metrics | {
-            "reward": sum(rewards) / len(rewards),
-            "score": sum(scores) / len(scores),
-            "staleness": sum(step - group.version.step for group in exps) / len(exps),
+            "reward": sum(one.reward for one in samples) / len(samples),
+            "score": sum(scores) / len(samples),
+            "staleness": sum(step - one.oldest_version.step for one in samples) / len(samples),
         }
 
+    async def _report_trained(self, groups: Sequence[Group]) -> None:
+        """Publish the fates of the groups that the last step was taken on."""
+        before = self.train_step_num - 1
+        staleness = Counter(
+            max(before - one.oldest_version.step, 0)
+            for group in groups
+            for one in group.experiences
+        )
+        await self._dispatcher.trained(
+            self.train_step_num, groups, metrics=self._metrics, staleness=dict(staleness)
+        )
+
+    async def _free_covered_answers(self) -> None:
+        events = subscribe(self.config.run_id, StepReady, redis_url=self.config.redis_url)
+        async with events:
+            async for delivered in events:
+                event = delivered.event
+                if event.kind == "checkpoint" and event.epoch == self.config.epoch:
+                    await self._dispatcher.checkpointed(event.step)
+
     def need_sync(self) -> bool:
-        """Whether the weights of the present step are to be published."""
+        """Return True if the weights of the present step are to be published."""
         return self.config.is_sync_step(self.train_step_num)
 
     def need_save(self) -> bool:
-        """Whether a checkpoint of the present step is to be written."""
+        """Return True if a checkpoint of the present step is to be written."""
         return self.config.is_save_step(self.train_step_num)
 
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
         if self._sends:
-            self._requests.sending()
+            self._resends.sending()
             await self.engine.sync_weight_nccl(metrics)
         else:
             await self.engine.upload_state_dict(metrics)
@@ -158,27 +244,55 @@ class Trainer:
         self, block_until_saved: bool = False, save_as_hf: bool = False
     ) -> None:
         """Write a checkpoint of the present step, in the background unless told to wait."""
-        await self.engine.save_checkpoint(block_until_saved, save_as_hf)
+        step = self.train_step_num
+        state = TrainerState(
+            step=step, ledger=self._dispatcher.ledger_at(step), metrics=self._metrics
+        )
+        await self.engine.save_checkpoint(block_until_saved, save_as_hf, state)
 
     async def shutdown(self) -> None:
-        """Stop the workers and let go of the server."""
+        """Stop the workers, and close connections."""
         await self.engine.shutdown()
         await self._exits.aclose()
 
     @property
     def _sends(self) -> bool:
-        """Whether weights are sent to who is there, and not kept."""
+        """True if versions are sent to a collective group, which keeps none."""
         return self.config.transport == "collective"
 
     @property
     def train_step_num(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         return self.engine.train_step_num
 
     def process(self) -> Process:
-        """The process that it runs in."""
+        """Return the process that it runs in."""
         return this_process()
 
     def is_alive(self) -> bool:
-        """Whether it can answer."""
+        """Return True, as proof that it answers."""
         return True
+
+
+def dispatch_settings(config: RunConfig, fingerprint: str) -> DispatchSettings:
+    """Return the settings of a run's dispatcher.
+
+    Args:
+        config: The run.
+        fingerprint: Fingerprint of its task set.
+    """
+    rollouts = config.rollouts
+    return DispatchSettings(
+        run_id=config.run_id,
+        epoch=config.epoch,
+        samples=rollouts.samples_per_prompt,
+        sampling=config.sampling,
+        prompts_per_step=rollouts.prompts_per_step,
+        fingerprint=fingerprint,
+        order=rollouts.order,
+        window=config.window,
+        claim_lease=rollouts.claim_lease,
+        request_deadline=rollouts.request_deadline,
+        max_attempts=rollouts.max_attempts,
+        keep_answers=rollouts.keep_answers,
+    )

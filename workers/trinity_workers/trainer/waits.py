@@ -1,70 +1,60 @@
-"""Waits of the trainer that last: told to the log with those for whom it waits."""
+"""Reports of the trainer's long waits for rollouts."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 
 from trinity_events.errors import TrinityError
 from trinity_events.log import AsyncPublisher
-from trinity_schemas import ExperienceGroup, TrainerStatusChanged, TrainerWait
+from trinity_events.rollouts import HeldRequest
+from trinity_schemas import TrainerStatusChanged, TrainerWait
 
 from ..config import RunConfig
 
-TOLD_AFTER = 5.0
-"""Seconds after which a wait is told."""
+REPORTED_AFTER = 5.0
+"""Seconds after which a wait is reported."""
 
 
-class ToldWaits:
-    """Tells the log for which explorers the trainer waits, once for each set of them.
+class ReportedWaits:
+    """Reports the explorers that the trainer waits for, once for each set of them.
 
     Args:
         config: The run.
-        publisher: The trainer's.
+        publisher: Publisher of the trainer.
     """
 
     def __init__(self, config: RunConfig, publisher: AsyncPublisher) -> None:
         self._config = config
         self._publisher = publisher
-        self._told: tuple[str, ...] | None = None
+        self._reported: tuple[str, ...] | None = None
 
-    async def waiting(self, step: int, held: Iterable[ExperienceGroup], seconds: float) -> None:
-        """Tell that the experiences of a step are not all there after so many seconds."""
-        if seconds < TOLD_AFTER:
+    async def waiting(self, step: int, missing: Sequence[HeldRequest], seconds: float) -> None:
+        """Report requests of a step that have no answer after so many seconds."""
+        if seconds < REPORTED_AFTER:
             return
-        groups = list(held)
-        missing = late_explorers(self._config, groups)
-        if missing == self._told:
+        explorers = tuple(sorted({one.explorer for one in missing if one.explorer is not None}))
+        if explorers == self._reported:
             return
-        self._told = missing
+        self._reported = explorers
+        expected = self._config.rollouts.prompts_per_step
         wait = TrainerWait(
             what="experiences",
             step=step,
-            have=len(groups),
-            expected=self._config.rollouts.prompts_per_step,
-            missing=missing,
+            have=max(expected - len(missing), 0),
+            expected=expected,
+            missing=explorers,
             seconds=seconds,
         )
-        await self._tell(step, wait)
+        await self._report(step, wait)
 
     async def over(self, step: int) -> None:
-        """Tell that what it waited for has come, if it was told that it did."""
-        if self._told is not None:
-            self._told = None
-            await self._tell(step, None)
+        """Report the end of a wait that was reported."""
+        if self._reported is not None:
+            self._reported = None
+            await self._report(step, None)
 
-    async def _tell(self, step: int, wait: TrainerWait | None) -> None:
+    async def _report(self, step: int, wait: TrainerWait | None) -> None:
         status = TrainerStatusChanged(status="running", step=step - 1, waits_for=wait)
-        with suppress(TrinityError):  # training goes on without the log's knowing
+        with suppress(TrinityError):  # Training continues without the report.
             await self._publisher.publish(status)
-
-
-def late_explorers(config: RunConfig, groups: Iterable[ExperienceGroup]) -> tuple[str, ...]:
-    """Return the explorers of which groups of a step are missing, by their names in the log."""
-    given = Counter(group.explorer for group in groups)
-    return tuple(
-        f"explorer-{rank}"
-        for rank in range(config.explorer.count)
-        if given[rank] < len(range(rank, config.rollouts.prompts_per_step, config.explorer.count))
-    )

@@ -20,7 +20,7 @@ from trinity_events.coordinator import this_process
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
-from trinity_schemas import ExperienceGroup, Process
+from trinity_schemas import Experience, Process
 
 from ..collectives import together
 from ..config import RunConfig
@@ -123,7 +123,7 @@ class TrainWorker:
         """Which share of a step's groups is this rank's, and of how many."""
         return self._rank, self._config.trainer.ranks
 
-    def train_step(self, groups: Sequence[ExperienceGroup]) -> dict[str, float]:
+    def train_step(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
         """One GRPO step on this rank's groups; metrics are of all ranks."""
         with together():  # a rank without groups, or with bad ones, must not leave the others
             batch = collate(groups, self._engine.tokenizer.pad_token_id).to(self._device)

@@ -1,4 +1,4 @@
-"""What the trainer's loop asks of whatever trains."""
+"""Port of training engines, as the trainer's loop drives them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_schemas import ExperienceGroup
+from trinity_schemas import Experience
 
 from ..config import RunConfig
+from .state import TrainerState
 
 
 class TrainEngineWrapper(ABC):
-    """Wraps a training engine, wherever its workers run."""
+    """Training engine, with workers that may run in other processes."""
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -25,17 +26,20 @@ class TrainEngineWrapper(ABC):
     @property
     @abstractmethod
     def train_step_num(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
 
     @abstractmethod
-    async def train_step(self, batch_exps: Sequence[ExperienceGroup]) -> dict[str, float]:
-        """Take one step on these groups; returns its metrics."""
+    async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
+        """Take one step on groups of samples; return its metrics."""
 
     @abstractmethod
     async def save_checkpoint(
-        self, block_until_saved: bool = False, save_as_hf: bool = False
+        self,
+        block_until_saved: bool = False,
+        save_as_hf: bool = False,
+        state: TrainerState | None = None,
     ) -> None:
-        """Save the whole checkpoint: model, optimizer and other states."""
+        """Save the whole checkpoint: model, optimizer, random states, and the loop's own state."""
 
     @abstractmethod
     async def save_state_dict(self) -> None:
@@ -51,7 +55,7 @@ class TrainEngineWrapper(ABC):
 
     @abstractmethod
     async def wait_for_save(self) -> None:
-        """Wait for background saves; raises what failed in them."""
+        """Wait for background saves, and raise the error of one that failed."""
 
     @abstractmethod
     async def shutdown(self) -> None:
@@ -59,7 +63,7 @@ class TrainEngineWrapper(ABC):
 
 
 def get_trainer_wrapper(config: RunConfig) -> TrainEngineWrapper:
-    """The wrapper for the engine that the configuration names. Raises ValueError for others."""
+    """Return the engine that the configuration names. Raises ValueError for others."""
     if config.trainer.engine in {"fsdp", "megatron"}:
         from .fleet import RayTrainerFleet
 

@@ -1,4 +1,4 @@
-"""Verifying weights while they are still being published, beside whatever the explorer does."""
+"""Prefetch of weight versions while they are published, beside the explorer's other work."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from ..config import RunConfig
 logger = logging.getLogger(__name__)
 
 
-class ReadingAlong:
-    """Reads each version of the run's epoch along with its publisher, one at a time.
+class VersionPrefetcher:
+    """Reads and verifies each version of an epoch while its publisher writes it, one at a time.
 
     Args:
         config: The run.
-        synchronizer: Of the explorer, which pulls and loads with it in :meth:`put_aside` alone.
+        synchronizer: Synchronizer of the explorer. The explorer pulls and loads with it only
+            within :meth:`paused`.
     """
 
     def __init__(self, config: RunConfig, synchronizer: Synchronizer) -> None:
@@ -36,12 +37,12 @@ class ReadingAlong:
         self._stop = threading.Event()
         self._lock = anyio.Lock()
         self._opened: VersionOpened | None = None
-        """What is being published, as far as we know."""
+        """Version that is being published, as far as the log told."""
         self._into: torch.nn.Module | None = None
         self._tasks: TaskGroup | None = None
 
     async def follow(self) -> None:
-        """Follow until cancelled; goes without when the log cannot be followed."""
+        """Follow the log until cancelled; without the log, nothing is prefetched."""
         try:
             await self._follow()
         except* TrinityError as errors:
@@ -60,21 +61,24 @@ class ReadingAlong:
                             self._begin()
             finally:
                 self._tasks = None
-                self._stop.set()  # a thread is waited for, and knows nothing of being cancelled
+                self._stop.set()  # The thread is waited for, and sees no cancellation.
 
     def _begin(self) -> None:
-        """Read what is being published; the one before will not come any more, or is whole."""
+        """Read the version that is being published; the one before is whole, or never will be."""
         self._stop.set()
         self._stop = threading.Event()
         if self._tasks is not None and self._opened is not None:
             self._tasks.start_soon(self._read, self._opened, self._stop, self._into)
 
     @contextmanager
-    def filling(self, module: torch.nn.Module) -> Iterator[None]:
-        """In the block nobody serves from the module: it takes what is read along.
+    def into(self, module: torch.nn.Module | None) -> Iterator[None]:
+        """Write chunks into a module that serves nothing, for the block.
 
-        Of what is there at its end only :meth:`~trinity_events.Synchronizer.load` makes a version.
+        Only :meth:`~trinity_events.Synchronizer.load` makes a version of what it holds then.
         """
+        if module is None:
+            yield
+            return
         self._into = module
         self._begin()
         try:
@@ -83,8 +87,8 @@ class ReadingAlong:
             self._into = None
 
     @asynccontextmanager
-    async def put_aside(self) -> AsyncIterator[None]:
-        """Nothing is read along in the block."""
+    async def paused(self) -> AsyncIterator[None]:
+        """Prefetch nothing for the block."""
         self._stop.set()
         async with self._lock:
             yield
@@ -103,5 +107,5 @@ class ReadingAlong:
                     config.sync.timeout,
                     into,
                 )
-            except (TrinityError, OSError) as error:  # the pull will find it too, and say more
-                logger.info("the weights of step %d were not read along: %s", opened.step, error)
+            except (TrinityError, OSError) as error:  # The pull meets it too, and says more.
+                logger.info("the weights of step %d were not prefetched: %s", opened.step, error)

@@ -1,0 +1,105 @@
+"""Installer of weight versions into an explorer's rollout engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+
+from trinity_events import Synchronizer
+from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
+from trinity_schemas import StepRef
+
+from ..config import RunConfig
+from ..rollout_engines import RolloutEngine
+from .prefetch import VersionPrefetcher
+from .versions import VersionFollower
+
+logger = logging.getLogger(__name__)
+
+
+class VersionInstaller:
+    """Keeps an engine on the newest weight version of its epoch.
+
+    Args:
+        config: The run.
+        engine: Engine of the explorer.
+        synchronizer: Synchronizer that the engine installs from.
+        versions: Follower of the run's versions.
+        prefetcher: Prefetcher of the run's versions.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: RolloutEngine,
+        synchronizer: Synchronizer,
+        versions: VersionFollower,
+        prefetcher: VersionPrefetcher,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._synchronizer = synchronizer
+        self._versions = versions
+        self._prefetcher = prefetcher
+        self.installed = 0
+        """Versions that were installed so far."""
+
+    @property
+    def is_current(self) -> bool:
+        """Return True if no version is ready that is newer than the served one."""
+        serves = self._engine.serves
+        return serves is not None and not self._versions.has(serves.step + 1)
+
+    async def refresh(self, step: int) -> None:
+        """Install the newest version, which must be of ``step`` or later.
+
+        A version may be retired, or be found corrupt, before it is installed; then a newer one
+        will do. A version that was sent to a collective group before the explorer joined it is
+        asked for again, since the trainer may wait for this explorer.
+
+        Raises:
+            RunEnded: The run was closed before such a version was ready.
+            DeadlineExceeded: No such version was ready in time.
+        """
+        reason: TrinityError | None = None
+        while True:
+            try:
+                async with self._prefetched_into_engine(step):
+                    ready = await self._versions.wait(step, deadline=self._config.sync.timeout)
+            except DeadlineExceeded as late:
+                if reason is None:
+                    raise
+                raise DeadlineExceeded(f"{late}; the last one failed: {reason}") from reason
+            newest = StepRef(ready.epoch, ready.step)
+            if newest == self._engine.serves:
+                return
+            try:
+                async with self._prefetcher.paused():
+                    await self._engine.install(ready)
+            except (VersionUnavailable, CorruptVersion) as error:
+                logger.warning("the explorer waits for newer weights: %s", error)
+                reason = error
+                self._versions.skip(newest)
+                await anyio.to_thread.run_sync(self._synchronizer.request_weights, ready)
+                if self._serves(step):
+                    return  # The trainer may wait for answers, and these weights will do.
+            else:
+                self.installed += 1
+                return
+
+    def _serves(self, step: int) -> bool:
+        serves = self._engine.serves
+        return serves is not None and serves >= StepRef(self._config.epoch, step)
+
+    @asynccontextmanager
+    async def _prefetched_into_engine(self, step: int) -> AsyncIterator[None]:
+        """Let arriving chunks go into the engine's own module while it has to wait for them."""
+        if self._versions.has(step) or self._config.sync.full_every > 1:
+            yield  # Deltas need the module as it is.
+            return
+        with self._prefetcher.into(await self._engine.release()):
+            yield

@@ -1,0 +1,59 @@
+"""State of the trainer's loop, which a checkpoint holds beside the model's and the optimizer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from trinity_events.checkpoint_layout import TRAINER_STATE
+from trinity_events.errors import TrinityError
+from trinity_schemas import TrainedLedger
+
+from ..engines.state_files import write_json
+
+
+class UnusableTrainerState(TrinityError):
+    """Raised if a checkpoint's state of the trainer's loop is missing or cannot be read."""
+
+
+class TrainerState(Struct, frozen=True, kw_only=True):
+    """State of the trainer's loop after a step."""
+
+    step: int
+    ledger: TrainedLedger
+    """Fates of all prompts up to this step."""
+    metrics: dict[str, float] = {}
+    """Metrics of this step."""
+
+
+def write_trainer_state(path: Path, state: TrainerState) -> None:
+    """Write the state durably, complete or not at all. Raises OSError."""
+    write_json(path, state)
+
+
+def read_trainer_state(folder: Path, step: int) -> TrainerState:
+    """Read the state from a checkpoint.
+
+    Args:
+        folder: Folder of the checkpoint.
+        step: Step of the checkpoint.
+
+    Raises:
+        UnusableTrainerState: It is missing, damaged, or of another step.
+    """
+    path = folder / TRAINER_STATE
+    way_out = "begin anew with --fresh, or resume from another checkpoint"
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=TrainerState)
+    except FileNotFoundError:
+        raise UnusableTrainerState(
+            f"the checkpoint of step {step} has no {path}, which tells the prompts that were "
+            f"trained: {way_out}"
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise UnusableTrainerState(f"{path} cannot be read ({error}): {way_out}") from None
+    if state.step != step or state.ledger.step != step:
+        raise UnusableTrainerState(f"{path} is of step {state.step}, not of {step}: {way_out}")
+    return state
