@@ -60,6 +60,10 @@ _LOOK = 2.0
 logger = logging.getLogger(__name__)
 
 
+class RolloutsFailed(TrinityError):
+    """Raised if so many prompts in a row fail that no step can be expected."""
+
+
 def always(_: Group) -> bool:
     """Return True: every group is usable."""
     return True
@@ -123,6 +127,9 @@ class RolloutDispatcher:
         """Time from which the group's idle members are to be removed."""
         self._until_checkpoint: dict[int, list[str]] = {}
         """Answers that a resume may need, by the step that they were trained in."""
+        self._failed_in_a_row = 0
+        """Ordinals that were given up since the last answer."""
+        self._last_failure = ""
 
     async def start(self, stands: Stands | None = None) -> None:
         """Withdraw all requests of earlier epochs, and their answers, unless a resume needs them.
@@ -199,6 +206,7 @@ class RolloutDispatcher:
 
         Raises:
             DeadlineExceeded: Groups are missing; it names them, and the explorers that hold them.
+            RolloutsFailed: As many prompts in a row as a step has were given up.
             StaleEpoch: The run has a newer epoch.
         """
         self._check_count(count)
@@ -348,6 +356,13 @@ class RolloutDispatcher:
             *(self.settings.run_id, due.ordinal, self.settings.max_attempts, due.reason),
         )
         self._state.drop("attempts", due.ordinal)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self.settings.prompts_per_step:
+            reason = self._last_failure if due.reason == "failed" else due.reason
+            raise RolloutsFailed(
+                f"run {self.settings.run_id}: {self._failed_in_a_row} prompts in a row failed in "
+                f"each of {self.settings.max_attempts} attempts, the last one: {reason}"
+            )
 
     async def _ask_again(self, wait: Deadline, again: Iterable[Due]) -> None:
         newest, by_versions = self._needed_versions(), defaultdict[Versions, list[Due]](list)
@@ -408,10 +423,12 @@ class RolloutDispatcher:
             if isinstance(answer, Group):
                 ours = answer.experiences[0].epoch == self.settings.epoch
                 if ours and self._is_whole(answer) and self._state.arrive(answer):
+                    self._failed_in_a_row = 0
                     continue
             elif isinstance(answer, Failed):
                 ordinal = self._state.fail(self._streams.number_of(answer.request))
                 if ordinal is not None:
+                    self._last_failure = answer.reason
                     logger.warning(
                         "run %s: an attempt of ordinal %d failed: %s",
                         *(self.settings.run_id, ordinal, answer.reason),

@@ -95,7 +95,7 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     count: Positive = 1
     """Explorer processes that the run starts with; others may come and go."""
     engine: str = "huggingface"
-    """Rollout engine: `huggingface`, an entry point, `module:attribute` or `./file.py:attribute`."""
+    """Rollout engine: `huggingface`, an entry point, `module:attribute`, `./file.py:attribute`."""
     engine_options: dict[str, Any] = {}
     """Options that are given to the rollout engine by name."""
     deterministic: bool = False

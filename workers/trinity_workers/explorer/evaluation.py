@@ -19,6 +19,10 @@ ATTEMPTS = 3
 """Attempts at a question whose environment or reward fails."""
 
 
+class EvaluationFailed(TrinityError):
+    """Raised if the answers to a held-out question cannot be made or judged."""
+
+
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
     """Held-out questions in the place of a task: their order is that of the list."""
@@ -41,7 +45,8 @@ async def mean_reward(
 ) -> float:
     """Return the mean reward of sampled answers, with weights that the engine serves now.
 
-    Raises what failed :data:`ATTEMPTS` times at a question.
+    Raises:
+        EvaluationFailed: A question failed in each of :data:`ATTEMPTS` attempts.
     """
     task = _HeldOut(episodes.task.name, episodes.task.fingerprint, questions)
     player = replace(episodes, task=task)
@@ -58,7 +63,7 @@ async def mean_reward(
         if not failed:
             break
         if attempt == ATTEMPTS:
-            raise failed[0][1]
+            raise EvaluationFailed(f"{failed[0][1]} (in each of {ATTEMPTS} attempts)")
         open_requests = [request for request, _ in failed]
     return sum(rewards) / len(rewards)
 

@@ -168,6 +168,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             resumed_step=None if checkpoint is None else checkpoint.step,
         )
         job = _Job(options=options, config=config, began=began, reducer=reducer)
+        view.epoch = config.epoch
         if earlier is not None:
             view.say(earlier.notice(options.run_id, config.epoch))
         view.say(

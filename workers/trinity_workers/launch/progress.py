@@ -39,6 +39,8 @@ class ProgressView:
     def __init__(self, run_id: str, steps: int, folder: Path | None = None) -> None:
         self._monitor = Monitor(MonitorState(run_id=run_id))
         self._steps = steps
+        self.epoch = 0
+        """Epoch that is shown; earlier ones are only folded."""
         self._rewards: list[float] = []
         self._metrics: dict[str, float] = {}
         self._failed = FailedSaves(folder)
@@ -82,6 +84,8 @@ class ProgressView:
             self._monitor.set_aside(entry.id, str(error))
             return
         announced = [one.event for one in self._monitor.apply(entry.id, envelope)]
+        if envelope.epoch < self.epoch:
+            return
         for line in self._failed.heard(envelope.event, announced):
             self.say(line, style="bold red")
         if isinstance(envelope.event, StepTrained) and "reward" in envelope.event.metrics:
@@ -90,6 +94,8 @@ class ProgressView:
 
     def _show(self, bar: Progress, task: TaskID) -> None:
         state = self._monitor.state
+        if state.epoch < self.epoch:
+            return
         recent = self._rewards[-_SMOOTHING:]
         served = [e.version.step for e in state.explorers.values() if e.version is not None]
         weights = state.ready.get("weights")

@@ -37,7 +37,8 @@ async def claimed_rank(
 ) -> AsyncIterator[int]:
     """Claim the lowest rank of the epoch that is free, for the block; or yield the given one.
 
-    There are as many ranks as explorers. A claim that lapses while the server is away is made
+    There are as many ranks as explorers. A rank whose explorer has missed its renewals is waited
+    for, so that an explorer that is started in the place of a dead one gets its rank. A claim that lapses while the server is away is made
     anew, unless another explorer was faster.
 
     Raises:
@@ -77,6 +78,10 @@ class _Claims:
             return True
         return bool(await self._redis.set(self._key(rank), self._me, nx=True, px=lease))
 
+    async def left(self, rank: int) -> float:
+        """Return the seconds after which the rank is free; 0 if it is."""
+        return max(int(await self._redis.pttl(self._key(rank))), 0) / 1000
+
     async def give_up(self, rank: int) -> None:
         """Release the rank at once."""
         await self._renew(keys=[self._key(rank)], args=[self._me, 0])
@@ -98,6 +103,11 @@ async def _keep(claims: _Claims, rank: int, config: RunConfig) -> None:
 async def _claim(claims: _Claims, config: RunConfig) -> int:
     wait = Deadline(config.sync.timeout, f"no explorer rank of run {config.run_id} was claimed")
     for rank in count():
-        if await wait.ask(partial(claims.hold, rank)):
+        while not await wait.ask(partial(claims.hold, rank)):
+            left = await wait.ask(partial(claims.left, rank))
+            if left > LEASE / 2:
+                break
+            await anyio.sleep(max(left, LEASE / 100))
+        else:
             return rank
     raise AssertionError("unreachable")
