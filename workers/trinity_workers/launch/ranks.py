@@ -37,9 +37,9 @@ async def claimed_rank(
 ) -> AsyncIterator[int]:
     """Claim the lowest rank of the epoch that is free, for the block; or yield the given one.
 
-    There are as many ranks as explorers. A rank whose explorer has missed its renewals is waited
-    for, so that an explorer that is started in the place of a dead one gets its rank. A claim that lapses while the server is away is made
-    anew, unless another explorer was faster.
+    There are as many ranks as explorers. A rank whose explorer has missed renewals is waited for:
+    an explorer that is started in the place of a dead one gets its rank. A claim that lapses while
+    the server is away is made anew, unless another explorer was faster.
 
     Raises:
         RankLost: Another explorer has the rank; raised in the block.
