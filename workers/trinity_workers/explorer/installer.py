@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
-from trinity_schemas import StepRef
+from trinity_schemas import StepReady, StepRef
 
 from ..config import RunConfig
 from ..rollout_engines import RolloutEngine
@@ -69,7 +69,7 @@ class VersionInstaller:
         while True:
             try:
                 async with self._prefetched_into_engine(step):
-                    ready = await self._versions.wait(step, deadline=self._config.sync.timeout)
+                    ready = await self._newest(step)
             except DeadlineExceeded as late:
                 if reason is None:
                     raise
@@ -90,6 +90,12 @@ class VersionInstaller:
             else:
                 self.installed += 1
                 return
+
+    async def _newest(self, step: int) -> StepReady:
+        timeout = self._config.sync.timeout
+        reports = self._synchronizer.waits
+        with reports.waiting(f"the weights of step {step}", ["trainer-0"], deadline=timeout):
+            return await self._versions.wait(step, deadline=timeout)
 
     def _serves(self, step: int) -> bool:
         serves = self._engine.serves

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import anyio.to_thread
@@ -15,9 +14,15 @@ from msgspec import Struct
 
 from trinity_events.coordinator import this_process
 from trinity_events.core.ledger import Ledger
-from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
+from trinity_events.log import (
+    AsyncPublisher,
+    Publisher,
+    RedisEventLog,
+    SyncEventLog,
+    new_producer,
+)
 from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
-from trinity_events.server import connect
+from trinity_events.server import connect, open_client
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import (
     Experience,
@@ -33,7 +38,6 @@ from ..config import RunConfig
 from ..user_task import task_of
 from .resends import VersionResends
 from .state import TrainerState, read_trainer_state
-from .waits import ReportedWaits
 from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
 logger = logging.getLogger(__name__)
@@ -82,7 +86,6 @@ class Trainer:
         client = await self._exits.enter_async_context(connect(config.redis_url))
         log = RedisEventLog(client, config.run_id)
         self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))
-        self._waits = ReportedWaits(config, self._publisher)
         self._began_at = await log.last_id()
         task = await anyio.to_thread.run_sync(task_of, config)
         ledger = await self._restored_ledger()
@@ -95,12 +98,22 @@ class Trainer:
             dispatch_settings(config, task.fingerprint),
             ledger,
             deadline=config.sync.timeout,
+            waits=self._wait_publisher().waits,
         )
         await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
         await self._dispatch()
         await self.sync_weight()
+
+    def _wait_publisher(self) -> Publisher:
+        """Return a publisher in the background, which never delays the loop that waits."""
+        config = self.config
+        log = SyncEventLog(open_client(config.redis_url), config.run_id)
+        publisher = Publisher(log, config.epoch, new_producer("trainer"))
+        self._exits.callback(log.close)
+        self._exits.callback(publisher.close)
+        return publisher
 
     async def _restored_ledger(self) -> Ledger | None:
         """Publish and return the ledger of the checkpoint that the run resumes from."""
@@ -171,21 +184,16 @@ class Trainer:
         Raises:
             DeadlineExceeded: Groups are missing.
         """
-        config, waits = self.config, self._waits
+        config = self.config
         oldest = config.version_wanted(step)
 
         def usable(group: Group) -> bool:
             return min(one.oldest_version.step for one in group.experiences) >= oldest
 
         async with self._resends.allowed() if self._sends else nullcontext():
-            groups = await self._dispatcher.take(
-                config.rollouts.prompts_per_step,
-                deadline=config.sync.timeout,
-                usable=usable,
-                waiting=partial(waits.waiting, step),
+            return await self._dispatcher.take(
+                config.rollouts.prompts_per_step, deadline=config.sync.timeout, usable=usable
             )
-            await waits.over(step)
-            return groups
         raise AssertionError("unreachable")
 
     async def train_step(self, exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
