@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
 
-.PHONY: setup demo test lowest oldest-server bench chaos simulate verl base-install schemas docs picture \
+.PHONY: setup demo test lowest oldest-server bench chaos crash simulate verl base-install schemas docs picture \
 	lint format clean
 
 setup: $(VENV)/installed
@@ -59,6 +59,10 @@ bench: setup
 # make chaos ARGS="--only reducer/ --times 3"; --keep writes the matrix into the documentation.
 chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+# Runs that are killed at random moments and resumed. make crash ARGS="--kills 5"
+crash: setup
+	$(BIN)/python -m tests.crashes $(ARGS)
 
 # make simulate SEEDS=100000; without it, 5,000 seeds or one minute, and the planted bugs.
 simulate: setup

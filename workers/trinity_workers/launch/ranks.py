@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 LEASE = 10.0
 """Seconds after which the rank of an explorer that is silent may be taken."""
+_RENEWED = 0.7
+"""Part of the lease that is left to a rank whose explorer renews it."""
 
 
 class RankLost(TrinityError):
@@ -105,9 +107,9 @@ async def _claim(claims: _Claims, config: RunConfig) -> int:
     for rank in count():
         while not await wait.ask(partial(claims.hold, rank)):
             left = await wait.ask(partial(claims.left, rank))
-            if left > LEASE / 2:
+            if left > _RENEWED * LEASE:
                 break
-            await anyio.sleep(max(left, LEASE / 100))
+            await anyio.sleep(LEASE / 20)  # No event tells of a renewal, or of a lapse.
         else:
             return rank
     raise AssertionError("unreachable")

@@ -1,0 +1,199 @@
+"""Run that is killed at random moments and started again, and what must be true at its end."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.rollout_histories import count_raw
+from tests.support.sessions import kill_session
+from tests.support.tensors import identical
+from tests.support.waits import PATIENCE
+from trinity_events.checkpoint_layout import final_name
+from trinity_events.core.audit import Auditor
+from trinity_events.server import connect_sync
+from trinity_schemas import RunKeys, StepReady, decode_envelope
+from trinity_workers.engines.state_files import read_state
+from trinity_workers.launch.model import make_model
+
+PROMPTS = 4
+ON_POLICY = {
+    "sync": {"max_staleness": 0},
+    "explorer": {"deterministic": True, "held_out_questions": 0},
+}
+"""Conditions under which a resumed run ends with the bits of an undisturbed one."""
+ASYNCHRONOUS = {
+    "sync": {"max_staleness": 2},
+    "explorer": {"held_out_questions": 0, "groups_per_claim": 1},
+    "rollouts": {"order": "arrival"},
+}
+MOMENTS = 60
+"""Entries of the log, from a start on, within which it is killed."""
+
+_RAYS_OWN = (".random.python", ".random.numpy")
+"""Random states of which Ray draws numbers of its own."""
+
+Report = Callable[[str], None]
+
+
+def warm_model(folder: Path) -> Path:
+    """Return a policy that gives some right answers, or rewards would teach it nothing."""
+    if not (folder / "config.json").is_file():
+        make_model(folder, 0)
+    return folder
+
+
+class KilledRun:
+    """Run of ``trinity-events train`` whose processes are all killed now and then.
+
+    Args:
+        folder: Folder for its configuration and its checkpoints.
+        model: Folder of the policy.
+        redis_url: Server of the log, which outlives the run's processes.
+        run_id: Name of the run.
+        style: Sections of the configuration.
+        ranks: Ranks of the trainer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        redis_url: str,
+        run_id: str,
+        style: dict[str, dict[str, Any]],
+        *,
+        ranks: int = 1,
+    ) -> None:
+        self.folder, self.redis_url, self.run_id = folder, redis_url, run_id
+        self._keys = RunKeys.of(run_id)
+        self._file = folder / f"{run_id}.yaml"
+        settings: dict[str, Any] = {
+            "model": {"path": str(model)},
+            "trainer": {"ranks": ranks},
+            "checkpoints": {"interval": 2, "root": str(folder)},
+            **style,
+        }
+        rollouts = {"prompts_per_step": PROMPTS, "samples_per_prompt": 4, "claim_lease": 5.0}
+        settings["rollouts"] = rollouts | style.get("rollouts", {})
+        self._file.write_text(json.dumps(settings))
+
+    def finish(self, steps: int, explorers: int = 1) -> None:
+        """Run to the end. Raises AssertionError with what it printed if it fails."""
+        done = subprocess.run(
+            self._command(steps, explorers),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5 * PATIENCE,
+        )
+        assert done.returncode == 0, done.stderr[-8000:]
+
+    def kill(self, steps: int, explorers: int, moment: int) -> None:
+        """Start it, and kill all of it once so many entries came to its log; or let it end."""
+        with connect_sync(self.redis_url) as client:
+            enough = client.xlen(self._keys.events) + moment
+            with subprocess.Popen(
+                self._command(steps, explorers),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            ) as process:
+                give_up = time.monotonic() + 5 * PATIENCE
+                while client.xlen(self._keys.events) < enough and process.poll() is None:
+                    assert time.monotonic() < give_up, "the run stood still"
+                    time.sleep(0.002)
+                kill_session(process.pid)
+
+    def newest_checkpoint(self) -> int:
+        """Return the newest step with a checkpoint; 0 for none."""
+        with connect_sync(self.redis_url) as client:
+            entries = client.xrange(self._keys.announcements)
+        events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
+        ready = [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+        return max((one.step for one in ready), default=0)
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of model and optimizer of a checkpoint, by file and place."""
+        actor = self.folder / self.run_id / final_name(step) / "actor"
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted(actor.glob("*.pt")):
+            found |= {f"{path.name}:{place}": one for place, one in _tensors("", read_state(path))}
+        return found
+
+    def faults(self, steps: int) -> list[str]:
+        """Return what is wrong with the fates of its prompts, by two counts of the raw log."""
+        with connect_sync(self.redis_url) as client:
+            entries = [fields[b"e"] for _, fields in client.xrange(self._keys.events)]
+        [*_, count] = count_raw(entries)
+        auditor = Auditor(self.run_id)
+        for payload in entries:
+            auditor.add(decode_envelope(payload))
+        audit = auditor.audit()
+        [*_, books] = audit.lineages
+        expected = steps * PROMPTS
+        faults = [*count.wrong, *(str(one) for one in books.contradictions)]
+        for name, found, wanted in (
+            ("trained, by the counter", count.trained, expected),
+            ("trained, by the audit", books.trained, expected),
+            ("steps", books.steps, steps),
+            ("dispatched", books.dispatched, count.next),
+            ("open", books.open, len(count.open)),
+        ):
+            if found != wanted:
+                faults.append(f"{name}: {found}, not {wanted}")
+        return faults
+
+    def recomputed(self) -> int:
+        """Return the number of requests beyond the first one of an ordinal."""
+        with connect_sync(self.redis_url) as client:
+            payloads = [fields[b"e"] for _, fields in client.xrange(self._keys.events)]
+        [*_, count] = count_raw(payloads)
+        return sum(count.recomputed.values())
+
+    def _command(self, steps: int, explorers: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "trinity_events", "train", str(self._file)),
+            *("--run", self.run_id, "--redis-url", self.redis_url),
+            *("--set", f"steps={steps}", "--set", f"explorer.count={explorers}"),
+        ]
+
+
+def killed_at_random(run: KilledRun, *, kills: int, seed: int, report: Report = print) -> int:
+    """Kill a run at random moments, with changing explorers; return the steps it ends at."""
+    chosen = random.Random(seed)
+    for number in range(1, kills + 1):
+        moment, explorers = chosen.randrange(1, MOMENTS), chosen.choice((1, 1, 2, 3))
+        began = time.monotonic()
+        run.kill(1_000_000, explorers, moment)
+        seconds = time.monotonic() - began
+        report(f"kill {number}: after {moment} entries, {explorers} explorers, {seconds:.0f} s")
+    steps = run.newest_checkpoint() + 4
+    run.finish(steps)
+    return steps
+
+
+def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that are not the same to the bit."""
+    if one.keys() != other.keys():
+        return sorted(one.keys() ^ other.keys())
+    return [name for name, tensor in one.items() if not identical(tensor, other[name])]
+
+
+def _tensors(place: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors of a structure; Python's and NumPy's random states are none of them."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _tensors(f"{place}.{key}", one)
+    elif isinstance(value, tuple | list):
+        yield from _tensors(place, dict(enumerate(value)))
+    elif isinstance(value, torch.Tensor) and not place.startswith(_RAYS_OWN):
+        yield place, value.to_local() if hasattr(value, "to_local") else value

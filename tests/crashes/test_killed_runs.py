@@ -1,0 +1,52 @@
+"""Short form of ``make crash``: runs that are killed (-9, everything) and started again."""
+
+import secrets
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from tests.crashes.killed_run import (
+    ASYNCHRONOUS,
+    ON_POLICY,
+    KilledRun,
+    differences,
+    killed_at_random,
+    warm_model,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return warm_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def seed():
+    drawn = secrets.randbelow(10**6)
+    print(f"seed {drawn}")  # of a failure
+    return drawn
+
+
+@pytest.mark.timeout(1200)
+def test_a_run_that_was_killed_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path, model, redis_url, run_id, seed
+):
+    killed = KilledRun(tmp_path, model, redis_url, f"{run_id}-a", ON_POLICY)
+    steps = killed_at_random(killed, kills=2, seed=seed)
+    undisturbed = KilledRun(tmp_path, model, redis_url, f"{run_id}-b", ON_POLICY)
+    undisturbed.finish(steps)
+    weights = killed.weights(steps)
+    assert weights, "the checkpoint of the last step holds tensors"
+    assert differences(weights, undisturbed.weights(steps)) == []
+    assert killed.faults(steps) == undisturbed.faults(steps) == []
+
+
+@pytest.mark.timeout(1200)
+def test_an_asynchronous_run_that_was_killed_lost_no_prompt_and_trained_none_twice(
+    tmp_path, model, redis_url, run_id, seed
+):
+    run = KilledRun(tmp_path, model, redis_url, run_id, ASYNCHRONOUS)
+    steps = killed_at_random(run, kills=2, seed=seed)
+    assert run.faults(steps) == []

@@ -1,0 +1,28 @@
+"""Sessions of processes: all that a command started, its Ray and its reducer too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+
+def session_members(session: int) -> list[int]:
+    """Return the processes of a session."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if int((path / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                members.append(int(path.name))
+        except OSError:
+            continue
+    return members
+
+
+def kill_session(session: int) -> None:
+    """Kill every process of a session at once."""
+    for member in session_members(session):
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
