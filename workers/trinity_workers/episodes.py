@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from trinity_events.error_text import first_error
 from trinity_events.errors import TrinityError
-from trinity_events.waits import NO_REPORTS, WaitReporter
 from trinity_schemas import Experience, RolloutRequest, StepRef, Turn
 
 from .learning.policy import BadPolicy, encode_prompt
@@ -79,7 +78,6 @@ class Episodes:
         explorer: Name of the explorer.
         environment: Other side of the episodes; without one, an episode has one turn.
         max_turns: Maximum number of the policy's turns in an episode.
-        waits: Reporter of long waits for rewards and environments; by default none reports them.
     """
 
     engine: RolloutEngine
@@ -89,7 +87,6 @@ class Episodes:
     explorer: str
     environment: Replier | None = None
     max_turns: int = 1
-    waits: WaitReporter = NO_REPORTS
 
     async def answer(self, request: RolloutRequest) -> list[Experience]:
         """Return the experiences of one request; see :meth:`answer_all`. Raises what failed."""
@@ -207,8 +204,7 @@ class Episodes:
 
     async def _environment_turn(self, episode: _Episode) -> None:
         assert self.environment is not None
-        with self.waits.waiting(f"the environment's reply to {_place(episode)}"):
-            replies = await self.environment.reply(episode.question, episode.messages)
+        replies = await self.environment.reply(episode.question, episode.messages)
         if replies is None:
             episode.over = True
             return
@@ -249,8 +245,7 @@ class Episodes:
             for one in group
         ]
         try:
-            with self.waits.waiting(f"the rewards of ordinal {group[0].request.ordinal}"):
-                judged = await self.judge.judge(group[0].question, asked)
+            judged = await self.judge.judge(group[0].question, asked)
         except TrinityError as error:
             failed[place] = error
             return
@@ -321,10 +316,6 @@ def _check_versions(request: RolloutRequest, versions: Sequence[StepRef]) -> Non
             f"ordinal {request.ordinal} needs the version of {_named(request.oldest)}{needs}, and "
             f"the engine served that of {_named(wrong[0])}: install it before answering"
         )
-
-
-def _place(episode: _Episode) -> str:
-    return f"ordinal {episode.request.ordinal}, sample {episode.sample}"
 
 
 def _named(version: StepRef) -> str:

@@ -119,7 +119,6 @@ class Explorer:
             explorer=self.name,
             environment=await self._start_environment(),
             max_turns=config.rollouts.max_turns,
-            waits=self._synchronizer.waits,
         )
         self._prefetcher = VersionPrefetcher(config, self._synchronizer)
 
