@@ -109,7 +109,7 @@ class Explorer:
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._engine = self._make_engine()
         self._task = await anyio.to_thread.run_sync(task_of, config)
-        rewards = await start_rewards(config)
+        rewards = await start_rewards(config, self._synchronizer.waits)
         self._exits.push_async_callback(rewards.aclose)
         self._episodes = Episodes(
             engine=self._engine,
@@ -141,6 +141,7 @@ class Explorer:
             task.environment,
             deadline=task.environment_deadline,
             count=self.config.groups_per_claim,
+            waits=self._synchronizer.waits,
         )
         return await self._exits.enter_async_context(environment)
 
