@@ -19,9 +19,9 @@ def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
     from trinity_schemas import RolloutRequest, StepRef
     from trinity_workers.config import TrainConfig, TrainerConfig
     from trinity_workers.episodes import Episodes
+    from trinity_workers.launch.warm_up import warm_up
     from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs
     from trinity_workers.learning.policy import create_policy, load_policy
-    from trinity_workers.learning.warm_up import warm_up
     from trinity_workers.rewards import TaskRewards
     from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
     from trinity_workers.tasks import SpellBackward

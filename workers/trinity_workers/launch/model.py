@@ -13,8 +13,8 @@ def make_model(folder: Path, seed: int) -> tuple[int, float]:
     import torch
 
     from ..learning.policy import create_policy
-    from ..learning.warm_up import warm_up
     from ..tasks import SpellBackward
+    from .warm_up import warm_up
 
     torch.set_num_threads(1)
     create_policy(folder, seed)

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trinity_schemas import Sampling, StepRef
 
+from ..learning.policy import encode_prompt, load_policy, save_policy
 from ..rollout_engines.base import GenerationRequest
 from ..rollout_engines.huggingface import HuggingFaceEngine
 from ..tasks import Answer, Question, SpellBackward
-from .policy import encode_prompt, load_policy, save_policy
 
 _LEARNING_RATE = 2e-3
 _BETAS = (0.9, 0.95)
