@@ -1,4 +1,4 @@
-"""The Ray actors of a run: what they answer, and which of them died, and how."""
+"""Ray actors of a run: calls to them, and how one of them died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..process_exit import ExitWatch, named
 
 
 class ProcessDied(TrinityError):
-    """A process of the run ended while it was needed."""
+    """Raised if a process of the run ended while it was needed."""
 
 
 class Actors:
@@ -34,14 +34,14 @@ class Actors:
         self._deaths = ExitWatch()
 
     async def watch(self) -> None:
-        """Note from now on how their processes end."""
+        """Watch how their processes end."""
         found = await self.ask([actor.process.remote() for actor in self._actors.values()])
         self._processes = dict(zip(self._actors, found, strict=True))
         for process in found:
             self._deaths.watch(process)
 
     async def trainer_answers(self) -> None:
-        """Return once the trainer has answered, however it does."""
+        """Wait until the trainer has answered, with an error too."""
         with suppress(Exception):
             await self._actors["trainer-0"].is_alive.remote()
 
@@ -82,7 +82,7 @@ class Actors:
 
 
 def in_words(error: Any) -> Exception:
-    """What failed in another process, as if it had failed here; itself, where it is a defect."""
+    """Return the cause of an error in another process, or the error itself if it is a defect."""
     from ray.exceptions import RayTaskError
 
     cause = error

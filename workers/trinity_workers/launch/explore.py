@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExplorerOptions(Struct, frozen=True, kw_only=True):
-    """What the command line was told."""
+    """Options of the command `explorer`."""
 
     run_id: str
     rank: int | None
@@ -41,22 +41,22 @@ class ExplorerOptions(Struct, frozen=True, kw_only=True):
 
 
 class RunFailed(TrinityError):
-    """The trainer gave the run up."""
+    """Raised if the trainer gave the run up."""
 
 
 class NoSettings(TrinityError):
-    """The run was opened by something that does not say what it is."""
+    """Raised if the run was opened without its configuration."""
 
 
 async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
     """Explore the run's newest epoch to its end, from the start when a newer one is opened.
 
     Returns:
-        What it came to, or None when the trainer ended the run before.
+        Its result, or None if the trainer ended the run before.
 
     Raises:
         Interrupted: on SIGINT or SIGTERM.
-        TrinityError: when the run is not opened in time, or fails.
+        TrinityError: If the run is not opened in time, or fails.
     """
     async with (
         interruptible(options.run_id),
@@ -111,7 +111,7 @@ async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: f
 async def _epoch(
     config: RunConfig, rank: int, openings: Openings, opening: Opening
 ) -> ExplorationResult | RunClosed | None:
-    """Explore one epoch; None when another has taken its place."""
+    """Explore one epoch; return None if another one has taken its place."""
     outcome: ExplorationResult | RunClosed | None = None
     async with anyio.create_task_group() as tasks:
 

@@ -1,4 +1,4 @@
-"""Starts every part, watches them, and puts them away."""
+"""Launcher of a run: starts its parts, watches them, and ends them."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ SUMMARY_DEADLINE = 5.0
 
 
 class LaunchOptions(Struct, frozen=True, kw_only=True):
-    """What the command line was told."""
+    """Options of the commands that start a run."""
 
     run_id: str
     alone: bool
-    """Whether every part runs here; else the trainer, with a reducer and explorers elsewhere."""
+    """True if every part runs here; else the trainer does, with a reducer and explorers elsewhere."""
     settings: TrainConfig
     redis_url: str | None
     weights_redis_url: str | None
     checkpoint_root: Path
     adopt_folder: bool = False
-    """Whether to take over the run's folder where it belongs to another log."""
+    """True to take over the run's folder if it belongs to another log."""
     fresh: bool = False
-    """Whether to begin at step 1 although the run has a checkpoint to resume from."""
+    """True to begin at step 1 although the run has a checkpoint to resume from."""
     ray_address: str | None = None
     """Ray cluster to join; None starts one on this host."""
     health_file: Path | None = None
@@ -93,11 +93,11 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
 
 
 Report = Callable[[DemoSummary], None]
-"""Takes the summary of a run, however the run ended."""
+"""Receiver of the summary of a run, also of one that failed."""
 
 
 class _Job(Struct, kw_only=True):
-    """Everything that the summary of a run is made of."""
+    """Data of the summary of a run."""
 
     options: LaunchOptions
     config: RunConfig
@@ -114,8 +114,8 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
     There is no summary of a run that was not opened, or whose log cannot be read.
 
     Raises:
-        Interrupted: on SIGINT or SIGTERM, after everything was ended and the log closed.
-        TrinityError: when a part fails.
+        Interrupted: On SIGINT or SIGTERM, after all parts ended and the log was closed.
+        TrinityError: If a part fails.
     """
     async with interruptible(options.run_id):
         await _run(options, report)
@@ -212,7 +212,7 @@ async def _summarized(job: _Job, log: RedisEventLog, report: Report) -> AsyncIte
 async def _summary(
     job: _Job, log: RedisEventLog, outcome: Outcome, error: BaseException | None
 ) -> DemoSummary:
-    """Return what the run came to, of its parts' results and its log."""
+    """Return the summary of the run, from its parts' results and its log."""
     config, options = job.config, job.options
     summed, metrics, failed = await _summarize_log(log, config)
     return summarize(
@@ -249,7 +249,7 @@ def newest_checkpoint(state: MonitorState, config: RunConfig) -> NewestCheckpoin
 
 
 async def _work(job: _Job, explorers_here: int) -> None:
-    """Make the model, train and explore; notes the warm-up's steps and the results."""
+    """Make the model, train and explore; keep the results in the job."""
     config = job.config
     # Actors first: they import torch while the model is made.
     trainer = Trainer.get_actor(config)
@@ -280,16 +280,16 @@ def _first_work(config: RunConfig) -> str:
 
 
 async def _make_model(config: RunConfig) -> int:
-    """Make the model here, where all that it needs is imported; returns the warm-up's steps.
+    """Make the model in this process; return the steps of its warm-up.
 
-    There is one already if the user gave it, or if the run resumes.
+    A model that the user gave, or that an earlier epoch made, is left as it is.
     """
     made = config.resumed_step is not None and (config.model_folder / "config.json").is_file()
     if made or config.model.path is not None:
         return 0
     make = partial(make_model, config.model_folder, config.seed)
     try:
-        # Left to itself when the run is ended meanwhile: nobody loads what it makes.
+        # Abandoned if the run is ended meanwhile: no process loads what it makes.
         steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)
     except OSError as error:
         raise in_words(error) from None
@@ -297,7 +297,7 @@ async def _make_model(config: RunConfig) -> int:
 
 
 async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: ProgressView) -> None:
-    """Wait until every explorer has the last version, or has stopped, or the deadline passes."""
+    """Wait until every explorer serves the last version, or has stopped, or the deadline passes."""
     wait = Deadline(EXPLORERS_DEADLINE, "the explorers were not seen to take the last weights")
     try:
         while True:
@@ -313,7 +313,7 @@ async def _last_weights_taken(log: RedisEventLog, config: RunConfig, view: Progr
 
 
 def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
-    """The explorers that are at work and do not serve the last version."""
+    """Return the explorers that run and do not serve the last version."""
     last = StepRef(config.epoch, config.steps)
     return [
         name
@@ -328,7 +328,7 @@ def _without_last(state: MonitorState, config: RunConfig) -> list[str]:
 async def _shown(
     view: ProgressView, log: RedisEventLog, *beside: Callable[[], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[None]:
-    """Show the run in the block, which goes on when that fails, and do something beside it."""
+    """Show the run during the block, which goes on if that fails, and run tasks beside it."""
 
     async def follow() -> None:
         try:
@@ -347,7 +347,7 @@ async def _shown(
 async def _summarize_log(
     log: RedisEventLog, config: RunConfig
 ) -> tuple[RunSummary, LoggedMetrics, FailedSaves]:
-    """What the log says of the epoch, as far as a long one is trimmed from its archive."""
+    """Summarize the log of the epoch; entries that were trimmed come from the archive."""
     summarizer, metrics, failed = Summarizer(log.run_id), LoggedMetrics(), FailedSaves()
     archive = Archive(config.checkpoint_folder, config.run_id)
     for stream in Stream:
@@ -365,7 +365,7 @@ async def _summarize_log(
 
 
 def _replay_command(options: LaunchOptions) -> str:
-    """What to type to replay the run, from any shell."""
+    """Return the command that replays the run, for any shell."""
     words = ["trinity-events", "replay", options.run_id]
     if options.redis_url:
         words += ["--redis-url", redacted(options.redis_url)]

@@ -22,11 +22,11 @@ from ..config import RunConfig
 
 _REDUCER_DEADLINE = 30.0
 _SHORT_DEADLINE = 3.0
-"""Seconds for it when the run did not come to its end: who asks us to end kills after ten."""
+"""Seconds for it if the run failed or was interrupted: supervisors kill after ten."""
 
 
 class Interrupted(TrinityError):
-    """Somebody asked the process to end."""
+    """Raised if a signal asked the process to end."""
 
     def __init__(self, message: str, received: int) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ async def interruptible(run_id: str) -> AsyncIterator[None]:
 
 
 def _leave(terminals: list[int]) -> None:
-    """Write to nowhere what would go to a terminal that is gone, which is an error."""
+    """Discard output to a terminal that is gone, where writing is an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in terminals:
         os.dup2(nowhere, descriptor)
@@ -71,7 +71,7 @@ def _leave(terminals: list[int]) -> None:
 
 @asynccontextmanager
 async def closing(client: redis.asyncio.Redis, config: RunConfig) -> AsyncIterator[None]:
-    """Close the run however the block ends, and let the reducer come to its end."""
+    """Close the run at the end of the block, also after an error, and wait for the reducer."""
     try:
         yield
     except BaseException as error:

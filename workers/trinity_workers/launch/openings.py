@@ -1,4 +1,4 @@
-"""Which epoch of a run is open: how a process elsewhere finds the run that it is to serve."""
+"""Openings of a run's epochs, by which a process elsewhere finds the run that it serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trinity_schemas import ContractError, RunClosed, RunOpened, RunResumed, dec
 
 
 class Opening(Struct, frozen=True, kw_only=True):
-    """One epoch of a run."""
+    """Opening of one epoch of a run."""
 
     epoch: int
     config: str | None

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_DEADLINE = 5.0
 _MOST_RESTARTS = 5
-"""Of a reducer that does not come to work for long."""
+"""Maximum restarts in a row of a reducer that ends soon after its start."""
 _SETTLED = 60.0
 """Seconds of work after which a reducer's earlier ends are forgotten."""
 _SHORTEST_PAUSE = 1.0
@@ -34,7 +34,7 @@ _LONGEST_ROOM = 32
 
 
 class ReducerFailed(TrinityError):
-    """The reducer ended again and again."""
+    """Raised if the reducer ended again and again."""
 
 
 class ClusterUnreachable(TrinityError):
@@ -56,7 +56,7 @@ class ReducerProcess:
             *("--run", run_id, "--checkpoint-root", str(checkpoint_root)),
             *(("--adopt-folder", run_id) if adopt_folder else ()),
         ]
-        # By the environment: everybody on the host may list commands, with the password in a URL.
+        # By the environment: all users of the host may list commands, with the password in a URL.
         self._environment = {"TRINITY_REDIS_URL": redis_url}
         self._log = trinity_home() / "runs" / run_id / "reducer.log"
         self.restarts = 0
@@ -64,7 +64,7 @@ class ReducerProcess:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keep it running for the block."""
+        """Keep the reducer running for the block."""
         make_private(self._log.parent.parent)
         self._log.parent.mkdir(exist_ok=True)
         async with anyio.create_task_group() as tasks:
@@ -103,7 +103,7 @@ class ReducerProcess:
         return pause
 
     async def _start(self) -> Process:
-        # Shielded: cancelled half-way it would leave a process that nobody stops.
+        # Shielded: cancelled half-way it would leave a process that is never stopped.
         with open_private(self._log, "a") as log, anyio.CancelScope(shield=True):
             # A session of its own: Ctrl-C is ours to hear, and the reducer's last work to do.
             # Its standard input is its lifeline: it ends when we do, however we end.

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs, read off the run's own log."""
+"""Progress of a run, which its command shows while it runs, from the run's own log."""
 
 from __future__ import annotations
 

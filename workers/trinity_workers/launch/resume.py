@@ -32,7 +32,7 @@ class CannotResume(TrinityError):
 
 
 class EarlierRun(Struct, frozen=True, kw_only=True):
-    """What the log knows of a run that was trained before."""
+    """Earlier training of a run, as its log tells it."""
 
     reached: StepRef
     """Last epoch, and the step that it had reached."""

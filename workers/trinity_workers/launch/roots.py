@@ -1,4 +1,4 @@
-"""Whether the reducer uses the folder that the trainer writes to."""
+"""Check that the reducer uses the folder that the trainer writes to."""
 
 from __future__ import annotations
 

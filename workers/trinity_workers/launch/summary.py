@@ -1,4 +1,4 @@
-"""What the demo ends with."""
+"""Summary of a run, which its command prints at the end."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
     reducer_restarts: int
     transport: str
     sharded: bool
-    """Whether every rank published what it holds, or rank 0 everything."""
+    """True if every rank published its shards; else rank 0 published full tensors."""
     log: RunSummary
     redis_url: str
     checkpoint_folder: str
