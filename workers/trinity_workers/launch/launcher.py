@@ -75,7 +75,7 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
 
     run_id: str
     alone: bool
-    """True if every part runs here; else the trainer does, with a reducer and explorers elsewhere."""
+    """True if every part runs here; else only the trainer does."""
     settings: TrainConfig
     redis_url: str | None
     weights_redis_url: str | None
