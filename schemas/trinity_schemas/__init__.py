@@ -7,7 +7,6 @@ from .codec import (
     UnknownEventType,
     decode_envelope,
     decode_experience,
-    decode_experiences,
     decode_manifest,
     decode_request,
     encode,
@@ -60,7 +59,6 @@ from .events import (
     WeightsApplied,
     event_tag,
 )
-from .experiences import ExperienceGroup
 from .identity import (
     ExplorerStatus,
     Kind,
@@ -107,7 +105,6 @@ __all__ = [
     "EnvelopeReader",
     "Event",
     "Experience",
-    "ExperienceGroup",
     "ExpiredAttempt",
     "ExplorerStatus",
     "ExplorerStatusChanged",
@@ -167,7 +164,6 @@ __all__ = [
     "chunk_key",
     "decode_envelope",
     "decode_experience",
-    "decode_experiences",
     "decode_manifest",
     "decode_request",
     "encode",

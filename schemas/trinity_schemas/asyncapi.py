@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from .envelope import SCHEMA_VERSION
 from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, SENT_BY, event_tag
-from .experiences import ExperienceGroup
 from .keys import RunKeys
 from .rollouts import Experience, RolloutRequest
 from .schemas import components
@@ -18,7 +17,6 @@ MSGPACK = "application/msgpack"
 _SCHEMAS = "#/components/schemas/"
 _PUBLISHED = tuple(event for event in EVENT_TYPES if event not in ANNOUNCEMENT_TYPES)
 _DEAD_LETTER = "DeadLetter"
-_SAMPLES = (ExperienceGroup, Experience)
 
 # Redis wants the braces for its hash tag and AsyncAPI for its parameter: the parameter is the
 # run id with its braces.
@@ -71,9 +69,9 @@ def _channels() -> Object:
         ),
         "experiences": channel(
             _KEYS.experiences,
-            "Experiences from explorers to the trainer, one entry a sample, or one a group from "
-            "the demo's explorers. Bounded; a used entry is deleted.",
-            _names(_SAMPLES),
+            "Experiences from explorers to the trainer, one entry a sample. An entry is deleted "
+            "once it was used.",
+            [Experience.__name__],
         ),
         "rollouts": channel(
             _KEYS.rollouts,
@@ -98,7 +96,7 @@ def _operations() -> Object:
         }
 
     published, announced = _names(_PUBLISHED), _names(ANNOUNCEMENT_TYPES)
-    samples, requests = _names(_SAMPLES), [RolloutRequest.__name__]
+    samples, requests = [Experience.__name__], [RolloutRequest.__name__]
     operations = {
         f"{role}SendsEvents": operation(
             role, "send", "events", _names(tuple(e for e in _PUBLISHED if SENT_BY[e] == role))
@@ -135,7 +133,7 @@ def _messages() -> Object:
         event.__name__: message(event_tag(event), event.__doc__, _in_envelope(event))
         for event in EVENT_TYPES
     }
-    for one in (*_SAMPLES, RolloutRequest):
+    for one in (Experience, RolloutRequest):
         name = one.__name__
         messages[name] = message(name, one.__doc__, {"$ref": _SCHEMAS + name})
     # Its bytes are those of the sender and need not be MessagePack.

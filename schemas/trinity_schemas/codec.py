@@ -8,13 +8,12 @@ import msgspec
 
 from .envelope import Envelope, Sequence
 from .events import EVENT_TYPES, event_tag
-from .experiences import ExperienceGroup
 from .identity import Producer, RunId
 from .manifest import WeightManifest
 from .rollouts import Experience, RolloutRequest
 
 MAX_EVENT_BYTES = 4 << 20
-"""Bytes of an envelope or an experience group; larger ones are refused."""
+"""Bytes of an envelope, a request or an experience; larger ones are refused."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Bytes of a weight manifest; larger ones are refused."""
 
@@ -55,16 +54,15 @@ _envelopes = msgspec.msgpack.Decoder(Envelope)
 _tags = msgspec.msgpack.Decoder(_Tagged)
 _senders = msgspec.msgpack.Decoder(Sender)
 _manifests = msgspec.msgpack.Decoder(WeightManifest)
-_experiences = msgspec.msgpack.Decoder(ExperienceGroup)
 _requests = msgspec.msgpack.Decoder(RolloutRequest)
-_samples = msgspec.msgpack.Decoder(Experience)
+_experiences = msgspec.msgpack.Decoder(Experience)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that decoders raise for bytes that they cannot decode."""
 T = TypeVar("T")
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode an envelope, a manifest or an experience group as MessagePack.
+    """Encode an envelope, a manifest, a request or an experience as MessagePack.
 
     The sender gets the error that each reader would get otherwise.
 
@@ -116,11 +114,6 @@ def decode_manifest(payload: bytes) -> WeightManifest:
     return _decode(_manifests, payload, MAX_MANIFEST_BYTES, "a weight manifest")
 
 
-def decode_experiences(payload: bytes) -> ExperienceGroup:
-    """Decode one experience group. Raises :class:`ContractError`."""
-    return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience group")
-
-
 def decode_request(payload: bytes) -> RolloutRequest:
     """Decode one rollout request. Raises :class:`ContractError`."""
     return _decode(_requests, payload, MAX_EVENT_BYTES, "a rollout request")
@@ -128,7 +121,7 @@ def decode_request(payload: bytes) -> RolloutRequest:
 
 def decode_experience(payload: bytes) -> Experience:
     """Decode one sample of a group. Raises :class:`ContractError`."""
-    return _decode(_samples, payload, MAX_EVENT_BYTES, "an experience")
+    return _decode(_experiences, payload, MAX_EVENT_BYTES, "an experience")
 
 
 def to_json(message: msgspec.Struct) -> dict[str, Any]:

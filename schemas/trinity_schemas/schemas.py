@@ -9,7 +9,6 @@ import msgspec
 
 from .envelope import Envelope
 from .events import EVENT_TYPES, event_tag
-from .experiences import ExperienceGroup
 from .manifest import WeightManifest
 from .rollouts import Experience, RolloutRequest
 
@@ -20,14 +19,14 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def json_schemas() -> dict[str, Schema]:
     """Return the documents by name: the envelope, each event by its tag, and other messages."""
     types = {"envelope": Envelope} | {event_tag(event): event for event in EVENT_TYPES}
-    types |= {"weight-manifest": WeightManifest, "experience-group": ExperienceGroup}
+    types |= {"weight-manifest": WeightManifest}
     types |= {"rollout-request": RolloutRequest, "experience": Experience}
     return {name: {"$schema": DIALECT} | _tidy(msgspec.json.schema(t)) for name, t in types.items()}
 
 
 def components(ref_template: str) -> dict[str, Schema]:
     """Return the schemas of all messages by struct name; they refer to each other by template."""
-    types = [Envelope, ExperienceGroup, RolloutRequest, Experience, *EVENT_TYPES]
+    types = [Envelope, RolloutRequest, Experience, *EVENT_TYPES]
     _, found = msgspec.json.schema_components(types, ref_template=ref_template)
     return {name: _tidy(schema) for name, schema in found.items()}
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from .events import ANNOUNCEMENT_TYPES, EVENT_TYPES, SENT_BY, event_tag
-from .experiences import ExperienceGroup
 from .schemas import Schema, components
 
 _REF = "#"
@@ -25,9 +24,8 @@ def event_tables() -> str:
         lines += tables.section(event_tag(event), event.__name__, 3)
     names = {event.__name__ for event in EVENT_TYPES}
     lines += ["", "### What events are made of"]
-    for name in sorted(tables.schemas.keys() - names - {ExperienceGroup.__name__}):
+    for name in sorted(tables.schemas.keys() - names):
         lines += tables.section(name, name, 4)
-    lines += tables.section("Experience groups", ExperienceGroup.__name__, 2)
     lines += ["", "## Words", "", "| word | text that matches |", "|---|---|"]
     lines += [f"| {word} | `{pattern}` |" for word, pattern in sorted(tables.words.items())]
     return "\n".join(lines)

@@ -34,7 +34,6 @@ from trinity_schemas import (
     Chunk,
     ConsumerDetached,
     DeadlineReached,
-    ExperienceGroup,
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
@@ -174,18 +173,6 @@ MANIFEST = WeightManifest(
     tensors=(TensorEntry(name="a", dtype="float32", shape=(2,), offset=0),),
     chunks=(Chunk(nbytes=8, digest=DIGEST),),
 )
-GROUP = ExperienceGroup(
-    run_id="r",
-    group_id="g",
-    step=1,
-    explorer=0,
-    version=AT,
-    prompt_tokens=[1],
-    responses=[[2, 3]],
-    logprobs=[[-0.5, -0.25]],
-    rewards=[1.0],
-    scores=[1.0],
-)
 
 
 def in_envelope(event):
@@ -236,11 +223,10 @@ def test_a_sample_of_every_event_validates_and_survives_the_wire(event):
 def test_what_travels_beside_events_validates_too():
     schemas = json_schemas()
     assert valid(schemas["weight-manifest"], plain(MANIFEST))
-    assert valid(schemas["experience-group"], plain(GROUP))
     assert valid(schemas["rollout-request"], plain(REQUEST))
     assert valid(schemas["experience"], plain(experience()))
     assert not valid(schemas["rollout-request"], plain(experience()))
-    assert not valid(schemas["experience-group"], {**plain(GROUP), "step": -1})
+    assert not valid(schemas["experience"], {**plain(experience()), "ordinal": -1})
 
 
 @pytest.mark.parametrize("step", [-1, 2**60, 1.5, "7", None])
@@ -326,7 +312,7 @@ def test_the_payload_of_an_asyncapi_message_takes_its_own_event_alone():
 def test_generating_twice_gives_the_same_bytes(tmp_path):
     root = checkout(tmp_path)
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    assert len(before) == len(EVENT_TYPES) + 7
+    assert len(before) == len(EVENT_TYPES) + 6
     write(root)
     assert {path: path.read_bytes() for path in before} == before
     assert all(text.endswith(b"\n") for text in before.values())

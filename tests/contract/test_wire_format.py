@@ -14,7 +14,6 @@ from trinity_schemas import (
     Chunk,
     ContractError,
     EnvelopeReader,
-    ExperienceGroup,
     LedgerRestored,
     PartBase,
     Producer,
@@ -35,7 +34,6 @@ from trinity_schemas import (
     chunk_key,
     decode_envelope,
     decode_experience,
-    decode_experiences,
     decode_manifest,
     decode_request,
     encode,
@@ -295,25 +293,6 @@ def test_a_tensor_appears_once_in_a_manifest():
     twice = (TensorEntry(name="a", dtype="int8", shape=(0,), offset=0),) * 2
     with pytest.raises(ValueError, match="twice"):
         manifest(tensors=twice, chunks=())
-
-
-def test_experiences_must_be_complete():
-    group = ExperienceGroup(
-        run_id="r",
-        group_id="g",
-        step=1,
-        explorer=0,
-        version=StepRef(1, 0),
-        prompt_tokens=[1],
-        responses=[[2, 3]],
-        logprobs=[[-0.5, -0.25]],
-        rewards=[1.0],
-        scores=[1.0],
-    )
-    assert decode_experiences(encode(group)) == group
-    for broken in ({"rewards": []}, {"logprobs": [[-0.5]]}):
-        with pytest.raises(ContractError):
-            decode_experiences(msgspec.msgpack.encode({**to_json(group), **broken}))
 
 
 def test_a_request_and_its_answer_survive_the_wire():
