@@ -1,30 +1,54 @@
-"""Groups of experiences as rollouts make them."""
+"""Groups of experiences, as rollouts make them."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-from trinity_schemas import ExperienceGroup, StepRef
+from trinity_schemas import Experience, StepRef, Turn
 
-EPOCH = 2
-
-
-def group(run_id: str, step: int, index: int = 0, *, epoch: int = EPOCH) -> ExperienceGroup:
-    return ExperienceGroup(
-        run_id=run_id,
-        group_id=f"{epoch}-{step}-{index}",
-        step=step,
-        explorer=0,
-        version=StepRef(epoch, 0),
-        prompt_tokens=[1, 2],
-        responses=[[3], [4, 5]],
-        logprobs=[[-1.0], [-1.0, -2.0]],
-        rewards=[0.0, 1.0],
-        scores=[0.1, 1.0],
-    )
+FIRST = StepRef(1, 0)
+"""Version that sampled them, unless a test says otherwise."""
 
 
-def make_groups(run_id: str, seed: int, count: int = 5) -> list[ExperienceGroup]:
+def group(
+    prompt: Sequence[int],
+    responses: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    rewards: Sequence[float],
+    *,
+    run_id: str = "r",
+    ordinal: int = 0,
+    version: StepRef = FIRST,
+) -> list[Experience]:
+    """All samples of one prompt, each with one turn of the policy."""
+    return [
+        Experience(
+            run_id=run_id,
+            epoch=version.epoch,
+            ordinal=ordinal,
+            attempt=1,
+            sample=index,
+            samples=len(responses),
+            explorer="explorer-0",
+            turns=[
+                Turn(role="prompt", tokens=list(prompt)),
+                Turn(
+                    role="policy",
+                    tokens=list(tokens),
+                    logprobs=list(of_tokens),
+                    versions=[(version, len(tokens))],
+                ),
+            ],
+            reward=reward,
+        )
+        for index, (tokens, of_tokens, reward) in enumerate(
+            zip(responses, logprobs, rewards, strict=True)
+        )
+    ]
+
+
+def make_groups(run_id: str, seed: int, count: int = 5) -> list[list[Experience]]:
     """Groups whose lengths differ much, so that ranks get shares of very different size."""
     lot = random.Random(seed)
     groups = []
@@ -32,17 +56,13 @@ def make_groups(run_id: str, seed: int, count: int = 5) -> list[ExperienceGroup]
         lengths = [lot.randint(1, 4) if index % 2 else lot.randint(6, 12) for _ in range(4)]
         rewards = [1.0, 0.0, *(float(lot.random() < 0.5) for _ in range(2))]
         groups.append(
-            ExperienceGroup(
+            group(
+                [lot.randint(3, 90) for _ in range(lot.randint(2, 6))],
+                [[lot.randint(3, 90) for _ in range(length)] for length in lengths],
+                [[lot.uniform(-4.8, -4.3) for _ in range(length)] for length in lengths],
+                rewards,
                 run_id=run_id,
-                group_id=f"1-{seed}-{index}",
-                step=seed,
-                explorer=0,
-                version=StepRef(1, 0),
-                prompt_tokens=[lot.randint(3, 90) for _ in range(lot.randint(2, 6))],
-                responses=[[lot.randint(3, 90) for _ in range(length)] for length in lengths],
-                logprobs=[[lot.uniform(-4.8, -4.3) for _ in range(length)] for length in lengths],
-                rewards=rewards,
-                scores=rewards,
+                ordinal=index,
             )
         )
     return groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.support.experiences import group
 from tests.support.rank_processes import Rank
 from tests.support.tensors import identical
 from trinity_workers.engines.megatron import (
@@ -154,28 +154,13 @@ def logits(rank: Rank, batch: Batch) -> torch.Tensor | None:
 def padded_batch(seed: int, rows: int = 6) -> Batch:
     """Rows of prompts of 1 to 6 tokens and responses of 1 to 7, padded on both sides."""
     lot = random.Random(seed)
-    groups = [
-        Group(
-            prompt_tokens=[lot.randint(0, 96) for _ in range(lot.randint(1, 6))],
-            responses=[[lot.randint(0, 96) for _ in range(lot.randint(1, 7))] for _ in range(2)],
-            rewards=[0.0, 1.0],
-        )
-        for _ in range(rows // 2)
-    ]
+    groups = []
+    for _ in range(rows // 2):
+        prompt = [lot.randint(0, 96) for _ in range(lot.randint(1, 6))]
+        responses = [[lot.randint(0, 96) for _ in range(lot.randint(1, 7))] for _ in range(2)]
+        logprobs = [[-4.5] * len(one) for one in responses]
+        groups.append(group(prompt, responses, logprobs, [0.0, 1.0]))
     return collate(groups, 0)
-
-
-@dataclass
-class Group:
-    """A group of experiences."""
-
-    prompt_tokens: list[int]
-    responses: list[list[int]]
-    rewards: list[float]
-
-    @property
-    def logprobs(self) -> list[list[float]]:
-        return [[-4.5] * len(one) for one in self.responses]
 
 
 def train(rank: Rank, batches: list[Batch]) -> list[float]:

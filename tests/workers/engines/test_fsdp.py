@@ -53,7 +53,7 @@ from trinity_events.log import Publisher, Stream, SyncEventLog, new_producer  # 
 from trinity_events.server import open_client  # noqa: E402
 from trinity_events.weights import PartWriter, Publication  # noqa: E402
 from trinity_schemas import (  # noqa: E402
-    ExperienceGroup,
+    Experience,
     SaveFailed,
     SaveFinished,
     SaveStarted,
@@ -805,7 +805,7 @@ def set_up_worker(rank: Rank, host: str, port: int) -> None:
     rank.held.engine = rank.held.worker._engine
 
 
-def train(rank: Rank, groups: list[ExperienceGroup]) -> dict[str, float]:
+def train(rank: Rank, groups: list[list[Experience]]) -> dict[str, float]:
     return rank.held.worker.train_step(groups[rank.number :: dist.get_world_size()])
 
 
@@ -820,7 +820,7 @@ class Training:
     after: dict[str, torch.Tensor]
 
 
-def train_from_the_start(rank: Rank, address, steps: list[list[ExperienceGroup]]) -> Training:
+def train_from_the_start(rank: Rank, address, steps: list[list[list[Experience]]]) -> Training:
     set_up_worker(rank, *address)
     try:
         before = dict(_full_weights(rank))
@@ -830,14 +830,14 @@ def train_from_the_start(rank: Rank, address, steps: list[list[ExperienceGroup]]
         shut_worker_down(rank)
 
 
-def train_alone(rank: Rank, config: RunConfig, steps: list[list[ExperienceGroup]]) -> Training:
+def train_alone(rank: Rank, config: RunConfig, steps: list[list[list[Experience]]]) -> Training:
     return train_from_the_start(rank, make_worker(rank, config), steps)
 
 
 async def test_training_on_two_ranks_equals_training_on_one(processes, make_config, run_id):
     steps = [make_groups(run_id, seed) for seed in (1, 2, 3)]
     tokens = [
-        sum(len(one) for group in steps[0][rank::WORLD] for one in group.responses)
+        sum(len(one.turns[1].tokens) for group in steps[0][rank::WORLD] for one in group)
         for rank in range(WORLD)
     ]
     assert tokens[0] > 3 * tokens[1], "the ranks' shares differ"

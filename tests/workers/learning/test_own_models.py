@@ -12,19 +12,21 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trinity_workers.learning.rollout import Rollout, Samples, generate  # noqa: E402
-
+from tests.support.experiences import FIRST  # noqa: E402
 from tests.support.fsdp_runs import Where, ready  # noqa: E402
 from tests.support.own_models import MODELS, own_model  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
+from trinity_schemas import Experience, RolloutRequest, Sampling  # noqa: E402
 from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.episodes import Episodes  # noqa: E402
 from trinity_workers.helpers import PublishShards, fsdp_upload_state_dict  # noqa: E402
 from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, load_policy  # noqa: E402
 from trinity_workers.rewards import Rewarded  # noqa: E402
-from trinity_workers.tasks import Question  # noqa: E402
+from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
+from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
 
 QUESTIONS = [
     Question(prompt="2 + 2 =", answer="4"),
@@ -37,30 +39,57 @@ def folder(request, tmp_path: Path) -> Path:
     return own_model(tmp_path / request.param, request.param)
 
 
-def sampled(model, tokenizer) -> list[Samples]:
-    return generate(model, tokenizer, QUESTIONS, seeds=[1, 2], samples=4, max_new_tokens=12)
+class Alternating:
+    """Rewards that teach: those of a random model would all be zero."""
+
+    def __init__(self):
+        self.judged = []
+
+    async def judge(self, question, answers):
+        self.judged += answers
+        return [Rewarded(reward=float(index % 2)) for index in range(len(answers))]
 
 
-def judged(groups: list[Samples]) -> list[Rollout]:
-    """The groups with rewards that teach: those of a random model would all be zero."""
-    return [
-        group.judged([Rewarded(reward=float(index % 2)) for index in range(len(group.answers))])
-        for group in groups
+async def sampled(model, tokenizer, judge=None) -> list[list[Experience]]:
+    """Answers of a model to all questions, one group each."""
+    task = QuestionSet("mine", QUESTIONS, shuffle=False, evaluation=[])
+    episodes = Episodes(
+        engine=HuggingFaceEngine(model, tokenizer, serves=FIRST),
+        tokenizer=tokenizer,
+        task=task,
+        judge=judge or Alternating(),
+        explorer="explorer-0",
+    )
+    requests = [
+        RolloutRequest(
+            run_id="r",
+            epoch=FIRST.epoch,
+            ordinal=ordinal,
+            attempt=1,
+            samples=4,
+            sampling=Sampling(max_new_tokens=12),
+            oldest=FIRST,
+            fingerprint=task.fingerprint,
+            deadline=60.0,
+        )
+        for ordinal in range(len(QUESTIONS))
     ]
+    return await episodes.answer_all(requests)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_answers_questions_of_text_and_of_chat_messages(folder, dtype):
+async def test_a_model_answers_questions_of_text_and_of_chat_messages(folder, dtype):
     model, tokenizer = load_policy(folder, dtype)
     assert model.dtype == getattr(torch, dtype)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    text, chat = sampled(model, tokenizer)
-    assert tokenizer.decode(text.prompt_tokens) == "2 + 2 ="
-    assert tokenizer.decode(chat.prompt_tokens) == (
-        "<|start|>user\nWhat is 12 + 13?<|end|><|start|>assistant\n"
-    )
-    assert [message["role"] for message in chat.answers[0].messages] == ["user", "assistant"]
-    batch = collate(judged([text, chat]), tokenizer.pad_token_id)
+    judge = Alternating()
+    groups = await sampled(model, tokenizer, judge)
+    prompts = [tokenizer.decode(group[0].turns[0].tokens) for group in groups]
+    assert prompts == ["2 + 2 =", "<|start|>user\nWhat is 12 + 13?<|end|><|start|>assistant\n"]
+    assert len(judge.judged) == 8
+    for answer in judge.judged:
+        assert [message["role"] for message in answer.messages] == ["user", "assistant"]
+    batch = collate(groups, tokenizer.pad_token_id)
     with torch.no_grad():
         logprobs = response_logprobs(model, batch)
     near = 1e-4 if dtype == "float32" else 0.1
@@ -80,7 +109,7 @@ def where(publisher, redis_url, weights_url, run_id, folder, tmp_path) -> Where:
 
 
 def train_and_publish(
-    rank: Rank, where: Where, groups: list[Rollout], shards: bool
+    rank: Rank, where: Where, groups: list[list[Experience]], shards: bool
 ) -> dict[str, torch.Tensor]:
     """One GRPO step on the rank's group, published; returns the full weights after it."""
     engine = FSDPEngine(where.model_folder, device=torch.device("cpu"), learning_rate=1e-2)
@@ -108,7 +137,7 @@ async def test_a_model_takes_a_step_and_is_served_bit_for_bit(
 ):
     model, tokenizer = load_policy(where.model_folder)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    groups = judged(sampled(model, tokenizer))
+    groups = await sampled(model, tokenizer)
     trained, _ = await anyio.to_thread.run_sync(
         rank_group(2), train_and_publish, where, groups, shards
     )
@@ -124,7 +153,7 @@ async def test_a_model_takes_a_step_and_is_served_bit_for_bit(
     assert all(identical(served[name].detach(), trained[name]) for name in served)
     changed = [name for name in served if not identical(served[name].detach(), before[name])]
     assert len(changed) > len(served) / 2
-    assert sampled(model, tokenizer)
+    assert len(await sampled(model, tokenizer)) == len(QUESTIONS)
 
 
 # --- folders that hold no policy --------------------------------------------------------------

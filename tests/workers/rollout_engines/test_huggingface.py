@@ -1,5 +1,6 @@
 """The Hugging Face engine: what it generates, what it depends on, and how new weights come in."""
 
+import itertools
 import random
 import threading
 from contextlib import closing
@@ -10,17 +11,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from trinity_workers.learning.rollout import Rollout  # noqa: E402
-
+from tests.support.experiences import FIRST, group  # noqa: E402
 from tests.support.own_models import MODELS  # noqa: E402
 from tests.support.pipeline import PATIENCE, reducer_task, until  # noqa: E402
 from tests.support.weight_versions import publish, ready  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.errors import VersionUnavailable  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
-from trinity_schemas import Sampling, StepRef  # noqa: E402
+from trinity_schemas import RolloutRequest, Sampling, StepRef  # noqa: E402
+from trinity_workers.episodes import Episodes  # noqa: E402
 from trinity_workers.learning.grpo import collate, response_logprobs  # noqa: E402
-from trinity_workers.learning.policy import load_policy  # noqa: E402
+from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
+from trinity_workers.rewards.base import rewarded  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
     EngineOptions,
     GenerationRequest,
@@ -28,9 +30,8 @@ from trinity_workers.rollout_engines import (  # noqa: E402
     RolloutEngineError,
     load_engine,
 )
-from trinity_workers.tasks import TaskError  # noqa: E402
-
-FIRST = StepRef(1, 0)
+from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
+from trinity_workers.tasks import SpellBackward, TaskError  # noqa: E402
 
 
 def engine_of(folder, **options):
@@ -56,9 +57,9 @@ def requests_for(ordinals, samples=3, tokens=8, **sampling):
 
 def logprobs_of(model, request, tokens, temperature=1.0):
     """Log-probabilities of tokens after a prompt, computed in one pass without padding."""
-    group = Rollout(None, request.tokens, [tokens], [[0.0] * len(tokens)], [0.0], [])
+    groups = [group(request.tokens, [tokens], [[0.0] * len(tokens)], [0.0])]
     with torch.no_grad():
-        return response_logprobs(model, collate([group], 0), temperature)[0].tolist()
+        return response_logprobs(model, collate(groups, 0), temperature)[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -105,7 +106,9 @@ async def test_noise_depends_on_seed_ordinal_sample_and_turn_alone(own_model_fol
     base = GenerationRequest(
         tokens=[10, 11, 12], sampling=Sampling(max_new_tokens=12, seed=1), ordinal=5, sample=2
     )
+    before = torch.get_rng_state()
     (first,) = await engine.generate([base])
+    assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)
     assert await engine.generate([base]) == [first]
     for other in (
@@ -135,6 +138,8 @@ async def test_generation_defaults_of_the_folder_do_not_bend_the_policy(own_mode
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.temperature = 0.1
     model.generation_config.do_sample = True
+    model.generation_config.no_repeat_ngram_size = 1
+    model.generation_config.suppress_tokens = list(range(3, 60))
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     requests = requests_for(range(3))
@@ -158,6 +163,90 @@ async def test_a_turn_ends_with_its_end_of_sequence_or_at_its_own_limit(own_mode
         assert tokenizer.eos_token_id not in one.tokens[:-1]
         assert one.finished == (one.tokens[-1] == tokenizer.eos_token_id)
         assert one.finished or len(one.tokens) == sampling.max_new_tokens
+
+
+async def test_every_end_of_the_folders_defaults_ends_a_turn(own_model_folder, tmp_path):
+    model, tokenizer = load_policy(own_model_folder())
+    more = tokenizer.encode("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *more]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = await engine_of(tmp_path).generate(requests_for([0], samples=64))
+    ends = {*more, tokenizer.eos_token_id}
+    for one in found:
+        assert not ends & set(one.tokens[:-1])
+        assert one.finished == (one.tokens[-1] in ends)
+    assert any(one.tokens[-1] in more for one in found)
+
+
+@pytest.fixture
+def speller(tmp_path):
+    """The built-in task's policy, which has a padding token of its own."""
+    create_policy(tmp_path, seed=0)
+    return load_policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "kept", "reward"),
+    [
+        ("{answer}{eos}{pad}{pad}", "{answer}{eos}", 1.0),
+        ("{pad}{answer}{eos}{pad}", "{pad}{answer}{eos}", 0.0),
+        ("{answer}{pad}{pad}{pad}{pad}{pad}{pad}", None, 0.0),
+    ],
+    ids=["padding-after-the-end", "padding-within", "no-end"],
+)
+async def test_a_sampled_padding_token_is_kept_and_spoils_the_answer(speller, said, kept, reward):
+    pytest.importorskip("reasoning_gym")
+    model, tokenizer = speller
+    task = SpellBackward()
+    words = {
+        "answer": task.question(0).answer,
+        "eos": tokenizer.eos_token,
+        "pad": tokenizer.pad_token,
+    }
+    forced = tokenizer.encode(said.format(**words), add_special_tokens=False)
+    step = itertools.count()
+
+    def force(_module, _inputs, output):
+        output.logits.fill_(-1e9)
+        output.logits[..., forced[next(step)]] = 0.0
+
+    model.register_forward_hook(force)
+    episodes = Episodes(
+        engine=HuggingFaceEngine(model, tokenizer, serves=FIRST),
+        tokenizer=tokenizer,
+        task=task,
+        judge=BySpelling(task),
+        explorer="explorer-0",
+    )
+    (found,) = await episodes.answer(
+        RolloutRequest(
+            run_id="r",
+            epoch=1,
+            ordinal=0,
+            attempt=1,
+            samples=1,
+            sampling=Sampling(max_new_tokens=7),
+            oldest=FIRST,
+            fingerprint=task.fingerprint,
+            deadline=60.0,
+        )
+    )
+    expected = forced[:7]
+    if kept is not None:
+        expected = tokenizer.encode(kept.format(**words), add_special_tokens=False)
+    assert found.turns[1].tokens == expected
+    assert (found.finished, found.reward) == (kept is not None, reward)
+
+
+class BySpelling:
+    """Judge in this process, by the built-in task's own reward."""
+
+    def __init__(self, task):
+        self.task = task
+
+    async def judge(self, question, answers):
+        return [rewarded(self.task.reward(question, one)) for one in answers]
 
 
 async def test_a_turn_keeps_within_the_models_context(own_model_folder):

@@ -1,0 +1,94 @@
+"""The built-in task's policy: its tokenizer, its weights, and the warm-up of them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("reasoning_gym")
+
+from tests.support.tensors import identical  # noqa: E402
+from trinity_workers.learning import policy, warm_up  # noqa: E402
+from trinity_workers.tasks import SpellBackward  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def task() -> SpellBackward:
+    return SpellBackward()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    policy.create_policy(folder, seed=0)
+    return folder
+
+
+def test_the_tokenizer_survives_its_folder_with_one_token_a_character(folder: Path) -> None:
+    _, tokenizer = policy.load_policy(folder)
+    text = 'Zebra 09>"<q'
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokens) == len(text)
+    assert tokenizer.unk_token_id not in tokens
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.padding_side == "left"
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
+
+
+def test_every_question_and_answer_is_made_of_known_characters(
+    folder: Path, task: SpellBackward
+) -> None:
+    _, tokenizer = policy.load_policy(folder)
+    for question in islice(task.training_questions(0), 2_000):
+        assert tokenizer.unk_token_id not in tokenizer.encode(question.prompt + question.answer)
+
+
+def test_a_policy_is_determined_by_its_seed(tmp_path: Path, folder: Path) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    policy.create_policy(tmp_path / "same", seed=0)
+    policy.create_policy(tmp_path / "other", seed=1)
+    assert identical(torch.get_rng_state(), before)
+    weights, same, other = (
+        policy.load_policy(path)[0].state_dict()
+        for path in (folder, tmp_path / "same", tmp_path / "other")
+    )
+    assert all(identical(weights[name], same[name]) for name in weights)
+    assert not identical(weights["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_a_folder_without_a_policy_is_refused_without_asking_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(policy.BadPolicy, match="no policy in"):
+        policy.load_policy(tmp_path / "missing")
+
+
+def test_chat_messages_need_a_chat_template(folder: Path) -> None:
+    _, tokenizer = policy.load_policy(folder)
+    with pytest.raises(policy.BadPolicy, match="has no chat template"):
+        policy.encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+def test_the_warm_up_lowers_the_loss_and_gives_the_same_weights_for_the_same_seed(
+    tmp_path: Path, task: SpellBackward
+) -> None:
+    losses: list[float] = []
+    weights = []
+    for name in ("one", "two"):
+        policy.create_policy(tmp_path / name, seed=2)
+        steps, accuracy = warm_up.warm_up(
+            tmp_path / name,
+            task,
+            seed=2,
+            max_steps=10,
+            report=lambda _step, loss, _accuracy: losses.append(loss),
+        )
+        assert steps == 10
+        assert 0.0 <= accuracy <= 1.0
+        weights.append(policy.load_policy(tmp_path / name)[0].state_dict())
+    assert losses[1] < losses[0]
+    assert losses[:2] == losses[2:]
+    assert all(identical(weights[0][key], weights[1][key]) for key in weights[0])
