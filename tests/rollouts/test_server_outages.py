@@ -1,16 +1,27 @@
 """A server that goes away and comes back costs no claim and loses no ordinal."""
 
+from functools import partial
+
 import anyio
 import pytest
 
 from tests.support.faulty_proxy import Proxy
 from tests.support.redis_servers import servers
-from tests.support.rollout_parts import Parts, answer, samples_of
+from tests.support.rollout_parts import LONG, Parts, answer, samples_of, settings
 from tests.support.waits import PATIENCE, until
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
-from trinity_events.server import connect
+from trinity_events.rollouts import RolloutClient, RolloutDispatcher
+from trinity_events.server import clients, connect
 from trinity_schemas import RunKeys
+
+AWAY = 0.3
+"""Seconds of an outage. More than the client's own patience, of which these have none."""
+
+
+@pytest.fixture(autouse=True)
+def no_retries(monkeypatch):
+    monkeypatch.setattr(clients, "_RETRIES", 0)
 
 
 @pytest.fixture
@@ -90,3 +101,50 @@ async def test_what_the_server_held_is_still_handed_out_after_it_was_killed(part
     groups = await dispatcher.take(2, deadline=PATIENCE)
     await dispatcher.trained(1, groups)
     assert await answer(parts.explorer()) == [2]
+
+
+async def come_back(server):
+    await anyio.sleep(AWAY)
+    await anyio.to_thread.run_sync(server.start)
+
+
+async def test_each_call_of_dispatcher_and_explorer_waits_for_a_server_that_is_away(parts, server):
+    dispatcher, explorer = await parts.dispatcher(max_attempts=5), parts.explorer()
+
+    async def through_an_outage(call):
+        server.kill()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(come_back, server)
+            return await call()
+
+    assert await through_an_outage(partial(dispatcher.dispatch, 2, parts.version)) == 2
+    first, second = await through_an_outage(partial(explorer.claim, 2, seconds=PATIENCE))
+    assert await through_an_outage(partial(explorer.renew, [first, second])) == [first, second]
+    assert await through_an_outage(partial(explorer.answer, first, samples_of(first)))
+    await through_an_outage(partial(explorer.fail, second, "by chance"))
+    groups = await through_an_outage(partial(dispatcher.take, 1, deadline=PATIENCE))
+    assert [one.ordinal for one in groups] == [0]
+    await through_an_outage(partial(dispatcher.trained, 1, groups))
+    assert dispatcher.ledger.in_words == "1 trained, 0 dropped, 1 open"
+
+
+async def test_a_server_that_stays_away_is_named_at_the_deadline(parts, server):
+    asked = settings(parts.run_id, parts.publisher.epoch)
+    dispatcher = RolloutDispatcher(parts.client, parts.publisher, asked, deadline=0.2)
+    await dispatcher.start()
+    await dispatcher.dispatch(2, parts.version)
+    explorer = RolloutClient(
+        parts.client, parts.run_id, parts.publisher.epoch, "a", lease=LONG, deadline=0.2
+    )
+    [claim] = await explorer.claim(1, seconds=PATIENCE)
+    server.kill()
+    away = r"within 0.2 s: the server does not answer \(Error"
+    who = f"run {parts.run_id}, a"
+    for call, missing in (
+        (explorer.claim(1, seconds=PATIENCE), f"{who}: no requests were claimed"),
+        (explorer.renew([claim]), f"{who}: the script renew was not run"),
+        (explorer.answer(claim, samples_of(claim)), f"{who}: the script answer was not run"),
+        (dispatcher.take(2, deadline=0.2), f"run {parts.run_id}: "),
+    ):
+        with pytest.raises(DeadlineExceeded, match=f"{missing}.* {away}"):
+            await call

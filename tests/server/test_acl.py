@@ -6,11 +6,9 @@ import anyio
 import pytest
 import redis
 import torch
-from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 from tests.support.acl_rules import DOCS, rules
 from tests.support.event_histories import History, committed, registration, started
-from tests.support.experiences import group as experiences
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import servers
 from tests.support.rollout_parts import LONG, samples_of, settings
@@ -34,7 +32,7 @@ from trinity_events.log.position import LAST_ID
 from trinity_events.log.run_index import renumber_index
 from trinity_events.log.scripts import Scripts
 from trinity_events.replay import current_state
-from trinity_events.rollouts import RolloutClient, RolloutDispatcher
+from trinity_events.rollouts import Group, RolloutClient, RolloutDispatcher
 from trinity_events.server import connect, connect_sync, open_client
 from trinity_events.weights import PartRef, PartWriter, RedisChunkStore, WeightSyncInfo
 from trinity_events.weights.transports.collective.rendezvous import Rendezvous
@@ -124,18 +122,12 @@ async def test_the_whole_pipeline_runs_with_these_users(clean, tmp_path, cli):
             assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
 
 
-async def test_what_the_trainer_does_around_the_log_is_allowed_to_it(clean):
+async def test_an_explorer_may_claim_its_rank_and_give_it_up(clean):
     async with (
         connect(url_of(clean, "trainer")) as client,
         connect(url_of(clean, "explorer")) as explorers,
     ):
         epoch = await open_run(client, RUN)
-        group = experiences(RUN, 1, epoch=epoch)
-        await ExperienceWriter(explorers, RUN, bound=10).add(group, deadline=PATIENCE)
-        reader = ExperienceReader(client, RUN, epoch)
-        [taken], entry_ids = await reader.take(1, 1, deadline=PATIENCE)
-        await reader.ack(entry_ids, deadline=PATIENCE)
-        assert taken.group_id == group.group_id
         rank = explorer_key(RUN, epoch, 0)
         assert await explorers.set(rank, "me", nx=True, px=60_000)
         for lease in (60_000, 0):
@@ -152,18 +144,28 @@ async def test_rollouts_are_dispatched_and_answered_with_these_rules(clean):
         with admin(clean) as foreign:  # An id above every epoch, so that the stream is made anew.
             foreign.xadd(KEYS.rollouts, {"e": b"foreign"}, id="99999999-1")
         for _ in range(2):
-            dispatcher = RolloutDispatcher(client, trainer, settings(RUN, epoch, max_attempts=1))
+            dispatcher = RolloutDispatcher(client, trainer, settings(RUN, epoch, max_attempts=2))
             await dispatcher.start()
         await dispatcher.dispatch(3, StepRef(epoch, 0))
         explorer = RolloutClient(explorers, RUN, epoch, "a", lease=LONG)
-        claims = await explorer.claim(3, seconds=15)
+        claims = await explorer.claim(3, seconds=PATIENCE)
         assert await explorer.renew(claims) == claims
-        await explorer.fail(claims[0], "by chance")
         for claim in claims[1:]:
             assert await explorer.answer(claim, samples_of(claim))
-        groups = await dispatcher.take(2, deadline=15)
+        await explorer.fail(claims[0], "by chance")
+        groups: list[Group] = []
+
+        async def answer_again():
+            [again] = await explorer.claim(1, seconds=PATIENCE)
+            assert again.request.attempt == 2, "a failed request is issued anew"
+            assert await explorer.answer(again, samples_of(again))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answer_again)
+            groups += await dispatcher.take(3, deadline=PATIENCE)
         await dispatcher.trained(1, groups)
-        assert dispatcher.ledger.in_words == "2 trained, 1 dropped (attempts 1), 0 open"
+        assert dispatcher.ledger.in_words == "3 trained, 0 dropped, 0 open"
+        assert await client.xlen(KEYS.experiences) == 0, "answers of a trained step are freed"
 
 
 @pytest.mark.parametrize("user", ["explorer", "consumer", "viewer"])
@@ -173,6 +175,24 @@ def test_only_the_trainer_asks_for_rollouts(server, user):
         pytest.raises(redis.exceptions.NoPermissionError),
     ):
         client.xadd(KEYS.rollouts, {"e": b"forged"})
+
+
+@pytest.mark.parametrize("user", ["trainer", "consumer", "viewer"])
+def test_only_an_explorer_answers_a_request(server, user):
+    with (
+        open_client(url_of(server, user)) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        client.xadd(KEYS.experiences, {"e": b"forged"})
+
+
+@pytest.mark.parametrize("user", ["explorer", "consumer", "viewer"])
+def test_only_the_trainer_frees_answers(server, user):
+    with (
+        open_client(url_of(server, user)) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        client.xdel(KEYS.experiences, "1-0")
 
 
 def publish(client, role, event):

@@ -8,13 +8,12 @@ from functools import partial
 import anyio
 import pytest
 import torch
-from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 from tests.support.acl_rules import DOCS, rules
 from tests.support.event_histories import History, committed, registration, started
-from tests.support.experiences import group as experiences
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import cluster
+from tests.support.rollout_parts import Parts, samples_of
 from tests.support.waits import PATIENCE
 from trinity_events import StepReady, liveness, subscribe
 from trinity_events.archive.export import Recording, import_recording
@@ -238,15 +237,32 @@ async def test_a_subscription_outlives_a_restart_of_its_node(nodes, run_id):
                 await anyio.to_thread.run_sync(node.start)
 
 
-async def test_experiences_and_weights_live_on_a_cluster(nodes, url, run_id):
+async def test_rollouts_are_dispatched_and_answered_on_a_cluster(url, run_id):
     async with connect(url) as client:
-        await ExperienceWriter(client, run_id, bound=10).add(
-            experiences(run_id, 1, epoch=1), deadline=PATIENCE
-        )
-        reader = ExperienceReader(client, run_id, 1)
-        [_], entry_ids = await reader.take(1, 1, deadline=PATIENCE)
-        await reader.ack(entry_ids, deadline=PATIENCE)
+        epoch = await open_run(client, run_id)
+        publisher = AsyncPublisher(RedisEventLog(client, run_id), epoch, new_producer("trainer"))
+        parts = Parts(client, publisher, run_id)
+        dispatcher, explorer = await parts.dispatcher(), parts.explorer()
+        await dispatcher.dispatch(3, parts.version)
+        claims = await explorer.claim(3, seconds=PATIENCE)
+        assert await explorer.renew(claims) == claims
+        for claim in claims[1:]:
+            assert await explorer.answer(claim, samples_of(claim))
+        await explorer.fail(claims[0], "by chance")
+
+        async def answer_again():
+            [again] = await explorer.claim(1, seconds=PATIENCE)
+            assert await explorer.answer(again, samples_of(again))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(answer_again)
+            groups = await dispatcher.take(3, deadline=PATIENCE)
+        assert [(one.ordinal, one.attempt) for one in groups] == [(0, 2), (1, 1), (2, 1)]
+        await dispatcher.trained(1, groups)
         assert await client.xlen(RunKeys.of(run_id).experiences) == 0
+
+
+def test_weights_live_on_a_cluster(nodes, url, run_id):
     with open_client(url) as sync_client:
         store = RedisChunkStore(sync_client)
         parts = [PartRef(run_id, 1, 1, rank) for rank in range(8)]

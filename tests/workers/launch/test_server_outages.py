@@ -1,7 +1,7 @@
 """The processes of a run while their server is away, and a reducer that ends."""
 
 import sys
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from msgspec import structs
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
-
-from trinity_workers.experiences import ExperienceReader, ExperienceWriter
 
 from tests.support.event_histories import committed
 from tests.support.pipeline import until
@@ -28,11 +26,8 @@ from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open
 from trinity_events.server import clients, connect
 from trinity_events.weights.transports.shared_memory import available
 from trinity_schemas import (
-    ExperienceGroup,
     ExplorerStatusChanged,
-    RunKeys,
     StepCommitted,
-    StepRef,
     decode_envelope,
     explorer_key,
 )
@@ -205,96 +200,43 @@ async def test_a_server_that_stays_away_is_named_as_the_cause_that_no_run_was_fo
             await openings.opened(0.3)
 
 
-# --- experiences ------------------------------------------------------------------------------
-
-
-def group(step, index=0, epoch=1):
-    return ExperienceGroup(
-        run_id=RUN,
-        group_id=f"{epoch}-{step}-{index}",
-        step=step,
-        explorer=0,
-        version=StepRef(epoch, 0),
-        prompt_tokens=[1],
-        responses=[[2]],
-        logprobs=[[-1.0]],
-        rewards=[1.0],
-        scores=[1.0],
-    )
-
-
-@pytest.fixture
-def writer(client):
-    return ExperienceWriter(client, RUN, bound=5)
-
-
-@pytest.fixture
-def reader(client):
-    return ExperienceReader(client, RUN, 1)
-
-
-async def test_groups_are_added_and_taken_through_an_outage(server, client, writer, reader):
-    await writer.add(group(1, 0), deadline=PATIENCE)
-
-    async def add():
-        await anyio.sleep(0.05)  # once it is away
-        await writer.add(group(1, 1), deadline=PATIENCE)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(outage, server)
-        tasks.start_soon(add)
-        groups, entry_ids = await reader.take(1, 2, deadline=PATIENCE)
-    assert [one.group_id for one in groups] == ["1-1-0", "1-1-1"]
-    server.kill()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(outage, server)
-        await reader.ack(entry_ids, deadline=PATIENCE)
-    assert await client.xlen(RunKeys.of(RUN).experiences) == 0
-
-
-async def test_what_is_of_no_use_is_freed_and_counted_once_also_through_an_outage(
-    server, client, writer, reader, monkeypatch
-):
-    for epoch in (1, 0):
-        await writer.add(group(1, epoch=epoch), deadline=PATIENCE)
-    free, away = reader._free, False
-
-    async def away_at_first():
-        nonlocal away
-        if not away:
-            away = True
-            server.kill()
-            tasks.start_soon(outage, server)
-        await free()
-
-    monkeypatch.setattr(reader, "_free", away_at_first)
-    async with anyio.create_task_group() as tasks:
-        groups, entry_ids = await reader.take(1, 1, deadline=PATIENCE)
-    assert (len(groups), reader.dropped) == (1, 1)
-    assert await client.xlen(RunKeys.of(RUN).experiences) == 1
-    await reader.ack(entry_ids, deadline=PATIENCE)
-    assert (await client.xpending(RunKeys.of(RUN).experiences, "trainer"))["pending"] == 0
-
-
-async def test_a_server_that_stays_away_from_experiences_is_named_at_the_deadline(
-    server, writer, reader
-):
-    server.kill()
-    away = r"within 0.2 s: the server does not answer \(Error"
-    with pytest.raises(DeadlineExceeded, match=f"a group of run {RUN} was not added {away}"):
-        await writer.add(group(1), deadline=0.2)
-    with pytest.raises(DeadlineExceeded, match=f"0 of 1 experience groups .* arrived {away}"):
-        await reader.take(1, 1, deadline=0.2)
-    with pytest.raises(DeadlineExceeded, match=f"experience groups .* were not freed {away}"):
-        await reader.ack([b"1-0"], deadline=0.2)
-
-
 # --- ranks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def short_lease(monkeypatch):
     monkeypatch.setattr(ranks, "LEASE", 0.2)
+
+
+async def test_each_of_any_number_of_explorers_has_the_lowest_free_rank(client, config):
+    async with AsyncExitStack() as exits:
+        for expected in range(2 * config.explorer.count + 3):
+            rank = await exits.enter_async_context(claimed_rank(client, config, None))
+            assert rank == expected
+    # Those that ended gave theirs up.
+    async with claimed_rank(client, config, None) as rank:
+        assert rank == 0
+
+
+async def test_the_rank_of_an_explorer_that_died_is_free_once_its_lease_ends(client, config):
+    dead = explorer_key(RUN, 1, 0)
+    await client.set(dead, "dead", px=600_000)
+    async with claimed_rank(client, config, None) as rank:
+        assert rank == 1, "the lease of the dead one runs still"
+    await client.pexpire(dead, 1)
+    await until(lambda: _is_gone(client, dead))
+    async with claimed_rank(client, config, None) as rank:
+        assert rank == 0
+
+
+async def test_a_given_rank_is_taken_as_it_is(client, config):
+    async with claimed_rank(client, config, config.explorer.count + 7) as rank:
+        assert rank == config.explorer.count + 7
+        assert await client.exists(explorer_key(RUN, 1, rank)) == 0
+
+
+async def _is_gone(client, key):
+    return not await client.exists(key)
 
 
 async def test_a_rank_is_kept_through_an_outage_that_is_longer_than_its_lease(
