@@ -26,7 +26,7 @@ def shared_memory_stores():
 
 @pytest.fixture
 def prefetching_ends(publisher, redis_url, weights_url, run_id):
-    """Trainer, explorer, and what the explorer reads along with."""
+    """Trainer, explorer, and the explorer's prefetcher."""
     trainer = Synchronizer(
         run_id,
         publisher.epoch,

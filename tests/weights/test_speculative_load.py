@@ -318,16 +318,16 @@ def test_an_adapter_makes_no_model_whole_that_was_filled_before(prefetching_ends
 async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
     prefetching_ends, redis_url, run_id, log
 ):
-    trainer, explorer, along = prefetching_ends
+    trainer, explorer, prefetcher = prefetching_ends
     module = empty()
     async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
         trainer.open_version(1)
         trainer.publish(SOME, 1)
         trainer.commit(1)
         explorer.apply(module, await ready(log, 1))
-        tasks.start_soon(along.follow)
+        tasks.start_soon(prefetcher.follow)
         with anyio.fail_after(PATIENCE):
-            with along.into(module):
+            with prefetcher.into(module):
                 while not follower_of(explorer._session.stores.opened["shm"]):
                     trainer.open_version(2)  # until it listens, it does not hear of it
                     part = trainer.publication(2)
@@ -339,7 +339,7 @@ async def test_an_explorer_that_waits_is_filled_with_what_the_log_says_is_begun(
                 part.publish()
                 trainer.commit(2)
                 event = await ready(log, 2)
-            async with along.paused():
+            async with prefetcher.paused():
                 explorer.load(module, event)
             assert has(module, changed())
         tasks.cancel_scope.cancel()

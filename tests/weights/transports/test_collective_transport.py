@@ -17,7 +17,6 @@ import msgspec
 import pytest
 import redis
 import torch
-from trinity_workers.trainer.requests import WeightRequests
 
 from tests.support import collective_processes as at
 from tests.support.collective_processes import TIMEOUT, TRAINERS, Places, Tiny
@@ -34,6 +33,7 @@ from trinity_events.errors import (
     GroupBroken,
     VersionUnavailable,
 )
+from trinity_events.weights import model_digest
 from trinity_events.weights.transports.collective.groups import backend_for
 from trinity_events.weights.transports.collective.messages import Channel, Hello
 from trinity_events.weights.transports.collective.rendezvous import own_address
@@ -52,9 +52,12 @@ from trinity_schemas import (
 from trinity_schemas.keys import meeting_key
 from trinity_workers.collectives import CollectiveBroken, PeerFailed
 from trinity_workers.config import ExplorerConfig, SyncConfig, TrainConfig
-from trinity_workers.explorer import Explorer
+from trinity_workers.explorer.installer import VersionInstaller
 from trinity_workers.explorer.prefetch import VersionPrefetcher
 from trinity_workers.explorer.versions import VersionFollower
+from trinity_workers.learning.policy import load_policy
+from trinity_workers.rollout_engines import EngineOptions, load_engine
+from trinity_workers.trainer.resends import VersionResends
 
 EXPLORERS = 2
 
@@ -411,11 +414,14 @@ def test_an_explorer_that_comes_late_gets_the_next_version_and_is_told_so(opened
 
 
 async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_again(
-    opened, places, committer, log
+    opened, places, committer, log, policy_folder
 ):
     trainer, _ = opened("trainer"), opened("explorer", 0)
     trainer.setup_weight_sync_group(1, 10)
-    trained = Tiny(seed=7)
+    trained, _ = load_policy(policy_folder)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(0.25)
     config = TrainConfig(
         sync=SyncConfig(transport="collective"), explorer=ExplorerConfig(count=2)
     ).placed(
@@ -427,26 +433,30 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
     )
 
     async def send():
+        resends.sending()
         await off(sent, trainer, 1, trained.named_parameters())
 
-    requests = WeightRequests(places.run_id, places.redis_url, send)
+    resends = VersionResends(places.run_id, places.redis_url, send)
     versions = VersionFollower(places.run_id, places.epoch, places.redis_url, sent=True)
     began = await log.last_id()
     async with reducer_task(places.redis_url, places.run_id):
         await send()
         committer.commit(1)
         event = await ready(log, 1)
-        late = Explorer(config, 1)
-        late.join()
-        late._model, late._along = Tiny(seed=1), VersionPrefetcher(config, late._synchronizer)
+        late = opened("explorer", 1)
+        options = EngineOptions(model_folder=policy_folder, synchronizer=late)
+        engine = load_engine("huggingface", options)
+        prefetcher = VersionPrefetcher(config, late)
+        installer = VersionInstaller(config, engine, late, versions, prefetcher)
         with anyio.fail_after(PATIENCE):
-            async with requests.heard(began), anyio.create_task_group() as tasks:
+            async with resends.listening(began), anyio.create_task_group() as tasks:
                 tasks.start_soon(versions.follow)
-                async with requests.answered():
-                    await late._refresh(versions, 1)
+                async with resends.allowed():
+                    await installer.refresh(1)
                 tasks.cancel_scope.cancel()
-    assert_equal(dict(late._model.state_dict()), dict(trained.state_dict()))
-    await off(late.leave)
+    assert engine.serves == StepRef(places.epoch, 1)
+    assert await engine.prove() == model_digest(trained)
+    await off(late.flush)
     heard = [one.event for one in await told(log)]
     [asked] = [one for one in heard if isinstance(one, SyncRequested)]
     assert asked.wanted == StepRef(places.epoch, 1)

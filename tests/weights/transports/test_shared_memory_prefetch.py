@@ -194,9 +194,9 @@ def test_what_was_digested_too_early_is_digested_again_and_what_is_broken_is_fou
 async def test_an_explorer_reads_along_what_the_log_says_is_begun(
     prefetching_ends, redis_url, run_id, log, digested
 ):
-    trainer, explorer, along = prefetching_ends
+    trainer, explorer, prefetcher = prefetching_ends
     async with reducer_task(redis_url, run_id), anyio.create_task_group() as tasks:
-        tasks.start_soon(along.follow)
+        tasks.start_soon(prefetcher.follow)
         with anyio.fail_after(PATIENCE):
             # Until it listens, what is begun is not heard of.
             while not explorer._session.stores.opened:
@@ -209,7 +209,7 @@ async def test_an_explorer_reads_along_what_the_log_says_is_begun(
             part.publish()
             trainer.commit(1)
             event = await ready(log, 1)
-            async with along.paused():
+            async with prefetcher.paused():
                 with explorer.pull(event) as version:
                     assert_same(dict(version.tensors()), SOME)
         assert len(digested) == 1
