@@ -1,0 +1,330 @@
+"""An explorer answers what it claims, gives back what it cannot answer, and ends with the run."""
+
+import json
+from contextlib import asynccontextmanager, closing
+from types import SimpleNamespace
+
+import anyio
+import anyio.to_thread
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("reasoning_gym")
+
+from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
+from tests.support.weight_versions import publish, ready  # noqa: E402
+from trinity_events import Synchronizer  # noqa: E402
+from trinity_events.error_text import ungrouped  # noqa: E402
+from trinity_events.errors import DeadlineExceeded  # noqa: E402
+from trinity_events.log import open_run  # noqa: E402
+from trinity_events.rollouts import RolloutDispatcher  # noqa: E402
+from trinity_schemas import (  # noqa: E402
+    ExplorerStatusChanged,
+    RunClosed,
+    RunKeys,
+    StepRef,
+    WeightsApplied,
+)
+from trinity_workers.config import TaskConfig  # noqa: E402
+from trinity_workers.episodes import RequestRefused  # noqa: E402
+from trinity_workers.explorer import Explorer  # noqa: E402
+from trinity_workers.explorer.versions import RunEnded  # noqa: E402
+from trinity_workers.learning.policy import encode_prompt, load_policy, load_tokenizer  # noqa: E402
+from trinity_workers.trainer.trainer import dispatch_settings  # noqa: E402
+from trinity_workers.user_task import task_of  # noqa: E402
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """An explorer sets the number of torch's threads, for its process alone."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+async def config(make_config, redis_url, run_id):
+    """A run of the built-in task, with a reducer."""
+    async with reducer_task(redis_url, run_id):
+        yield make_config(
+            steps=STEPS,
+            rollouts={"prompts_per_step": 2, "samples_per_prompt": 3},
+            explorer={"held_out_questions": 0},
+            sync={"timeout": PATIENCE},
+        )
+
+
+class TrainerSide:
+    """Weight versions and requests of a run, as its trainer publishes and dispatches them."""
+
+    def __init__(self, client, publisher, log, config) -> None:
+        self.client, self.publisher, self.log, self.config = client, publisher, log, config
+
+    async def publish(self, step: int) -> None:
+        """Publish the weights of a step, and wait for their announcement."""
+        config = self.config
+        model, _ = load_policy(config.model_folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * step)
+        urls = {"redis_url": config.redis_url, "weights_url": config.weights_url}
+        with closing(Synchronizer(config.run_id, config.epoch, **urls)) as synchronizer:
+            tensors = dict(model.named_parameters())
+            await anyio.to_thread.run_sync(publish, synchronizer, tensors, step)
+        await ready(self.log, step)
+
+    async def dispatcher(self, **changes) -> RolloutDispatcher:
+        fingerprint = task_of(self.config).fingerprint
+        settings = msgspec.structs.replace(dispatch_settings(self.config, fingerprint), **changes)
+        made = RolloutDispatcher(self.client, self.publisher, settings)
+        await made.start()
+        return made
+
+    def version(self, step: int) -> StepRef:
+        return StepRef(self.config.epoch, step)
+
+    async def served(self, step: int) -> bool:
+        """Return True if an explorer has said that it serves the version of a step."""
+        applied = [one.event.version for one in await events_of(self.log, WeightsApplied)]
+        return self.version(step) in applied
+
+
+@pytest.fixture
+def trainer(client, publisher, log, config):
+    return TrainerSide(client, publisher, log, config)
+
+
+@asynccontextmanager
+async def exploring(*explorers):
+    """Explorers at work; after the block their results, once all of them have ended."""
+    found = SimpleNamespace(results=[None] * len(explorers))
+
+    async def explore(place, explorer):
+        await explorer.prepare()
+        found.results[place] = await explorer.explore()
+
+    with ungrouped():
+        async with anyio.create_task_group() as tasks:
+            for place, explorer in enumerate(explorers):
+                tasks.start_soon(explore, place, explorer)
+            yield found
+
+
+async def test_what_it_claims_is_answered_with_the_version_that_it_serves(config, trainer, log):
+    dispatcher, task = await trainer.dispatcher(), task_of(config)
+    tokenizer = load_tokenizer(config.model_folder)
+    async with exploring(Explorer(config, 4)) as found:
+        for step in range(STEPS):
+            await trainer.publish(step)
+            await dispatcher.dispatch(2, trainer.version(step), exact=True)
+            groups = await dispatcher.take(2, deadline=PATIENCE)
+            assert [one.ordinal for one in groups] == [2 * step, 2 * step + 1]
+            for group in groups:
+                prompt = encode_prompt(tokenizer, task.question(group.ordinal).prompt)
+                assert len(group.experiences) == 3
+                for sample in group.experiences:
+                    assert sample.explorer == "explorer-4"
+                    assert sample.turns[0].tokens == prompt
+                    [(version, count)] = sample.turns[1].versions
+                    assert (version, count) == (trainer.version(step), len(sample.turns[1].tokens))
+                    assert set(sample.reward_parts) == {"score"}
+            await dispatcher.trained(step + 1, groups)
+        await trainer.publish(STEPS)
+    [result] = found.results
+    assert (result.rank, result.groups, result.discarded) == (4, 2 * STEPS, 0)
+    assert result.applied == STEPS + 1, "the last version is served too"
+    assert (result.accuracy_before, result.accuracy_after) == (None, None)
+    told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
+    assert told == ["running", "stopped"]
+
+
+async def test_a_request_for_a_version_to_come_waits_for_it(config, trainer):
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    async with exploring(Explorer(config, 0)):
+        await dispatcher.dispatch(1, trainer.version(1))
+        await until(lambda: dispatcher_sees_a_claim(trainer))
+        await trainer.publish(1)
+        [group] = await dispatcher.take(1, deadline=PATIENCE)
+        assert {one.oldest_version for one in group.experiences} == {trainer.version(1)}
+        await trainer.publish(STEPS)
+
+
+async def dispatcher_sees_a_claim(trainer):
+    keys, epoch = RunKeys.of(trainer.config.run_id), trainer.config.epoch
+    return (await trainer.client.xpending(keys.rollouts, f"explorers-{epoch}"))["pending"]
+
+
+async def test_new_weights_are_installed_while_nothing_is_asked_for(config, trainer):
+    await trainer.dispatcher()
+    await trainer.publish(0)
+    async with exploring(Explorer(config, 0)) as found:
+        for step in range(STEPS):
+            if step:
+                await trainer.publish(step)
+            await until(lambda step=step: trainer.served(step))
+        await trainer.publish(STEPS)
+    assert (found.results[0].applied, found.results[0].groups) == (STEPS + 1, 0)
+
+
+async def test_explorers_share_the_requests_without_a_share_of_their_own(config, trainer):
+    dispatcher = await trainer.dispatcher(window=100)
+    config = config.replaced("explorer", groups_per_claim=1)
+    await trainer.publish(0)
+    async with exploring(*(Explorer(config, rank) for rank in (0, 1, 2))) as found:
+        await dispatcher.dispatch(12, trainer.version(0))
+        groups = await dispatcher.take(12, deadline=PATIENCE)
+        await dispatcher.trained(1, groups)
+        await trainer.publish(STEPS)
+    by = [{one.explorer for one in group.experiences} for group in groups]
+    assert all(len(one) == 1 for one in by), "a group is made by one explorer"
+    counts = [sum(one == {f"explorer-{rank}"} for one in by) for rank in (0, 1, 2)]
+    assert [one.groups for one in found.results] == counts
+    assert sum(counts) == 12
+    assert dispatcher.ledger.in_words == "12 trained, 0 dropped, 0 open"
+
+
+async def test_the_first_explorer_measures_before_and_after_on_held_out_questions(config, trainer):
+    config = config.replaced("explorer", held_out_questions=3)
+    await trainer.dispatcher()
+    await trainer.publish(0)
+    async with exploring(Explorer(config, 0), Explorer(config, 1)) as found:
+        await until(lambda: trainer.served(0))
+        await trainer.publish(STEPS)
+    first, second = found.results
+    assert 0.0 <= first.accuracy_before <= 1.0
+    assert 0.0 <= first.accuracy_after <= 1.0
+    assert (second.accuracy_before, second.accuracy_after) == (None, None)
+
+
+# --- what cannot be answered ------------------------------------------------------------------
+
+REWARD = """
+from pathlib import Path
+
+def reward(question, answer):
+    seen = Path(__file__).with_name(question.answer)
+    if question.answer == "never" or (question.answer == "later" and not seen.exists()):
+        seen.touch()
+        raise ValueError("no verifier is there")
+    return float(len(answer.text))
+"""
+
+
+def own_task(folder, *answers, name="questions.jsonl"):
+    """Questions whose answers tell the reward how often to fail."""
+    source = folder / name
+    lines = [{"prompt": f"{'abcdefgh'[at]}>", "answer": one} for at, one in enumerate(answers)]
+    source.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (folder / "mine.py").write_text(REWARD)
+    return TaskConfig(
+        questions=str(source), reward=f"{folder / 'mine.py'}:reward", reward_deadline=PATIENCE
+    )
+
+
+async def test_a_request_whose_reward_fails_is_given_back_and_issued_again(
+    config, trainer, tmp_path, caplog
+):
+    words = ["first", "later", "second", "never"]
+    config = msgspec.structs.replace(config, task=own_task(tmp_path, *words))
+    trainer.config, task = config, task_of(config)
+    dispatcher = await trainer.dispatcher(max_attempts=2, window=20)
+    await trainer.publish(0)
+    # One pass over the questions that are not held out, each of which is asked once.
+    asked = [task.question(ordinal).answer for ordinal in range(len(task))]
+    assert {"later", "never"} <= set(asked), "the hash that holds questions out has changed"
+    answerable = [ordinal for ordinal, word in enumerate(asked) if word != "never"]
+    async with exploring(Explorer(config, 0)) as found:
+        await dispatcher.dispatch(len(asked), trainer.version(0))
+        groups = await dispatcher.take(len(answerable), deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    attempts = {one.ordinal: one.attempt for one in groups}
+    assert attempts == {at: 1 + (asked[at] == "later") for at in answerable}
+    await dispatcher.trained(1, groups)
+    assert "dropped (attempts 1)" in dispatcher.ledger.in_words
+    assert found.results[0].groups >= len(answerable)
+    assert "no verifier is there" in caplog.text
+    for group in groups:
+        assert all(one.reward <= config.rollouts.max_new_tokens for one in group.experiences)
+
+
+async def test_an_explorer_with_another_task_set_is_refused_and_its_claims_come_back(
+    config, trainer, tmp_path
+):
+    config = msgspec.structs.replace(config, task=own_task(tmp_path, "a", "b", "c"))
+    trainer.config = config
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    await dispatcher.dispatch(2, trainer.version(0))
+    mistaken = msgspec.structs.replace(
+        config, task=own_task(tmp_path, "a", "b", "d", name="others.jsonl")
+    )
+    stranger = Explorer(mistaken, 1)
+    await stranger.prepare()
+    with pytest.raises(RequestRefused) as caught:
+        await stranger.explore()
+    assert str(caught.value) == (
+        f"run {config.run_id} asks for questions of a task set with the fingerprint "
+        f"{task_of(config).fingerprint}, and explorer-1 holds {task_of(mistaken).fingerprint}: "
+        "give trainer and explorers the same questions"
+    )
+    async with exploring(Explorer(config, 0)):
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    assert [(one.ordinal, one.attempt) for one in groups] == [(0, 2), (1, 2)]
+    assert {one.explorer for group in groups for one in group.experiences} == {"explorer-0"}
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before-weights", "idle", "waiting-for-weights"])
+@pytest.mark.parametrize("how", ["closed", "anew"])
+async def test_the_end_of_the_run_ends_it(config, trainer, client, log, moment, how):
+    dispatcher = await trainer.dispatcher()
+    if moment != "before-weights":
+        await trainer.publish(0)
+
+    async def to_the_end():
+        async with exploring(Explorer(config, 0)):
+            if moment == "before-weights":
+                await until(lambda: events_of(log, ExplorerStatusChanged))
+            elif moment == "idle":
+                await until(lambda: trainer.served(0))
+            else:
+                await dispatcher.dispatch(1, trainer.version(2))
+                await until(lambda: dispatcher_sees_a_claim(trainer))
+            if how == "closed":
+                await trainer.publisher.publish(RunClosed(reason="interrupted"))
+            else:
+                await open_run(client, config.run_id)
+
+    ended = "was closed: interrupted" if how == "closed" else "was opened anew as epoch 2"
+    with pytest.raises(RunEnded, match=ended):
+        await to_the_end()
+    told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
+    assert told[0] == "running"
+    if how == "closed":
+        assert told == ["running", "stopped"]
+
+
+async def test_a_trainer_that_asks_for_nothing_is_named_after_the_deadline(config, trainer):
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    explorer = Explorer(config, 3)
+
+    async def to_the_end():
+        async with exploring(explorer):
+            await until(lambda: trainer.served(0))
+            # From its next claim on; the present one ends with this request.
+            explorer.config = config.replaced("sync", timeout=0.2)
+            await dispatcher.dispatch(1, trainer.version(0))
+            await dispatcher.take(1, deadline=PATIENCE)
+
+    with pytest.raises(DeadlineExceeded, match=r"explorer-3: no rollouts of run .* within 0.2 s"):
+        await to_the_end()
