@@ -17,9 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 CODE = ("schemas", "trinity_events", "workers", "benchmarks", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
-LEFT = tuple(
-    f"workers/trinity_workers/{name}/" for name in ("explorer", "trainer", "learning", "launch")
-)
+LEFT = ("workers/trinity_workers/launch/",)
 """Folders that are rewritten as a whole, and are not checked until then."""
 
 OPENERS = ("What", "Whether", "Which", "Who", "Whom", "Whose", "Where", "Of", "So", "That")

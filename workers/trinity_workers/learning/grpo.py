@@ -44,27 +44,27 @@ class Batch:
 
     @property
     def token_count(self) -> int:
-        """Response tokens in the batch: what, summed over all ranks, the loss sum is divided by."""
+        """Number of response tokens; its sum over all ranks divides the loss sum."""
         return int(self.response_mask.sum())
 
     def __len__(self) -> int:
-        """B, the number of responses."""
+        """Return B, the number of responses."""
         return self.input_ids.shape[0]
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Responses start to stop, as views: a rank's share, or a micro-batch.
+        """Return responses start to stop, as views: a rank's share, or a micro-batch.
 
         Advantages stay those that were taken within the whole groups.
         """
         return Batch(**{f.name: getattr(self, f.name)[start:stop] for f in fields(self)})
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on another device."""
+        """Return the batch on another device."""
         return Batch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 def group_advantages(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """(reward - mean) / deviation within each group; 0 where all rewards of a group are equal.
+    """Return (reward - mean) / deviation within each group; 0 if all its rewards are equal.
 
     The deviation is the population's (divided by S). Equality is tested on the rewards: the
     deviation of equal ones may come out a rounding error above zero, and blow noise up to ones.
@@ -144,7 +144,7 @@ def _row_of(index: int, experience: Experience) -> _Row:
 
 
 def response_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of the response tokens under the model: [B, R] float32, 0 on padding.
+    """Return log-probabilities of the response tokens: [B, R] float32, 0 on padding.
 
     They carry the gradient. `temperature` must be the one that sampled, or the policy that is
     trained is not the one that acted.
@@ -167,7 +167,7 @@ def response_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) 
 def grpo_loss(
     logprobs: Tensor, batch: Batch, *, clip: float = 0.2
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate, negated and summed over response tokens (0-dimensional), and metrics.
+    """Return the clipped surrogate, negated and summed over response tokens, and metrics.
 
     A sum, so that the parts of a batch, however split, add up to the whole: divide it by the token
     count of all parts. FSDP and DDP average gradients over ranks, so there each rank's loss is

@@ -142,8 +142,8 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
         """Send the weights through the collective group, and commit the version.
 
-        When an explorer dies in the middle, the group is made anew with those who are there, and
-        all is sent again.
+        When an explorer dies in the middle, the group is made anew with the explorers that are
+        left, and all is sent again.
         """
         for attempt in range(1, SENDING_ATTEMPTS + 1):
             try:
@@ -245,5 +245,5 @@ def _worker_class(config: RunConfig) -> type[TrainWorker]:
 
 
 def has_gpu_each(resources: Mapping[str, float], trainers: int) -> bool:
-    """Whether a cluster of these resources has a GPU for each trainer."""
+    """Return True if a cluster of these resources has a GPU for each trainer."""
     return resources.get("GPU", 0) >= trainers

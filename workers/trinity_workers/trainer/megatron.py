@@ -33,7 +33,7 @@ _SAVES = {"model": (SAVE_NAME, True), "training": ("training_state", False)}
 
 
 class DistRankInfo(Struct, frozen=True):
-    """Where one rank is in its parallel groups."""
+    """Place of one rank in its parallel groups."""
 
     tp_rank: int
     dp_rank: int
@@ -42,7 +42,7 @@ class DistRankInfo(Struct, frozen=True):
 
 
 class DistGlobalInfo(Struct, frozen=True):
-    """How large the parallel groups are."""
+    """Sizes of the parallel groups."""
 
     tp_size: int
     dp_size: int
@@ -51,13 +51,13 @@ class DistGlobalInfo(Struct, frozen=True):
 
 
 class MegatronWorker:
-    """What every worker on Megatron can tell of itself, to whoever deals data out to it.
+    """Report of a worker on Megatron about its layout, by which a caller deals data out to it.
 
-    Both are asked once the rank has joined its layout.
+    Both methods are called once the rank has joined its layout.
     """
 
     def get_megatron_global_info(self) -> DistGlobalInfo:
-        """The sizes of tensor, data, pipeline and context parallel groups."""
+        """Return the sizes of tensor, data, pipeline and context parallel groups."""
         from megatron.core import parallel_state as state
 
         return DistGlobalInfo(

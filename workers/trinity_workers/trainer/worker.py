@@ -59,11 +59,11 @@ class TrainWorker:
         self._store: TCPStore | None = None
 
     def process(self) -> Process:
-        """The process that it runs in."""
+        """Return the process that it runs in."""
         return this_process()
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet: rank 0, which is asked for it, listens there from now on."""
+        """Return the address where the ranks meet; rank 0 listens there from now on."""
         host = socket.gethostbyname(socket.gethostname())
         self._store = TCPStore(
             host, 0, is_master=True, timeout=self._timeout, wait_for_workers=False
@@ -120,7 +120,7 @@ class TrainWorker:
         self._engine.load_checkpoint(local_path)
 
     def data_share(self) -> tuple[int, int]:
-        """Which share of a step's groups is this rank's, and of how many."""
+        """Return the share of a step's groups that is this rank's, and the number of shares."""
         return self._rank, self._config.trainer.ranks
 
     def train_step(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
@@ -186,7 +186,7 @@ class TrainWorker:
         )
 
     def setup_weight_sync_group(self, explorers: int) -> tuple[str, ...]:
-        """On rank 0 alone: wait for so many explorers; returns the names of those who are there."""
+        """Wait, on rank 0 alone, for so many explorers; return the names of those that came."""
         return self._synchronizer.setup_weight_sync_group(explorers, self._config.sync.timeout)
 
     def sync_weight_nccl(self, global_step: int) -> None:
