@@ -105,4 +105,3 @@ def test_the_scripts_modules_and_pages_are_among_the_files() -> None:
         "docs/concepts.md",
         "README.md",
     } <= found
-    assert not any(one.startswith(prose.LEFT) for one in found)

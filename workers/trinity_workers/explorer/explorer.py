@@ -189,6 +189,7 @@ class Explorer:
                 raise RunEnded(str(error)) from None
             finally:
                 with anyio.CancelScope(shield=True):
+                    await requests.leave()
                     await self._say("stopped")
                 tasks.cancel_scope.cancel()
         raise AssertionError("unreachable")
