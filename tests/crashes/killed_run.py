@@ -35,7 +35,7 @@ ASYNCHRONOUS = {
     "explorer": {"held_out_questions": 0, "groups_per_claim": 1},
     "rollouts": {"order": "arrival"},
 }
-MOMENTS = 60
+MOMENTS = 150
 """Entries of the log, from a start on, within which it is killed."""
 
 _RAYS_OWN = (".random.python", ".random.numpy")
