@@ -1,4 +1,4 @@
-"""The built-in task's policy: its tokenizer, its weights, and the warm-up of them."""
+"""The built-in task's policy: its tokenizer and its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
 from tests.support.tensors import identical  # noqa: E402
-from trinity_workers.learning import policy, warm_up  # noqa: E402
+from trinity_workers.learning import policy  # noqa: E402
 from trinity_workers.tasks import SpellBackward  # noqa: E402
 
 
@@ -70,25 +70,3 @@ def test_chat_messages_need_a_chat_template(folder: Path) -> None:
     _, tokenizer = policy.load_policy(folder)
     with pytest.raises(policy.BadPolicy, match="has no chat template"):
         policy.encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
-
-
-def test_the_warm_up_lowers_the_loss_and_gives_the_same_weights_for_the_same_seed(
-    tmp_path: Path, task: SpellBackward
-) -> None:
-    losses: list[float] = []
-    weights = []
-    for name in ("one", "two"):
-        policy.create_policy(tmp_path / name, seed=2)
-        steps, accuracy = warm_up.warm_up(
-            tmp_path / name,
-            task,
-            seed=2,
-            max_steps=10,
-            report=lambda _step, loss, _accuracy: losses.append(loss),
-        )
-        assert steps == 10
-        assert 0.0 <= accuracy <= 1.0
-        weights.append(policy.load_policy(tmp_path / name)[0].state_dict())
-    assert losses[1] < losses[0]
-    assert losses[:2] == losses[2:]
-    assert all(identical(weights[0][key], weights[1][key]) for key in weights[0])
