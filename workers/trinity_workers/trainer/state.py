@@ -24,8 +24,8 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     step: int
     ledger: TrainedLedger
     """Fates of all prompts up to this step."""
-    metrics: dict[str, float] = {}
-    """Metrics of this step."""
+    metrics: dict[str, float | None] = {}
+    """Metrics of this step; null for a number that is not finite, which JSON does not have."""
 
 
 def write_trainer_state(path: Path, state: TrainerState) -> None:
@@ -54,6 +54,7 @@ def read_trainer_state(folder: Path, step: int) -> TrainerState:
         ) from None
     except (OSError, msgspec.DecodeError) as error:
         raise UnusableTrainerState(f"{path} cannot be read ({error}): {way_out}") from None
-    if state.step != step or state.ledger.step != step:
-        raise UnusableTrainerState(f"{path} is of step {state.step}, not of {step}: {way_out}")
+    for found in (state.step, state.ledger.step):
+        if found != step:
+            raise UnusableTrainerState(f"{path} is of step {found}, not of {step}: {way_out}")
     return state

@@ -123,7 +123,6 @@ class Trainer:
         state = await anyio.to_thread.run_sync(
             read_trainer_state, config.resumed_folder, config.resumed_step
         )
-        self._metrics = state.metrics
         restored = LedgerRestored(ledger=state.ledger, digest=state.ledger.digest)
         await self._publisher.publish(restored)
         return Ledger.restored(state.ledger)
@@ -254,7 +253,7 @@ class Trainer:
         """Write a checkpoint of the present step, in the background unless told to wait."""
         step = self.train_step_num
         state = TrainerState(
-            step=step, ledger=self._dispatcher.ledger_at(step), metrics=self._metrics
+            step=step, ledger=self._dispatcher.ledger_at(step), metrics={**self._metrics}
         )
         await self.engine.save_checkpoint(block_until_saved, save_as_hf, state)
 
