@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,6 +30,7 @@ from ..config import RunConfig
 from ..experiences import ExperienceWriter
 from ..learning.policy import load_policy
 from ..learning.rollout import Rollout, Samples, generate, judge_all, seed_of
+from ..placement import threads
 from ..rewards import RewardFailed
 from ..user_task import start_rewards, task_of
 from .along import ReadingAlong
@@ -76,12 +76,12 @@ class Explorer:
         )
 
     @classmethod
-    def get_actor(cls, config: RunConfig, rank: int) -> Any:
-        """A Ray actor of it."""
+    def get_actor(cls, config: RunConfig, rank: int, place: Mapping[str, Any]) -> Any:
+        """Return a Ray actor of it, with the options of its place."""
         import ray
 
         name = f"explorer-{rank}-{config.run_id}"
-        return ray.remote(cls).options(name=name, num_cpus=0).remote(config, rank)
+        return ray.remote(cls).options(name=name, **place).remote(config, rank)
 
     def process(self) -> Process:
         """The process that it runs in."""
@@ -100,7 +100,7 @@ class Explorer:
         """Load the model, whose weights the first version will replace."""
         config = self.config
         self.join()
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorer.count + 1)))
+        torch.set_num_threads(threads(config.explorer.cpus, config.explorer.count + 1))
         # Generation reports every length that it was not told of; ours is told.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._model, self._tokenizer = load_policy(config.model_folder, config.model.dtype)

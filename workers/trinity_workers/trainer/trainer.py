@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
@@ -50,11 +50,11 @@ class Trainer:
         self._exits = AsyncExitStack()
 
     @classmethod
-    def get_actor(cls, config: RunConfig) -> Any:
-        """A Ray actor of it."""
+    def get_actor(cls, config: RunConfig, place: Mapping[str, Any]) -> Any:
+        """Return a Ray actor of it, with the options of its place."""
         import ray
 
-        return ray.remote(cls).options(name=f"trainer-{config.run_id}", num_cpus=0).remote(config)
+        return ray.remote(cls).options(name=f"trainer-{config.run_id}", **place).remote(config)
 
     async def prepare(self) -> None:
         """Start the workers, and publish the weights that the run starts from."""
