@@ -79,17 +79,22 @@ def place_of(group: Any, index: int, **resources: float) -> dict[str, Any]:
     return {"scheduling_strategy": strategy, **resources}
 
 
-def rank_options(rank: int) -> tuple[dict[str, Any], bool]:
+def rank_options(config: TrainConfig, rank: int) -> tuple[dict[str, Any], bool]:
     """Return the options of a rank's actor, and True if it has a GPU; for the trainer's actor.
 
-    The rank takes all of its bundle in the trainer's placement group.
+    The rank takes all of its bundle in the trainer's placement group. A trainer that is in none
+    lets Ray place its ranks.
     """
     import ray
 
     group: Any = ray.util.get_current_placement_group()
+    if group is None:
+        total: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        gpus = has_gpu_each(total, config.trainer.ranks)
+        return {"num_cpus": config.trainer.cpus or 1.0, "num_gpus": int(gpus)}, gpus
     bundle = group.bundle_specs[rank]
-    cpus, gpus = bundle["CPU"], bundle.get("GPU", 0)
-    return place_of(group, rank, num_cpus=cpus, num_gpus=gpus), gpus > 0
+    count = bundle.get("GPU", 0)
+    return place_of(group, rank, num_cpus=bundle["CPU"], num_gpus=count), count > 0
 
 
 def threads(cpus: float | None, sharing: int) -> int:

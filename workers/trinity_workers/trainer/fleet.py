@@ -66,7 +66,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         config = self._config
         actor = ray.remote(_worker_class(config))
         for rank in range(config.trainer.ranks):
-            options, own_gpu = rank_options(rank)
+            options, own_gpu = rank_options(config, rank)
             self._workers.append(actor.options(**options).remote(config, rank, own_gpu=own_gpu))
         self._processes = await self._ask_all("process")
         for process in self._processes:
