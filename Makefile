@@ -11,6 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
+# The release of TRL whose losses ours are compared with, in the same environments.
+TRL_VERSION ?= 1.16.0
 
 .PHONY: setup demo test lowest oldest-server bench chaos crash simulate verl base-install schemas docs picture \
 	lint format clean
@@ -33,7 +35,7 @@ test: setup
 
 # Linters, types and every test without other processes: before each commit.
 check: lint
-	$(BIN)/pytest -q -m "not processes and not ray and not megatron" --ignore-glob='*megatron*' --ignore=tests/verl
+	$(BIN)/pytest -q -m "not processes and not ray and not megatron" --ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
 
 # The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
 oldest-server:
@@ -68,18 +70,18 @@ crash: setup
 simulate: setup
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS))
 
-# The tests that need veRL itself. make verl-0.9.1 is of one release.
+# The tests that need veRL itself, or TRL. make verl-0.9.1 is of one release.
 verl: $(VERL_VERSIONS:%=verl-%)
 
 verl-%: $(VENV)-verl-%/installed
-	$(<D)/bin/pytest tests/verl
+	$(<D)/bin/pytest tests/verl tests/trl
 
 .PRECIOUS: $(VENV)-verl-%/installed
 $(VENV)-verl-%/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(@D)/bin/pip install --quiet -c constraints.txt -e '.[all,dev,verl]'
-	$(@D)/bin/pip install --quiet --no-deps verl==$*
+	$(@D)/bin/pip install --quiet --no-deps verl==$* trl==$(TRL_VERSION)
 	touch $@
 
 base-install: setup

@@ -184,3 +184,30 @@ async def main():
 anyio.run(main)
 """
     ) == (0, "cleaned 15 False\nleft True\n", "")
+
+
+def test_a_command_writes_its_stacks_when_it_is_asked_and_goes_on():
+    code = """
+class Waiting:
+    def find_spec(self, name, *_):
+        if name == "trinity_events.cli.app":
+            print("up", flush=True)
+            wait()
+            print("on", flush=True)
+sys.meta_path.insert(0, Waiting())
+sys.argv = ["trinity-events", "--version"]
+from trinity_events.cli import main
+main()
+"""
+    with child(code) as process:
+        try:
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(signal.SIGUSR1)
+            written = [process.stderr.readline() for _ in range(3)]
+            told, _ = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
+    assert "(most recent call first):" in written[0]
+    assert written[1].endswith("in wait\n")
+    assert told.startswith("on\ntrinity-events ")
+    assert process.returncode == 0

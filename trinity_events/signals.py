@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import _thread
+import faulthandler
 import signal
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 
 _RETRY = 0.01
 """Seconds after which a signal is sent again, if the interpreter dropped the exit it asked for."""
+
+
+def write_stacks_on_signal() -> None:
+    """Write the stacks of all threads to standard error on SIGUSR1, for the rest of the process.
+
+    The handler is C code: it also tells where a process is that never runs Python again.
+    """
+    with suppress(AttributeError, OSError, ValueError):  # no such signal, or no standard error
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def ending_signals() -> list[signal.Signals]:

@@ -1,15 +1,25 @@
-"""Ray clusters of tests: actors on another node, and what the object store holds."""
+"""Ray clusters of tests: nodes that are started, actors on another node, the object store."""
 
 import contextlib
+import json
 import os
+import re
+import shlex
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
 from tests.support.published_parts import put, read
 from tests.support.transport_processes import SOME
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.weights import PartRef, RayStore
 from trinity_events.weights.transports.ray.directory import NAMESPACE
 from trinity_schemas import StepReady
@@ -63,3 +73,92 @@ def on_ray(reference):
     import ray
 
     return ray.get(reference, timeout=PATIENCE)
+
+
+ELSEWHERE = "elsewhere"
+"""Host name of the second node."""
+
+
+@dataclass(frozen=True)
+class TwoNodes:
+    """A Ray cluster of two nodes, each a ``ray start`` of its own."""
+
+    address: str
+    hidden: Path
+    """Folder that the second node does not see."""
+    environment: dict[str, str]
+    """Variables of a process that joins it."""
+
+    def joining(self) -> dict[str, str]:
+        """All variables of a process that joins it."""
+        return {**os.environ, **self.environment}
+
+    @contextmanager
+    def pretending(self, name: str, value: str) -> Iterator[None]:
+        """Let the cluster say of itself that it was started with another version."""
+        from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
+        from ray._raylet import GcsClient
+
+        key = b"CLUSTER_METADATA"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", self.environment["RAY_AUTH_MODE"])
+            client = GcsClient(address=self.address)
+        said = client.internal_kv_get(key, namespace=KV_NAMESPACE_CLUSTER)
+        other = json.dumps(json.loads(said) | {name: value}).encode()
+        client.internal_kv_put(key, other, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
+        try:
+            yield
+        finally:
+            client.internal_kv_put(key, said, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
+
+
+@contextmanager
+def two_nodes(room: Path, cpus: int = 2) -> Iterator[TwoNodes]:
+    """Start a cluster; the second node has a host name and a view of the files of its own.
+
+    Skips the test where this user may not make a namespace.
+
+    Args:
+        room: Folder with a short name, for Ray's sockets.
+        cpus: CPUs of each node.
+    """
+    hidden = room / "hidden"
+    hidden.mkdir()
+    view = ["unshare", "--mount", "--uts", "--propagation", "private", "sh", "-c"]
+    try:
+        subprocess.run([*view, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no namespace can be made: {error}")
+    environment = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    start = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
+        *(f"--num-cpus={cpus}", f"--object-store-memory={100 << 20}"),
+    ]
+    head = [*start, "--head", "--port=0", "--include-dashboard=false", f"--temp-dir={room}/ray"]
+    with ExitStack() as exits:
+        said = exits.enter_context(_ray_node(head, environment, room / "head.log"))
+        [address] = re.findall(r"--address='([^']+)'", said)
+        inside = (
+            f"mount -t tmpfs none {shlex.quote(str(hidden))} && hostname {ELSEWHERE} && exec "
+            + shlex.join([*start, f"--address={address}"])
+        )
+        exits.enter_context(_ray_node([*view, inside], environment, room / "second.log"))
+        yield TwoNodes(address, hidden, {**environment, "RAY_ADDRESS": address})
+
+
+@contextmanager
+def _ray_node(command: list[str], environment: dict[str, str], log: Path) -> Iterator[str]:
+    """Run a node for the block; yields what it printed until it was up."""
+    env = {**os.environ, **environment}
+    with log.open("w") as output, child(command, stdout=output, stderr=output, env=env) as process:
+
+        def started() -> bool:
+            assert process.poll() is None, log.read_text()
+            return "Ray runtime started" in log.read_text()
+
+        wait_until(started, f"no node started: {log}")
+        try:
+            yield log.read_text()
+        finally:
+            process.terminate()  # so that it ends its own processes
+            process.wait(PATIENCE)

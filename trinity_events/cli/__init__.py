@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..signals import exit_on_signals
+from ..signals import exit_on_signals, write_stacks_on_signal
 
 __all__ = ["main"]
 
@@ -13,6 +13,7 @@ def main() -> None:
     """Run the command line; an interrupt, even during imports, prints no traceback."""
     try:
         exit_on_signals()
+        write_stacks_on_signal()
         from .app import run
 
         run()

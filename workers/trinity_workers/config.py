@@ -23,6 +23,7 @@ PublishName = Literal["auto", PublishedForm]
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+Cpus = Annotated[float, Meta(gt=0)]
 
 
 class BadSettings(TrinityError):
@@ -75,6 +76,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Engine that holds and trains the model."""
     ranks: Positive = 2
     """Trainer processes (ranks)."""
+    cpus: Cpus | None = None
+    """CPUs that Ray reserves for each rank, and its threads. Null reserves one; without
+    RAY_ADDRESS the ranks then share the threads of the host."""
     tensor_parallel: Positive | None = None
     """On Megatron, ranks that share every layer. By default all of a pipeline stage do."""
     pipeline_parallel: Positive = 1
@@ -103,6 +107,9 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     no number of explorers. It is slower."""
     groups_per_claim: Positive | None = None
     """Prompts that an explorer claims at a time. Null is a step's prompts over `explorer.count`."""
+    cpus: Cpus | None = None
+    """CPUs that Ray reserves for each explorer, and its threads. Null reserves one; without
+    RAY_ADDRESS the explorers then share the threads of the host."""
     held_out_questions: NotNegative = 256
     """Held-out questions of the measurement before and after training; 0 measures nothing."""
 

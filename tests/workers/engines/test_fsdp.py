@@ -76,7 +76,7 @@ from trinity_workers.helpers import (  # noqa: E402
 from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
 from trinity_workers.helpers.shards import ShardsRefused, fsdp_shards  # noqa: E402
 from trinity_workers.learning.policy import load_policy  # noqa: E402
-from trinity_workers.trainer.fleet import has_gpu_each  # noqa: E402
+from trinity_workers.placement import has_gpu_each  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker, compute_device  # noqa: E402
 
 WORLD = 2

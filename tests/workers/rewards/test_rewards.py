@@ -174,6 +174,26 @@ async def test_a_function_that_hangs_is_ended_at_its_deadline(pool, text):
     assert await rewards(judging, "fine") == [0.5]
 
 
+async def test_the_place_of_a_function_that_hangs_is_told_and_its_stacks_are_logged(pool, caplog):
+    line = 1 + REWARDS.splitlines().index("        time.sleep(1e6)")
+    judging = pool("on_demand", deadline=3.0)
+    assert await rewards(judging, "fine") == [0.5]
+    late = rf"did not return within 3 s: it was in on_demand \(mine\.py, line {line}\)$"
+    with pytest.raises(RewardFailed, match=late):
+        await rewards(judging, "hang")
+    [logged] = [one for one in caplog.messages if "is late; its stacks:" in one]
+    assert f'mine.py", line {line} in on_demand' in logged
+
+
+async def test_a_process_that_is_stopped_tells_no_place_and_is_ended(pool):
+    judging = pool("process", deadline=3.0)
+    [pid] = await rewards(judging, "a")
+    os.kill(int(pid), signal.SIGSTOP)
+    with pytest.raises(RewardFailed, match=r"did not return within 3 s$"):
+        await rewards(judging, "b")
+    assert await rewards(judging, "c") != [pid]
+
+
 async def test_a_coroutine_that_never_returns_is_told_by_its_deadline(pool):
     with pytest.raises(RewardFailed, match="never did not return within 1 s"):
         await pool("never", deadline=1.0).judge(FOUR, answers("a", "b"))

@@ -104,7 +104,8 @@ class EnvironmentProcesses:
             try:
                 reply = await self._exchange(process, request)
             except TimeoutError:
-                raise self._failed(f"did not reply within {self.deadline:g} s") from None
+                where = await process.place()
+                raise self._failed(f"did not reply within {self.deadline:g} s{where}") from None
             except PIPE_CLOSED:
                 raise self._failed(f"ended its process ({await process.ending()})") from None
             except (msgspec.MsgspecError, ValueError) as error:
@@ -132,7 +133,8 @@ class EnvironmentProcesses:
                 with anyio.fail_after(START_DEADLINE):
                     reply = decoded(await process.receive())
             except TimeoutError:
-                raise self._failed(f"was not loaded within {START_DEADLINE:g} s") from None
+                where = await process.place()
+                raise self._failed(f"was not loaded within {START_DEADLINE:g} s{where}") from None
             except PIPE_CLOSED:
                 ending = await process.ending()
                 raise self._failed(f"ended its process while it was loaded ({ending})") from None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
 from ..learning.policy import load_tokenizer
+from ..placement import threads
 from ..rollout_engines import EngineOptions, RolloutEngine, load_engine
 from ..user_task import start_rewards, task_of
 from .evaluation import mean_reward
@@ -75,12 +75,12 @@ class Explorer:
         )
 
     @classmethod
-    def get_actor(cls, config: RunConfig, rank: int) -> Any:
-        """Return a Ray actor of it."""
+    def get_actor(cls, config: RunConfig, rank: int, place: Mapping[str, Any]) -> Any:
+        """Return a Ray actor of it, with the options of its place."""
         import ray
 
         name = f"explorer-{rank}-{config.run_id}"
-        return ray.remote(cls).options(name=name, num_cpus=0).remote(config, rank)
+        return ray.remote(cls).options(name=name, **place).remote(config, rank)
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class Explorer:
         """Load the engine, whose weights the first version replaces, and the task."""
         config = self.config
         self.join()
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (config.explorer.count + 1)))
+        torch.set_num_threads(threads(config.explorer.cpus, config.explorer.count + 1))
         # `generate` warns of every length that it is not told; the engine tells its own.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._engine = self._make_engine()

@@ -39,18 +39,21 @@ from ..config import RunConfig, TrainConfig
 from ..config_files import write_copy
 from ..explorer import ExplorationResult, Explorer
 from ..health import beating
+from ..placement import Needs, with_reserved_cpus
 from ..trainer import Trainer, TrainingResult
 from ..user_task import check_user_task
 from .actors import Actors, in_words
 from .again import shell_command
+from .cluster import Room, check_shared_memory, room_for
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
 from .model import make_model
-from .processes import ReducerProcess, ray_for
+from .processes import ReducerProcess
 from .progress import ProgressView
 from .results import Outcome
 from .resume import earlier_run, held_checkpoint
 from .roots import hear_of_another_folder
+from .shared_storage import check_shared_storage
 from .summary import (
     TRANSPORTS,
     DemoSummary,
@@ -131,6 +134,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
     transport = chosen.name
     await check_user_task(options.settings)
     settings = options.settings.replaced("sync", transport=transport)
+    if options.ray_address is not None:
+        settings = with_reserved_cpus(settings)
     folder = options.checkpoint_root / options.run_id
     view = ProgressView(options.run_id, settings.steps, folder)
     async with AsyncExitStack() as exits:
@@ -177,14 +182,12 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         async with _summarized(job, log, report), closing(client, config):
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
-            view.say(f"run {options.run_id}: starting Ray, and {_first_work(config)}")
+            view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")
             here = config.explorer.count if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
-            await exits.enter_async_context(
-                ray_for(config.trainer.ranks + here + 1, options.ray_address)
-            )
+            room = await exits.enter_async_context(_room(config, here, options.ray_address, view))
             async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
-                await _work(job, here)
+                await _work(job, here, room)
                 if not alone:
                     await _last_weights_taken(log, config, view)
 
@@ -248,12 +251,30 @@ def newest_checkpoint(state: MonitorState, config: RunConfig) -> NewestCheckpoin
     return NewestCheckpoint(step=pointer.at.step, folder=folder)
 
 
-async def _work(job: _Job, explorers_here: int) -> None:
+@asynccontextmanager
+async def _room(
+    config: RunConfig, explorers: int, address: str | None, view: ProgressView
+) -> AsyncIterator[Room]:
+    """Reserve room for the run; a cluster that is joined is checked for what the run shares."""
+    needs = Needs.of(config, explorers=explorers)
+    deadline = config.sync.timeout
+    async with room_for(needs, address, deadline=deadline, say=view.say) as room:
+        if room.joined:
+            view.say(f"run {config.run_id}: {room.told()}")
+            if config.transport == "shm":
+                check_shared_memory(room)
+            await check_shared_storage(room, config)
+        yield room
+
+
+async def _work(job: _Job, explorers_here: int, room: Room) -> None:
     """Make the model, train and explore; keep the results in the job."""
     config = job.config
     # Actors first: they import torch while the model is made.
-    trainer = Trainer.get_actor(config)
-    explorers = [Explorer.get_actor(config, rank) for rank in range(explorers_here)]
+    trainer = Trainer.get_actor(config, room.trainer)
+    explorers = [
+        Explorer.get_actor(config, rank, room.explorer(rank)) for rank in range(explorers_here)
+    ]
     actors = Actors(
         {"trainer-0": trainer} | {f"explorer-{rank}": one for rank, one in enumerate(explorers)}
     )
@@ -271,6 +292,11 @@ async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[An
         [trainer.train.remote(), *(one.explore.remote() for one in explorers)]
     )
     await actors.ask([trainer.shutdown.remote()])
+
+
+def _ray(options: LaunchOptions) -> str:
+    where = options.ray_address
+    return "starting Ray" if where is None else f"joining the Ray cluster at {where}"
 
 
 def _first_work(config: RunConfig) -> str:

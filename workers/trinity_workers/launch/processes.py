@@ -15,7 +15,6 @@ import anyio
 import anyio.to_thread
 from anyio.abc import Process
 
-from trinity_events.error_text import cause_of
 from trinity_events.errors import TrinityError
 from trinity_events.server import make_private, open_private, trinity_home
 
@@ -35,10 +34,6 @@ _LONGEST_ROOM = 32
 
 class ReducerFailed(TrinityError):
     """Raised if the reducer ended again and again."""
-
-
-class ClusterUnreachable(TrinityError):
-    """Raised if the Ray cluster of the run cannot be joined."""
 
 
 class ReducerProcess:
@@ -135,8 +130,8 @@ def _room_for_ray() -> str:
 
 
 @asynccontextmanager
-async def local_ray(actors: int) -> AsyncIterator[None]:
-    """A Ray of our own on this machine, with room for so many actors; ended with the block."""
+async def local_ray(cpus: int) -> AsyncIterator[None]:
+    """Start a Ray cluster on this host with at least so many CPUs; end it with the block."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # We hand out GPUs ourselves where there are any; Ray must not hide them from CPU actors.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -148,7 +143,7 @@ async def local_ray(actors: int) -> AsyncIterator[None]:
     def start() -> None:
         ray.init(
             address="local",
-            num_cpus=max(actors, os.cpu_count() or 1),
+            num_cpus=max(cpus, os.cpu_count() or 1),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -162,31 +157,6 @@ async def local_ray(actors: int) -> AsyncIterator[None]:
             yield
         finally:
             ray.shutdown()
-
-
-@asynccontextmanager
-async def ray_for(actors: int, address: str | None) -> AsyncIterator[None]:
-    """Join the Ray cluster at the address for the block, or start one for so many actors."""
-    if address is None:
-        async with local_ray(actors):
-            yield
-        return
-    import ray
-
-    def join() -> None:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-
-    try:
-        await anyio.to_thread.run_sync(join)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterUnreachable(
-            f"no Ray cluster can be joined at RAY_ADDRESS={address} ({cause_of(error)}): start "
-            "one with ray start --head, or leave RAY_ADDRESS out"
-        ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @asynccontextmanager

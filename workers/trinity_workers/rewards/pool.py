@@ -99,7 +99,8 @@ class RewardPool:
                     await process.requests.send(sent)
                 return msgspec.json.decode(await process.receive(), type=Verdict)
         except TimeoutError:
-            raise self._failed(f"{missing} within {seconds:g} s") from None
+            where = await process.place()
+            raise self._failed(f"{missing} within {seconds:g} s{where}") from None
         except PIPE_CLOSED:
             raise self._failed(f"ended its process ({await process.ending()})") from None
         except ValueError:  # msgspec's error is one

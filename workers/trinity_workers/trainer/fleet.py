@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from trinity_schemas import Experience, Process
 
 from ..collectives import CollectiveBroken
 from ..config import RunConfig
+from ..placement import rank_options
 from ..process_exit import ExitWatch, named
 from .state import TrainerState, write_trainer_state
 from .worker import TrainWorker
@@ -66,12 +67,10 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def prepare(self) -> None:
         """Start the workers and load the model."""
         config = self._config
-        resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        own_gpu = has_gpu_each(resources, config.trainer.ranks)
-        actor = ray.remote(_worker_class(config)).options(num_cpus=1, num_gpus=int(own_gpu))
-        self._workers = [
-            actor.remote(config, rank, own_gpu=own_gpu) for rank in range(config.trainer.ranks)
-        ]
+        actor = ray.remote(_worker_class(config))
+        for rank in range(config.trainer.ranks):
+            options, own_gpu = rank_options(config, rank)
+            self._workers.append(actor.options(**options).remote(config, rank, own_gpu=own_gpu))
         self._processes = await self._ask_all("process")
         for process in self._processes:
             self._deaths.watch(process)
@@ -242,8 +241,3 @@ def _worker_class(config: RunConfig) -> type[TrainWorker]:
 
         return MegatronTrainWorker
     return TrainWorker
-
-
-def has_gpu_each(resources: Mapping[str, float], trainers: int) -> bool:
-    """Return True if a cluster of these resources has a GPU for each trainer."""
-    return resources.get("GPU", 0) >= trainers

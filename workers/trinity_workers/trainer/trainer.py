@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
@@ -70,11 +70,11 @@ class Trainer:
         self._metrics: dict[str, float] = {}
 
     @classmethod
-    def get_actor(cls, config: RunConfig) -> Any:
-        """Return a Ray actor of it."""
+    def get_actor(cls, config: RunConfig, place: Mapping[str, Any]) -> Any:
+        """Return a Ray actor of it, with the options of its place."""
         import ray
 
-        return ray.remote(cls).options(name=f"trainer-{config.run_id}", num_cpus=0).remote(config)
+        return ray.remote(cls).options(name=f"trainer-{config.run_id}", **place).remote(config)
 
     async def prepare(self) -> None:
         """Start the workers, publish the first weights, and ask for the first rollouts.

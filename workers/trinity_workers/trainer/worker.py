@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -34,6 +33,8 @@ from ..helpers import (
     strategy_for,
 )
 from ..learning.grpo import Batch, collate, grpo_loss, response_logprobs
+from ..network import meet_through
+from ..placement import threads
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class TrainWorker:
 
     def address(self) -> tuple[str, int]:
         """Return the address where the ranks meet; rank 0 listens there from now on."""
-        host = socket.gethostbyname(socket.gethostname())
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._store = TCPStore(
             host, 0, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
@@ -73,7 +74,8 @@ class TrainWorker:
     def setup(self, host: str, port: int) -> None:
         """Join the process group and load the model."""
         config = self._config
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.trainer.ranks))
+        torch.set_num_threads(threads(config.trainer.cpus, config.trainer.ranks))
+        meet_through(host)
         if self._store is None:
             self._store = TCPStore(host, port, timeout=self._timeout)
         dist.init_process_group(

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import BinaryIO
 
+from .stacks import write_stacks_when_asked
+
 LENGTH_BYTES = 4
 """Bytes of the length before each payload."""
 LARGEST = 64 * 1024 * 1024
@@ -32,8 +34,9 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Take standard input and output for frames, in the process of a user's code.
 
     What the code prints goes to standard error, so it never mixes with frames. What it reads is at
-    its end.
+    its end. From now on the process writes its stacks when its parent asks for them.
     """
+    write_stacks_when_asked()
     received, sent = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)

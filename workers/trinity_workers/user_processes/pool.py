@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from ..process_exit import in_words
 from .frames import LARGEST, LENGTH_BYTES
+from .stacks import StackFile, place_in_words
 
 START_DEADLINE = 120.0
 """Seconds for a process to start and load the user's code: imports may be slow."""
@@ -23,11 +25,14 @@ PIPE_CLOSED = (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceErro
 _ENDING = 5.0
 """Seconds in which a process that has closed its pipes ends."""
 
+logger = logging.getLogger(__name__)
+
 
 class UserProcess:
     """One process, and the pipes to it."""
 
-    def __init__(self, process: anyio.abc.Process) -> None:
+    def __init__(self, process: anyio.abc.Process, stacks: StackFile) -> None:
+        self._stacks = stacks
         assert process.stdin is not None and process.stdout is not None
         self._process = process
         self.requests = process.stdin
@@ -36,14 +41,21 @@ class UserProcess:
     @classmethod
     async def start(cls, module: str, *arguments: str) -> UserProcess:
         """Start ``python -m module``, in a session of its own: Ctrl-C is for the run alone."""
-        process = await anyio.open_process(
-            [sys.executable, "-m", module, *arguments],
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=None,
-            start_new_session=True,
-        )
-        return cls(process)
+        stacks = StackFile()
+        try:
+            process = await anyio.open_process(
+                [sys.executable, "-m", module, *arguments],
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=None,
+                env=os.environ | stacks.environment,
+                pass_fds=(stacks.descriptor,),
+                start_new_session=True,
+            )
+        except BaseException:
+            stacks.close()
+            raise
+        return cls(process, stacks)
 
     @property
     def name(self) -> str:
@@ -69,8 +81,19 @@ class UserProcess:
             return in_words(-code if code < 0 else code << 8)
         return "it closed its pipe"
 
+    async def place(self) -> str:
+        """Log the stacks of a late process; return the place of the user's code.
+
+        The place is the end of a sentence, and empty if it is unknown.
+        """
+        stacks = await self._stacks.ask(self._process.pid)
+        if stacks:
+            logger.warning("%s is late; its stacks:\n%s", self.name, stacks.rstrip())
+        return place_in_words(stacks)
+
     async def kill(self) -> None:
         """Kill the process, and all that it started."""
+        self._stacks.close()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):

@@ -1,0 +1,249 @@
+"""`train` in a Ray cluster that was there before it, and its refusals of one that does not fit."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed")
+
+from tests.support.ray_clusters import ELSEWHERE, two_nodes
+from tests.support.waits import PATIENCE
+from trinity_events.errors import SharedMemoryUnusable
+from trinity_schemas import decode_envelope
+from trinity_workers.launch import cluster
+from trinity_workers.launch.cluster import (
+    ClusterUnreachable,
+    Node,
+    check_shared_memory,
+    room_for,
+)
+from trinity_workers.launch.shared_storage import Probe, answer
+from trinity_workers.placement import Needs
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train" / "fsdp.yaml"
+HOSTS = {socket.gethostname(), ELSEWHERE}
+FEW = (
+    "steps=2",
+    "rollouts.prompts_per_step=2",
+    "rollouts.samples_per_prompt=2",
+    "explorer.held_out_questions=0",
+)
+NEEDS = Needs(ranks=1, rank_cpus=1, explorers=0, explorer_cpus=1)
+JOINED = """
+import json, ray
+ray.init(log_to_driver=False, logging_level=40)
+print(json.dumps([len(ray.nodes()), ray.available_resources()["CPU"]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes of two CPUs each."""
+    with (
+        tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as room,
+        two_nodes(Path(room)) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def train(cli, redis_url, tmp_path, run_id, nodes):
+    """Trains two steps of the example in the cluster, with these settings."""
+
+    def run(*settings, root=tmp_path):
+        words = [word for one in (*FEW, *settings) for word in ("--set", one)]
+        place = (
+            "--run",
+            run_id,
+            "--redis-url",
+            redis_url,
+            "--checkpoint-root",
+            str(root),
+            "--json",
+        )
+        command = ("train", str(EXAMPLE), *words, *place)
+        return cli(*command, timeout=4 * PATIENCE, env=nodes.environment)
+
+    return run
+
+
+def sentence_of(said):
+    """The error that a command ended with."""
+    assert said.returncode == 1, said.stderr
+    [line] = [line for line in said.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in said.stderr
+    return line
+
+
+@pytest.mark.timeout(600)
+async def test_ranks_and_explorers_run_on_a_cluster_that_is_still_there_afterwards(
+    train, log, nodes
+):
+    said = train("trainer.cpus=1.5", "explorer.cpus=0.5")  # a node has no room for two ranks
+    assert said.returncode == 0, said.stderr
+    assert json.loads(said.stdout)["log"]["steps"] == 2
+    assert f"joining the Ray cluster at {nodes.address}" in said.stderr
+
+    senders = [decode_envelope(entry.payload).producer for entry in await log.read()]
+    hosts = {
+        role: {one.node for one in senders if one.role == role} for role in ("actor", "explorer")
+    }
+    assert hosts["actor"] == {socket.gethostname(), ELSEWHERE}
+    assert hosts["explorer"] <= hosts["actor"]
+    assert hosts["explorer"]
+
+    joined = subprocess.run(
+        [sys.executable, "-c", JOINED],
+        env=nodes.joining(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert json.loads(joined.stdout) == [2, 4], "it goes on, and all of it is free again"
+
+
+@pytest.mark.timeout(600)
+def test_a_cluster_without_room_is_refused_with_what_is_missing_and_what_there_is(train):
+    said = sentence_of(train("trainer.ranks=3", "explorer.count=3", "sync.timeout=3"))
+    assert (
+        "has no room for the run within 3 s: it needs 1 CPU for each of 3 ranks, 1 CPU for each "
+        "of 3 explorers; of the nodes (2 with 2 CPUs), 4 CPUs are free: wait for other jobs"
+    ) in said
+
+
+@pytest.mark.timeout(600)
+def test_a_node_that_does_not_see_the_checkpoint_folder_is_named(train, nodes):
+    said = sentence_of(train(root=nodes.hidden))
+    assert f"node {ELSEWHERE} (" in said
+    assert f"does not see what is written to the checkpoint folder {nodes.hidden}/" in said
+    assert not list(nodes.hidden.rglob(".probe*")), "the probe leaves no files"
+
+
+@pytest.mark.timeout(600)
+def test_a_cluster_of_another_version_is_refused_with_rays_reason(train, nodes):
+    with nodes.pretending("ray_version", "1.2.3"):
+        said = sentence_of(train())
+    assert (
+        f"no Ray cluster can be joined at RAY_ADDRESS={nodes.address} (Version mismatch: " in said
+    )
+    assert "Ray: 1.2.3" in said
+
+
+# --- without a cluster ------------------------------------------------------------------------
+
+
+async def refused(address):
+    with pytest.raises(ClusterUnreachable) as caught:
+        async with room_for(NEEDS, address, deadline=1, say=print):
+            pass
+    told = re.fullmatch(
+        r"no Ray cluster can be joined at RAY_ADDRESS=(\S+) \((.+)\): start one with .+, "
+        "or leave RAY_ADDRESS out",
+        str(caught.value),
+    )
+    assert told
+    assert told[1] == address
+    return told[2]
+
+
+@contextmanager
+def listening(says=None):
+    """A server that says this to each peer, or nothing; on all interfaces, as Ray's is."""
+    with socket.create_server(("", 0)) as server:
+
+        def serve():
+            with suppress(OSError):
+                while True:
+                    peer, _ = server.accept()
+                    held.append(peer)
+                    if says is not None:
+                        peer.sendall(says)
+
+        held = []
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+async def test_an_address_at_which_nothing_listens_is_refused_at_once():
+    with socket.create_server(("", 0)) as gone:
+        port = gone.getsockname()[1]
+    assert re.fullmatch(
+        rf"\S+:{port} does not answer: .*[Rr]efused", await refused(f"127.0.0.1:{port}")
+    )
+
+
+async def test_a_server_that_says_nothing_is_refused_within_seconds(monkeypatch):
+    monkeypatch.setattr(cluster, "ANSWER_DEADLINE", 0.2)
+    with listening() as address:
+        assert (await refused(address)).endswith(" does not answer within 0.2 s")
+
+
+async def test_another_kind_of_server_is_refused():
+    with listening(b"-ERR unknown command\r\n") as address:
+        assert (await refused(address)).endswith(" is no server of Ray")
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "nonsense"])
+async def test_an_address_of_another_form_is_refused(address):
+    await refused(address)
+
+
+def test_shared_memory_is_refused_where_the_run_is_on_two_hosts():
+    class Places:
+        def nodes(self):
+            return {Node("1", "a", "192.0.2.1"): [0], Node("2", "b", "192.0.2.2"): [1]}
+
+    with pytest.raises(SharedMemoryUnusable, match="on the hosts a, b, which share no memory"):
+        check_shared_memory(Places())
+
+
+# --- one node's answer ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def probe(tmp_path, redis_url, weights_url):
+    folder = tmp_path / "run" / ".probe-0"
+    folder.mkdir(parents=True)
+    (folder / "launcher").write_text(folder.name)
+    return {
+        "folder": folder,
+        "writes": "node-0",
+        "model": None,
+        "redis_url": redis_url,
+        "weights_url": weights_url,
+    }
+
+
+def test_a_node_that_has_all_of_it_writes_its_file(probe):
+    assert answer(Probe(**probe)) is None
+    assert (probe["folder"] / "node-0").read_text() == ".probe-0"
+
+
+def test_a_folder_that_has_another_runs_file_is_not_the_launchers(probe):
+    (probe["folder"] / "launcher").write_text("another")
+    assert "does not see what is written" in answer(Probe(**probe))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_for_ranks_alone(probe):
+    (probe["folder"] / "node-0").mkdir()  # no user can write a file there
+    assert "cannot write to the checkpoint folder" in answer(Probe(**probe))
+    assert answer(Probe(**probe | {"writes": None})) is None
+
+
+def test_a_model_that_is_not_there_is_named(probe, tmp_path):
+    said = answer(Probe(**probe | {"model": tmp_path}))
+    assert said.startswith(f"does not see the model in {tmp_path} (config.json): copy")
+
+
+def test_a_server_that_is_not_reached_is_named(probe, tmp_path):
+    said = answer(Probe(**probe | {"weights_url": f"unix://{tmp_path}/none"}))
+    assert said.startswith("does not reach a server of the run: no Redis server answers at unix:")

@@ -1,0 +1,227 @@
+"""The Ray cluster of a run: started or joined, with room reserved for all of its processes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct
+
+from trinity_events.errors import SharedMemoryUnusable, TrinityError
+
+from ..placement import Needs, has_gpu_each, numbered, place_of
+from .processes import local_ray
+
+ANSWER_DEADLINE = 5.0
+"""Seconds in which a Ray cluster answers at its address. Ray itself tries for minutes."""
+_TOLD_AFTER = 5.0
+"""Seconds without room after which it is said that the run waits for it."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""Begin of an HTTP/2 connection, which Ray's server answers with its settings."""
+_SETTINGS = 4
+"""Type of the frame that answers it, in its fourth byte."""
+
+Say = Callable[[str], None]
+
+
+class ClusterUnreachable(TrinityError):
+    """Raised if the Ray cluster of the run cannot be joined."""
+
+
+class NoRoom(TrinityError):
+    """Raised if the Ray cluster has no room for the run."""
+
+
+class Node(Struct, frozen=True):
+    """Node of a Ray cluster."""
+
+    node_id: str
+    host: str
+    address: str
+
+    def __str__(self) -> str:
+        return self.host if self.host == self.address else f"{self.host} ({self.address})"
+
+
+class Room:
+    """Places of a run's processes in a Ray cluster.
+
+    Args:
+        group: Placement group of the run, which is ready.
+        needs: The needs that it was made for.
+        joined: True for a cluster that was there before the run.
+    """
+
+    def __init__(self, group: Any, needs: Needs, *, joined: bool) -> None:
+        self._group = group
+        self._needs = needs
+        self.joined = joined
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """Options of the trainer's actor. It waits while rank 0 works, and shares its place."""
+        return place_of(self._group, 0, num_cpus=0)
+
+    def explorer(self, rank: int) -> dict[str, Any]:
+        """Return the options of an explorer's actor."""
+        place = self._needs.ranks + rank
+        return place_of(self._group, place, num_cpus=self._needs.explorer_cpus)
+
+    def beside(self, place: int) -> dict[str, Any]:
+        """Return the options of a task beside the process in a place, which takes no CPU of it."""
+        return place_of(self._group, place, num_cpus=0, max_retries=0)
+
+    def nodes(self) -> dict[Node, list[int]]:
+        """Return the nodes on which the run has places, each with its places."""
+        import ray
+
+        table: Any = ray.util.placement_group_table(self._group)
+        known = {
+            one["NodeID"]: Node(
+                one["NodeID"], one["NodeManagerHostname"], one["NodeManagerAddress"]
+            )
+            for one in ray.nodes()  # type: ignore[no-untyped-call]
+        }
+        found: dict[Node, list[int]] = {}
+        for place, node in sorted(table["bundles_to_node_id"].items()):
+            found.setdefault(known[node], []).append(place)
+        return found
+
+    def has_rank(self, places: list[int]) -> bool:
+        """Return True if one of the places is a rank's."""
+        return places[0] < self._needs.ranks
+
+    def told(self) -> str:
+        """Return the places of the run as text."""
+        said = []
+        for node, places in self.nodes().items():
+            ranks = sum(place < self._needs.ranks for place in places)
+            counts = {"rank": ranks, "explorer": len(places) - ranks}
+            counted = " and ".join(numbered(count, what) for what, count in counts.items() if count)
+            said.append(f"{counted} on {node}")
+        return ", ".join(said)
+
+
+@asynccontextmanager
+async def room_for(
+    needs: Needs, address: str | None, *, deadline: float, say: Say
+) -> AsyncIterator[Room]:
+    """Join the Ray cluster at the address for the block, or start one, and reserve room in it.
+
+    A cluster that was joined goes on when the block ends, without the run's processes.
+
+    Args:
+        needs: Processes of the run.
+        address: ``HOST:PORT`` or ``auto``; None starts a cluster on this host.
+        deadline: Seconds to wait for room.
+        say: Tells the user that the run waits for room.
+
+    Raises:
+        ClusterUnreachable: if there is no such cluster, or it cannot be joined.
+        NoRoom: if it has no room within the deadline.
+    """
+    cluster = local_ray(math.ceil(needs.cpus)) if address is None else _joined(address)
+    async with cluster:
+        group = await _reserved(needs, address, deadline, say)
+        yield Room(group, needs, joined=address is not None)
+
+
+def check_shared_memory(room: Room) -> None:
+    """Raise SharedMemoryUnusable if the run's places are on several hosts."""
+    hosts = sorted({node.host for node in room.nodes()})
+    if len(hosts) > 1:
+        raise SharedMemoryUnusable(
+            "sync.transport is shm, and the Ray cluster has placed the run on the hosts "
+            f"{', '.join(hosts)}, which share no memory: choose ray, redis or collective"
+        )
+
+
+@asynccontextmanager
+async def _joined(address: str) -> AsyncIterator[None]:
+    import ray
+
+    def join() -> None:
+        ray.init(address=_answering(address), log_to_driver=False, logging_level=logging.ERROR)
+
+    try:
+        await anyio.to_thread.run_sync(join)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ClusterUnreachable(
+            f"no Ray cluster can be joined at RAY_ADDRESS={address} ({reason}): start one with "
+            "ray start --head, with the same versions of Ray and Python, set RAY_AUTH_MODE=token "
+            "if it asks for a token, or leave RAY_ADDRESS out"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _answering(address: str) -> str:
+    """Return the address of a cluster that answers, as ``HOST:PORT``.
+
+    Raises OSError or ValueError otherwise.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if "://" in address:
+        raise ValueError("only HOST:PORT and auto are supported, on a host of the cluster")
+    found: str = canonicalize_bootstrap_address(address) or address
+    host, _, port = found.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_DEADLINE) as peer:
+            peer.sendall(_GREETING)
+            answer = peer.recv(9)
+    except TimeoutError:
+        raise OSError(f"{found} does not answer within {ANSWER_DEADLINE:g} s") from None
+    except OSError as error:
+        raise OSError(f"{found} does not answer: {error}") from None
+    if len(answer) < 4 or answer[3] != _SETTINGS:
+        raise OSError(f"{found} is no server of Ray")
+    return found
+
+
+async def _reserved(needs: Needs, address: str | None, deadline: float, say: Say) -> Any:
+    """Return a placement group of the run, once Ray has reserved it."""
+    import ray
+
+    total: Any = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    gpus = has_gpu_each(total, needs.ranks)
+    group = ray.util.placement_group(needs.bundles(gpus=gpus), strategy="PACK")
+    began, told = anyio.current_time(), False
+    while not await anyio.to_thread.run_sync(group.wait, 0.5):
+        waited = anyio.current_time() - began
+        if waited > deadline:
+            raise NoRoom(
+                f"the Ray cluster at {address} has no room for the run within {deadline:g} s: "
+                f"{_lacking(needs, gpus=gpus)}: wait for other jobs to end, add nodes, or ask for "
+                "less with trainer.ranks, trainer.cpus, explorer.count or explorer.cpus"
+            )
+        if waited > _TOLD_AFTER and not told:
+            told = True
+            say(f"waiting for room in the Ray cluster: {_lacking(needs, gpus=gpus)}")
+    return group
+
+
+def _lacking(needs: Needs, *, gpus: bool) -> str:
+    """Return what the run needs and what the cluster has."""
+    import ray
+
+    nodes: list[Any] = [one for one in ray.nodes() if one["Alive"]]  # type: ignore[no-untyped-call]
+    free: Any = ray.available_resources()  # type: ignore[no-untyped-call]
+    names = ("CPU", "GPU") if gpus else ("CPU",)
+    sizes = Counter(
+        " and ".join(f"{one['Resources'].get(name, 0):g} {name}s" for name in names)
+        for one in nodes
+    )
+    has = ", ".join(f"{count} with {size}" for size, count in sizes.items())
+    left = " and ".join(f"{free.get(name, 0):g} {name}s" for name in names)
+    return f"it needs {needs.told(gpus=gpus)}; of the nodes ({has}), {left} are free"

@@ -1,0 +1,155 @@
+"""Check that every node of a run has what its processes share: folders, and the servers.
+
+The launcher writes a file, each node reads it and writes one of its own, and the launcher reads
+those. So a folder of the same name that is another one is found out too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from msgspec import Struct
+
+from trinity_events.errors import TrinityError
+from trinity_events.server import LOG_SERVER, WEIGHTS_SERVER, connect_sync
+
+from ..config import RunConfig
+from .cluster import Node, Room
+
+DEADLINE = 120.0
+"""Seconds in which every node answers; one that has run nothing yet starts a process first."""
+_VISIBLE = 5.0
+"""Seconds after which a file is seen through a network's file system, whose caches are older."""
+_LAUNCHER = "launcher"
+
+
+class NotShared(TrinityError):
+    """Raised if a node does not have what the run's processes share."""
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """Questions to one node."""
+
+    folder: Path
+    """Folder of the probe files, in the run's checkpoint folder."""
+    writes: str | None
+    """Name of the file to write; None for a node without ranks, which only reads."""
+    model: Path | None
+    """Folder of the user's model; None for the built-in one, which the launcher makes."""
+    redis_url: str
+    weights_url: str
+
+
+def answer(probe: Probe) -> str | None:
+    """Return what is wrong on this node, as the end of a sentence; None if nothing is."""
+    checkpoints = probe.folder.parent
+    shared = "mount the same folder there, at the same path, or set checkpoints.root to such a one"
+    if _read(probe.folder / _LAUNCHER) != probe.folder.name:
+        return f"does not see what is written to the checkpoint folder {checkpoints}: {shared}"
+    if probe.writes is not None:
+        try:
+            (probe.folder / probe.writes).write_text(probe.folder.name)
+        except OSError as error:
+            return (
+                f"cannot write to the checkpoint folder {checkpoints} ({error.strerror}): {shared}"
+            )
+    if probe.model is not None and not (probe.model / "config.json").is_file():
+        return (
+            f"does not see the model in {probe.model} (config.json): copy or mount it there, at "
+            "the same path"
+        )
+    servers = ((probe.redis_url, LOG_SERVER), (probe.weights_url, WEIGHTS_SERVER))
+    for url, setting in servers:
+        try:
+            with connect_sync(url, setting=setting):
+                pass
+        except TrinityError as error:
+            return f"does not reach a server of the run: {error}"
+    return None
+
+
+async def check_shared_storage(room: Room, config: RunConfig) -> None:
+    """Check from every node on which the run has a place.
+
+    Raises:
+        NotShared: if a node lacks something, naming the node and the way out.
+    """
+    folder = config.checkpoint_folder / f".probe-{secrets.token_hex(8)}"
+    folder.mkdir(parents=True)
+    try:
+        (folder / _LAUNCHER).write_text(folder.name)
+        nodes = await anyio.to_thread.run_sync(room.nodes)
+        unanswered = dict(nodes)
+        with anyio.move_on_after(DEADLINE):
+            async with anyio.create_task_group() as tasks:
+                for node, places in nodes.items():
+                    writes = f"node-{places[0]}" if room.has_rank(places) else None
+                    probe = Probe(
+                        folder=folder,
+                        writes=writes,
+                        model=Path(config.model.path) if config.model.path else None,
+                        redis_url=config.redis_url,
+                        weights_url=config.weights_url,
+                    )
+                    tasks.start_soon(
+                        _check, node, _asked(room, places[0], probe), probe, unanswered
+                    )
+        if unanswered:
+            raise NotShared(
+                f"node {next(iter(unanswered))} of the Ray cluster did not say within "
+                f"{DEADLINE:g} s if it sees {config.checkpoint_folder}: does its storage hang?"
+            )
+    finally:
+        await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def _asked(room: Room, place: int, probe: Probe) -> Awaitable[str | None]:
+    import ray
+
+    task: Any = ray.remote(answer).options(**room.beside(place))
+    asked: Awaitable[str | None] = task.remote(probe)
+    return asked
+
+
+async def _check(
+    node: Node, asked: Awaitable[str | None], probe: Probe, unanswered: dict[Node, list[int]]
+) -> None:
+    from ray.exceptions import RayError
+
+    try:
+        wrong = await asked
+    except RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        wrong = (
+            f"cannot run a part of the run ({reason}): install the same version of "
+            "trinity-events[workers] on every node"
+        )
+    if wrong is None and probe.writes is not None:
+        written = await anyio.to_thread.run_sync(_read, probe.folder / probe.writes)
+        if written != probe.folder.name:
+            wrong = (
+                f"writes to a checkpoint folder {probe.folder.parent} that is not the launcher's: "
+                "mount the same folder there, or set checkpoints.root to such a one"
+            )
+    if wrong is not None:
+        raise NotShared(f"node {node} of the Ray cluster {wrong}")
+    del unanswered[node]
+
+
+def _read(path: Path) -> str | None:
+    """Return a file's text, once it is there; None if it does not come."""
+    give_up = time.monotonic() + _VISIBLE
+    while True:
+        try:
+            return path.read_text()
+        except OSError:
+            if time.monotonic() > give_up:
+                return None
+            time.sleep(0.1)
