@@ -7,6 +7,7 @@ from tests.support.rollout_parts import LEASE, answer, samples_of
 from tests.support.waits import PATIENCE
 from trinity_events.core.ledger import Ledger, LedgerError
 from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.rollouts import RolloutsFailed
 from trinity_schemas import RolloutsDispatched, RunKeys, StepRef, StepTrained, decode_envelope
 
 
@@ -152,6 +153,24 @@ async def test_a_failed_attempt_is_issued_again_and_exhausted_ones_are_dropped(p
     [told] = await events(parts, StepTrained)
     assert told.dropped == {"attempts": ((0, 0),)}
     assert dispatcher.ledger.dropped == {"attempts": 1}
+
+
+async def test_a_run_of_which_every_prompt_fails_ends_with_the_reason(parts):
+    dispatcher = await parts.dispatcher(max_attempts=2, prompts_per_step=9, window=100)
+    await dispatcher.dispatch(9, parts.version)
+    explorer = parts.explorer()
+
+    async def explore():
+        while True:
+            for claim in await explorer.claim(9, seconds=PATIENCE):
+                await explorer.fail(claim, "the reward died")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(explore)
+        told = "9 prompts in a row failed in each of 2 attempts, the last one: the reward died"
+        with pytest.raises(RolloutsFailed, match=told):
+            await dispatcher.take(9, deadline=PATIENCE)
+        tasks.cancel_scope.cancel()
 
 
 async def test_the_claim_of_a_silent_explorer_lapses_and_its_late_answer_is_discarded(parts):

@@ -2,7 +2,7 @@
 
 from .client import Claim, RolloutClient
 from .dispatch_state import Group, HeldRequest
-from .dispatcher import RolloutDispatcher
+from .dispatcher import RolloutDispatcher, RolloutsFailed
 from .settings import DispatchSettings
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "HeldRequest",
     "RolloutClient",
     "RolloutDispatcher",
+    "RolloutsFailed",
 ]

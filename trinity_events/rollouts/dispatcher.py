@@ -50,6 +50,8 @@ _DONE = 1
 _NAMED = 8
 """Maximum requests that the error of a wait names."""
 _FREED_AT_ONCE = 1000
+_FAILED_IN_A_ROW = 8
+"""Least number of prompts in a row whose failure ends the run: one prompt may be at fault."""
 _IDLE_MEMBER = 60.0
 """Seconds without a request and without a claim after which an explorer leaves the group."""
 _SLOW = 2.0
@@ -206,7 +208,7 @@ class RolloutDispatcher:
 
         Raises:
             DeadlineExceeded: Groups are missing; it names them, and the explorers that hold them.
-            RolloutsFailed: As many prompts in a row as a step has were given up.
+            RolloutsFailed: As many prompts in a row as a step has, at least 8, were given up.
             StaleEpoch: The run has a newer epoch.
         """
         self._check_count(count)
@@ -357,7 +359,7 @@ class RolloutDispatcher:
         )
         self._state.drop("attempts", due.ordinal)
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self.settings.prompts_per_step:
+        if self._failed_in_a_row >= max(self.settings.prompts_per_step, _FAILED_IN_A_ROW):
             reason = self._last_failure if due.reason == "failed" else due.reason
             raise RolloutsFailed(
                 f"run {self.settings.run_id}: {self._failed_in_a_row} prompts in a row failed in "
