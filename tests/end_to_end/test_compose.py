@@ -125,6 +125,26 @@ def test_the_checkpoints_are_shared_and_ray_has_memory(compose):
     assert "container_name" not in services["explorer"]  # it could not be scaled
 
 
+def test_a_file_of_ones_own_is_trained_by_the_same_services(compose, cli):
+    yaml = pytest.importorskip("yaml")
+    laid_over = yaml.safe_load((ROOT / "compose.train.yaml").read_text())
+    assert set(laid_over) == {"services"}
+    services = laid_over["services"]
+    assert set(services) == {"trainer", "explorer"} < set(compose["services"])
+    for name, service in services.items():
+        assert set(service) <= {"command", "volumes"}
+        [folder] = set(service["volumes"]) - set(compose["services"][name]["volumes"])
+        assert folder.endswith("}:/task:ro")
+    command = [
+        one.replace("/task/${TRINITY_CONFIG:-train.yaml}", str(ROOT / "examples/train/fsdp.yaml"))
+        for one in services["trainer"]["command"]
+        if "TRINITY_RUN" not in one
+    ]
+    checked = cli(*command, "--run", "one", "--check")
+    assert checked.returncode == 0, checked.stderr
+    assert set(compose["services"]["trainer"]["command"][-2:]) <= set(command)
+
+
 def test_the_image_ignores_all_but_the_package():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
