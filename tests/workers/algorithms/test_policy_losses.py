@@ -9,16 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from tests.properties.generated import examples  # noqa: E402
 from tests.support.batches import make_batch, near  # noqa: E402
 from trinity_workers.algorithms.aggregation import Means  # noqa: E402
 from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.algorithms.update import policy_update, value_update  # noqa: E402
-
-quick = settings(max_examples=25, deadline=None)
 
 
 def row(ratios, advantages, **given):
@@ -335,7 +334,7 @@ def test_tokens_that_are_masked_get_a_gradient_of_exactly_zero_whatever_stands_t
     assert update.metrics.values() == pytest.approx(clean.metrics.values())
 
 
-@quick
+@examples(30)
 @given(
     st.lists(st.integers(1, 5), min_size=2, max_size=7),
     st.sampled_from(sorted(LOSSES)),
