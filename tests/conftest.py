@@ -37,6 +37,8 @@ def home():
         os.environ["TRINITY_HOME"] = folder
         for name in ("TRINITY_REDIS_URL", "TRINITY_WEIGHTS_REDIS_URL"):
             os.environ.pop(name, None)
+        # Ray starts its workers at niceness 15: on a loaded machine they would hardly get a turn.
+        os.environ["RAY_worker_niceness"] = "0"
         yield Path(folder)
         os.environ.clear()
         os.environ.update(before)

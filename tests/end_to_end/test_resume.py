@@ -103,6 +103,35 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     assert (tmp_path / run_id / f"global_step_{steps}").is_dir()
 
 
+@pytest.mark.megatron
+def test_a_run_on_megatron_goes_on_at_the_same_layout_after_everything_was_killed(
+    redis_url, run_id, tmp_path
+):
+    pytest.importorskip("megatron.core")
+    options = ("--engine", "megatron", "--trainers", "2")
+    with child(
+        demo(run_id, 100_000, tmp_path, *options), stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        wait_until(lambda: checkpoints(redis_url, run_id))
+        kill_all(process.pid)
+        process.wait(PATIENCE)
+    steps = checkpoints(redis_url, run_id)[-1].step + 4
+    again = subprocess.run(
+        demo(run_id, steps, tmp_path, *options),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * PATIENCE,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "resumes from the checkpoint of step" in " ".join(again.stderr.split())
+    training = tmp_path / run_id / final_name(steps) / "actor" / "training"
+    for rank in range(2):
+        assert {"python", "numpy", "torch"} <= set(
+            read_state(training / f"rank_{rank}.pt")["random"]
+        )
+
+
 def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(run_id, tmp_path):
     """On-policy, with the same explorers and ranks, and one batch for each explorer's requests."""
     names = f"{run_id}-a", f"{run_id}-b"

@@ -180,6 +180,21 @@ async def test_tasks_that_claim_at_once_get_different_requests(parts):
     assert sorted(one.request.ordinal for one in claimed) == [0, 1, 2, 3]
 
 
+async def test_streams_that_vanish_end_no_explorer(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(2, parts.version)
+    explorer = parts.explorer(lease=0.1)
+    claims = await explorer.claim(2, seconds=PATIENCE)
+    keys = RunKeys.of(parts.run_id)
+    async with explorer.renewing(claims) as held:
+        await parts.client.delete(keys.rollouts, keys.experiences)
+        await until(lambda: not held)
+    assert not await explorer.answer(claims[0], samples_of(claims[0]))
+    await explorer.fail(claims[1], "the stream is gone")
+    await explorer.leave()
+    assert await explorer.claim(1, seconds=0.01) == []
+
+
 async def members(parts):
     key = RunKeys.of(parts.run_id).rollouts
     found = await parts.client.xinfo_consumers(key, f"explorers-{parts.publisher.epoch}")

@@ -1,56 +1,66 @@
-"""Simulation of rollouts: a trainer's dispatcher, explorers, and two streams, at random.
+"""Simulation of rollouts: the real dispatcher, explorers' clients, ledger, fold and audit.
 
-The streams, claims and answers follow the design's scripts: each call is atomic and checks the
-caller's epoch. The ledger and the audit are the real ones. Trainers die between any two calls, with
-the end of their outbox; explorers die, sleep past their claims and answer twice; old trainers wake.
+Only the server is a model (``rollout_server.py``), and the clock jumps. Trainers and explorers die
+at any call, before or after the server has done it, or stand still there and wake up later.
+Explorers answer twice, late, or never; connections break, and the streams vanish.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
-from tests.support.rollout_histories import FINGERPRINT, RUN
-from trinity_events.core.ledger import Ledger
-from trinity_events.core.ordinal_ranges import ranges
+import anyio
+import redis
+
+from tests.simulation import clock
+from tests.simulation.rollout_server import RolloutClientOfServer, RolloutServer
+from tests.support.rollout_histories import RUN, Count, count_raw
+from tests.support.rollout_parts import samples_of, settings
+from trinity_events.core import Monitor, MonitorState
+from trinity_events.core.audit import Auditor, LineageBooks
+from trinity_events.core.ledger import Ledger, ordinals
+from trinity_events.errors import PublishError, StaleEpoch
+from trinity_events.log import AsyncPublisher, MemoryEventLog
+from trinity_events.log.envelopes import opening_envelope
+from trinity_events.rollouts import Claim, Group, RolloutClient, RolloutDispatcher
 from trinity_schemas import (
-    Envelope,
-    Event,
     LedgerRestored,
     Producer,
-    ReissuedRollout,
-    RolloutsDispatched,
     RunOpened,
     RunResumed,
     StepRef,
-    StepTrained,
     TrainedLedger,
-    encode,
+    decode_envelope,
 )
 
-STEPS = 12
-PER_STEP = 4
-WINDOW = 16
-LEASE = 20
-MOST_ATTEMPTS = 4
-MUTANTS = ("none restored", "newest ledger", "any answer counts")
+STEPS = 6
+PER_STEP = 2
+LEASE = 10.0
+REQUEST_DEADLINE = 60.0
+PATIENCE = 500.0
+"""Seconds of virtual time after which a step that did not get its groups is stuck."""
+END = 10_000.0
+"""Seconds of virtual time after which a run is stuck."""
+EXPLORERS = "abc"
 
 
-class StaleEpoch(Exception):
-    """The caller's epoch is over."""
+class Died(Exception):
+    """The process ended here."""
 
 
 @dataclass
-class Request:
-    """Request on the stream; the claim of an explorer ends by itself."""
+class Fate:
+    """End of a process: it dies at a call, or stands still there and wakes up later."""
 
-    epoch: int
-    ordinal: int
-    attempt: int
-    owner: str | None = None
-    claimed_until: int = 0
+    call: int
+    after: bool
+    """True if the server has done the call before."""
+    wakes: bool
 
 
 @dataclass
@@ -60,251 +70,352 @@ class Checkpoint:
     at: StepRef
     model: list[int]
     ledger: TrainedLedger
+    entries: int
+    """Number of the log's entries when the step was told."""
 
 
-class Server:
-    """Streams of requests and answers, the run's epoch, and its log."""
+class Life:
+    """One life of a process, through which each of its calls to the server passes."""
 
-    def __init__(self, mutant: str | None) -> None:
-        self.mutant = mutant
-        self.epoch = self.now = 0
-        self.requests: dict[int, Request] = {}
-        self.answers: list[Request] = []
-        self.log: list[tuple[str, bytes]] = []
-        self.discarded = 0
-        self._made = 0
+    def __init__(self, world: World, name: str, fate: Fate | None) -> None:
+        self.gone = anyio.Event()
+        """Set once it does not go on, or slept while others went on."""
+        self._world, self._name, self._fate = world, name, fate
+        self._calls = 0
+        self._dead = False
 
-    def check(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            raise StaleEpoch
+    async def call(
+        self, name: str, question: Callable[[], Awaitable[Any]], *, faults: bool = True
+    ) -> Any:
+        """Make a call, at which the process may end, or its connection break."""
+        if self._dead:
+            raise Died
+        self._calls += 1
+        # At the first call from there on that no broken connection prevents.
+        due = self._fate is not None and self._calls >= self._fate.call
+        ends = due and not self.gone.is_set()
+        await anyio.sleep(self._world.random.random() * 0.01)
+        if ends and not self._fate.after:
+            await self._end(name)
+        if faults and self._world.breaks():
+            raise redis.ConnectionError("refused")
+        reply = await question()
+        if ends and self._fate.after:
+            await self._end(name)
+        if faults and self._world.breaks():
+            raise redis.ConnectionError("the reply was lost")
+        return reply
 
-    def open_epoch(self) -> int:
-        """Take the next epoch; requests and answers of older ones are withdrawn."""
-        self.epoch += 1
-        self.requests = {}
-        self.answers = []
-        return self.epoch
+    async def _end(self, name: str) -> None:
+        fate = self._fate
+        who = self._name.partition("-")[0]
+        self._world.ends[who, name, "after" if fate.after else "before"] += 1
+        self._world.woken += fate.wakes
+        self.gone.set()
+        if not fate.wakes:
+            self._dead = True
+            raise Died
+        await anyio.sleep(self._world.random.uniform(1.0, 10 * LEASE))
 
-    def issue(self, epoch: int, ordinal: int, attempt: int) -> None:
-        """Put a request on the stream in place of earlier attempts at its ordinal."""
-        self.check(epoch)
-        self.requests = {
-            number: one for number, one in self.requests.items() if one.ordinal != ordinal
-        }
-        self._made += 1
-        self.requests[self._made] = Request(epoch, ordinal, attempt)
+    def client(self) -> Any:
+        """Return a client of the server."""
+        return RolloutClientOfServer(self._world.server, RUN, self.call)
 
-    def claim(self, name: str) -> tuple[int, Request] | None:
-        """Give an explorer a request that no claim covers."""
-        for number, request in self.requests.items():
-            if request.claimed_until <= self.now:
-                request.owner, request.claimed_until = name, self.now + LEASE
-                return number, request
-        return None
 
-    def answer(self, name: str, number: int, request: Request) -> None:
-        """Acknowledge a request, and keep its answer if that counted."""
-        self.check(request.epoch)
-        found = self.requests.get(number)
-        if self.mutant != "any answer counts" and (found is None or found.owner != name):
-            self.discarded += 1
-            return
-        self.requests.pop(number, None)
-        self.answers.append(request)
+class MortalLog:
+    """Log as a process has it that may die."""
+
+    def __init__(self, log: MemoryEventLog, life: Life) -> None:
+        self._log, self._life = log, life
+        self.run_id = log.run_id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)
+
+    async def append(self, payload: bytes) -> str:
+        """Append an event."""
+        entry_id: str = await self._life.call("append", lambda: self._log.append(payload))
+        return entry_id
 
 
 @dataclass
-class Trainer:
-    """Trainer of one epoch, with its dispatcher; it may be dead, or wake up late."""
-
-    server: Server
-    epoch: int
-    ledger: Ledger
-    model: list[int]
-    step: int
-    attempts: Counter[int] = field(default_factory=Counter)
-    outbox: list[Event | Checkpoint] = field(default_factory=list)
-    pending: dict[str, list[int]] = field(default_factory=dict)
-    sent: int = 0
-
-    def say(self, event: Event) -> None:
-        self.outbox.append(event)
-
-    def flush(self, count: int) -> list[Checkpoint]:
-        """Append the first events of the outbox; return the checkpoints that became ready."""
-        gone, self.outbox = self.outbox[:count], self.outbox[count:]
-        for one in gone:
-            if not isinstance(one, Checkpoint):
-                self._append(one)
-        return [one for one in gone if isinstance(one, Checkpoint)]
-
-    def _append(self, event: Event) -> None:
-        self.sent += 1
-        name = f"trainer-of-{self.epoch}"
-        envelope = Envelope(
-            run_id=RUN,
-            epoch=self.epoch,
-            producer=Producer(role="trainer", rank=0, node="here", incarnation=name),
-            sequence=self.sent,
-            occurred_at=1.0,
-            event=event,
-        )
-        self.server.log.append((f"{1000 + len(self.server.log)}-0", encode(envelope)))
-
-    def dispatch(self, random: Random) -> None:
-        """Ask for the open ordinals of an earlier epoch, then for the next ones in the window."""
-        lacking = [one for one in self.ledger.open_ordinals() if not self.attempts[one]]
-        first, room = self.ledger.next, self.ledger.mark + WINDOW - self.ledger.next
-        new = range(first, first + min(room, random.randrange(PER_STEP + 1)))
-        for ordinal in (*lacking, *new):
-            self.server.issue(self.epoch, ordinal, 1)
-            self.attempts[ordinal] = 1
-        if new:
-            self.ledger.dispatch(new[0], new[-1])
-        if lacking or new:
-            asked = ranges([*lacking, *new])
-            self.say(RolloutsDispatched(ordinals=asked, fingerprint=FINGERPRINT))
-
-    def reissue(self, random: Random) -> None:
-        """Ask again for an ordinal whose attempt took too long; give it up in the end."""
-        waiting = [one for one in self.ledger.open_ordinals() if self.attempts[one]]
-        answered = {one.ordinal for one in self.server.answers}
-        late = [one for one in waiting if one not in answered]
-        if not late:
-            return
-        ordinal = random.choice(late)
-        if self.attempts[ordinal] >= MOST_ATTEMPTS:
-            self.server.check(self.epoch)
-            self.ledger.drop("attempts", [ordinal])
-            self.pending.setdefault("attempts", []).append(ordinal)
-            return
-        self.attempts[ordinal] += 1
-        self.server.issue(self.epoch, ordinal, self.attempts[ordinal])
-        again = ReissuedRollout(ordinal=ordinal, attempt=self.attempts[ordinal], reason="deadline")
-        self.say(RolloutsDispatched(reissued=(again,)))
-
-    def train(self) -> None:
-        """Train a step on the lowest open ordinals, once each has its answer."""
-        self.server.check(self.epoch)
-        answered = [one.ordinal for one in self.server.answers]
-        chosen = [one for one in self.ledger.open_ordinals() if one in answered][:PER_STEP]
-        lowest = self.ledger.open_ordinals()[: len(chosen)]
-        if not chosen or chosen != lowest:
-            return
-        if self.server.mutant == "any answer counts":
-            # A dispatcher that trusts the stream trains on every answer that it finds there.
-            chosen = [one for one in answered if one < self.ledger.next][:PER_STEP]
-        self.step += 1
-        self.model += chosen
-        self.ledger.settle(None, ranges(chosen))
-        self.server.answers = [one for one in self.server.answers if one.ordinal not in chosen]
-        dropped = {reason: ranges(some) for reason, some in self.pending.items()}
-        self.pending = {}
-        self.say(
-            StepTrained(
-                step=self.step, trained=ranges(chosen), dropped=dropped, staleness={0: len(chosen)}
-            )
-        )
-
-    def save(self) -> None:
-        """Save a checkpoint, which is ready once the events before it are in the log."""
-        contract = self.ledger.to_contract(self.step)
-        at = StepRef(self.epoch, self.step)
-        self.outbox.append(Checkpoint(at, list(self.model), contract))
-
-
 class World:
     """A run from its opening to its last step, with everything that may go wrong on the way."""
 
-    def __init__(self, seed: int, mutant: str | None = None) -> None:
-        self.random = Random(seed)
-        self.server = Server(mutant)
-        self.mutant = mutant
-        self.ready: list[Checkpoint] = []
-        self.old: list[Trainer] = []
-        self.held: dict[str, list[tuple[int, Request]]] = {}
-        self.crashes = 0
-        self.trainer = self._opened(None)
+    seed: int
+    ends: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Number of processes that ended at a call: who, which call, before or after."""
+    discarded: int = 0
+    woken: int = 0
+    stale: int = 0
+    """Number of trainers and explorers that were told of a newer epoch."""
+    wrong: list[str] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    """All that were ever saved."""
+    model: list[int] = field(default_factory=list)
+    ledger: Ledger | None = None
+    """Ledger of the last trainer; None while none has come to its end."""
 
     def run(self) -> World:
-        """Run until the last step is trained and the outbox is empty."""
-        for turn in range(20_000):
-            if self.trainer.step >= STEPS and not self.trainer.outbox:
-                return self
-            self.server.now += 1
-            self._trainer_moves()
-            self._explorers_move()
-            if self.random.random() < 0.02 and turn < 2000:
-                self._crash()
-            if self.old and self.random.random() < 0.05:
-                self._wake(self.random.choice(self.old))
-        raise AssertionError(f"no end: step {self.trainer.step}, {self.trainer.ledger}")
+        """Run until the last step is trained and every ordinal has a fate."""
+        clock.run(self._run, self.seed)
+        return self
 
-    def _opened(self, checkpoint: Checkpoint | None) -> Trainer:
-        epoch = self.server.open_epoch()
-        if checkpoint is None:
-            event: Event = RunResumed(step=0) if epoch > 1 else RunOpened()
-            trainer = Trainer(self.server, epoch, Ledger(fingerprint=FINGERPRINT), [], 0)
-            trainer.say(event)
-            trainer.flush(1)
-            return trainer
-        at, ledger = checkpoint.at, checkpoint.ledger
-        restored = Ledger.restored(ledger)
-        if self.mutant == "none restored":
-            restored = Ledger(fingerprint=FINGERPRINT)
-        trainer = Trainer(self.server, epoch, restored, list(checkpoint.model), at.step)
-        trainer.say(RunResumed(step=at.step, checkpoint=at))
-        trainer.flush(1)
-        told = restored.to_contract(at.step)
-        trainer.say(LedgerRestored(ledger=told, digest=told.digest))
-        return trainer
+    async def _run(self) -> None:
+        self.random = Random(self.seed)
+        now = anyio.current_time
+        self.log = MemoryEventLog(RUN, clock=lambda: clock.BEGINNING + now(), timer=now)
+        self.server = RolloutServer(self.log.epoch_now, now)
+        self.saved: list[Checkpoint] = []
+        self.standing: set[StepRef] = set()
+        self.given = {
+            "order": self.random.choice(["ordinal", "arrival"]),
+            "keep_answers": self.random.choice(["trained", "checkpoint"]),
+            "claim_lease": LEASE,
+            "request_deadline": REQUEST_DEADLINE,
+            "max_attempts": self.random.choice([1, 3, 100]),
+            "prompts_per_step": PER_STEP,
+        }
+        self._faulty = self.random.random() < 0.5
+        with anyio.fail_after(END):
+            async with anyio.create_task_group() as tasks:
+                for name in EXPLORERS:
+                    tasks.start_soon(self._explore, name)
+                tasks.start_soon(self._disturb)
+                for _ in range(self.random.randrange(1, 5)):
+                    await self._trainer(tasks, self._fate(60))
+                while self.ledger is None:  # An old one may wake up, and open the newest epoch.
+                    await self._trainer(tasks, None)
+                tasks.cancel_scope.cancel()
 
-    def _trainer_moves(self) -> None:
-        trainer, random = self.trainer, self.random
-        move = random.choice(["dispatch", "train", "train", "reissue", "save", "flush", "flush"])
-        if move == "save":
-            trainer.save()
-        elif move == "flush":
-            self.ready += trainer.flush(random.randrange(1, 4))
-        elif move == "train":
-            if trainer.step < STEPS:
-                trainer.train()
-        elif move == "reissue":
-            if random.random() < 0.1:
-                trainer.reissue(random)
-        else:
-            trainer.dispatch(random)
+    def _fate(self, calls: int) -> Fate:
+        chance = self.random
+        return Fate(chance.randrange(1, calls), chance.random() < 0.5, chance.random() < 0.3)
 
-    def _explorers_move(self) -> None:
-        name = f"explorer-{self.random.randrange(3)}"
-        held = self.held.setdefault(name, [])
+    def breaks(self) -> bool:
+        """Return True if a connection breaks now."""
+        return self._faulty and self.random.random() < 0.02
+
+    async def _disturb(self) -> None:
+        """Let the streams vanish, and the server restart, now and then."""
+        while True:
+            await anyio.sleep(self.random.uniform(5, 200))
+            if self.random.random() < 0.3:
+                self.server.vanish()
+            self.server.restart()
+
+    # --- trainers ------------------------------------------------------------------------------
+
+    async def _trainer(self, tasks: Any, fate: Fate | None) -> None:
+        """Let a trainer live until it is done, dead or asleep."""
+        life = Life(self, "trainer", fate)
+
+        async def live() -> None:
+            with suppress(Died, StaleEpoch, PublishError):
+                await TrainerLife(self, life).run()
+            life.gone.set()
+
+        tasks.start_soon(live)
+        await life.gone.wait()
+
+    # --- explorers -----------------------------------------------------------------------------
+
+    async def _explore(self, name: str) -> None:
+        """Explore in one life after the other, under one name."""
+        while True:
+            mortal = self.random.random() < 0.7
+            life = Life(self, f"explorer-{name}", self._fate(60) if mortal else None)
+            explorer = RolloutClient(
+                life.client(), RUN, max(self.log.epoch_now(), 1), name, lease=LEASE
+            )
+            try:
+                await self._live(explorer)
+            except Died:
+                await anyio.sleep(self.random.choice([0.0, 0.1, 2 * LEASE]))
+            except StaleEpoch:
+                self.stale += 1
+            self.discarded += explorer.discarded
+
+    async def _live(self, explorer: RolloutClient) -> None:
+        for _ in range(self.random.randrange(1, 30)):
+            for claim in await explorer.claim(self.random.choice([1, 3]), seconds=5.0):
+                await self._serve(explorer, claim)
+        await explorer.leave()
+        await anyio.sleep(self.random.choice([0.0, LEASE]))
+
+    async def _serve(self, explorer: RolloutClient, claim: Claim) -> None:
+        samples = samples_of(claim, explorer.name)
+        match self.random.choices(["answer", "late", "twice", "fail", "forget"], [12, 1, 2, 1, 1])[
+            0
+        ]:
+            case "answer":
+                async with explorer.renewing([claim]):
+                    await anyio.sleep(self.random.random() ** 4 * 2 * LEASE)
+                await explorer.answer(claim, samples)
+            case "late":
+                await anyio.sleep(1.5 * LEASE)
+                await explorer.answer(claim, samples)
+            case "twice":
+                await explorer.answer(claim, samples)
+                if await explorer.answer(claim, samples):
+                    self.wrong.append("a second answer counted")
+            case "fail":
+                await explorer.fail(claim, "by chance")
+
+
+class TrainerLife:
+    """One life of the trainer, from the opening of an epoch on."""
+
+    def __init__(self, world: World, life: Life) -> None:
+        self.world, self.life, self.random = world, life, world.random
+        self.model: list[int] = []
+        self.step = 0
+        self._unsaved: tuple[StepRef, list[int], int] | None = None
+
+    async def run(self) -> None:
+        """Resume, train, and give every ordinal its fate if this is the last life."""
+        dispatcher = await self._resume()
+        last = self.step + self.random.randrange(1, STEPS)
+        while self.step < last or self.life._fate is not None:
+            behind = self.random.randrange(3)
+            await dispatcher.dispatch(self.random.randrange(PER_STEP + 3), self._version(behind))
+            groups = await dispatcher.take(PER_STEP, deadline=PATIENCE, usable=self._judge)
+            self._save(dispatcher)
+            await anyio.sleep(self.random.choice([0.0, 0.0, 2 * LEASE]))
+            await self._train(dispatcher, groups)
+        while dispatcher.ledger.open_count:
+            await self._train(dispatcher, await dispatcher.take(1, deadline=PATIENCE))
+        self.world.model, self.world.ledger = self.model, dispatcher.ledger
+
+    async def _resume(self) -> RolloutDispatcher:
+        world = self.world
+        found = self.random.choice(world.saved[-2:]) if world.saved else None
+        event = RunResumed(step=0) if world.log.epoch_now() else RunOpened()
+        if found is not None:
+            event = RunResumed(step=found.at.step, checkpoint=found.at)
+        opening = opening_envelope(RUN, event)
+        self.epoch = await self.life.call(
+            "open_epoch", lambda: self._opened(opening, found), faults=False
+        )
+        name = f"trainer-of-{self.epoch}"
+        producer = Producer(role="trainer", rank=0, node="here", incarnation=name)
+        log: Any = MortalLog(world.log, self.life)
+        publisher = AsyncPublisher(log, self.epoch, producer, deadline=PATIENCE)
+        ledger = Ledger()
+        if found is not None:
+            self.model, self.step = list(found.model), found.at.step
+            restored = LedgerRestored(ledger=found.ledger, digest=found.ledger.digest)
+            await publisher.publish(restored)
+            ledger = Ledger.restored(found.ledger)
+        asked = settings(RUN, self.epoch, window=self.random.choice([2, 5, 9]), **world.given)
+        dispatcher = RolloutDispatcher(
+            self.life.client(), publisher, asked, ledger, deadline=PATIENCE
+        )
+        await dispatcher.start()
+        return dispatcher
+
+    async def _opened(self, opening: Any, found: Checkpoint | None) -> int:
+        """Open the epoch; what was saved, and published, after its checkpoint is discarded."""
+        world = self.world
+        epoch = await world.log.open_epoch(opening)
+        # Without a checkpoint the newest epoch goes on that began at step 0.
+        begun = [one for one in world.standing if one.step == 0]
+        at = found.at if found is not None else max(begun, default=StepRef(0, 0))
+        world.saved = [one for one in world.saved if one.at <= at]
+        world.standing = {one for one in world.standing if one <= at} | {StepRef(epoch, at.step)}
+        return epoch
+
+    def _version(self, behind: int) -> StepRef:
+        """Return a version that stands, some steps behind the newest one."""
+        ours = [one for one in sorted(self.world.standing) if one.epoch == self.epoch]
+        return ours[-1 - min(behind, len(ours) - 1)] if ours else StepRef(self.epoch, self.step)
+
+    def _judge(self, _: Group) -> bool | str:
+        return self.random.choices([True, "stale", "filtered"], [16, 1, 1])[0]
+
+    async def _train(self, dispatcher: RolloutDispatcher, groups: list[Group]) -> None:
+        if self.epoch == self.world.log.epoch_now():
+            used = {one.oldest_version for group in groups for one in group.experiences}
+            if strange := used - self.world.standing:
+                self.world.wrong.append(f"trained on versions that do not stand: {strange}")
+        self.model += [group.ordinal for group in groups]
+        await dispatcher.trained(self.step + 1, groups)
+        self.step += 1
+        at = StepRef(self.epoch, self.step)
+        if self.epoch == self.world.log.epoch_now():
+            self.world.standing.add(at)
         if self.random.random() < 0.5:
-            claimed = self.server.claim(name)
-            if claimed is not None:
-                held.append(claimed)
-        elif held:
-            at = self.random.randrange(len(held))
-            with suppress(StaleEpoch):
-                self.server.answer(name, *held[at])
-            if self.random.random() < 0.8:  # Else it answers once more, later.
-                held.pop(at)
-        if self.random.random() < 0.02:
-            self.held[name] = []  # It died: its claims lapse.
+            entries = len(self.world.log.read_now(limit=10**6))
+            self._unsaved = at, list(self.model), entries
+            if self.random.random() < 0.5:
+                self._save(dispatcher)
+        await dispatcher.checkpointed(self.world.saved[-1].at.step if self.world.saved else 0)
 
-    def _crash(self) -> None:
-        """Kill the trainer with the end of its outbox; the next one resumes what is ready."""
-        self.crashes += 1
-        self.ready += self.trainer.flush(self.random.randrange(len(self.trainer.outbox) + 1))
-        self.old.append(self.trainer)
-        checkpoint = self.ready[-1] if self.ready else None
-        if checkpoint is not None and self.mutant == "newest ledger":
-            newest = self.trainer.ledger.to_contract(checkpoint.at.step)
-            checkpoint = Checkpoint(checkpoint.at, checkpoint.model, newest)
-        self.trainer = self._opened(checkpoint)
+    def _save(self, dispatcher: RolloutDispatcher) -> None:
+        """Save the checkpoint of the step before, unless the run has gone on without this one."""
+        if self._unsaved is None:
+            return
+        (at, model, entries), self._unsaved = self._unsaved, None
+        ledger = dispatcher.ledger_at(at.step)
+        if self.epoch == self.world.log.epoch_now():
+            self.world.saved.append(Checkpoint(at, model, ledger, entries))
+            self.world.checkpoints.append(self.world.saved[-1])
 
-    def _wake(self, trainer: Trainer) -> None:
-        """Let a trainer of an old epoch go on: no script takes what it says, nor does the fold."""
-        for move in (lambda: trainer.dispatch(self.random), trainer.train):
-            with suppress(StaleEpoch):
-                move()
-        trainer.flush(1)
+
+def audited(world: World) -> tuple[LineageBooks, MonitorState]:
+    """Return the books of the audit, and the state of the fold."""
+    auditor, monitor = Auditor(RUN), Monitor(MonitorState(run_id=RUN))
+    for entry in world.log.read_now(limit=10**6):
+        auditor.add(decode_envelope(entry.payload))
+        monitor.apply(entry.id, decode_envelope(entry.payload))
+    return auditor.audit().lineages[-1], monitor.state
+
+
+def counted(world: World) -> Count:
+    """Return the count of a counter that shares no code with the pipeline."""
+    return count_raw(entry.payload for entry in world.log.read_now(limit=10**6))[-1]
+
+
+def simulate(seed: int) -> list[str]:
+    """Return everything that is wrong with the run of a seed."""
+    world = World(seed)
+    try:
+        world.run()
+    except Exception as error:
+        return [f"the run ended with {error!r}"]
+    return faults(world)
+
+
+def faults(world: World) -> list[str]:
+    """Return everything that is wrong with a run: by model, audit, fold and counter."""
+    books, state = audited(world)
+    count = counted(world)
+    found = [*world.wrong, *(one.name for one in books.contradictions), *count.wrong]
+    found += [name for name in state.anomaly_counts if name not in ("stale-epoch", "duplicate")]
+    model, ledger = Counter(world.model), world.ledger
+    found += [f"{one} is in the model {times} times" for one, times in model.items() if times > 1]
+    trained = {one for one, fate in count.fates.items() if fate == "trained"}
+    if ledger is None:
+        return [*found, "the run did not end"]
+    if count.open or count.next != ledger.next:
+        found.append(f"lost: {count.open} of {count.next}, and the trainer counts to {ledger.next}")
+    if not ledger.trained == len(model) == books.trained == count.trained:
+        found.append(f"{len(model)} in the model, {books.trained} in the audit, {count.trained}")
+    if ledger.dropped != dict(count.dropped):
+        found.append(f"dropped {ledger.dropped}, and the counter says {dict(count.dropped)}")
+    if trained and trained != model.keys():
+        found.append("the model has other ordinals than the log")
+    if count.next != count.trained + count.dropped.total():
+        found.append("a prompt has no fate")
+    return found + [words for one in world.checkpoints for words in contradictions(world, one)]
+
+
+def contradictions(world: World, checkpoint: Checkpoint) -> list[str]:
+    """Return what a checkpoint's ledger says otherwise than the log did at its step."""
+    entries = world.log.read_now(limit=checkpoint.entries)
+    count, ledger = count_raw(one.payload for one in entries)[-1], checkpoint.ledger
+    fated = {*range(ledger.mark), *ordinals(ledger.settled)}
+    said = fated, ledger.trained, dict(ledger.dropped)
+    if said == (count.fates.keys(), count.trained, dict(count.dropped)):
+        return []
+    return [f"the ledger of {checkpoint.at} differs from the log: {said}, {count}"]

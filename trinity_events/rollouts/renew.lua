@@ -4,7 +4,8 @@
 local held = {}
 for i = 4, #ARGV do
   local id = ARGV[i]
-  local claim = redis.call('XPENDING', KEYS[2], ARGV[2], id, id, 1, ARGV[3])
+  local claim = redis.pcall('XPENDING', KEYS[2], ARGV[2], id, id, 1, ARGV[3])
+  if claim.err then return {} end -- the stream is gone, and every claim with it
   if #claim == 1 then
     redis.call('XCLAIM', KEYS[2], ARGV[2], ARGV[3], 0, id, 'JUSTID')
     held[#held + 1] = id

@@ -242,5 +242,5 @@ def _requests(entries: Iterable[tuple[bytes, dict[bytes, bytes] | None]]) -> lis
 
 
 def is_without_group(error: redis.ResponseError) -> bool:
-    """Return True if a read failed because its consumer group does not exist."""
-    return str(error).startswith("NOGROUP")
+    """Return True if a read failed because its consumer group or its stream is gone."""
+    return str(error).startswith(("NOGROUP", "UNBLOCKED"))

@@ -41,7 +41,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Hugging Face folder of the policy. Null makes a small policy, and warms it up on the
     built-in task."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which the policy is held, trained and served."""
+    """Data type in which the policy computes, and is published and served. The optimizer works on
+    float32 copies of the parameters."""
 
 
 class TaskConfig(Section, frozen=True, kw_only=True):

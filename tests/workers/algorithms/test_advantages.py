@@ -208,10 +208,15 @@ def test_a_missing_field_is_named(settings, field, said):
 ALL = ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "ppo", "distillation"]
 
 
-@pytest.mark.parametrize("preset", ALL)
+def chosen(preset):
+    name, _, scale = preset.partition("/")
+    return read_settings({"preset": name} | ({"scale": scale} if scale else {}))
+
+
+@pytest.mark.parametrize("preset", [*ALL, "grpo/batch"])
 def test_advantages_follow_their_rows_into_any_order_and_ignore_padding(preset):
     batch = make_batch([3, 1, 4, 2, 2, 5], groups=[1, 1, 1, 2, 2, 2], holes=True)
-    settings = read_settings({"preset": preset})
+    settings = chosen(preset)
     expected = prepare(batch, settings).batch
     order = [4, 0, 5, 2, 3, 1]
     near(prepare(batch.reorder(order), settings).batch.advantages, expected.advantages[order])
@@ -226,8 +231,7 @@ def test_advantages_follow_their_rows_into_any_order_and_ignore_padding(preset):
 @pytest.mark.parametrize("preset", [*ALL, "grpo/batch"])
 def test_ranks_with_whole_groups_estimate_the_advantages_of_the_whole(preset):
     """Two ranks, whose sums are added as an all-reduce adds them."""
-    name, _, scale = preset.partition("/")
-    settings = read_settings({"preset": name} | ({"scale": scale} if scale else {}))
+    settings = chosen(preset)
     batch = make_batch([3, 1, 4, 2, 2, 5], groups=[1, 1, 1, 2, 2, 2], holes=True)
     expected = prepare(batch, settings).batch.advantages
     found = on_ranks([batch.rows(0, 3), batch.rows(3, 6)], settings)

@@ -8,9 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from tests.properties.generated import examples  # noqa: E402
 from tests.support.batches import make_batch  # noqa: E402
 from tests.support.rollout_messages import PROMPT, experience, policy  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
@@ -20,14 +21,13 @@ from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=9)
-quick = settings(max_examples=40, deadline=None)
 
 
 def same(one: Batch, other: Batch) -> None:
     assert_equal(one.known(), other.known())
 
 
-@quick
+@examples(30)
 @given(lengths, st.data())
 def test_parts_of_a_batch_concatenate_to_it(chosen, data):
     batch = make_batch(chosen)
@@ -36,7 +36,7 @@ def test_parts_of_a_batch_concatenate_to_it(chosen, data):
     same(concatenate(batch.split([cut, len(batch) - cut])), batch)
 
 
-@quick
+@examples(30)
 @given(lengths, st.randoms(use_true_random=False))
 def test_an_order_and_its_inverse_give_the_batch_back(chosen, lot):
     batch = make_batch(chosen)
@@ -46,7 +46,7 @@ def test_an_order_and_its_inverse_give_the_batch_back(chosen, lot):
     same(batch.reorder(order).reorder(inverse), batch)
 
 
-@quick
+@examples(30)
 @given(lengths, st.integers(1, 8))
 def test_padding_rows_train_on_nothing_and_can_be_taken_off_again(chosen, multiple):
     batch = make_batch(chosen)
@@ -61,7 +61,7 @@ def test_padding_rows_train_on_nothing_and_can_be_taken_off_again(chosen, multip
     assert padded.token_count == batch.token_count
 
 
-@quick
+@examples(30)
 @given(lengths, lengths)
 def test_batches_of_other_widths_are_concatenated_with_padding_that_is_masked(one, other):
     first = make_batch(one, prompts=[3] * len(one))

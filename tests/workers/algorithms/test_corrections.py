@@ -14,10 +14,16 @@ from tests.support.rollout_messages import experience  # noqa: E402
 from trinity_schemas import Experience  # noqa: E402
 from trinity_workers.algorithms.errors import AlgorithmError  # noqa: E402
 from trinity_workers.algorithms.filters import is_informative  # noqa: E402
+from trinity_workers.algorithms.importance_sampling import (  # noqa: E402
+    importance_mask,
+    importance_weights,
+    mismatch,
+)
 from trinity_workers.algorithms.overlong import overlong_penalty  # noqa: E402
 from trinity_workers.algorithms.prepare import prepare  # noqa: E402
 from trinity_workers.algorithms.settings import (  # noqa: E402
     FiltersConfig,
+    ImportanceSamplingConfig,
     OverlongConfig,
     read_settings,
 )
@@ -56,6 +62,15 @@ def test_weights_of_tokens_are_their_ratios_truncated_at_the_cap():
     assert update.metrics.values()["rollout_corr/rollout_is_mean"] == 6.5 / 4
     uncapped, _ = pushed(batch, {"ratio_to": "proximal", "weights": "token", "cap": None})
     near(uncapped, HALF_AND_FOUR)
+
+
+def test_weights_and_masks_are_constants_to_the_gradient():
+    config = ImportanceSamplingConfig(weights="token", cap=None, mask="icepop")
+    log_ratio = torch.zeros(1, 2, requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    assert not importance_weights(log_ratio, mask, config).requires_grad
+    assert not importance_mask(log_ratio, mask, config).requires_grad
+    assert not mismatch(log_ratio, mask).sums.requires_grad
 
 
 def test_weights_of_sequences_are_the_products_of_their_ratios_truncated():

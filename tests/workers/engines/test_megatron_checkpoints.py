@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import shutil
+import random
 
 import msgspec
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,6 +17,7 @@ from trinity_workers.engines.megatron import (  # noqa: E402
     CheckpointRefused,
     OptimizerOptions,
     ParallelLayout,
+    rank_state,
 )
 
 ONE = ParallelLayout()
@@ -191,16 +193,120 @@ def test_experts_that_were_spread_load_on_one_rank(engine_ranks, tmp_path):
     at.assert_same(ranks(at.full_weights)[0], weights)
 
 
-def test_a_distributed_optimizers_state_is_refused_and_its_model_loads(engine_ranks, tmp_path):
+def choose_contents(rank, *contents):
+    rank.held.engine.checkpoint_manager.checkpoint_save_contents = list(contents)
+
+
+def test_a_distributed_optimizers_state_is_not_saved_and_its_model_is(engine_ranks, tmp_path):
     """What megatron-core 0.16 loads of it without Apex is wrong, where it loads anything."""
     ranks = engine_ranks("qwen3", 2, ONE, DISTRIBUTED)
     ranks(at.train, batches(2))
+    for error in ranks.answers(save, tmp_path / "checkpoint"):
+        assert isinstance(error, CheckpointRefused)
+        assert "so it is not saved: use the ordinary optimizer" in str(error)
+    assert not (tmp_path / "checkpoint").exists()
+    ranks(choose_contents, "model")
     ranks(save, tmp_path / "checkpoint")
     weights = ranks(at.full_weights)[0]
+
     ranks = engine_ranks("qwen3", 2, TENSOR, DISTRIBUTED)
+    (tmp_path / "checkpoint" / "training").mkdir()
     for error in ranks.answers(load, tmp_path / "checkpoint"):
         assert isinstance(error, CheckpointRefused)
         assert "use the ordinary optimizer" in str(error)
-    shutil.rmtree(tmp_path / "checkpoint" / "training")
+    (tmp_path / "checkpoint" / "training").rmdir()
     ranks(load, tmp_path / "checkpoint")
     at.assert_same(ranks(at.full_weights)[0], weights)
+
+
+# --- random states ----------------------------------------------------------------------------
+
+
+def seed_all(rank, seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draw(rank):
+    """Draw from each generator of the rank."""
+    return random.random(), np.random.random(), torch.rand(2).tolist()
+
+
+def test_every_rank_goes_on_with_its_random_states_at_the_same_layout(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
+    ranks(at.train, batches(1))
+    for number in range(2):
+        ranks(seed_one, number, 11 + number)
+    ranks(save, tmp_path / "checkpoint")
+    expected = ranks(draw)
+    assert expected[0] != expected[1]
+
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED, load_weights=False)
+    ranks(seed_all, 5)
+    ranks(load, tmp_path / "checkpoint")
+    assert ranks(draw) == expected
+
+
+def seed_one(rank, number, seed):
+    if rank.number == number:
+        seed_all(rank, seed)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, PIPELINE), (1, ONE)])
+def test_at_another_layout_every_rank_keeps_its_own_random_states(
+    engine_ranks, tmp_path, world, layout
+):
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
+    ranks(at.train, batches(1))
+    ranks(seed_all, 11)
+    ranks(save, tmp_path / "checkpoint")
+
+    ranks = engine_ranks("qwen3", world, layout, TRAINED, load_weights=False)
+    ranks(seed_all, 5)
+    expected = ranks(draw)
+    ranks(seed_all, 5)
+    ranks(load, tmp_path / "checkpoint")
+    assert ranks(draw) == expected
+
+
+class Tracked:
+    """Tracker of a GPU's generators, as megatron-core has it."""
+
+    def __init__(self):
+        self.states = {"model-parallel-rng": torch.arange(4, dtype=torch.uint8)}
+        self.states["captured"] = torch.Generator().manual_seed(3)
+
+    def get_states(self):
+        return dict(self.states)
+
+    def set_states(self, states):
+        self.states = states
+
+
+def track(rank, given):
+    rank.held.tracker = Tracked()
+    if given:
+        rank.held.tracker.states["model-parallel-rng"] = torch.zeros(4, dtype=torch.uint8)
+        rank.held.tracker.states["captured"].manual_seed(4)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(rank_state, "_tracker", lambda: rank.held.tracker)
+    rank.exits.callback(patch.undo)
+
+
+def tracked(rank):
+    states = rank.held.tracker.states
+    return states["model-parallel-rng"].tolist(), torch.rand(1, generator=states["captured"]).item()
+
+
+def test_the_tracker_of_cudas_generators_gets_its_states_back(engine_ranks, tmp_path):
+    ranks = engine_ranks("qwen3", 1, ONE, TRAINED)
+    ranks(at.train, batches(1))
+    ranks(track, False)
+    ranks(save, tmp_path / "checkpoint")
+    expected = ranks(tracked)
+    ranks(track, True)
+    assert ranks(tracked) != expected
+    ranks(track, True)
+    ranks(load, tmp_path / "checkpoint")
+    assert ranks(tracked) == expected

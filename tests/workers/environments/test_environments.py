@@ -144,8 +144,7 @@ async def test_one_that_hangs_is_killed_at_the_deadline_while_other_calls_go_on(
         ended = []
 
         async def hang():
-            late = r"did not reply within 3 s: it was in reply \(tools\.py, line \d+\)$"
-            with pytest.raises(EnvironmentFailed, match=late):
+            with pytest.raises(EnvironmentFailed, match="did not reply within 3 s"):
                 await hanging.reply(asked(pid=str(pid)), said("hang"))
             ended.append(True)
 

@@ -185,4 +185,6 @@ def test_a_folder_that_holds_no_model_is_told_in_one_sentence(tmp_path):
     (folder / "config.json").write_text('{"model_type": "no-such-model"}')
     assert "cannot be loaded" in refused(folder)
     (folder / "config.json").unlink()
-    assert refused(folder) == f"no policy in {folder}: config.json is missing"
+    assert refused(folder) == (
+        f"no policy in {folder}: config.json is missing: set model.path to a Hugging Face folder"
+    )

@@ -63,9 +63,9 @@ def trained(rank_processes, make_config):
     """What workers of so many ranks come to from the same start, on the same groups."""
     rank_processes.leave()
 
-    def run(world: int, steps, **settings):
+    def run(world: int, steps, dtype="float32", **settings):
         trainer = {"ranks": world, "ramp_steps": 0} | settings
-        config = make_config(trainer=trainer, sync={"timeout": PATIENCE})
+        config = make_config(trainer=trainer, sync={"timeout": PATIENCE}, model={"dtype": dtype})
         rank_processes.start(world)
         places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
         asked = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
@@ -92,6 +92,21 @@ def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settin
         for name, value in weights.items():
             # Megatron lets no weight decay pull at biases and norms.
             torch.testing.assert_close(value, expected_weights[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel", "pipeline_parallel"])
+def test_a_policy_in_bfloat16_learns_as_one_in_float32_and_is_published_so(
+    trained, run_id, parallel
+):
+    steps = [make_groups(run_id, seed) for seed in (1, 2, 3)]
+    [(expected, expected_weights)] = trained(1, steps)
+    settings = {"engine": "megatron", parallel: 2}
+    for metrics, weights in trained(2, steps, dtype="bfloat16", **settings):
+        for mine, theirs in zip(metrics, expected, strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=0.03)
+        assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+        for name, value in weights.items():
+            torch.testing.assert_close(value.float(), expected_weights[name], atol=0.01, rtol=0.01)
 
 
 def dies_in_its_next_gradient(worker):

@@ -62,7 +62,7 @@ def prepare(batch: Batch, config: AlgorithmConfig, reduce: Reduce = this_rank_al
     rewarded = replace(batch, token_rewards=rewards)
     found = find_advantage(config.advantage)(rewarded, config, reduce)
     equal = group_statistics(batch.rewards, batch.groups, config).equal
-    kept = _kept_rows(batch, config, equal)[:, None] & mask
+    kept = _kept(batch, config, equal)
     return Prepared(
         replace(
             rewarded,
@@ -74,12 +74,12 @@ def prepare(batch: Batch, config: AlgorithmConfig, reduce: Reduce = this_rank_al
     )
 
 
-def _kept_rows(batch: Batch, config: AlgorithmConfig, equal: Tensor) -> Tensor:
-    kept = batch.groups != NO_GROUP
+def _kept(batch: Batch, config: AlgorithmConfig, equal: Tensor) -> Tensor:
+    kept = batch.response_mask
     if config.overlong.mask:
-        kept = kept & batch.finished
+        kept = kept & batch.finished[:, None]
     if config.filters.zero_variance == "mask":
-        kept = kept & ~equal
+        kept = kept & ~equal[:, None]
     return kept
 
 

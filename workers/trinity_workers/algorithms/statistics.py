@@ -21,7 +21,7 @@ class GroupStatistics(NamedTuple):
     mean: Tensor
     """float64."""
     deviation: Tensor
-    """float64. 0 where all values of the group are equal."""
+    """float64."""
     size: Tensor
     """int64. Rows of the group."""
     equal: Tensor
@@ -50,7 +50,7 @@ def group_statistics(values: Tensor, groups: Tensor, config: AlgorithmConfig) ->
     high = empty.scatter_reduce(0, place, exact, "amax", include_self=False)[place]
     # Tested on the values: the deviation of equal ones may be a rounding error above 0.
     equal = low == high
-    return GroupStatistics(mean, deviation.masked_fill(equal, 0.0), count[place], equal)
+    return GroupStatistics(mean, deviation, count[place], equal)
 
 
 class Moments(NamedTuple):

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from ..collectives import together
@@ -34,7 +38,8 @@ class FSDPEngine:
         learning_rate: Learning rate of AdamW after the ramp.
         ramp_steps: Optimizer steps over which the learning rate rises to it.
         gradient_norm: Gradients are clipped to this global norm.
-        dtype: Data type in which the parameters are held and trained.
+        dtype: Data type in which the model computes and is published. Parameters and optimizer
+            are float32: in bfloat16, an update of less than 0.4% of a parameter would be lost.
     """
 
     def __init__(
@@ -51,7 +56,8 @@ class FSDPEngine:
 
         model, self.tokenizer = load_policy(model_folder, dtype)
         self._device = device
-        self.module: Any = _shard(model, device)
+        self.published_dtypes = {name: one.dtype for name, one in model.named_parameters()}
+        self.module: Any = _shard(model, device, getattr(torch, dtype))
         self._gradient_norm = gradient_norm
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=learning_rate, betas=(0.9, 0.99)
@@ -75,7 +81,7 @@ class FSDPEngine:
         A tied tensor appears once, under its first name. Buffers of the state dict come last.
         """
         for name, tensor in chain(self.module.named_parameters(), saved_buffers(self.module)):
-            value = tensor.detach()
+            value = tensor.detach().to(self.published_dtypes.get(name, tensor.dtype))
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def training_state(self) -> dict[str, Any]:
@@ -172,12 +178,17 @@ def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
     sync_tree(huggingface)
 
 
-def _shard(model: Any, device: torch.device) -> Any:
+def _shard(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     model.to(device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
+    )
     # veRL's merger requires this name.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if sum(parameter.numel() for parameter in model.parameters()) >= _SHARD_LAYERS_FROM:
         layers = set(model._no_split_modules or ())
         for layer in [one for one in model.modules() if type(one).__name__ in layers]:
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -101,8 +101,9 @@ def fsdp_upload_state_dict(
         PeerFailed: on the ranks that did not fail themselves.
         ShardsRefused: if the module's layout cannot be published as shards.
     """
+    dtypes = getattr(engine, "published_dtypes", {})  # veRL's engines have none
     weights = ModelWeights(
-        full=lambda: per_tensor_params(engine), shards=lambda: fsdp_shards(engine.module)
+        full=lambda: per_tensor_params(engine), shards=lambda: fsdp_shards(engine.module, dtypes)
     )
     strategy.publish(weights, synchronizer, global_step, logger)
 

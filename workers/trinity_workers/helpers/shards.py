@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from torch.distributed.tensor import DTensor, Shard
@@ -26,11 +28,17 @@ class ShardsRefused(TrinityError):
     """Raised if the ranks' shards of the model cannot be published in their layout."""
 
 
-def fsdp_shards(module: Any) -> Iterator[LocalShard]:
+def fsdp_shards(
+    module: Any, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> Iterator[LocalShard]:
     """Yield the shards that this rank publishes of an FSDP2 model.
 
     What several ranks hold alike is left to one of them: in a mesh the first along each replicated
     dimension; of what is not in a mesh at all, the ranks take turns.
+
+    Args:
+        module: The model.
+        dtypes: Data types to publish parameters in, by name; by default their own.
 
     Raises:
         ShardsRefused: for FSDP1, whose flat parameters are no shards of tensors, for models with
@@ -61,6 +69,7 @@ def fsdp_shards(module: Any) -> Iterator[LocalShard]:
             )
             local = value
         if place is not None:
+            local = local.to(dtypes.get(name, local.dtype))
             yield LocalShard(plain_name(name), local, place.global_shape, place.begins)
 
 

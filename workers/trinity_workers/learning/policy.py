@@ -133,7 +133,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     if not (folder / "config.json").is_file():
         # transformers would take a missing folder for the name of a repository on the hub.
-        raise BadPolicy(f"no policy in {folder}: config.json is missing")
+        raise BadPolicy(
+            f"no policy in {folder}: config.json is missing: set model.path to a Hugging Face "
+            "folder"
+        )
     with _told_as(f"the tokenizer in {folder} cannot be loaded"):
         AutoConfig.from_pretrained(folder, local_files_only=True)
         # The file as it is: AutoTokenizer takes the class of the model's type, with its own rules

@@ -14,7 +14,13 @@ from msgspec import Struct
 from torch import Tensor
 
 from ..collectives import together
-from ..engines.megatron import MegatronEngine, OptimizerOptions, ParallelLayout, leave
+from ..engines.megatron import (
+    MegatronEngine,
+    ModelOptions,
+    OptimizerOptions,
+    ParallelLayout,
+    leave,
+)
 from ..helpers.megatron import (
     SAVE_NAME,
     megatron_save_state_dict,
@@ -157,6 +163,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             config.model_folder,
             device=self._device,
             layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
+            model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
             optimizer=OptimizerOptions(
                 learning_rate=config.trainer.learning_rate,
                 ramp_steps=config.trainer.ramp_steps,

@@ -21,8 +21,9 @@ import torch.distributed.checkpoint as dcp
 from trinity_events.errors import TrinityError
 
 from ...collectives import together
-from ..state_files import copied, make_folder, sync_tree
+from ..state_files import copied, make_folder, sync_tree, write_state
 from .cpu import adapted
+from .rank_state import rank_file
 
 _torch_dcp: Any = dcp  # its names are not exported to type checkers
 
@@ -45,6 +46,7 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     copy: bool = False,
     value: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    own: dict[str, Any] | None = None,
 ) -> Write:
     """Prepare a sharded state dict for writing into a new folder. Collective.
 
@@ -54,6 +56,7 @@ def prepare(
         group: Process group for the writing; by default the default group.
         copy: If True, copy everything to the CPU, so that training may continue meanwhile.
         value: Returns the value of a tensor on the meta device, when it is written.
+        own: State of this rank alone, for a file of its own.
 
     Returns:
         What writes it. It raises on all ranks what failed on one.
@@ -84,6 +87,9 @@ def prepare(
         except _torch_dcp.CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointFailed(f"rank {rank} could not write: {cause}") from None
+        with together(group):
+            if own is not None:
+                write_state(rank_file(folder, dist.get_rank()), own)
         with together(group):
             if dist.get_rank() == 0:
                 _make_whole(folder)

@@ -21,6 +21,7 @@ from .cpu import adapted
 from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .model_description import read_description, write_description
+from .rank_state import rank_state, restore_rank_state
 from .stream import WeightStream, load_folder, local_shards
 from .training import (
     LossFunction,
@@ -33,6 +34,11 @@ from .weights import mapping
 
 # The only optimizer state format of 0.16 that any layout can read.
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+_DISTRIBUTED = (
+    "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or Transformer "
+    "Engine"
+)
 
 
 class DeviceRefused(TrinityError):
@@ -222,9 +228,17 @@ class MegatronEngine:
         Returns:
             What writes ``model`` and ``training``, as far as they are among the contents. All ranks
             call them in this order; each returns when its folder is on disk.
+
+        Raises:
+            CheckpointRefused: if the optimizer's state would not load again.
         """
         folder = Path(local_path)
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
+        if "optimizer" in contents and not self._optimizer_loads:
+            raise checkpoint.CheckpointRefused(
+                f"{_DISTRIBUTED}, so it is not saved: use the ordinary optimizer, or save the "
+                'model alone (checkpoint_manager.checkpoint_save_contents = ["model"])'
+            )
         writes: dict[str, checkpoint.Write] = {}
         if "model" in contents:
             state = self._model_state()
@@ -239,8 +253,9 @@ class MegatronEngine:
             writes["model"] = write
         if contents & {"optimizer", "extra"}:
             state = self._training_state(contents, is_loading=False)
+            own = rank_state(self.device, self.layout) if "extra" in contents else None
             writes["training"] = checkpoint.prepare(
-                state, folder / "training", group=group, copy=copy
+                state, folder / "training", group=group, copy=copy, own=own
             )
         return writes
 
@@ -249,6 +264,7 @@ class MegatronEngine:
     ) -> None:
         """Load files of :meth:`save_checkpoint`, at this or another layout. Collective.
 
+        At the layout of the checkpoint, every rank gets its random states back too.
         Megatron's checkpoints are unpickled on load: see :mod:`.checkpoint`.
 
         Raises:
@@ -334,14 +350,17 @@ class MegatronEngine:
                 )
         return state
 
-    def _check_optimizer_loads(self, folder: Path) -> None:
+    @property
+    def _optimizer_loads(self) -> bool:
         options = self._optimizer_options
-        if options is None or not options.distributed or not (folder / "training").is_dir():
-            return
-        if isinstance(self.optimizer.chained_optimizers[0].optimizer, torch.optim.AdamW):
+        if options is None or not options.distributed:
+            return True
+        return not isinstance(self.optimizer.chained_optimizers[0].optimizer, torch.optim.AdamW)
+
+    def _check_optimizer_loads(self, folder: Path) -> None:
+        if (folder / "training").is_dir() and not self._optimizer_loads:
             raise checkpoint.CheckpointRefused(
-                "megatron-core 0.16 cannot load its distributed optimizer's state without Apex or "
-                f"Transformer Engine: use the ordinary optimizer, or remove {folder / 'training'} "
+                f"{_DISTRIBUTED}: use the ordinary optimizer, or remove {folder / 'training'} "
                 "to go on with the weights alone"
             )
 
@@ -351,3 +370,4 @@ class MegatronEngine:
         with adapted():
             self.optimizer.load_state_dict(loaded["optimizer"])
         self.steps = loaded["steps"]
+        restore_rank_state(folder, self.device, self.layout)

@@ -1,0 +1,61 @@
+"""Planted bugs in the real code of rollouts, which their simulation must find."""
+
+from __future__ import annotations
+
+from tests.simulation.mutants import Mutant, _mutant, planted
+from tests.simulation.rollout_server import RolloutServer
+from tests.simulation.rollouts import TrainerLife, simulate
+from trinity_events.rollouts.dispatch_state import DispatchState
+from trinity_events.rollouts.dispatcher import RolloutDispatcher
+
+MUTANTS = (
+    _mutant(
+        "a resume begins with an empty ledger",
+        40,
+        (TrainerLife, "_resume", "ledger = Ledger.restored(found.ledger)", "pass"),
+    ),
+    _mutant(
+        "a checkpoint holds the newest ledger",
+        40,
+        (
+            RolloutDispatcher,
+            "ledger_at",
+            "replace(self._told, step=step)",
+            "self.ledger.to_contract(step)",
+        ),
+    ),
+    _mutant(
+        "answers of every version are kept",
+        100,
+        (DispatchState, "keep", "if not all(", "if False and not all("),
+    ),
+    _mutant(
+        "every answer counts",
+        40,
+        (RolloutServer, "_end_claim", "found is None or", "False and"),
+    ),
+    _mutant(
+        "a lost request is not issued again",
+        40,
+        (DispatchState, "observe", 'due.append(Due(ordinal, "lost"))', "pass"),
+    ),
+    _mutant(
+        "a step may train a group again",
+        40,
+        (DispatchState, "take", "del self.asked[group.ordinal], self.arrived", "self.arrived"),
+    ),
+    _mutant(
+        "open ordinals of the checkpoint are not asked for",
+        40,
+        (DispatchState, "next_ordinals", "self._restored[:count]", "self._restored[:0]"),
+    ),
+)
+
+
+def found_by(mutant: Mutant) -> str | None:
+    """Return the first seed that finds a bug, as text; None if none of its seeds does."""
+    with planted(mutant):
+        for seed in range(mutant.within):
+            if simulate(seed):
+                return f"seed {seed}"
+    return None

@@ -1,0 +1,351 @@
+"""The two streams of rollouts in this process: their scripts, and a client of them.
+
+``test_rollout_server.py`` holds every reply of it against those of a real server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import anyio
+import redis
+
+from trinity_events.log.position import position
+from trinity_events.log.scripts import _text
+from trinity_schemas import RunKeys
+
+At = tuple[int, int]
+SCRIPTS = ("begin", "issue", "look", "renew", "leave", "answer", "fail", "free")
+NOTHING: At = (0, 0)
+
+
+class Claimed(NamedTuple):
+    """Claim of a request: its member, and the time at which it was made or renewed."""
+
+    member: str
+    at: float
+
+
+@dataclass
+class Group:
+    """Consumer group of the requests."""
+
+    delivered: At = NOTHING
+    claims: dict[At, Claimed] = field(default_factory=dict)
+    members: dict[str, float] = field(default_factory=dict)
+    """Time at which each member asked last."""
+
+
+class RolloutServer:
+    """Server of one run's requests and answers; each method is at once, as a script is.
+
+    Args:
+        epoch: Returns the run's epoch.
+        now: Returns seconds of a clock that is never set.
+    """
+
+    def __init__(self, epoch: Callable[[], int], now: Callable[[], float]) -> None:
+        self._epoch, self._now = epoch, now
+        self._began = now()
+        self._changed = anyio.Event()
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Lose both streams, as a cache may."""
+        self.requests: dict[At, bytes] | None = None
+        self.last = self.last_answer = NOTHING
+        self.groups: dict[str, Group] = {}
+        self.answers: dict[At, dict[bytes, bytes]] | None = None
+        self._wake()
+
+    def restart(self) -> None:
+        """Begin to count the time for which the server is up."""
+        self._began = self._now()
+
+    def epoch(self) -> int:
+        """Return the run's epoch."""
+        return self._epoch()
+
+    # --- scripts, with the arguments of those in trinity_events/rollouts -----------------------
+
+    def script(self, name: str, args: Iterable[Any]) -> Any:
+        """Run a script."""
+        given = [_said(one) for one in args]
+        if name == "look":
+            return self._look(given[0].decode(), int(given[1]))
+        if int(given[0]) != self._epoch():
+            raise redis.ResponseError(f"STALEEPOCH {self._epoch()}")
+        try:
+            return getattr(self, f"_{name}")(*given[1:])
+        finally:
+            self._wake()
+
+    def _begin(self, group: bytes, withdraw: bytes) -> bytes:
+        last, self.groups = self.last, {}
+        if last[0] > self._epoch():
+            self.last = last = NOTHING
+        self.requests = {}
+        if withdraw == b"1" and self.answers is not None:
+            self.answers = {}
+        self.groups[group.decode()] = Group()
+        return _name(last)
+
+    def _issue(self, group: bytes, *rows: bytes) -> list[int]:
+        return [self._replace(group.decode(), *rows[at : at + 4]) for at in range(0, len(rows), 4)]
+
+    def _replace(self, group: str, earlier: bytes, idle: bytes, new: bytes, payload: bytes) -> int:
+        claims = self.groups[group].claims if group in self.groups else {}
+        if earlier:
+            at = position(earlier.decode())
+            claim = claims.get(at)
+            if int(idle) and claim is not None and self._idle(claim.at) < int(idle):
+                return 2
+            if (self.requests or {}).pop(at, None) is None:
+                return int(bool(new) and position(new.decode()) in (self.requests or {}))
+            claims.pop(at, None)
+        if new and (at := position(new.decode())) > self.last:
+            self.requests = {**(self.requests or {}), at: payload}
+            self.last = at
+        return 1
+
+    def _look(self, group: str, limit: int) -> list[Any]:
+        found: list[Any] = [int(self._now() - self._began), [*map(_name, self.requests or {})]]
+        if group in self.groups:
+            claims = sorted(self.groups[group].claims.items())[:limit]
+            found.append(
+                [[_name(at), one.member.encode(), self._idle(one.at), 1] for at, one in claims]
+            )
+        return found
+
+    def _renew(self, group: bytes, member: bytes, *ids: bytes) -> list[bytes]:
+        found = self.groups.get(group.decode())
+        claims = found.claims if found is not None else {}
+        held = [
+            one
+            for one in ids
+            if (claim := claims.get(position(one.decode()))) and claim.member == member.decode()
+        ]
+        for one in held:
+            self.claim_again(group.decode(), member.decode(), [one.decode()])
+        return held
+
+    def _leave(self, group: bytes, idle: bytes, member: bytes) -> int:
+        found = self.groups.get(group.decode())
+        if found is None:
+            return 0
+        busy = {one.member for one in found.claims.values()}
+        gone = [
+            name
+            for name, at in found.members.items()
+            if name not in busy and self._idle(at) >= int(idle) and member.decode() in ("", name)
+        ]
+        for name in gone:
+            del found.members[name]
+        return len(gone)
+
+    def _answer(self, group: bytes, request: bytes, *samples: bytes) -> int:
+        return self._end_claim(group, request, [{b"e": one} for one in samples])
+
+    def _fail(self, group: bytes, request: bytes, reason: bytes) -> int:
+        return self._end_claim(group, request, [{b"failed": request, b"reason": reason}])
+
+    def _end_claim(self, group: bytes, request: bytes, said: list[dict[bytes, bytes]]) -> int:
+        at, found = position(request.decode()), self.groups.get(group.decode())
+        if found is None or found.claims.pop(at, None) is None:
+            return 0
+        (self.requests or {}).pop(at, None)
+        for one in said:
+            self._add_answer(one)
+        return 1
+
+    def _free(self, *ids: bytes) -> int:
+        for one in ids:
+            (self.answers or {}).pop(position(one.decode()), None)
+        return 1
+
+    def _add_answer(self, fields: dict[bytes, bytes]) -> None:
+        milliseconds, number = self.last_answer
+        at = (int(self._now() * 1000) + 1, 0)
+        self.last_answer = at if at > self.last_answer else (milliseconds, number + 1)
+        self.answers = {**(self.answers or {}), self.last_answer: fields}
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def held(self, group: str, member: str, count: int) -> list[dict[str, Any]]:
+        """Answer XPENDING for a member."""
+        claims = sorted(self._group(group).claims.items())
+        names = [_name(at) for at, one in claims if one.member == member]
+        return [{"message_id": name} for name in names[:count]]
+
+    def claim(self, group: str, member: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Answer XREADGROUP for new entries, without a wait."""
+        found = self._group(group)
+        found.members[member] = self._now()
+        new = [at for at in self.requests or {} if at > found.delivered][:count]
+        for at in new:
+            found.delivered = at
+            found.claims[at] = Claimed(member, self._now())
+        return self._entries(new)
+
+    def claim_again(
+        self, group: str, member: str, ids: Iterable[str]
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Answer XCLAIM, for claims of any age."""
+        found = self._group(group)
+        found.members[member] = self._now()
+        held = [at for at in map(position, ids) if at in found.claims]
+        for at in held:
+            if at in (self.requests or {}):
+                found.claims[at] = Claimed(member, self._now())
+            else:
+                del found.claims[at]
+        return self._entries(held)
+
+    def answered_after(self, cursor: str, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Answer XREAD on the answers, without a wait."""
+        after = position(cursor)
+        new = [(at, fields) for at, fields in (self.answers or {}).items() if at > after]
+        return [(_name(at), fields) for at, fields in new[:count]]
+
+    async def wait(self, question: Callable[[], Any], seconds: float) -> Any:
+        """Return the first answer that is not empty, or what there is after some seconds."""
+        with anyio.move_on_after(seconds):
+            while not (answer := question()):
+                await self._changed.wait()
+            return answer
+        return question()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _group(self, name: str) -> Group:
+        if name not in self.groups:
+            raise redis.ResponseError(f"NOGROUP No such consumer group '{name}'")
+        return self.groups[name]
+
+    def _entries(self, ids: Iterable[At]) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        there = self.requests or {}
+        return [(_name(at), {b"e": there[at]}) for at in ids if at in there]
+
+    def _idle(self, at: float) -> int:
+        return int((self._now() - at) * 1000)
+
+
+class RolloutClientOfServer:
+    """Client of the server, with the methods that the code under test uses.
+
+    Args:
+        server: The server.
+        run_id: The run.
+        call: Makes each call: ``call(name, question, seconds)``.
+    """
+
+    def __init__(
+        self,
+        server: RolloutServer,
+        run_id: str,
+        call: Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]],
+    ) -> None:
+        self._server, self._call = server, call
+        self._keys = RunKeys.of(run_id)
+        self._names = {_text(name, "trinity_events.rollouts"): name for name in SCRIPTS}
+
+    def register_script(self, source: str) -> Callable[..., Awaitable[Any]]:
+        """Return a script as a function."""
+        name = self._names[source]
+
+        async def run(*, keys: list[str], args: list[Any]) -> Any:
+            return await self._at_once(name, lambda: self._server.script(name, args))
+
+        return run
+
+    async def get(self, key: str) -> bytes:
+        """Answer GET, which is asked for the epoch."""
+        assert key == self._keys.epoch
+        epoch: bytes = await self._at_once("get", lambda: b"%d" % self._server.epoch())
+        return epoch
+
+    async def xinfo_stream(self, key: str) -> dict[str, bytes]:
+        """Answer XINFO STREAM, which is asked for the answers."""
+
+        def info() -> dict[str, bytes]:
+            if self._server.answers is None:
+                raise redis.ResponseError("no such key")
+            return {"last-generated-id": _name(self._server.last_answer)}
+
+        found: dict[str, bytes] = await self._at_once("xinfo_stream", info)
+        return found
+
+    async def xread(self, streams: dict[str, str], *, count: int, block: int | None) -> Any:
+        """Answer XREAD on the answers."""
+        [(key, cursor)] = streams.items()
+
+        async def read() -> Any:
+            seconds = 0.0 if block is None else block / 1000
+            return await self._server.wait(
+                lambda: self._server.answered_after(cursor, count), seconds
+            )
+
+        found = await self._call("xread", read)
+        return [(key.encode(), found)] if found else []
+
+    async def xclaim(
+        self, key: str, group: str, member: str, min_idle: int, ids: list[str]
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Answer XCLAIM."""
+        found: list[tuple[bytes, dict[bytes, bytes]]] = await self._at_once(
+            "xclaim", lambda: self._server.claim_again(group, member, ids)
+        )
+        return found
+
+    def pipeline(self, *, transaction: bool) -> Pipeline:
+        """Return commands that are sent at once; there is one such pair."""
+        assert not transaction
+        return Pipeline(self._server, self._call)
+
+    async def _at_once(self, name: str, question: Callable[[], Any]) -> Any:
+        async def ask() -> Any:
+            return question()
+
+        return await self._call(name, ask)
+
+
+class Pipeline:
+    """A listing of claims and a read of new ones, in one round trip."""
+
+    def __init__(self, server: RolloutServer, call: Any) -> None:
+        self._server, self._call = server, call
+
+    def xpending_range(self, key: str, group: str, **listed: Any) -> None:
+        """Add XPENDING."""
+        self._listed = group, listed["consumername"], listed["count"]
+
+    def xreadgroup(self, group: str, member: str, _: Any, *, count: int, block: int) -> None:
+        """Add XREADGROUP."""
+        self._read = (group, member, count), block / 1000
+
+    async def execute(self, *, raise_on_error: bool) -> list[Any]:
+        """Send both."""
+        assert not raise_on_error
+        found: list[Any] = await self._call("claim", self._both)
+        return found
+
+    async def _both(self) -> list[Any]:
+        asked, seconds = self._read
+        try:
+            held = self._server.held(*self._listed)
+            found = await self._server.wait(lambda: self._server.claim(*asked), seconds)
+        except redis.ResponseError as error:
+            return [error, error]
+        return [held, [(b"", found)] if found else []]
+
+
+def _said(one: Any) -> bytes:
+    return one if isinstance(one, bytes) else str(one).encode()
+
+
+def _name(at: At) -> bytes:
+    return b"%d-%d" % at
