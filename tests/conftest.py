@@ -38,7 +38,7 @@ def home():
         for name in ("TRINITY_REDIS_URL", "TRINITY_WEIGHTS_REDIS_URL"):
             os.environ.pop(name, None)
         # Ray starts its workers at niceness 15: on a loaded machine they would hardly get a turn.
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
         yield Path(folder)
         os.environ.clear()
         os.environ.update(before)
