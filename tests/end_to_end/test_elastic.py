@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 from tests.support.rollout_histories import count_raw
 from tests.support.run_processes import ended
-from tests.support.waits import wait_until
+from tests.support.waits import PATIENCE, wait_until
 from trinity_events.server import connect_sync
 from trinity_schemas import RolloutsDispatched, RunKeys, StepTrained
 
@@ -65,12 +65,15 @@ def test_explorers_join_and_die_and_no_step_waits_beyond_a_claim(processes, tmp_
     reducer = processes.start("reducer")
     trainer = processes.start("train", str(file), "--parts", "trainer")
     explorers = {"explorer-0": processes.start("explorer", "--rank", "0")}
-    wait_until(lambda: trained(processes) >= 3)
+    wait_until(lambda: trained(processes) >= 3, patience=3 * PATIENCE)
 
     for rank in range(1, 5):
         explorers[f"explorer-{rank}"] = processes.start("explorer", "--rank", str(rank))
     joined: set[str] = set()
-    wait_until(lambda: joined.update(claimed(processes)) or joined >= explorers.keys())
+    wait_until(
+        lambda: joined.update(claimed(processes)) or joined >= explorers.keys(),
+        patience=3 * PATIENCE,
+    )
 
     killed = killed_in_the_middle(processes, explorers)
     reached = trained(processes)

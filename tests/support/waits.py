@@ -27,9 +27,11 @@ async def until(met: Callable[[], Any], deadline: float = PATIENCE) -> Any:
             await anyio.sleep(0.01)
 
 
-def wait_until(met: Callable[[], Any], otherwise: str = "waited in vain") -> Any:
+def wait_until(
+    met: Callable[[], Any], otherwise: str = "waited in vain", *, patience: float = PATIENCE
+) -> Any:
     """Wait, without an event loop, until a condition holds."""
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + patience
     while not (held := met()):
         assert time.monotonic() < give_up, otherwise
         time.sleep(0.01)
