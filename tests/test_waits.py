@@ -1,6 +1,7 @@
 """Long waits are events; short ones are none."""
 
 import threading
+import time
 
 import anyio
 import pytest
@@ -143,6 +144,16 @@ def test_only_so_many_waits_are_told_at_a_time(published, reporter):
         for thread in threads:
             thread.join()
     assert len(published.of(WaitEnded)) == len(published.of(WaitStarted)) <= MOST_REPORTED + 4
+
+
+def test_a_wait_that_begins_as_the_thread_is_about_to_end_is_told(reporter, monkeypatch):
+    monkeypatch.setattr(waits, "_IDLE_ROUNDS", 1)
+    for delay in range(10):
+        with reporter.waiting("short"):
+            pass
+        time.sleep(delay * SHORT / 4)  # one of them is the last round of the thread
+        with reporter.waiting("long") as wait:
+            last(wait)
 
 
 def test_the_thread_of_a_reporter_without_waits_ends(published, reporter):

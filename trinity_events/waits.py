@@ -52,7 +52,8 @@ class Wait:
     def __init__(
         self, reporter: WaitReporter, what: str, waits_for: tuple[str, ...], deadline: float | None
     ) -> None:
-        self.wait_id = secrets.token_hex(8)
+        self.wait_id = ""
+        """Name of the wait, given to it by its first report."""
         self.deadline = deadline
         self.began = time.monotonic()
         self.object = what, waits_for
@@ -97,7 +98,7 @@ class WaitReporter:
         self._threshold = threshold
         self._process = os.getpid()
         self._changed = threading.Condition()
-        self._waits: dict[str, Wait] = {}
+        self._waits: dict[Wait, None] = {}
         self._thread: threading.Thread | None = None
         self._wakes_at = math.inf
         """Time at which the thread wakes by itself."""
@@ -135,7 +136,7 @@ class WaitReporter:
         if not self._reports:
             return
         with self._changed:
-            self._waits[wait.wait_id] = wait
+            self._waits[wait] = None
             self._schedule(wait, wait.began + self._threshold)
             if self._thread is None:
                 self._start()
@@ -158,7 +159,7 @@ class WaitReporter:
         if not self._reports:
             return
         with self._changed:
-            del self._waits[wait.wait_id]
+            del self._waits[wait]
             if wait.reported_at is not None:
                 seconds = time.monotonic() - wait.began
                 self._publish(WaitEnded(wait_id=wait.wait_id, outcome=outcome, seconds=seconds))
@@ -173,22 +174,23 @@ class WaitReporter:
         """Report what is due, until there has been no wait for a while."""
         idle = 0
         with self._changed:
-            while idle < _IDLE_ROUNDS:
+            while self._waits or idle < _IDLE_ROUNDS:
                 now = time.monotonic()
-                for wait in [one for one in self._waits.values() if one.due <= now]:
+                for wait in [one for one in self._waits if one.due <= now]:
                     self._report(wait, now)
                 idle = 0 if self._waits else idle + 1
-                dues = (one.due for one in self._waits.values())
+                dues = (one.due for one in self._waits)
                 self._wakes_at = min(dues, default=now + self._threshold)
                 self._changed.wait(max(0.0, self._wakes_at - time.monotonic()))
             self._thread, self._wakes_at = None, math.inf
 
     def _report(self, wait: Wait, now: float) -> None:
-        reported = sum(one.reported_at is not None for one in self._waits.values())
+        reported = sum(one.reported_at is not None for one in self._waits)
         if wait.reported_at is None and reported >= MOST_REPORTED:
             wait.due = now + self._threshold
             return
         what, waits_for = wait.object
+        wait.wait_id = wait.wait_id or secrets.token_hex(8)
         taken = self._publish(
             WaitStarted(
                 wait_id=wait.wait_id,

@@ -28,9 +28,13 @@ from trinity_workers.launch.cluster import (
 from trinity_workers.launch.shared_storage import Probe, answer
 from trinity_workers.placement import Needs
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "train" / "fsdp.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train" / "ray-cluster.yaml"
 HOSTS = {socket.gethostname(), ELSEWHERE}
 FEW = (
+    "trainer.ranks=2",
+    "trainer.cpus=1",
+    "explorer.count=1",
+    "explorer.cpus=1",
     "steps=2",
     "rollouts.prompts_per_step=2",
     "rollouts.samples_per_prompt=2",
