@@ -4,7 +4,15 @@ import pytest
 
 from tests.support.rollout_parts import settings
 from trinity_events.core.ledger import Ledger
-from trinity_events.rollouts.dispatch_state import DispatchState, Due, Group, Versions
+from trinity_events.rollouts.dispatch_state import (
+    DispatchState,
+    Due,
+    Group,
+    HeldRequest,
+    Versions,
+    holders_of,
+    object_of_wait,
+)
 from trinity_events.rollouts.streams import SeenClaim, Sight
 from trinity_schemas import StepRef
 
@@ -95,3 +103,16 @@ def test_a_second_answer_of_an_ordinal_is_not_kept(state):
     assert state.arrive(first)
     assert not state.arrive(second)
     assert state.candidates(1) == [first]
+
+
+@pytest.mark.parametrize(
+    ("explorers", "what", "holders"),
+    [
+        (["a", "b", "a"], "the rollouts of 3 to 5", ("a", "b")),
+        (["b", None, None], "the rollouts of 3 to 5 (2 not claimed)", ("b",)),
+        ([None, None], "the rollouts of 3 to 4 (not claimed)", ()),
+    ],
+)
+def test_a_wait_names_the_missing_ordinals_and_their_holders(explorers, what, holders):
+    missing = [HeldRequest(3 + at, 1, explorer, 7.0) for at, explorer in enumerate(explorers)]
+    assert (object_of_wait(missing), holders_of(missing)) == (what, holders)

@@ -55,8 +55,9 @@ def object_of_wait(missing: Sequence[HeldRequest]) -> str:
     """Return the ordinals of missing requests in words, and which of them no explorer claims."""
     ordinals = words_of_ranges(ranges(one.ordinal for one in missing), _NAMED)
     free = sum(one.explorer is None for one in missing)
-    claimed = f", of which {free} are not claimed" if free < len(missing) else ", not claimed"
-    return f"the rollouts of {ordinals}{claimed if free else ''}"
+    if not free:
+        return f"the rollouts of {ordinals}"
+    return f"the rollouts of {ordinals} ({f'{free} ' if free < len(missing) else ''}not claimed)"
 
 
 def holders_of(missing: Iterable[HeldRequest]) -> tuple[str, ...]:
