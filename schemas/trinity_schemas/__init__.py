@@ -11,6 +11,7 @@ from .codec import (
     decode_manifest,
     decode_request,
     encode,
+    encode_entries,
     to_json,
 )
 from .envelope import SCHEMA_VERSION, Envelope, Trace
@@ -84,7 +85,16 @@ from .keys import (
     manifest_key,
     meeting_key,
 )
-from .manifest import ALIGNMENT, Chunk, PartBase, TensorEntry, WeightManifest, version_digest
+from .manifest import (
+    ALIGNMENT,
+    CheckedEntries,
+    Chunk,
+    EncodedManifest,
+    PartBase,
+    TensorEntry,
+    WeightManifest,
+    version_digest,
+)
 from .reader import EnvelopeReader
 from .rollouts import Experience, OrdinalRange, RolloutRequest, Sampling, TrainedLedger, Turn
 
@@ -98,11 +108,13 @@ __all__ = [
     "SENT_BY",
     "Announcement",
     "AppliedPhases",
+    "CheckedEntries",
     "ChosenTransport",
     "Chunk",
     "ConsumerDetached",
     "ContractError",
     "DeadlineReached",
+    "EncodedManifest",
     "Envelope",
     "EnvelopeReader",
     "Event",
@@ -171,6 +183,7 @@ __all__ = [
     "decode_manifest",
     "decode_request",
     "encode",
+    "encode_entries",
     "event_tag",
     "explorer_key",
     "grant_key",
