@@ -81,7 +81,8 @@ class PartWriter:
         tensor_digests: Add a digest of each tensor to the manifest, to verify models with.
         dtype: Floating-point dtype to send in; by default each tensor keeps its own. Digests are
             of the bytes sent.
-        last_layout: Layout of the rank's last part, which :meth:`add_all` uses again if it fits.
+        last_layout: Layout of the rank's last part, which :meth:`add_all` uses again if it fits;
+            without it, tensors are added one by one.
 
     Raises TypeError if ``dtype`` is not a floating-point dtype of the contract.
     """
@@ -119,7 +120,7 @@ class PartWriter:
         """Address and size of the reserved memory, in bytes."""
         self._filled = 0
         self._offset = 0
-        self._last_layout = last_layout or LastLayout()
+        self._last_layout = last_layout
         self._layout: PartLayout | None = None
         """Layout of the tensors that were added at once."""
         self._tensors: list[TensorEntry] = []
@@ -170,7 +171,9 @@ class PartWriter:
 
         Raises as :meth:`add`.
         """
-        layout = self._last_layout.of(names, tensors, places) if self._takes_all(tensors) else None
+        layout = None
+        if self._last_layout is not None and self._takes_all(tensors):
+            layout = self._last_layout.of(names, tensors, places)
         if layout is None:
             places = places or [None] * len(names)
             for name, tensor, place in zip(names, tensors, places, strict=True):
