@@ -29,11 +29,12 @@ def install(fit: Fit) -> None:
     Plain copies go by address: torch's copy costs many times a small memmove, and is slower than
     the C library for large copies. The engine is paused meanwhile, so all cores may help.
     """
-    small = list(map(_LARGE.__gt__, fit.copies.sizes))
+    small = [nbytes < _LARGE for nbytes in fit.copies.sizes]
     copy_all(*(compress(column, small) for column in fit.copies))
-    large = [compress(column, map(not_, small)) for column in fit.copies]
-    pieces = [piece for copy in zip(*large, strict=True) for piece in _pieces(*copy)]
-    in_threads(_copy_some, pieces, sum(nbytes for _, _, nbytes in pieces))
+    if not all(small):
+        large = (compress(column, map(not_, small)) for column in fit.copies)
+        pieces = [piece for copy in zip(*large, strict=True) for piece in _pieces(*copy)]
+        in_threads(_copy_some, pieces, sum(nbytes for _, _, nbytes in pieces))
     if fit.changed:
         torch.autograd.graph.increment_version(fit.changed)
     with torch.no_grad():
