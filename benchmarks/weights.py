@@ -30,7 +30,7 @@ ORIGINAL = Rounds("at least", 25)
 CAREFUL = Rounds("at least", 1.5)
 TORCH = Rounds("at least", 0.5)
 """At most twice torch's own two copies, which check nothing, as a ratio of speeds."""
-COPIES = "torch.cat, then torch._foreach_copy_, in one process"
+COPIES = "torch's own two copies"
 AT_REST = "shared memory, into a model at rest"
 SNAPSHOT = Rounds("at least", 0.77)
 """At most 1.3 copies, as a ratio of speeds."""
@@ -213,6 +213,8 @@ def notes_of(size: Size, *, missing: bool) -> list[str]:
         "into its model once the version is announced. Begun when announced: it does both only "
         "then. Into a model at rest: it serves no requests, so it takes each chunk as soon as that "
         "is digested. Served where it lies: its model's tensors become the segment's own.",
+        "Torch's own two copies, of small tensors, are torch.cat of all into one piece and "
+        "torch._foreach_copy_ out of it, in one process; at most twice their time is asked.",
         "A snapshot is a copy of all tensors into memory that is used again; that much is asked to "
         "be at most 1.3 memory copies, which is a ratio of 0.77.",
     ]

@@ -30,7 +30,7 @@ from .weights_peer import (
     undigested,
 )
 
-SMALL = 64 << 10
+SMALL = 16 << 10
 """Bytes of a tensor below which its copies cost less than the calls for it."""
 
 
