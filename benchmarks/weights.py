@@ -28,6 +28,9 @@ LIMIT = Rounds("at least", 0.75)
 BEATEN = Rounds("at least", 1.0)
 ORIGINAL = Rounds("at least", 25)
 CAREFUL = Rounds("at least", 1.5)
+TORCH = Rounds("at least", 0.5)
+"""At most twice torch's own two copies, which check nothing, as a ratio of speeds."""
+COPIES = "torch's own two copies"
 AT_REST = "shared memory, into a model at rest"
 SNAPSHOT = Rounds("at least", 0.77)
 """At most 1.3 copies, as a ratio of speeds."""
@@ -152,7 +155,7 @@ def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
     times = {name: [one.all for one in all_of_it] for name, all_of_it in found.items()}
     stall = [one.publish for one in found["shm"]]
     ours, bare, copied = times["shm"], times["pipeline"], times["copy"]
-    return [
+    rows = [
         row(turn, "shared memory", ours, "bare two-process pipeline", bare, LIMIT),
         row(turn, "shared memory", ours, "one memory copy", copied),
         row(turn, "shared memory", ours, "begun when announced", times["shm, announced first"]),
@@ -170,6 +173,9 @@ def rows_of(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
         row(turn, "stall while it is published", stall, "one memory copy", copied),
         row(turn, "stall of a snapshot", times["snapshot"], "one memory copy", copied, SNAPSHOT),
     ]
+    if "torch" in times:
+        rows.append(row(turn, "shared memory", ours, COPIES, times["torch"], TORCH))
+    return rows
 
 
 def ray_rows(turn: Turn, found: dict[str, list[Timed]]) -> list[Row]:
@@ -207,6 +213,8 @@ def notes_of(size: Size, *, missing: bool) -> list[str]:
         "into its model once the version is announced. Begun when announced: it does both only "
         "then. Into a model at rest: it serves no requests, so it takes each chunk as soon as that "
         "is digested. Served where it lies: its model's tensors become the segment's own.",
+        "Torch's own two copies, of small tensors, are torch.cat of all into one piece and "
+        "torch._foreach_copy_ out of it, in one process; at most twice their time is asked.",
         "A snapshot is a copy of all tensors into memory that is used again; that much is asked to "
         "be at most 1.3 memory copies, which is a ratio of 0.77.",
     ]

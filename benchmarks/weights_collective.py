@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trinity_events.server import EmbeddedServer, open_client
 from trinity_events.weights import CollectiveStore, PartRef
+from trinity_events.weights.part_layout import LastLayout
 from trinity_events.weights.transports.collective.store import CHUNK_BYTES
 
 from .environment import Stage
@@ -55,14 +56,14 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> list[Row]:
         sender(turn.model, url, other) as store,
     ):
         source, flat = turn.model.parameters(1.0), torch.ones(turn.model.nbytes, dtype=torch.uint8)
-        steps = count(1)
+        steps, layout = count(1), LastLayout()
 
         def ours() -> Timed:
             step = next(steps)
             number = float(1 + step % 100)
             source[LAST][-1] = number
             began = time.perf_counter()
-            ready = published(store, PartRef(RUN, 1, step, 0), source.items())
+            ready = published(store, PartRef(RUN, 1, step, 0), source, layout)
             whole = time.perf_counter() - began
             found = other.ask("apply", ready)
             applied = time.perf_counter() - began

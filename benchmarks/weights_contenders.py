@@ -10,8 +10,11 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from trinity_events.weights import PartRef
 from trinity_events.weights.devices.staging_memory import StagingMemory
+from trinity_events.weights.part_layout import LastLayout
 from trinity_schemas import StepReady
 
 from .original_design import LAST
@@ -26,6 +29,9 @@ from .weights_peer import (
     store_of,
     undigested,
 )
+
+SMALL = 16 << 10
+"""Bytes of a tensor below which its copies cost less than the calls for it."""
 
 
 class Timed(NamedTuple):
@@ -51,6 +57,7 @@ class Contenders:
         self.newest: StepReady | None = None
         self._source = model.parameters(1.0)
         self._stores = {name: store_of(name, url) for name in ("shm", "redis")}
+        self._layouts = {name: LastLayout() for name in self._stores}
         self._published: dict[str, list[int]] = {name: [] for name in self._stores}
         self._steps = count()
         self._staging = StagingMemory()
@@ -118,7 +125,8 @@ class Contenders:
         part, began = PartRef(RUN, 1, next(self._steps), 0), time.perf_counter()
         for other in readers:
             other.say("along", part, at_rest)
-        ready = published(self._stores[transport], part, self._source.items())
+        layout = self._layouts[transport]
+        ready = published(self._stores[transport], part, self._source, layout)
         return ready, time.perf_counter() - began
 
     def _done(
@@ -166,6 +174,21 @@ def bare_copies(
     yield pipeline, copy
 
 
+def torch_copies(model: Model) -> Callable[[], Timed]:
+    """Return torch's own two copies: of all tensors into one piece, and out of it into others."""
+    source, target = (list(model.parameters().values()) for _ in range(2))
+    flat = torch.empty(model.nbytes // source[0].itemsize, dtype=source[0].dtype)
+    views = torch.split(flat, model.elements)
+
+    def copies() -> Timed:
+        began = time.perf_counter()
+        torch.cat(source, out=flat)
+        torch._foreach_copy_(target, views)
+        return Timed(time.perf_counter() - began)
+
+    return copies
+
+
 @contextmanager
 def contenders(
     model: Model, other: Peer, url: str, bare: Path
@@ -174,7 +197,7 @@ def contenders(
     ours = Contenders(model, [other], url)
     try:
         with bare_copies(model, other, bare) as (pipeline, copy):
-            yield {
+            them = {
                 "shm": lambda: ours.through("shm", along=True),
                 "shm, at rest": lambda: ours.through("shm", along=True, at_rest=True),
                 "shm, announced first": lambda: ours.through("shm"),
@@ -185,5 +208,8 @@ def contenders(
                 "pipeline": pipeline,
                 "copy": copy,
             }
+            if model.nbytes < model.tensors * SMALL:
+                them["torch"] = torch_copies(model)
+            yield them
     finally:
         ours.close()

@@ -17,7 +17,8 @@ from trinity_events.server import EmbeddedServer
 from trinity_events.weights import ChunkStore, PartRef, PartWriter, PublishedPartReport
 from trinity_events.weights.deltas.apply import InstalledBases
 from trinity_events.weights.deltas.tracker import LastPublished
-from trinity_events.weights.install import check_fit, install
+from trinity_events.weights.fit import check_fit
+from trinity_events.weights.install import install
 from trinity_events.weights.pull import pull_version
 
 from .environment import Stage

@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -31,6 +31,7 @@ from trinity_events.weights import (
     load_version,
     pull_version,
 )
+from trinity_events.weights.part_layout import LastLayout
 from trinity_events.weights.speculative_load import SpeculativeLoad
 from trinity_events.weights.transports.base import SupportsPrefetch, Taker
 from trinity_schemas import PublishedPart, StepReady, version_digest
@@ -222,12 +223,18 @@ def apply(store: ChunkStore, module: torch.nn.Module, ready: StepReady, *, diges
 
 
 def published(
-    store: ChunkStore, part: PartRef, tensors: Iterable[tuple[str, torch.Tensor]]
+    store: ChunkStore,
+    part: PartRef,
+    tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+    last_layout: LastLayout | None = None,
 ) -> StepReady:
-    """Publish a part; return the announcement of its version."""
-    writer = PartWriter(store, part)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
+    """Publish a part, all at once from a mapping; return the announcement of its version."""
+    writer = PartWriter(store, part, last_layout=last_layout)
+    if isinstance(tensors, Mapping):
+        writer.add_all(list(tensors), list(tensors.values()))
+    else:
+        for name, tensor in tensors:
+            writer.add(name, tensor)
     return announced(part, writer.seal())
 
 

@@ -12,6 +12,7 @@ import torch
 
 from trinity_events.server import EmbeddedServer, open_client
 from trinity_events.weights import PartRef, RedisChunkStore, pull_version
+from trinity_events.weights.part_layout import LastLayout
 from trinity_schemas import StepReady
 
 from .environment import Stage
@@ -70,8 +71,8 @@ def run(on: Stage, size: Size, noise: Noise) -> Findings:
 
 def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
     """Measure one model."""
-    tensors = [(f"t{index}", torch.randn(turn.elements)) for index in range(turn.tensors)]
-    data = torch.cat([tensor for _, tensor in tensors]).view(torch.uint8).numpy().data
+    tensors = {f"t{index}": torch.randn(turn.elements) for index in range(turn.tensors)}
+    data = torch.cat(list(tensors.values())).view(torch.uint8).numpy().data
     steps, kept = count(1), deque[PartRef]()
     with (
         EmbeddedServer(on.folder, "weights", durable=False).attached() as url,
@@ -79,11 +80,12 @@ def measured(on: Stage, turn: Turn, noise: Noise) -> Row:
         open_client(url) as other,
     ):
         publisher, reader = RedisChunkStore(one), RedisChunkStore(other)
+        layout = LastLayout()
 
         def ours() -> float:
             began = time.perf_counter()
             part = PartRef(_RUN, 1, next(steps), 0)
-            pulled(reader, part, published(publisher, part, tensors))
+            pulled(reader, part, published(publisher, part, tensors, layout))
             seconds = time.perf_counter() - began
             kept.append(part)
             while len(kept) > KEPT:

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from typer import Context
+from typer.main import get_group
 from typer.testing import CliRunner
 
 from trinity_events.cli.app import build
@@ -25,8 +27,8 @@ _HELP = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 
 def commands() -> list[str]:
     """The commands that are installed, in the order of the command line's own help."""
-    found = build().registered_commands
-    return [one.name or getattr(one.callback, "__name__", "") for one in found]
+    group = get_group(build())
+    return group.list_commands(Context(group))
 
 
 def help_of(command: str) -> str:

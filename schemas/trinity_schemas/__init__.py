@@ -10,6 +10,7 @@ from .codec import (
     decode_manifest,
     decode_request,
     encode,
+    encode_entries,
     to_json,
 )
 from .envelope import SCHEMA_VERSION, Envelope, Trace
@@ -82,7 +83,16 @@ from .keys import (
     manifest_key,
     meeting_key,
 )
-from .manifest import ALIGNMENT, Chunk, PartBase, TensorEntry, WeightManifest, version_digest
+from .manifest import (
+    ALIGNMENT,
+    CheckedEntries,
+    Chunk,
+    EncodedManifest,
+    PartBase,
+    TensorEntry,
+    WeightManifest,
+    version_digest,
+)
 from .reader import EnvelopeReader
 from .rollouts import Experience, OrdinalRange, RolloutRequest, Sampling, TrainedLedger, Turn
 
@@ -96,11 +106,13 @@ __all__ = [
     "SENT_BY",
     "Announcement",
     "AppliedPhases",
+    "CheckedEntries",
     "ChosenTransport",
     "Chunk",
     "ConsumerDetached",
     "ContractError",
     "DeadlineReached",
+    "EncodedManifest",
     "Envelope",
     "EnvelopeReader",
     "Event",
@@ -167,6 +179,7 @@ __all__ = [
     "decode_manifest",
     "decode_request",
     "encode",
+    "encode_entries",
     "event_tag",
     "explorer_key",
     "grant_key",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,13 +11,15 @@ import msgspec
 from .envelope import Envelope, Sequence
 from .events import EVENT_TYPES, event_tag
 from .identity import Producer, RunId
-from .manifest import WeightManifest
+from .manifest import CheckedEntries, EncodedManifest, TensorEntry, WeightManifest
 from .rollouts import Experience, RolloutRequest
 
 MAX_EVENT_BYTES = 4 << 20
 """Bytes of an envelope, a request or an experience; larger ones are refused."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Bytes of a weight manifest; larger ones are refused."""
+_SHARED_ENTRIES = 64
+"""Decoded lists of entries that are kept: one for each rank of a version."""
 
 
 class ContractError(ValueError):
@@ -53,7 +57,8 @@ _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _tags = msgspec.msgpack.Decoder(_Tagged)
 _senders = msgspec.msgpack.Decoder(Sender)
-_manifests = msgspec.msgpack.Decoder(WeightManifest)
+_manifests = msgspec.msgpack.Decoder(EncodedManifest)
+_entries = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 _requests = msgspec.msgpack.Decoder(RolloutRequest)
 _experiences = msgspec.msgpack.Decoder(Experience)
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -70,19 +75,15 @@ def encode(message: msgspec.Struct) -> bytes:
         ContractError: The message is above its limit of bytes, has text that is not UTF-8 (as
             names of files may be), or holds a tensor in place of a number.
     """
-    try:
-        payload = _encoder.encode(message)
-    except UnicodeEncodeError as error:
-        raise ContractError(f"text that is not UTF-8: {error.object!r}") from None
-    except TypeError as error:
-        name = type(getattr(message, "event", message)).__name__
-        raise ContractError(
-            f"{name} holds a value that is no plain number or text ({error}): for an element of a "
-            "tensor or an array, give item()"
-        ) from None
-    limit = MAX_MANIFEST_BYTES if isinstance(message, WeightManifest) else MAX_EVENT_BYTES
-    _check_size(payload, limit)
+    payload = _encoded(message, type(getattr(message, "event", message)).__name__)
+    manifest = isinstance(message, WeightManifest | EncodedManifest)
+    _check_size(payload, MAX_MANIFEST_BYTES if manifest else MAX_EVENT_BYTES)
     return payload
+
+
+def encode_entries(entries: Iterable[TensorEntry]) -> msgspec.Raw:
+    """Encode the entries of an :class:`EncodedManifest`. Raises :class:`ContractError`."""
+    return msgspec.Raw(_encoded(tuple(entries), "a list of tensors"))
 
 
 def decode_envelope(payload: bytes) -> Envelope:
@@ -110,8 +111,22 @@ def decode_envelope(payload: bytes) -> Envelope:
 
 
 def decode_manifest(payload: bytes) -> WeightManifest:
-    """Decode a weight manifest. Raises :class:`ContractError` if it contradicts itself."""
-    return _decode(_manifests, payload, MAX_MANIFEST_BYTES, "a weight manifest")
+    """Decode a weight manifest. Raises :class:`ContractError` if it contradicts itself.
+
+    Manifests with the same entries share them as one object.
+    """
+    what = "a weight manifest"
+    found = _decode(_manifests, payload, MAX_MANIFEST_BYTES, what)
+    try:
+        entries = _decoded_entries(bytes(found.tensors), based=found.base is not None)
+        return WeightManifest(**(msgspec.structs.asdict(found) | {"tensors": entries}))
+    except (*UNREADABLE, ValueError) as error:
+        raise ContractError(f"not {what}: {error}") from None
+
+
+@lru_cache(maxsize=_SHARED_ENTRIES)
+def _decoded_entries(payload: bytes, *, based: bool) -> CheckedEntries:
+    return CheckedEntries(_entries.decode(payload), based=based)
 
 
 def decode_request(payload: bytes) -> RolloutRequest:
@@ -129,6 +144,18 @@ def to_json(message: msgspec.Struct) -> dict[str, Any]:
     built = msgspec.to_builtins(message)
     assert isinstance(built, dict)
     return built
+
+
+def _encoded(message: object, name: str) -> bytes:
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise ContractError(f"text that is not UTF-8: {error.object!r}") from None
+    except TypeError as error:
+        raise ContractError(
+            f"{name} holds a value that is no plain number or text ({error}): for an element of a "
+            "tensor or an array, give item()"
+        ) from None
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, limit: int, what: str) -> T:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from .identity import Bytes, Digest, Epoch, Name, Rank, RunId, Step
 
@@ -117,18 +117,37 @@ class Chunk(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     digest: Digest
 
 
-class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Manifest of one rank's part of a version: its tensors, laid end to end, cut into chunks.
+class CheckedEntries(tuple[TensorEntry, ...]):
+    """Entries of a part, which are checked once: manifests of several versions may share them.
 
-    Decoding checks that tensors do not overlap, and have no gap except to the next aligned offset.
-    It checks that the chunks add up to the tensors, so that readers may allocate by these numbers.
+    Tensors do not overlap, and have no gap except to the next aligned offset. Raises ValueError
+    for other entries.
+
+    Args:
+        entries: Entries in the order of their offsets.
+        based: True for a part that rests on a base.
     """
 
+    based: bool
+    end: int
+    """Bytes of the part that the tensors take, with the gaps between them."""
+
+    def __new__(cls, entries: Iterable[TensorEntry], *, based: bool) -> CheckedEntries:
+        """Check the entries."""
+        made = super().__new__(cls, entries)
+        made.based, made.end = based, _checked_end(made, based=based)
+        return made
+
+
+Entries = TypeVar("Entries")
+
+
+class _Manifest(Struct, Generic[Entries], frozen=True, kw_only=True, omit_defaults=True):
     run_id: RunId
     epoch: Epoch
     step: Step
     rank: Rank
-    tensors: tuple[TensorEntry, ...]
+    tensors: Entries
     chunks: tuple[Chunk, ...]
     subset: Annotated[
         bool, Meta(description="Only these tensors are new, as an adapter's; the others stay.")
@@ -140,33 +159,57 @@ class WeightManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return the size of the part in bytes."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
+
+class EncodedManifest(_Manifest[Raw], frozen=True, kw_only=True, omit_defaults=True):
+    """Manifest with its entries as they are on the wire, unchecked.
+
+    The entries take most of the time, and are the same bytes for most versions of a model.
+    """
+
+
+class WeightManifest(
+    _Manifest[tuple[TensorEntry, ...]], frozen=True, kw_only=True, omit_defaults=True
+):
+    """Manifest of one rank's part of a version: its tensors, laid end to end, cut into chunks.
+
+    Decoding checks that tensors do not overlap, and have no gap except to the next aligned offset.
+    It checks that the chunks add up to the tensors, so that readers may allocate by these numbers.
+    """
+
     def __post_init__(self) -> None:
-        end, names, sizes, product = 0, set[object](), DTYPE_BYTES, math.prod
-        for tensor in self.tensors:  # As many as 20,000 tensors: the loop avoids calls.
-            size = sizes.get(tensor.dtype)
-            if size is None:
-                raise ValueError(f"tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}")
-            if tensor.offset != end:
-                if tensor.offset != end + -end % ALIGNMENT:
-                    raise ValueError(
-                        f"tensor {tensor.name!r} begins at {tensor.offset}, not at {end} "
-                        f"or the next multiple of {ALIGNMENT}"
-                    )
-                end = tensor.offset
-            if tensor.begins is None and tensor.global_shape is None:
-                names.add(tensor.name)
-            else:
-                _check_shard(tensor)
-                names.add((tensor.name, tensor.begins))
-            if tensor.encoding == "dense" and not tensor.stored:
-                end += product(tensor.shape) * size
-            else:
-                _check_encoding(tensor, based=self.base is not None)
-                end += tensor.stored
-        if len(names) < len(self.tensors):
-            raise ValueError(f"tensor {_first_twice(self.tensors)!r} appears twice")
-        if end != self.nbytes:
-            raise ValueError(f"tensors take {end} bytes, chunks hold {self.nbytes}")
+        entries, based = self.tensors, self.base is not None
+        if not isinstance(entries, CheckedEntries) or entries.based != based:
+            entries = CheckedEntries(entries, based=based)
+        if entries.end != self.nbytes:
+            raise ValueError(f"tensors take {entries.end} bytes, chunks hold {self.nbytes}")
+
+
+def _checked_end(entries: tuple[TensorEntry, ...], *, based: bool) -> int:
+    end, names, sizes, product = 0, set[object](), DTYPE_BYTES, math.prod
+    for tensor in entries:  # As many as 20,000 tensors: the loop avoids calls.
+        size = sizes.get(tensor.dtype)
+        if size is None:
+            raise ValueError(f"tensor {tensor.name!r} has unknown dtype {tensor.dtype!r}")
+        if tensor.offset != end:
+            if tensor.offset != end + -end % ALIGNMENT:
+                raise ValueError(
+                    f"tensor {tensor.name!r} begins at {tensor.offset}, not at {end} "
+                    f"or the next multiple of {ALIGNMENT}"
+                )
+            end = tensor.offset
+        if tensor.begins is None and tensor.global_shape is None:
+            names.add(tensor.name)
+        else:
+            _check_shard(tensor)
+            names.add((tensor.name, tensor.begins))
+        if tensor.encoding == "dense" and not tensor.stored:
+            end += product(tensor.shape) * size
+        else:
+            _check_encoding(tensor, based=based)
+            end += tensor.stored
+    if len(names) < len(entries):
+        raise ValueError(f"tensor {_first_twice(entries)!r} appears twice")
+    return end
 
 
 def _check_shard(tensor: TensorEntry) -> None:

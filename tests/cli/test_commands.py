@@ -14,6 +14,8 @@ from importlib import metadata
 import anyio
 import pytest
 from msgspec import structs
+from typer import Context
+from typer.main import get_group
 
 from tests.support.event_histories import committed, registration, started
 from tests.support.pipeline import announced, publish_steps, reducer_task, until
@@ -50,8 +52,31 @@ async def finished_run(publisher, log, redis_url, run_id):
 
 
 def test_every_command_is_there():
-    names = {command.name or command.callback.__name__ for command in build().registered_commands}
-    assert names == set(COMMANDS)
+    group = get_group(build())
+    assert set(group.list_commands(Context(group))) == set(COMMANDS)
+
+
+ALONE = """
+import sys
+from trinity_events.cli import main
+sys.argv = ["trinity-events", *sys.argv[1:]]
+try:
+    main()
+finally:
+    assert "trinity_workers" not in sys.modules
+"""
+
+
+def test_a_command_of_this_package_loads_none_of_another():
+    command = [sys.executable, "-c", ALONE, "status", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert "trinity-events status" in done.stdout
+
+
+def test_a_misspelled_command_is_compared_with_those_of_all_packages(cli):
+    for wrong, right in (("dem", "demo"), ("statu", "status")):
+        assert f"No such command '{wrong}'. Did you mean '{right}'" in cli(wrong).stderr
 
 
 def test_the_version_can_be_told(cli):

@@ -13,6 +13,7 @@ from trinity_schemas import (
     MAX_EVENT_BYTES,
     Chunk,
     ContractError,
+    EncodedManifest,
     EnvelopeReader,
     LedgerRestored,
     PartBase,
@@ -37,6 +38,7 @@ from trinity_schemas import (
     decode_manifest,
     decode_request,
     encode,
+    encode_entries,
     event_tag,
     manifest_key,
     to_json,
@@ -208,6 +210,27 @@ def manifest(**changes):
 def test_a_manifest_survives_the_wire():
     assert decode_manifest(encode(manifest())) == manifest()
     assert manifest().nbytes == 26
+
+
+def test_manifests_with_the_same_tensors_share_them_and_are_checked_each():
+    first, second = encode(manifest()), encode(manifest(step=3))
+    assert decode_manifest(first).tensors is decode_manifest(second).tensors
+    raw = msgspec.msgpack.decode(first)
+    with pytest.raises(ContractError, match="tensors take 26 bytes, chunks hold 20"):
+        decode_manifest(msgspec.msgpack.encode({**raw, "chunks": raw["chunks"][:1]}))
+    assert decode_manifest(encode(shrunk())) == shrunk()
+    raw = msgspec.msgpack.decode(encode(shrunk()))
+    del raw["base"]
+    with pytest.raises(ContractError, match="part without a base"):
+        decode_manifest(msgspec.msgpack.encode(raw))
+
+
+def test_entries_that_were_encoded_before_make_the_same_manifest():
+    made = manifest()
+    fields = {**msgspec.structs.asdict(made), "tensors": encode_entries(made.tensors)}
+    assert encode(EncodedManifest(**fields)) == encode(made)
+    with pytest.raises(ContractError, match="not UTF-8"):
+        encode_entries([msgspec.structs.replace(made.tensors[0], name="\udcff")])
 
 
 def test_a_tensor_lies_behind_the_one_before_or_at_the_next_aligned_place():

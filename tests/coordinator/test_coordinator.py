@@ -320,32 +320,33 @@ def test_waits_for_saves_that_last_are_reported(publisher, tmp_path):
     publisher.waits = WaitReporter(publisher, threshold=0.05)
     coordinator, release = CheckpointCoordinator(publisher, tmp_path), threading.Event()
 
-    def waits(count):
-        found = [one for one in published(publisher) if isinstance(one, WaitStarted)]
-        return found if len(found) >= count else None
+    def reported(what):
+        told = [one for one in published(publisher) if isinstance(one, WaitStarted)]
+        return [one for one in told if one.what == what]
 
-    def go_on(count):
+    def release_once_reported(what):
         try:
-            wait_until(partial(waits, count), "the wait was not reported")
+            wait_until(partial(reported, what), "the wait was not reported")
         finally:
             release.set()
 
-    coordinator.save_async("model", lambda: release.wait(PATIENCE), 5)
     with ThreadPoolExecutor(1) as beside:
-        seen = beside.submit(go_on, 1)
+        coordinator.save_async("model", lambda: release.wait(PATIENCE), 5)
+        seen = beside.submit(release_once_reported, "the end of model of step 5")
         coordinator.save_async("model", lambda: None, 6)
         seen.result()
+        coordinator.wait_all()
         release.clear()
         coordinator.save_async("optimizer", lambda: release.wait(PATIENCE), 6)
-        seen = beside.submit(go_on, 2)
+        seen = beside.submit(release_once_reported, "the end of optimizer of step 6")
         coordinator.wait_all()
         seen.result()
-    assert [(one.what, one.waits_for) for one in waits(2)] == [
-        ("the end of model of step 5", ("actor-3",)),
-        ("the end of optimizer of step 6", ("actor-3",)),
-    ]
-    ended = [one for one in published(publisher) if isinstance(one, WaitEnded)]
-    assert [one.outcome for one in ended] == ["over", "over"]
+    events = published(publisher)
+    told = {one.wait_id for one in events if isinstance(one, WaitStarted)}
+    ended = [one for one in events if isinstance(one, WaitEnded)]
+    assert {one.waits_for for one in events if isinstance(one, WaitStarted)} == {("actor-3",)}
+    assert {one.wait_id for one in ended} == told
+    assert {one.outcome for one in ended} == {"over"}
 
 
 def test_a_save_that_would_wait_for_itself_is_refused(coordinator):

@@ -70,6 +70,21 @@ async def test_of_two_answers_to_one_claim_the_first_counts(parts):
     assert await parts.client.xlen(RunKeys.of(parts.run_id).experiences) == claim.request.samples
 
 
+async def test_several_requests_are_answered_in_one_call(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(3, parts.version)
+    explorer = parts.explorer()
+    first, second, third = await explorer.claim(3, seconds=PATIENCE)
+    assert await explorer.answer(second, samples_of(second))
+    answers = [(claim, samples_of(claim)) for claim in (first, second, third)]
+    assert await explorer.answer_all(answers) == [True, False, True]
+    assert await explorer.answer_all([]) == []
+    assert explorer.discarded == 1
+    groups = await dispatcher.take(3, deadline=PATIENCE)
+    assert [group.ordinal for group in groups] == [0, 1, 2]
+    assert [[one.sample for one in group.experiences] for group in groups] == [[0, 1]] * 3
+
+
 async def test_the_claims_of_a_killed_explorer_come_back(parts, redis_url):
     dispatcher = await parts.dispatcher(claim_lease=LEASE)
     await dispatcher.dispatch(2, parts.version)

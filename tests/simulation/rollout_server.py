@@ -145,8 +145,14 @@ class RolloutServer:
             del found.members[name]
         return len(gone)
 
-    def _answer(self, group: bytes, request: bytes, *samples: bytes) -> int:
-        return self._end_claim(group, request, [{b"e": one} for one in samples])
+    def _answer(self, group: bytes, *rows: bytes) -> list[int]:
+        counted, at = [], 0
+        while at < len(rows):
+            end = at + 2 + int(rows[at + 1])
+            samples = [{b"e": one} for one in rows[at + 2 : end]]
+            counted.append(self._end_claim(group, rows[at], samples))
+            at = end
+        return counted
 
     def _fail(self, group: bytes, request: bytes, reason: bytes) -> int:
         return self._end_claim(group, request, [{b"failed": request, b"reason": reason}])
@@ -160,8 +166,8 @@ class RolloutServer:
             self._add_answer(one)
         return 1
 
-    def _free(self, *ids: bytes) -> int:
-        for one in ids:
+    def _free(self, ids: bytes) -> int:
+        for one in ids.split():
             (self.answers or {}).pop(position(one.decode()), None)
         return 1
 

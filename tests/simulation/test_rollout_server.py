@@ -99,7 +99,7 @@ class Both:
         withdraw, idle = random.random() < 0.5, random.choice([0, LONG])
         written = {
             "issue": self.rows() if name == "issue" else [],
-            "answer": [request, b"x", b"y"],
+            "answer": [ids[0], 2, b"x", b"y", ids[-1], 1, b"z"],
             "fail": [request, "reason"],
             "renew": [member, *ids],
             "leave": [idle, random.choice(["", member])],
@@ -114,7 +114,7 @@ class Both:
         chosen = self.random.sample(self.answers, min(2, len(self.answers)))
         for at, one in enumerate(self.streams_of_call):
             with suppress(StaleEpoch):
-                await one.write(wait, "free", *(pair[at] for pair in chosen))
+                await one.write(wait, "free", " ".join(pair[at] for pair in chosen))
 
     async def vanish(self, _) -> None:
         keys = RunKeys.of(self.run_id)

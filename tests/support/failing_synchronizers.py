@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from trinity_events import Synchronizer
 from trinity_events.errors import BufferFull
 from trinity_events.weights import Publication, PublishedPartReport, ShardOffset
+from trinity_events.weights.part_layout import Places
 
 
 class FailsAtThirdTensor(Publication):
@@ -21,6 +23,13 @@ class FailsAtThirdTensor(Publication):
             raise OSError("no room for the third tensor")
         self.added += 1
         super().add(name, tensor, place)
+
+    def add_all(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places = None
+    ) -> None:
+        places = places or [None] * len(names)
+        for name, tensor, place in zip(names, tensors, places, strict=True):
+            self.add(name, tensor, place)
 
 
 class NotTold(Publication):

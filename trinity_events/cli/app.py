@@ -7,11 +7,12 @@ import logging
 import sys
 import traceback
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import redis
 import typer
 from redis.exceptions import RedisClusterException
+from typer.core import TyperGroup
 
 from ..error_text import leaf_errors
 from ..errors import TrinityError
@@ -33,6 +34,32 @@ PLUGINS = "trinity_events.commands"
 """Entry point group of commands of other packages, which this package does not import."""
 
 
+class _WithPlugins(TyperGroup):
+    """Group that imports the commands of other packages to list them, or if it lacks a command."""
+
+    _loaded = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        self._load()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or None if there is no such command."""
+        if cmd_name not in self.commands:
+            self._load()
+        return super().get_command(ctx, cmd_name)
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True
+        app = typer.Typer(rich_markup_mode=None)
+        for plugin in metadata.entry_points(group=PLUGINS):
+            app.command(plugin.name)(plugin.load())
+        self.commands = {**typer.main.get_group(app).commands, **self.commands}
+
+
 def _tell_version(asked: bool) -> None:
     if asked:
         say(f"trinity-events {metadata.version('trinity-events')}")
@@ -43,14 +70,13 @@ def build() -> typer.Typer:
     """Return the application with every installed command."""
     app = typer.Typer(
         name="trinity-events",
+        cls=_WithPlugins,
         callback=_trinity_events,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    for plugin in metadata.entry_points(group=PLUGINS):
-        app.command(plugin.name)(plugin.load())
     listing = (serve, reducer, runs, status, explain, tail, replay, audit, export, import_, verify)
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

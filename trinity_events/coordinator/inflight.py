@@ -38,8 +38,8 @@ class InflightSaves:
         name = attempt.slot.name
         with self._changed:
             if name in self._saves:
-                with self._waits.waiting(f"the end of {name}", deadline=deadline) as reported:
-                    self._wait_for_earlier(attempt, deadline, reported)
+                with self._waits.waiting(*_object(self._saves[name]), deadline=deadline) as wait:
+                    self._wait_for_earlier(attempt, deadline, wait)
             self._saves[name] = _Save(attempt, thread, time.monotonic())
 
     def _wait_for_earlier(self, attempt: SaveAttempt, deadline: float, reported: Wait) -> None:
@@ -53,7 +53,7 @@ class InflightSaves:
                     f"{attempt.what} waited {deadline:g} s for the save of this name before "
                     f"it: {_describe(earlier)}"
                 )
-            reported.update(f"the end of {earlier.attempt.what}", [_holder(earlier.attempt)])
+            reported.update(*_object(earlier))
             self._changed.wait(left)
 
     def leave(self, attempt: SaveAttempt) -> None:
@@ -82,9 +82,7 @@ class InflightSaves:
         """Return True once no save runs, or False after the deadline."""
         if not self._saves:
             return True
-        what = f"the end of {', '.join(one.attempt.what for one in self._saves.values())}"
-        holders = {_holder(one.attempt) for one in self._saves.values()}
-        with self._waits.waiting(what, holders, deadline=deadline):
+        with self._waits.waiting(*_object(*self._saves.values()), deadline=deadline):
             return self._changed.wait_for(lambda: not self._saves, deadline)
 
     @staticmethod
@@ -96,8 +94,11 @@ class InflightSaves:
             )
 
 
-def _holder(attempt: SaveAttempt) -> str:
-    return f"{attempt.slot.role}-{attempt.slot.rank}"
+def _object(*saves: _Save) -> tuple[str, list[str]]:
+    """Return the object of a wait for saves, and the processes that run them."""
+    slots = [one.attempt.slot for one in saves]
+    what = f"the end of {', '.join(one.attempt.what for one in saves)}"
+    return what, list(dict.fromkeys(f"{one.role}-{one.rank}" for one in slots))
 
 
 def _describe(save: _Save) -> str:

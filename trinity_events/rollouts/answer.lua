@@ -1,9 +1,19 @@
--- Writes the samples of an answer, acknowledges its request and deletes it; or does nothing, if the
--- request was answered, replaced or withdrawn before. Returns 1 if the answer counts.
--- KEYS: epoch, rollouts, experiences   ARGV: epoch, group, id of the request, samples
+-- Writes the samples of answers, each of which acknowledges its request and deletes it; or does nothing
+-- for a request that was answered, replaced or withdrawn before. Returns for each 1 if it counts.
+-- KEYS: epoch, rollouts, experiences
+-- ARGV: epoch, group, then for each: id of the request, number of samples, samples
 --include fence
 redis.call('XLEN', KEYS[3]) -- fails before the first write if the key is no stream
-if redis.call('XACK', KEYS[2], ARGV[2], ARGV[3]) == 0 then return 0 end
-redis.call('XDEL', KEYS[2], ARGV[3])
-for i = 4, #ARGV do redis.call('XADD', KEYS[3], '*', 'e', ARGV[i]) end
-return 1
+local counted = {}
+local at = 3
+while at < #ARGV do
+  local id, samples = ARGV[at], tonumber(ARGV[at + 1])
+  local counts = redis.call('XACK', KEYS[2], ARGV[2], id)
+  if counts == 1 then
+    redis.call('XDEL', KEYS[2], id)
+    for i = at + 2, at + 1 + samples do redis.call('XADD', KEYS[3], '*', 'e', ARGV[i]) end
+  end
+  counted[#counted + 1] = counts
+  at = at + 2 + samples
+end
+return counted

@@ -108,11 +108,23 @@ class RolloutClient:
             TrinityError: The samples are not those that the request asks for.
             StaleEpoch: The run has a newer epoch; nothing was written.
         """
-        _check_samples(claim.request, experiences)
-        payloads = [encode(one) for one in experiences]
-        counted = bool(await self._write("answer", claim.entry_id, *payloads))
-        self._held.discard(claim.entry_id)
-        self.discarded += not counted
+        [counted] = await self.answer_all([(claim, experiences)])
+        return counted
+
+    async def answer_all(self, answers: Sequence[tuple[Claim, Sequence[Experience]]]) -> list[bool]:
+        """Answer several requests in one call; return for each what :meth:`answer` does.
+
+        Raises: as :meth:`answer`; nothing was written then.
+        """
+        if not answers:
+            return []
+        rows: list[object] = []
+        for claim, experiences in answers:
+            _check_samples(claim.request, experiences)
+            rows += [claim.entry_id, len(experiences), *map(encode, experiences)]
+        counted = [bool(one) for one in await self._write("answer", *rows)]
+        self._held.difference_update(claim.entry_id for claim, _ in answers)
+        self.discarded += counted.count(False)
         return counted
 
     async def fail(self, claim: Claim, reason: str) -> None:

@@ -260,6 +260,10 @@ class DispatchState:
         lowest = islice(self.asked, count)
         return [self.arrived[one] for one in lowest if one in self.arrived]
 
+    def lacks_several(self, count: int) -> bool:
+        """Return True if a step of ``count`` groups waits for more than one."""
+        return len(self.candidates(count)) < count - 1
+
     def take(self, count: int) -> list[Group] | None:
         """Return the groups of a step, sorted; None while they are not all there."""
         groups = self.candidates(count)

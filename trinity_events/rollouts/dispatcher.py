@@ -58,6 +58,12 @@ _SLOW = 2.0
 """Minimum seconds of a call that count as an outage of the server."""
 _LOOK = 2.0
 """Maximum seconds between two looks at the claims, so that a long wait names their holders."""
+_LOOK_ANEW = 1.0
+"""Maximum seconds from the last look of one step to the first one of the next."""
+_WORDS = 0.25
+"""Seconds between two descriptions of what is missing, while answers arrive."""
+_GATHER = 0.002
+"""Seconds for which answers gather before the next read, while more than one is missing."""
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +131,7 @@ class RolloutDispatcher:
         """Ordinals to ask for again as soon as a step is waited for."""
         self._useless: list[str] = []
         """Entries of answers that are to be freed."""
+        self._looked_at = -math.inf
         self._next_removal = -math.inf
         """Time from which the group's idle members are to be removed."""
         self._until_checkpoint: dict[int, list[str]] = {}
@@ -221,7 +228,9 @@ class RolloutDispatcher:
         began = anyio.current_time()
         wait = self._wait("groups are missing", deadline)
         judged: set[str] = set()
-        next_look = -math.inf
+        every = min(self.settings.claim_lease / 4, _LOOK)
+        next_look = self._looked_at + min(every, _LOOK_ANEW)
+        next_words = -math.inf
         while True:
             async with self._lock:
                 await self._complete(wait)
@@ -235,14 +244,17 @@ class RolloutDispatcher:
                     return taken
                 if anyio.current_time() >= next_look:
                     await self._look(wait)
-                    next_look = anyio.current_time() + min(self.settings.claim_lease / 4, _LOOK)
+                    next_look, next_words = self._looked_at + every, -math.inf
                     continue
-            missing = self.waits_for(count)
-            self._say_missing(wait, missing)
-            if missing:
+            if anyio.current_time() >= next_words and (missing := self.waits_for(count)):
+                next_words = anyio.current_time() + _WORDS
+                self._say_missing(wait, missing)
                 reported.update(object_of_wait(missing), holders_of(missing))
             block = min(wait.left(), LONGEST_BLOCK, next_look - anyio.current_time())
-            self._receive(await self._answers.next(wait, block))
+            found = await self._answers.next(wait, block)
+            self._receive(found)
+            if found and self._state.lacks_several(count):
+                await anyio.sleep(_GATHER)
             if waiting is not None and (missing := self.waits_for(count)):
                 await waiting(missing, anyio.current_time() - began)
 
@@ -470,7 +482,7 @@ class RolloutDispatcher:
     async def _free(self, wait: Deadline) -> None:
         while self._useless:
             several = self._useless[:_FREED_AT_ONCE]
-            await self._streams.write(wait, "free", *several)
+            await self._streams.write(wait, "free", " ".join(several))
             del self._useless[: len(several)]
 
     # --- claims ------------------------------------------------------------------------------
@@ -489,6 +501,7 @@ class RolloutDispatcher:
         calm = min(now - self._streams.answers_since, sight.uptime)
         for due in self._state.observe(sight, now, calm):
             self._due.setdefault(due.ordinal, due)
+        self._looked_at = anyio.current_time()
         await self._remove_members(wait)
 
     async def _remove_members(self, wait: Deadline) -> None:

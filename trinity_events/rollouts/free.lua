@@ -1,4 +1,6 @@
--- Deletes samples that no resume needs any more. KEYS: epoch, experiences   ARGV: epoch, ids
+-- Deletes samples that no resume needs any more. The ids are one argument, for a client takes its time
+-- over each.
+-- KEYS: epoch, experiences   ARGV: epoch, ids with spaces between them
 --include fence
-for i = 2, #ARGV do redis.call('XDEL', KEYS[2], ARGV[i]) end
+for id in ARGV[2]:gmatch('%S+') do redis.call('XDEL', KEYS[2], id) end
 return 1

@@ -1,6 +1,7 @@
 """Weight versions: published as verified chunks, pulled whole or not at all. Imports torch."""
 
-from .install import Fit, adopt, check_fit, install
+from .fit import Fit, check_fit
+from .install import adopt, install
 from .load import load_version
 from .model_update import ModelUpdateGroup
 from .publication import Publication

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 
 import torch
 
@@ -41,6 +42,12 @@ class PartBytes:
             return 0
         at, inside = self._find(begin, nbytes)
         return self._addresses[at] + inside
+
+    def addresses(self, begins: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Return the addresses of many ranges of bytes. Raises as :meth:`address`."""
+        if len(self._pieces) == 1 and max(map(add, begins, sizes), default=0) <= self._ends[0]:
+            return list(map(self._addresses[0].__add__, begins))
+        return list(map(self.address, begins, sizes))
 
     def span(self, begin: int, nbytes: int) -> torch.Tensor:
         """Return a view of a range of bytes, uint8 [nbytes]. Raises as :meth:`address`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 
+from .part_layout import Places
 from .publish import PartWriter, PublishedPartReport
 from .slices import ShardOffset
 from .version_publisher import VersionPublisher
@@ -88,6 +89,12 @@ class Publication:
     def add(self, name: str, tensor: torch.Tensor, place: ShardOffset | None = None) -> None:
         """Append a tensor, or a shard of one, as :meth:`PartWriter.add`."""
         self.begin().add(name, tensor, place)
+
+    def add_all(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places = None
+    ) -> None:
+        """Append tensors at once, as :meth:`PartWriter.add_all`."""
+        self.begin().add_all(names, tensors, places)
 
     def seal(self) -> PublishedPartReport:
         """Send the rest and the manifest. Idempotent; readers learn of the part by a publish."""

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from typing_extensions import Buffer
 
 from trinity_schemas import (
     ALIGNMENT,
+    CheckedEntries,
     Chunk,
+    EncodedManifest,
     PartBase,
     PartDelta,
     TensorEntry,
-    WeightManifest,
     encode,
+    encode_entries,
 )
 
 from .deltas.tracker import LastPublished
+from .part_layout import LastLayout, PartLayout, Places, tensor_entry
 from .slices import ShardOffset
 from .tensors import (
     address,
     as_bytes,
     as_dense,
     as_plain,
+    clear_bytes,
+    copy_all,
     copy_bytes,
     digest,
     dtype_name,
@@ -39,8 +47,6 @@ _LARGE = 1 << 20
 
 Below it, many small chunks cost more than the copies that they save.
 """
-_LONGEST_NAME, _MOST_DIMENSIONS = 256, 32
-"""Characters and dimensions that the contract allows; readers refuse a part beyond them."""
 _LONG = 8 << 20
 """Bytes from which a sent tensor's memory is released at once, not with the next tensor."""
 
@@ -75,6 +81,8 @@ class PartWriter:
         tensor_digests: Add a digest of each tensor to the manifest, to verify models with.
         dtype: Floating-point dtype to send in; by default each tensor keeps its own. Digests are
             of the bytes sent.
+        last_layout: Layout of the rank's last part, which :meth:`add_all` uses again if it fits;
+            without it, tensors are added one by one.
 
     Raises TypeError if ``dtype`` is not a floating-point dtype of the contract.
     """
@@ -89,6 +97,7 @@ class PartWriter:
         last: LastPublished | None = None,
         tensor_digests: bool = False,
         dtype: torch.dtype | None = None,
+        last_layout: LastLayout | None = None,
     ) -> None:
         if dtype is not None and not (dtype.is_floating_point and dtype_name(dtype)):
             raise TypeError(
@@ -111,6 +120,9 @@ class PartWriter:
         """Address and size of the reserved memory, in bytes."""
         self._filled = 0
         self._offset = 0
+        self._last_layout = last_layout
+        self._layout: PartLayout | None = None
+        """Layout of the tensors that were added at once."""
         self._tensors: list[TensorEntry] = []
         self._chunks: list[Chunk] = []
 
@@ -128,47 +140,85 @@ class PartWriter:
         if self._dtype is not None and tensor.is_floating_point():
             _check_memory(name, tensor)
             tensor = tensor.detach().to(self._dtype)
-        dtype = dtype_name(tensor.dtype)
-        if not 0 < len(name) <= _LONGEST_NAME or tensor.dim() > _MOST_DIMENSIONS:
-            raise ValueError(
-                f"{name[:80]!r} of {tensor.dim()} dimensions cannot be published: a name has 1 to "
-                f"{_LONGEST_NAME} characters, and a tensor at most {_MOST_DIMENSIONS} dimensions"
-            )
+        entry = tensor_entry(name, tensor, place, self._offset)
         tensor = as_plain(tensor) if self._on_device is None else as_dense(tensor)
         _check_memory(name, tensor)
-        offset = self._offset + -self._offset % ALIGNMENT
-        digested = digest(as_bytes(tensor)) if self._tensor_digests else None
-        if place is None:
-            entry = TensorEntry(
-                name=name, dtype=dtype, shape=tuple(tensor.shape), offset=offset, digest=digested
-            )
-        else:
-            entry = TensorEntry(
-                name=name,
-                dtype=dtype,
-                shape=tuple(tensor.shape),
-                offset=offset,
-                digest=digested,
-                global_shape=place.global_shape,
-                begins=place.begins,
-            )
+        if self._tensor_digests:
+            entry = replace(entry, digest=digest(as_bytes(tensor)))
         if self._on_device is not None:
-            self._on_device.take(tensor, offset)
+            self._on_device.take(tensor, entry.offset)
             self._tensors.append(entry)
-            self._offset = offset + tensor.nbytes
-        elif self._last is None and self._direct is not None and tensor.nbytes >= _LARGE:
-            self._send(entry, self._direct, as_bytes(tensor))
-        elif self._last is None:
-            self._append(entry, tensor.data_ptr(), tensor.nbytes)
-        else:
+            self._offset = entry.offset + tensor.nbytes
+            return
+        if self._last is not None:
             entry, data = self._last.shrunk(entry, as_bytes(tensor))
-            self._append(entry, address(data), len(data))
-
-    def _append(self, entry: TensorEntry, source: int, nbytes: int) -> None:
-        """Append bytes from an address, which must stay valid until this returns."""
+            self._append(entry.offset, address(data), len(data))
+        elif self._direct is not None and tensor.nbytes >= _LARGE:
+            self._send(entry.offset, self._direct, as_bytes(tensor))
+        else:
+            self._append(entry.offset, tensor.data_ptr(), tensor.nbytes)
         self._tensors.append(entry)
-        if entry.offset != self._offset:
-            self._copy(_ZEROS_AT, entry.offset - self._offset)
+
+    def add_all(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], places: Places = None
+    ) -> None:
+        """Append tensors as :meth:`add` does, faster if they are many.
+
+        Args:
+            names: Names of the tensors.
+            tensors: The tensors, or shards; they must not change until this returns.
+            places: Offsets of shards.
+
+        Raises as :meth:`add`.
+        """
+        layout = None
+        if self._last_layout is not None and self._takes_all(tensors):
+            layout = self._last_layout.of(names, tensors, places)
+        if layout is None:
+            places = places or [None] * len(names)
+            for name, tensor, place in zip(names, tensors, places, strict=True):
+                self.add(name, tensor, place)
+            return
+        sources = list(map(torch.Tensor.data_ptr, tensors))
+        if not all(sources):
+            for name, tensor in zip(names, tensors, strict=True):
+                _check_memory(name, tensor)
+        self._layout = layout
+        self._tensors += layout.entries
+        self._append_all(layout, sources)
+
+    def _takes_all(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if the part is empty, and sent from buffers that take any tensor as it is."""
+        apart = self._last or self._on_device or self._pieces or self._tensor_digests or self._dtype
+        if apart or self._tensors:
+            return False
+        return self._direct is None or all(tensor.nbytes < _LARGE for tensor in tensors)
+
+    def _append_all(self, layout: PartLayout, sources: Sequence[int]) -> None:
+        """Append the bytes of all tensors from their addresses, buffer by buffer."""
+        at = 0
+        while at < len(sources):
+            if self._room is None:
+                self._take_room()
+            begin = self._offset - self._filled
+            end = bisect_right(layout.ends, begin + self._size, at)
+            if end == at:  # it ends behind the buffer
+                self._append(layout.offsets[at], sources[at], layout.sizes[at])
+                at += 1
+                continue
+            filled = layout.ends[end - 1] - begin
+            if layout.has_gaps:
+                clear_bytes(self._address + self._filled, filled - self._filled)
+            targets = map((self._address - begin).__add__, layout.offsets[at:end])
+            copy_all(targets, sources[at:end], layout.sizes[at:end])
+            self._offset, self._filled, at = begin + filled, filled, end
+            if self._filled == self._size:
+                self._put()
+
+    def _append(self, offset: int, source: int, nbytes: int) -> None:
+        """Append bytes from an address, which must stay valid until this returns."""
+        if offset != self._offset:
+            self._copy(_ZEROS_AT, offset - self._offset)
         if self._pieces is not None and not self._pieces.fits(self._filled, nbytes):
             if self._filled:
                 self._put()
@@ -189,9 +239,9 @@ class PartWriter:
             if self._filled == self._size:
                 self._put()
 
-    def _send(self, entry: TensorEntry, sink: ZeroCopySink, data: memoryview) -> None:
+    def _send(self, offset: int, sink: ZeroCopySink, data: memoryview) -> None:
         """Append a large tensor without a copy, in chunks of its own."""
-        self._append(entry, 0, 0)
+        self._append(offset, 0, 0)
         if self._filled:
             self._put()
         self._offset += len(data)
@@ -208,13 +258,17 @@ class PartWriter:
         elif self._filled:
             self._put()
         base = self._last.base if self._last else None
+        if self._layout is not None and len(self._tensors) == len(self._layout.entries):
+            entries = self._layout.encoded
+        else:
+            entries = encode_entries(CheckedEntries(self._tensors, based=base is not None))
         manifest = encode(
-            WeightManifest(
+            EncodedManifest(
                 run_id=self._part.run_id,
                 epoch=self._part.epoch,
                 step=self._part.step,
                 rank=self._part.rank,
-                tensors=tuple(self._tensors),
+                tensors=entries,
                 chunks=tuple(self._chunks),
                 subset=self._subset,
                 base=base,

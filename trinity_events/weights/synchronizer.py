@@ -200,12 +200,13 @@ class Synchronizer:
         Floating-point tensors are sent in ``dtype``, such as the dtype that explorers serve in;
         digests are of the bytes sent. A failure is published and raised, and the part discarded.
         """
-        if isinstance(named_tensors, Mapping):
-            named_tensors = named_tensors.items()
         with self.publication(global_step, rank, subset=subset, dtype=dtype) as part:
             part.begin()
-            for name, tensor in named_tensors:
-                part.add(name, tensor)
+            if isinstance(named_tensors, Mapping):
+                part.add_all(list(named_tensors), list(named_tensors.values()))
+            else:
+                for name, tensor in named_tensors:
+                    part.add(name, tensor)
             return part.publish()
 
     def commit(self, global_step: int, metrics: dict[str, float] | None = None) -> None:

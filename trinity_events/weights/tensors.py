@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,6 +120,16 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
+def copy_all(targets: Iterable[int], sources: Iterable[int], sizes: Iterable[int]) -> None:
+    """Copy between many addresses, without a step of the interpreter for each."""
+    deque(map(ctypes.memmove, targets, sources, sizes), maxlen=0)
+
+
+def clear_bytes(target: int, nbytes: int) -> None:
+    """Set the bytes at an address to zero."""
+    ctypes.memset(target, 0, nbytes)
+
+
 def as_buffer(memory: memoryview) -> torch.Tensor:
     """Return memory as a tensor, uint8 [bytes], which keeps it alive. Nothing is copied."""
     if not len(memory):
@@ -127,6 +141,34 @@ def as_buffer(memory: memoryview) -> torch.Tensor:
     borrowed = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
     borrowed.owner = array  # type: ignore[attr-defined]
     return torch.frombuffer(borrowed, dtype=torch.uint8)
+
+
+class FormCheck:
+    """Check that tensors have the classes, devices, dtypes, shapes and strides of earlier ones.
+
+    The check is one call of torch, by which compiled code recognises its arguments. In a release of
+    torch without it, nothing fits. No tensor may come twice.
+
+    Args:
+        tensors: The earlier tensors; none is kept.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._count = len(tensors)
+        self._guards: Any = None
+        # The mode of the caller would change what torch compares.
+        with torch.inference_mode(False), suppress(ImportError):
+            from torch._C._dynamo.guards import TensorGuards
+
+            sized = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+            self._guards = TensorGuards(*tensors, **sized)
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if these tensors equal the earlier ones in all but memory and elements."""
+        if self._guards is None or len(tensors) != self._count:
+            return False
+        with torch.inference_mode(False):
+            return bool(self._guards.check(*tensors))
 
 
 def digest(data: Buffer, *more: Buffer) -> str:

@@ -13,6 +13,7 @@ from trinity_schemas import StepRef, VersionOpened, VersionPartPublished
 from ..log.retry import is_transient
 from .deltas.tracker import LastPublished
 from .part_attempt import PartAttempt
+from .part_layout import LastLayout
 from .publish import PartWriter, PublishedPartReport
 from .ready_versions import ReadyVersions
 from .session import Session
@@ -37,6 +38,7 @@ class VersionPublisher:
         """Ranks that published from this process."""
         self._ready_versions = ReadyVersions()
         self._last: dict[int, LastPublished] = {}
+        self._last_layouts: dict[int, LastLayout] = {}
 
     def open_version(self, global_step: int, ranks: Iterable[int]) -> None:
         """Publish that these ranks will publish a version."""
@@ -71,6 +73,7 @@ class VersionPublisher:
             last=last,
             tensor_digests=settings.tensor_digests,
             dtype=dtype or settings.dtype,
+            last_layout=self._last_layouts.setdefault(rank, LastLayout()),
         )
 
     def part_published(

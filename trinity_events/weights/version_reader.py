@@ -25,7 +25,8 @@ from ..error_text import message_of
 from ..errors import CorruptVersion
 from .compatibility import is_cast, targets_of
 from .deltas.apply import InstalledBases, ModelDiffers
-from .install import check_fit, install
+from .fit import check_fit
+from .install import install
 from .load import BaseRequired, load_version
 from .partial_loads import PartialLoads
 from .pull import pull_version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from logging import Logger
 
@@ -46,11 +46,11 @@ class PublishShards:
         """Do nothing: a version is published on return."""
 
 
-def write_shards(part: Publication, shards: Iterable[LocalShard]) -> PublishedPartReport:
+def write_shards(part: Publication, shards: Sequence[LocalShard]) -> PublishedPartReport:
     """Begin a rank's part, write its shards, and seal it."""
     part.begin()
-    for one in shards:
-        part.add(one.name, one.tensor, ShardOffset(one.offsets, one.global_shape))
+    places = [ShardOffset(one.offsets, one.global_shape) for one in shards]
+    part.add_all([one.name for one in shards], [one.tensor for one in shards], places)
     return part.seal()
 
 

@@ -93,7 +93,7 @@ class GroupSender:
         self._place.keep(self.info)
         self._reconcile()
         if len(self._members) < explorers:
-            with self._waits.waiting("the collective group", deadline=patience) as reported:
+            with self._waits.waiting(self._wanted(explorers), deadline=patience) as reported:
                 self._wait_for_members(explorers, patience, reported)
         self._form()
         return self._seated
@@ -101,10 +101,7 @@ class GroupSender:
     def _wait_for_members(self, explorers: int, patience: float, reported: Wait) -> None:
         give_up = time.monotonic() + patience
         while len(self._members) < explorers:
-            reported.update(
-                f"{explorers} explorers in the collective group, of which "
-                f"{len(self._members)} are there"
-            )
+            reported.update(self._wanted(explorers))
             left = give_up - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(
@@ -115,6 +112,10 @@ class GroupSender:
                 )
             readable(self._listener, min(left, 1.0))
             self._reconcile()
+
+    def _wanted(self, explorers: int) -> str:
+        there = len(self._members)
+        return f"{explorers} explorers in the collective group, of which {there} are there"
 
     def begin(self, part: PartRef) -> ProcessGroup:
         """Return the group of the connected explorers, after announcing the part to them."""

@@ -1,0 +1,347 @@
+"""Versions with the layout of the version before, whose plans are used again on both ends."""
+
+import gc
+from types import SimpleNamespace
+from weakref import ref
+
+import pytest
+import torch
+
+from tests.support.published_parts import announcement, assert_same, read
+from tests.support.tensors import identical
+from trinity_events.errors import IncompatibleWeights
+from trinity_events.weights import (
+    PartWriter,
+    ShardOffset,
+    check_fit,
+    fit,
+    install,
+    part_layout,
+    pull_version,
+)
+from trinity_events.weights.part_layout import LastLayout
+
+CHUNKS = 64, 100, 4096
+
+
+def some(**changes):
+    """Tensors of odd sizes and several dtypes, none of which another test changes."""
+    made = {
+        "square": torch.randn(6, 6),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.randn(()),
+        "odd": torch.randint(0, 99, (7, 3), dtype=torch.int8),
+        "short": torch.randn(5, dtype=torch.bfloat16),
+        "bias": torch.randn(6),
+    }
+    return {name: tensor for name, tensor in {**made, **changes}.items() if tensor is not None}
+
+
+def model():
+    module = torch.nn.ParameterDict(
+        {name: torch.zeros_like(one) for name, one in some().items() if one.is_floating_point()}
+    )
+    module.register_buffer("odd", torch.zeros(7, 3, dtype=torch.int8))
+    return module
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Numbers of layouts and of copy plans that were made."""
+    made = SimpleNamespace(layouts=0, copies=0)
+    layout, copies = part_layout.PartLayout, fit.plan_copies
+
+    def counted_layout(*arguments):
+        made.layouts += 1
+        return layout(*arguments)
+
+    def counted_copies(*arguments, **options):
+        made.copies += 1
+        return copies(*arguments, **options)
+
+    monkeypatch.setattr(part_layout, "PartLayout", counted_layout)
+    monkeypatch.setattr(fit, "plan_copies", counted_copies)
+    return made
+
+
+class Ends:
+    """A publisher that adds tensors at once, and a reader."""
+
+    def __init__(self, stores, part):
+        self.store, self.reader = stores[0], stores[-1]
+        self.part = part
+        self.last = LastLayout()
+
+    def writer(self, chunk_bytes=64, **options):
+        self.part = self.part._replace(step=self.part.step + 1)
+        return PartWriter(self.store, self.part, chunk_bytes, last_layout=self.last, **options)
+
+    def publish(self, tensors, places=None, **options):
+        writer = self.writer(**options)
+        writer.add_all(list(tensors), list(tensors.values()), places)
+        return announcement(self.part, writer.seal())
+
+    def apply(self, module, event):
+        with pull_version(self.reader, self.part.run_id, event) as version:
+            install(check_fit(module, version))
+
+    def read(self, event):
+        return read(self.reader, self.part.run_id, event)
+
+
+@pytest.fixture
+def ends(shard_stores, part):
+    return Ends(shard_stores, part)
+
+
+def holds(module, tensors):
+    found = module.state_dict()
+    return all(identical(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_layout_is_planned_once_on_both_ends(ends, plans):
+    module = model()
+    for _ in range(3):
+        tensors = some()
+        ends.apply(module, ends.publish(tensors))
+        assert holds(module, tensors)
+    assert plans.copies == 1
+    assert plans.layouts == (0 if ends.store.name == "cuda" else 1)
+
+
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
+def test_tensors_added_at_once_are_the_part_that_they_are_one_by_one(ends, chunk_bytes):
+    for _ in range(3):
+        tensors = some()
+        ends.publish({name: one * 0 + 1 for name, one in tensors.items()})  # bytes in between
+        at_once = ends.writer(chunk_bytes)
+        at_once.add_all(list(tensors), list(tensors.values()))
+        report = at_once.seal()
+        ends.store.delete(ends.part)
+        one_by_one = PartWriter(ends.store, ends.part, chunk_bytes)
+        for name, tensor in tensors.items():
+            one_by_one.add(name, tensor)
+        assert one_by_one.seal() == report
+
+
+def test_a_tensor_may_follow_those_that_were_added_at_once(ends):
+    for _ in range(2):
+        tensors, more = some(), torch.randn(9)
+        writer = ends.writer()
+        writer.add_all(list(tensors), list(tensors.values()))
+        writer.add("more", more)
+        event = announcement(ends.part, writer.seal())
+        assert_same(ends.read(event), [*tensors.items(), ("more", more)])
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        some(square=torch.randn(4, 9)),
+        some(square=torch.randn(6, 6).t()),
+        some(square=torch.randn(6, 6, dtype=torch.float64)),
+        some(bias=None),
+        some(more=torch.randn(3)),
+        dict(reversed(some().items())),
+        {f"{name}.": tensor for name, tensor in some().items()},
+        {name: torch.nn.Parameter(tensor, False) for name, tensor in some().items()},
+    ],
+)
+def test_a_part_with_another_layout_is_described_anew(ends, tensors):
+    for _ in range(2):
+        ends.publish(some())
+    assert_same(ends.read(ends.publish(tensors)), list(tensors.items()))
+
+
+def test_shards_elsewhere_in_their_tensor_are_another_layout(ends, plans):
+    whole, module = torch.randn(6, 4), torch.nn.ParameterDict({"whole": torch.zeros(6, 4)})
+    for at in (2, 2, 4):
+        first, second = ShardOffset((0, 0), (6, 4)), ShardOffset((at, 0), (6, 4))
+        writer = ends.writer()
+        shards = [whole[:at].clone(), whole[at:].clone()]
+        writer.add_all(["whole", "whole"], shards, [first, second])
+        ends.apply(module, announcement(ends.part, writer.seal()))
+        assert identical(module["whole"], whole)
+        whole = whole + 1
+    assert plans.copies == 2
+
+
+def test_a_freed_tensor_is_refused_by_its_name_before_and_after_its_layout_is_known(ends):
+    for known in (False, True):
+        if known:
+            ends.publish(some())
+        tensors = some()
+        tensors["bias"].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"'bias' has no memory \(it was freed\)"):
+            ends.publish(tensors)
+
+
+def test_names_and_dtypes_outside_the_contract_are_refused_at_once(ends):
+    with pytest.raises(ValueError, match="1 to 256 characters"):
+        ends.publish(some(**{"n" * 257: torch.ones(1)}))
+    with pytest.raises(TypeError, match="complex64 cannot be published"):
+        ends.publish(some(bias=torch.ones(6, dtype=torch.complex64)))
+    with pytest.raises(ValueError, match="'a' appears twice"):
+        twice(ends.writer())
+
+
+def twice(writer):
+    writer.add_all(["a", "a"], [torch.ones(1), torch.ones(2)])
+    writer.seal()
+
+
+def replaced(module):
+    module["square"] = torch.nn.Parameter(torch.full((6, 6), 5.0))
+
+
+def moved(module):
+    module["square"].data = torch.full((6, 6), 5.0)
+
+
+def turned_in_place(module):
+    with torch.no_grad():
+        module["square"].t_()
+
+
+def reshaped(module):
+    module["square"].data = module["square"].data.view(4, 9)
+
+
+def converted(module):
+    module["bias"].data = module["bias"].data.double()
+
+
+def seen_otherwise(module):
+    module["short"].data = module["short"].data.view(torch.float16)
+
+
+def freed(module):
+    module["square"].untyped_storage().resize_(0)
+
+
+def tied(module):
+    module["tie"] = module["bias"]
+
+
+def grown(module):
+    module["more"] = torch.nn.Parameter(torch.zeros(3))
+
+
+def deepened(module):
+    module.add_module("deeper", torch.nn.Linear(2, 2))
+
+
+def emptied(module):
+    del module["bias"]
+
+
+def renamed(module):
+    module._parameters["other"] = module._parameters.pop("bias")
+
+
+def with_buffer_not_saved(module):
+    module._non_persistent_buffers_set.add("odd")
+
+
+def for_inference(module):
+    with torch.inference_mode():
+        module["square"].data = module["square"].detach().clone()
+
+
+CHANGES = [
+    (replaced, None),
+    (moved, None),
+    (turned_in_place, None),
+    (reshaped, r"'square' is torch.float32 \[4, 9\] in the model"),
+    (converted, "'bias' is torch.float64"),
+    (seen_otherwise, "'short' is torch.float16"),
+    (freed, "'square' has no memory in the model"),
+    (tied, None),
+    (grown, "the version has no 'more', which the model needs"),
+    (deepened, "the version has no 'deeper.weight'"),
+    (emptied, "the model has no 'bias', which the version brings"),
+    (renamed, "the model has no 'bias', which the version brings"),
+    (with_buffer_not_saved, "the model has no 'odd', which the version brings"),
+    (for_inference, None),
+]
+
+
+@pytest.mark.parametrize(("change", "refused"), CHANGES)
+def test_a_changed_model_is_fitted_as_one_never_seen(ends, plans, change, refused):
+    module = model()
+    for _ in range(2):
+        ends.apply(module, ends.publish(some()))
+    change(module)
+    tensors, before = some(), [one.clone() for one in module.parameters() if one.data_ptr()]
+    event = ends.publish(tensors)
+    if refused:
+        with pytest.raises(IncompatibleWeights, match=refused):
+            ends.apply(module, event)
+        now = [one for one in module.parameters() if one.data_ptr()]
+        assert all(map(identical, now, before))
+    else:
+        ends.apply(module, event)
+        assert holds(module, tensors)
+    assert plans.copies == 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "refused"),
+    [
+        (some(square=torch.randn(4, 9)), r"'square' is torch.float32 \[6, 6\] in the model"),
+        (some(bias=torch.randn(6, dtype=torch.float64)), "torch.float64 .* in the version"),
+        (some(bias=None), "the version has no 'bias', which the model needs"),
+        (some(more=torch.randn(3)), "the model has no 'more', which the version brings"),
+        (dict(reversed(some().items())), None),
+    ],
+)
+def test_another_version_is_fitted_as_the_first_one(ends, tensors, refused):
+    module, last = model(), some()
+    for _ in range(2):
+        ends.apply(module, ends.publish(last))
+    event = ends.publish(tensors)
+    if refused:
+        with pytest.raises(IncompatibleWeights, match=refused):
+            ends.apply(module, event)
+        assert holds(module, last), "it was refused before anything changed"
+    else:
+        ends.apply(module, event)
+        assert holds(module, tensors)
+
+
+def test_a_subset_is_no_version_of_all(ends):
+    module = model()
+    for _ in range(2):
+        ends.apply(module, ends.publish({"bias": torch.randn(6)}, subset=True))
+    with pytest.raises(IncompatibleWeights, match="the version has no"):
+        ends.apply(module, ends.publish({"bias": torch.randn(6)}))
+
+
+def test_a_tie_that_is_made_or_broken_later_is_seen(ends):
+    module = torch.nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(4)})
+    one, other = torch.randn(4), torch.randn(4)
+    for _ in range(2):
+        ends.apply(module, ends.publish({"a": one, "b": other}))
+    module["b"].data = module["a"].data
+    with pytest.raises(IncompatibleWeights, match="are one tensor in the model and differ"):
+        ends.apply(module, ends.publish({"a": one, "b": other}))
+    for _ in range(2):
+        ends.apply(module, ends.publish({"a": other}))
+        assert identical(module["b"], other)
+    module["b"].data = torch.zeros(4)
+    with pytest.raises(IncompatibleWeights, match="the version has no 'b'"):
+        ends.apply(module, ends.publish({"a": one}))
+
+
+def test_neither_a_model_nor_a_tensor_that_it_replaced_is_kept(ends):
+    module = model()
+    for _ in range(2):
+        ends.apply(module, ends.publish(some()))
+    old, gone = ref(module["square"]), ref(module)
+    replaced(module)
+    gc.collect()
+    assert old() is None
+    ends.apply(module, ends.publish(some()))
+    del module
+    gc.collect()
+    assert gone() is None
