@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer, open_run
-from trinity_events.rollouts import DispatchSettings, RolloutDispatcher
+from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
 from trinity_schemas import RunKeys, Sampling, StepRef
 
@@ -27,6 +27,8 @@ FINGERPRINT = "sha256:" + "1" * 64
 DEADLINE = 60.0
 PAUSE = 0.005
 """Seconds before a step whose overhead is measured, after which all processes wait again."""
+WARM_UP = 3
+"""Minimum steps before those that are measured: they open connections and load scripts."""
 GENERATION = 0.1
 """Seconds of a generation, where the explorers' idle share is measured."""
 GOAL = 0.020
@@ -164,16 +166,14 @@ async def steps(on: Stage, prompts: int, count: int, generation: float) -> Steps
                     process("benchmarks.instant_explorer", *command, home=on.folder)
                 )
             await dispatcher.dispatch(ahead, StepRef(epoch, 0))
-            warm_up = 3  # starts the explorers, opens connections and loads scripts
-            for step in range(1, warm_up):
-                await one_step(dispatcher, StepRef(epoch, step), prompts)
-            await client.delete(KEY)
+            first = await warm_up(dispatcher, epoch, prompts)
             before = await log.read(limit=10**6)
             seconds = []
             for step in range(count):
                 await anyio.sleep(0 if generation else PAUSE)
-                at = StepRef(epoch, warm_up + step)
-                seconds.append(await one_step(dispatcher, at, prompts))
+                began = time.perf_counter()
+                await one_step(dispatcher, StepRef(epoch, first + step), prompts)
+                seconds.append(time.perf_counter() - began)
             after = await log.read(limit=10**6)
         idle = [float(one) for one in await client.hvals(KEY)]
         await client.delete(*RunKeys.of(run_id))
@@ -182,14 +182,26 @@ async def steps(on: Stage, prompts: int, count: int, generation: float) -> Steps
     return Steps(seconds, median(idle), len(told) / count, size / count)
 
 
-async def one_step(dispatcher: RolloutDispatcher, at: StepRef, prompts: int) -> float:
-    """Return the seconds from the dispatch of a step's prompts to the freeing of its answers."""
-    began = time.perf_counter()
+async def warm_up(dispatcher: RolloutDispatcher, epoch: int, prompts: int) -> int:
+    """Take steps until each explorer has answered; return the number of the next step."""
+    explorers: set[str] = set()
+    step = 0
+    with anyio.fail_after(DEADLINE):
+        while step < WARM_UP or len(explorers) < EXPLORERS:
+            step += 1
+            groups = await one_step(dispatcher, StepRef(epoch, step), prompts)
+            explorers |= {group.experiences[0].explorer for group in groups}
+            await anyio.sleep(PAUSE)
+    return step + 1
+
+
+async def one_step(dispatcher: RolloutDispatcher, at: StepRef, prompts: int) -> list[Group]:
+    """Dispatch, take and train a step; return its groups."""
     await dispatcher.dispatch(prompts, StepRef(at.epoch, at.step - 1))
     groups = await dispatcher.take(prompts, deadline=DEADLINE)
     told: dict[str, Any] = {"metrics": {"loss": 0.5}, "staleness": {0: prompts * SAMPLES}}
     await dispatcher.trained(at.step, groups, **told)
-    return time.perf_counter() - began
+    return groups
 
 
 def settings(run_id: str, epoch: int, prompts: int) -> DispatchSettings:
