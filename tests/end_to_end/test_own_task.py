@@ -70,6 +70,39 @@ def test_a_users_model_questions_and_reward_are_trained_from_three_files(folder,
     assert summary["reward_first_third"] < 1.0
 
 
+REWARD_OF_TURNS = """
+def reward(question, answer):
+    tools = sum(message["role"] == "tool" for message in answer.messages)
+    return {"reward": float(tools), "score": float(tools)}
+"""
+ENVIRONMENT = """
+class Tool:
+    def reply(self, question, messages):
+        return f"turn {len(messages)}"
+"""
+ENGINE = """
+from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
+
+def make(options):
+    print("an engine of one's own", options.options, flush=True)
+    return HuggingFaceEngine.open(options)
+"""
+
+
+def test_episodes_with_tools_and_an_engine_of_ones_own_are_part_of_a_run(folder, home):
+    (folder / "reward.py").write_text(REWARD_OF_TURNS)
+    (folder / "tool.py").write_text(ENVIRONMENT)
+    (folder / "engine.py").write_text(ENGINE)
+    chosen = settings(environment="./tool.py:Tool")
+    chosen["rollouts"] |= {"max_turns": 2, "max_new_tokens": 64}
+    chosen["explorer"] |= {"engine": "./engine.py:make", "engine_options": {"max_batch": 7}}
+    chosen["steps"] = 2
+    done = run(folder, chosen, home)
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary = msgspec.json.decode(done.stdout.splitlines()[-1])
+    assert 0.0 < summary["score_first_third"] <= 1.0, "finished turns were answered by the tool"
+
+
 def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, home):
     (folder / "reward.py").write_text("def reward(question, answer):\n    return 1 / 0\n")
     done = run(folder, settings(), home)
