@@ -13,7 +13,7 @@ from ..errors import IncompatibleWeights
 from .compatibility import targets_of
 from .copy_plan import PlannedSlice, plan_copies
 from .deltas.apply import ModelDiffers, checked
-from .model_memory import ModelMemory
+from .model_memory import ModelMemory, distinct
 from .part_bytes import PartBytes
 from .pulled_version import Piece, PulledVersion, Selection, selected_slice, shares
 from .slices import Shape
@@ -143,16 +143,16 @@ def _note(
 ) -> None:
     """Remember the plan of a module, or forget the last one if this one cannot be used again."""
     _known.pop(module, None)
-    tensors = {id(tensor): tensor for tensor in targets.values()}
+    tensors = distinct(targets.values())
     full = all(manifest.base is None for manifest, _ in version.parts)
-    if full and plan.is_plain and all(map(is_plain, tensors.values())):
-        numbers = {key: number for number, key in enumerate(tensors)}
+    if full and plan.is_plain and all(map(is_plain, tensors)):
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         _known[module] = _KnownFit(
             entries=[manifest.tensors for manifest, _ in version.parts],
             subset=_is_subset(version),
             wanted=None if version.wanted is None else dict(version.wanted),
             copies=plan.copies,
-            memory=ModelMemory(module, list(tensors.values())),
+            memory=ModelMemory(module, tensors),
             changed=[numbers[id(tensor)] for tensor in plan.changed],
         )
 

@@ -25,7 +25,7 @@ class ModelMemory:
 
     Args:
         module: The module.
-        tensors: Tensors of the module whose memory matters, each once.
+        tensors: Tensors of the module whose memory matters, as of :func:`distinct`.
     """
 
     def __init__(self, module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
@@ -52,6 +52,11 @@ class ModelMemory:
         if not same_module or not self._form.fits(tensors):
             return None
         return tensors if _addresses(tensors) == self._addresses else None
+
+
+def distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each tensor once, although it may have several names."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _found(references: Sequence[ref[T]]) -> list[T] | None:

@@ -19,6 +19,7 @@ from trinity_schemas import WeightManifest
 from .compatibility import brought_twice, targets_of
 from .copy_plan import plan_copies
 from .copy_target import about_to_change, by_chunk, copy_targets
+from .model_memory import ModelMemory, distinct
 from .pulled_version import names_in
 from .tensors import address, copy_bytes, is_plain
 from .transports.base import PartRef, Take, Taker
@@ -58,6 +59,7 @@ class SpeculativeLoad:
         self._layout: _Layout | None = None
         self._targets: dict[str, torch.Tensor] = {}
         """Keep the memory alive that is written to, in case the module replaces its tensors."""
+        self._memory: ModelMemory | None = None
         self._plans: dict[int, dict[int, list[_Copy]]] = {}
         """Copies of each chunk, by rank."""
         self._fillings: dict[PartRef, _Filling] = {}
@@ -150,12 +152,15 @@ class SpeculativeLoad:
 
         If their memory has changed, the plans and the chunks written so far are dropped.
         """
+        if self._memory is not None and self._memory.unchanged(module) is not None:
+            return True
         targets = targets_of(module)
         if not all(map(is_plain, targets.values())):
             return False
         if not _lie_alike(targets, self._targets):
             self._targets = {name: target.detach() for name, target in targets.items()}
             self._plans, self._fillings = {}, {}
+        self._memory = ModelMemory(module, distinct(targets.values()))
         return True
 
     def _plan(self, rank: int) -> dict[int, list[_Copy]]:

@@ -61,6 +61,7 @@ from .summary import (
     FailedStep,
     LoggedMetrics,
     NewestCheckpoint,
+    RunFacts,
     summarize,
 )
 from .transport import chosen_transport
@@ -218,7 +219,18 @@ async def _summary(
     """Return the summary of the run, from its parts' results and its log."""
     config, options = job.config, job.options
     summed, metrics, failed = await _summarize_log(log, config)
+    facts = RunFacts(
+        seconds=time.monotonic() - job.began,
+        warm_up_steps=job.warm_up_steps,
+        reducer_restarts=job.reducer.restarts if job.reducer else 0,
+        transport=config.transport,
+        sharded=config.publishes_shards,
+        redis_url=redacted(config.redis_url),
+        checkpoint_folder=str(config.checkpoint_folder),
+        replay_command=_replay_command(options),
+    )
     return summarize(
+        facts,
         ending=Ending(
             outcome=outcome,
             error=None if error is None else cause_of(error),
@@ -231,14 +243,6 @@ async def _summary(
         metrics=job.training or metrics,
         exploration=job.exploration,
         log=summed,
-        seconds=time.monotonic() - job.began,
-        warm_up_steps=job.warm_up_steps,
-        reducer_restarts=job.reducer.restarts if job.reducer else 0,
-        transport=config.transport,
-        sharded=config.publishes_shards,
-        redis_url=redacted(config.redis_url),
-        checkpoint_folder=str(config.checkpoint_folder),
-        replay_command=_replay_command(options),
     )
 
 

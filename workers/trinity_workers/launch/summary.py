@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 from rich.table import Table
 from rich.text import Text
 
@@ -106,20 +106,26 @@ def thirds(values: Sequence[float]) -> tuple[float, float]:
     return (sum(first) / len(first), sum(last) / len(last)) if values else (0.0, 0.0)
 
 
+class RunFacts(Struct, frozen=True, kw_only=True):
+    """Facts of a run that the launcher knows; the summary has them under the same names."""
+
+    seconds: float
+    warm_up_steps: int
+    reducer_restarts: int
+    transport: str
+    sharded: bool
+    redis_url: str
+    checkpoint_folder: str
+    replay_command: str
+
+
 def summarize(
+    facts: RunFacts,
     *,
     ending: Ending,
     metrics: TrainingResult | LoggedMetrics,
     exploration: Sequence[ExplorationResult],
     log: RunSummary,
-    seconds: float,
-    warm_up_steps: int,
-    reducer_restarts: int,
-    transport: str,
-    sharded: bool,
-    redis_url: str,
-    checkpoint_folder: str,
-    replay_command: str,
 ) -> DemoSummary:
     """Put what the parts returned and what the log says together."""
     reward_first, reward_last = thirds(metrics.rewards)
@@ -129,8 +135,6 @@ def summarize(
         run_id=log.run_id,
         outcome=ending.outcome,
         error=ending.error,
-        seconds=seconds,
-        warm_up_steps=warm_up_steps,
         reward_first_third=reward_first,
         reward_last_third=reward_last,
         score_first_third=score_first,
@@ -139,16 +143,11 @@ def summarize(
         held_out_after=measured.accuracy_after if measured else None,
         staleness_mean=sum(metrics.staleness) / max(1, len(metrics.staleness)),
         training_seconds=metrics.seconds if isinstance(metrics, TrainingResult) else None,
-        reducer_restarts=reducer_restarts,
-        transport=transport,
-        sharded=sharded,
         log=log,
-        redis_url=redis_url,
-        checkpoint_folder=checkpoint_folder,
         failed_steps=ending.failed_steps,
         newest_checkpoint=ending.newest_checkpoint,
-        replay_command=replay_command,
         next_command=ending.next_command,
+        **structs.asdict(facts),
     )
 
 
