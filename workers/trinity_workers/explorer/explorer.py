@@ -18,7 +18,7 @@ from trinity_events.error_text import first_error, ungrouped
 from trinity_events.errors import DeadlineExceeded, StaleEpoch, TrinityError
 from trinity_events.rollouts import Claim, RolloutClient
 from trinity_events.server import connect
-from trinity_schemas import ExplorerStatus, ExplorerStatusChanged, Process
+from trinity_schemas import Experience, ExplorerStatus, ExplorerStatusChanged, Process
 
 from ..config import RunConfig
 from ..environments import EnvironmentProcesses
@@ -272,15 +272,15 @@ class Explorer:
 
     async def _answer(self, requests: RolloutClient, claims: Sequence[Claim]) -> None:
         """Answer requests; give those back that failed."""
-        answers = await self._episodes.answer_all([one.request for one in claims])
-        async with anyio.create_task_group() as tasks:
-            for claim, answer in zip(claims, answers, strict=True):
-                if isinstance(answer, TrinityError):
-                    logger.warning("%s: ordinal %d: %s", self.name, claim.request.ordinal, answer)
-                    tasks.start_soon(requests.fail, claim, str(answer))
-                else:
-                    self._groups += 1
-                    tasks.start_soon(requests.answer, claim, answer)
+        found = await self._episodes.answer_all([one.request for one in claims])
+        answers: list[tuple[Claim, list[Experience]]] = []
+        for claim, answer in zip(claims, found, strict=True):
+            if isinstance(answer, TrinityError):
+                logger.warning("%s: ordinal %d: %s", self.name, claim.request.ordinal, answer)
+                await requests.fail(claim, str(answer))
+            else:
+                answers.append((claim, answer))
+        self._groups += sum(await requests.answer_all(answers))
 
     async def _measure(self) -> float | None:
         count = self.config.explorer.held_out_questions
