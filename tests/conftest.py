@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Set
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,9 @@ pytest.register_assert_rewrite("tests.support")
 # A shell that runs the tests in the background has them ignore SIGINT, and what they start too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Threads of torch spin while they wait for one another: on a busy machine, for minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.markers import mark_by_needs  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
@@ -215,6 +219,13 @@ def make_synchronizer(publisher, redis_url, weights_url, run_id, where):
     yield synchronizer
     for one in made:
         one.close()
+
+
+def pytest_generate_tests(metafunc):
+    """Refuse a parametrize over a set: pytest-xdist's workers would order the tests differently."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        if isinstance(mark.args[1] if len(mark.args) > 1 else mark.kwargs["argvalues"], Set):
+            raise pytest.UsageError(f"{metafunc.function.__name__}: sort the set of its parameters")
 
 
 def pytest_collection_modifyitems(items):

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.event_histories import finished
 from tests.support.pipeline import announced, publish_steps, reducer_process, until
+from tests.support.redis_servers import servers
 from tests.support.waits import PATIENCE
 from trinity_events import replay
 from trinity_events.core import decode_state
@@ -30,6 +31,7 @@ from trinity_events.log.envelopes import EnvelopeFactory
 from trinity_events.reducer import reduce_all, reducer, run_supervisor
 from trinity_events.reducer.reducer import Reducer
 from trinity_events.replay import current_state, load_monitor
+from trinity_events.server import connect
 from trinity_schemas import (
     MAX_EVENT_BYTES,
     ContractError,
@@ -231,29 +233,29 @@ async def append_garbage(client, run_id):
         await RedisEventLog(client, run_id).append(payload)
 
 
-async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
-    redis_url, client, run_id
-):
-    bad, good = f"{run_id}-bad", f"{run_id}-good"
-    runs = {}
-    for one in (bad, good):
-        log = RedisEventLog(client, one)
-        runs[one] = AsyncPublisher(log, await open_run(client, one), new_producer("trainer"))
-    await append_garbage(client, bad)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: reduce_all(redis_url, run_id=None, root=None))
-        for step in (1, 2, 3):
-            await publish_steps(runs[good], [step])
-            await announced(RedisEventLog(client, good), step)
-        await publish_steps(runs[bad], [1])
-        await announced(RedisEventLog(client, bad), 1)
-        fences = [await client.get(RedisEventLog(client, one).keys.fence) for one in runs]
-        tasks.cancel_scope.cancel()
-    assert fences == [b"1", b"1"], "neither lost its lead"
-    assert (await current_state(RedisEventLog(client, bad))).dead_letters == FEW
-    for one in runs:
-        assert one in await list_runs(client)
-        await client.delete(RedisEventLog(client, one).keys.events)
+async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(tmp_path):
+    # Of a server of its own: of the session's, the reducer would serve the runs of all tests.
+    with servers(tmp_path, 1) as [server]:
+        async with connect(server.url) as client:
+            runs = {}
+            for one in ("bad", "good"):
+                log = RedisEventLog(client, one)
+                runs[one] = AsyncPublisher(
+                    log, await open_run(client, one), new_producer("trainer")
+                )
+            await append_garbage(client, "bad")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: reduce_all(server.url, run_id=None, root=None))
+                for step in (1, 2, 3):
+                    await publish_steps(runs["good"], [step])
+                    await announced(runs["good"].log, step)
+                await publish_steps(runs["bad"], [1])
+                await announced(runs["bad"].log, 1)
+                fences = [await client.get(one.log.keys.fence) for one in runs.values()]
+                tasks.cancel_scope.cancel()
+            assert fences == [b"1", b"1"], "neither lost its lead"
+            assert (await current_state(runs["bad"].log)).dead_letters == FEW
+            assert set(runs) <= set(await list_runs(client))
 
 
 async def test_a_reducer_that_folds_garbage_ends_when_it_is_asked_to(

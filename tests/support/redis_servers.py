@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from trinity_events.server import find_binary
 
 OLDEST = "TRINITY_OLDEST_SERVER"
 """Environment variable that names a redis-server of version 7.0, the oldest that is promised."""
+_PORTS = range(10_000, 32_768)
+"""Ports below those of clients (Linux: net.ipv4.ip_local_port_range)."""
 _PLACES = (Path(".oldest-server/redis-server"), Path("/usr/bin/redis-server"))
 
 
@@ -42,12 +45,18 @@ def _is_oldest(binary: Path) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now, no two of them the same."""
+    """Return different ports that are free now.
+
+    The system gives none of them to a client, so that a server finds its port free after an outage.
+    """
+    found: set[int] = set()
     with ExitStack() as listening:
-        found = [
-            listening.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [int(one.getsockname()[1]) for one in found]
+        while len(found) < count:
+            port = secrets.choice(_PORTS)
+            with suppress(OSError):  # it is taken
+                listening.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.add(port)
+    return list(found)
 
 
 class Server:

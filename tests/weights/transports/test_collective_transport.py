@@ -19,7 +19,7 @@ import redis
 import torch
 
 from tests.support import collective_processes as at
-from tests.support.collective_processes import TIMEOUT, TRAINERS, Places, Tiny
+from tests.support.collective_processes import TRAINERS, Places, Tiny
 from tests.support.gpu import GPU
 from tests.support.pipeline import reducer_task
 from tests.support.rank_processes import RankProcesses
@@ -273,7 +273,7 @@ def opened(places):
     made = []
 
     def make(role, rank=0, **but):
-        options = {"group_timeout": TIMEOUT, "transport": "collective", "chunk_bytes": 4096} | but
+        options = {"group_timeout": PATIENCE, "transport": "collective", "chunk_bytes": 4096} | but
         made.append(
             Synchronizer(
                 places.run_id,

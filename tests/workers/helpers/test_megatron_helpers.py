@@ -56,7 +56,8 @@ PIPELINE = ParallelLayout(pipeline=2)
 EXPERTS = ParallelLayout(expert=2)
 TRAINED = OptimizerOptions(learning_rate=3e-3)
 GROUP_TIMEOUT = timedelta(seconds=5)
-"""Of the group with the explorer."""
+"""Of the group with the explorer, where one of its ranks dies."""
+PATIENT = timedelta(seconds=PATIENCE)
 
 logger = logging.getLogger(__name__)
 
@@ -199,13 +200,13 @@ async def test_rank_0_failing_in_the_middle_of_a_stream_fails_all_and_the_next_o
 # --- a collective group -----------------------------------------------------------------------
 
 
-def broadcast(rank, place, shapes, dies_after=None):
+def broadcast(rank, place, shapes, timeout, dies_after=None):
     """Rank 0 of the trainer in a group with an explorer, which is this world's last rank."""
     group = None
     if rank.number in {0, 2}:
         store = dist.FileStore(str(place), 2)
         prefixed = dist.PrefixStore("update", store)
-        group = dist.ProcessGroupGloo(prefixed, rank.number // 2, 2, GROUP_TIMEOUT)
+        group = dist.ProcessGroupGloo(prefixed, rank.number // 2, 2, timeout)
     if rank.number < 2:
         return megatron_sync_weight_nccl(rank.held.engine, group)
     received = []
@@ -228,7 +229,7 @@ def broadcasts(ranks, *calls):
 def test_a_broadcast_brings_every_tensor_in_the_streams_order(engine_ranks, tmp_path):
     ranks = engine_ranks("qwen3", 2, TENSOR)
     exported = ranks(at.full_weights)[0]
-    call = (broadcast, tmp_path / "store", [value.shape for value in exported.values()])
+    call = (broadcast, tmp_path / "store", [value.shape for value in exported.values()], PATIENT)
     first, second, received = broadcasts(ranks, call, call, call)
     assert first is None and second is None
     for (key, value), tensor in zip(exported.items(), received, strict=True):
@@ -411,7 +412,7 @@ def test_a_rank_killed_in_a_broadcast_fails_the_other_and_the_explorer(
 ):
     ranks = mortal_ranks("qwen3", 2, TENSOR)
     shapes = [value.shape for value in ranks(at.full_weights)[0].values()]
-    call = (broadcast, tmp_path / "store", shapes)
+    call = (broadcast, tmp_path / "store", shapes, GROUP_TIMEOUT)
     deadly = (die_or, dies, 5, *call)
     answers = broadcasts(ranks, deadly, deadly, call)
     assert isinstance(answers[dies], ProcessLookupError)
@@ -424,7 +425,7 @@ def test_an_explorer_killed_in_a_broadcast_fails_all_ranks_after_the_gathers(
 ):
     ranks = mortal_ranks("qwen3", 2, TENSOR)
     shapes = [value.shape for value in ranks(at.full_weights)[0].values()]
-    call = (broadcast, tmp_path / "store", shapes)
+    call = (broadcast, tmp_path / "store", shapes, GROUP_TIMEOUT)
     own, peers, gone = broadcasts(ranks, call, call, (*call, 2))
     assert isinstance(gone, ProcessLookupError)
     assert isinstance(own, CollectiveBroken)
