@@ -9,13 +9,18 @@ SIZE_BY_INDEX = With torch's build for CPUs, 0.5 GB are downloaded and 1.8 GB in
 SIZE_OF_PIPS = On Linux 3 GB are downloaded, most of it CUDA; without: make setup TORCH_INDEX=URL
 VENV := .venv
 BIN := $(VENV)/bin
+# Workers of pytest-xdist. Tests wait more than they compute: four workers keep two cores busy.
+WORKERS ?= 4
+SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal -m "not processes and not ray and not megatron"
+# Bytecode is written whatever the environment says: tests start hundreds of processes and the workers.
+export PYTHONDONTWRITEBYTECODE :=
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
 # The release of TRL whose losses ours are compared with, in the same environments.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test lowest oldest-server bench chaos crash simulate verl base-install schemas docs picture \
-	lint format clean
+.PHONY: setup demo test check slowest lowest oldest-server bench chaos crash simulate verl base-install \
+	schemas docs picture lint format clean
 
 setup: $(VENV)/installed
 
@@ -33,9 +38,13 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
+# The slowest fifty tests, for the table in CONTRIBUTING.md. It runs them all.
+slowest: setup
+	$(BIN)/pytest -q --durations=0 | $(BIN)/python -m tests.support.slowest
+
 # Linters, types and every test without other processes: before each commit.
 check: lint
-	$(BIN)/pytest -q -m "not processes and not ray and not megatron" --ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
+	$(BIN)/pytest -q $(SIDE_BY_SIDE) --ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
 
 # The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
 oldest-server:

@@ -108,7 +108,10 @@ async def test_a_process_that_dies_with_more_than_an_event_can_tell_is_expired(
     async with reducer_task(redis_url, run_id):
         await until(partial(_all_expired, log, many))
     said = [one.event for one in await events_of(log, LeaseExpired)]
-    assert [len(one.attempts) for one in said] == [*[EXPIRED_AT_ONCE] * 4, 1]
+    # The leader may see the first of them expired before it has folded them all.
+    assert len({one.save_id for event in said for one in event.attempts}) == many
+    assert sum(len(one.attempts) for one in said) == many
+    assert max(len(one.attempts) for one in said) <= EXPIRED_AT_ONCE
     assert (await current_state(log)).attempts == {}
 
 
