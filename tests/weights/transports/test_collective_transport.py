@@ -256,7 +256,7 @@ async def test_a_trainers_rank_that_is_killed_midway_leaves_explorers_whole_and_
     for found in await off(run.ask, run.explorers, at.apply, first):
         assert_equal(found, expected())
     # Another trainer takes over, and the explorers find it by themselves.
-    successor = opened("trainer", group_timeout=run.places.timeout)
+    successor = opened("trainer")
     names = await off(successor.setup_weight_sync_group, 2, 30)
     assert sorted(names) == ["explorer-0", "explorer-1"]
     newer = await off(sent, successor, 3, Tiny(seed=9).named_parameters())
