@@ -9,10 +9,10 @@ SIZE_BY_INDEX = With torch's build for CPUs, 0.5 GB are downloaded and 1.8 GB in
 SIZE_OF_PIPS = On Linux 3 GB are downloaded, most of it CUDA; without: make setup TORCH_INDEX=URL
 VENV := .venv
 BIN := $(VENV)/bin
-# Workers of pytest-xdist. Tests wait more than they compute: four workers keep two cores busy.
-WORKERS ?= 4
-SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal -m "not processes and not ray and not megatron"
-# Bytecode is written whatever the environment says: tests start hundreds of processes and the workers.
+# Workers of pytest-xdist for make check; 0 runs one test at a time. Tests wait more than they compute:
+# four workers keep two cores busy.
+WORKERS ?= 0
+# Bytecode is written whatever the environment says: tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
@@ -44,7 +44,8 @@ slowest: setup
 
 # Linters, types and every test without other processes: before each commit.
 check: lint
-	$(BIN)/pytest -q $(SIDE_BY_SIDE) --ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not processes and not ray and not megatron" \
+		--ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
 
 # The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
 oldest-server:

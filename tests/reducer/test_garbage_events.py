@@ -29,6 +29,7 @@ from trinity_events.log import (
 )
 from trinity_events.log.envelopes import EnvelopeFactory
 from trinity_events.reducer import reduce_all, reducer, run_supervisor
+from trinity_events.reducer.leader import Leader
 from trinity_events.reducer.reducer import Reducer
 from trinity_events.replay import current_state, load_monitor
 from trinity_events.server import connect
@@ -233,7 +234,11 @@ async def append_garbage(client, run_id):
         await RedisEventLog(client, run_id).append(payload)
 
 
-async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(tmp_path):
+async def test_garbage_of_one_run_does_not_hold_up_another_of_the_same_reducer(
+    tmp_path, monkeypatch
+):
+    # The garbage takes two seconds alone, and more than a lease of three on a busy machine.
+    monkeypatch.setattr(Leader.__init__, "__defaults__", (15.0,))
     # Of a server of its own: of the session's, the reducer would serve the runs of all tests.
     with servers(tmp_path, 1) as [server]:
         async with connect(server.url) as client:
