@@ -12,8 +12,6 @@ BIN := $(VENV)/bin
 # Workers of pytest-xdist for make check; 0 runs one test at a time. Tests wait more than they compute:
 # four workers keep two cores busy.
 WORKERS ?= 0
-# Bytecode is written whatever the environment says: tests start hundreds of processes.
-export PYTHONDONTWRITEBYTECODE :=
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
 # The release of TRL whose losses ours are compared with, in the same environments.

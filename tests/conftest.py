@@ -21,10 +21,6 @@ pytest.register_assert_rewrite("tests.support")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Threads of torch spin while they wait for one another: on a busy machine, for minutes.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 from tests.support.markers import mark_by_needs  # noqa: E402
 from tests.support.pipeline import reducer_task  # noqa: E402
 from tests.support.rank_processes import RankProcesses  # noqa: E402
