@@ -36,7 +36,7 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
-# The slowest fifty tests, for the table in CONTRIBUTING.md. It runs them all.
+# The slowest fifty tests. It runs them all.
 slowest: setup
 	$(BIN)/pytest -q --durations=0 | $(BIN)/python -m tests.support.slowest
 
