@@ -17,10 +17,13 @@ _WARM_UP_STEPS = 400
 def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
     """Warm up the policy for a folder once, and train it as the trainer does by default."""
     from trinity_schemas import RolloutRequest, StepRef
+    from trinity_workers.algorithms.collate import collate
+    from trinity_workers.algorithms.prepare import prepare
+    from trinity_workers.algorithms.update import policy_update
     from trinity_workers.config import TrainConfig, TrainerConfig
     from trinity_workers.episodes import Episodes
     from trinity_workers.launch.warm_up import warm_up
-    from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs
+    from trinity_workers.learning.logprobs import response_logprobs
     from trinity_workers.learning.policy import create_policy, load_policy
     from trinity_workers.rewards import TaskRewards
     from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
@@ -65,11 +68,12 @@ def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
         ]
         model.train(False)
         groups = [one for one in anyio.run(episodes.answer_all, requests) if isinstance(one, list)]
-        batch = collate(groups, tokenizer.pad_token_id)
+        algorithm = settings.algorithm_of_step
+        batch, _ = prepare(collate(groups, tokenizer.pad_token_id), algorithm)
         model.train()
-        loss, _ = grpo_loss(response_logprobs(model, batch), batch, clip=settings.trainer.clip)
+        update = policy_update(batch, response_logprobs(model, batch), algorithm)
         optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss / batch.token_count)
+        torch.autograd.backward(update.loss(update.denominator))
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.trainer.gradient_norm)
         optimizer.step()
         ramp.step()

@@ -23,6 +23,8 @@ from transformers import (
 from tests.support.experiences import group
 from tests.support.rank_processes import Rank
 from tests.support.tensors import identical
+from trinity_workers.algorithms.batch import Batch
+from trinity_workers.algorithms.collate import collate
 from trinity_workers.engines.megatron import (
     MegatronEngine,
     ModelOptions,
@@ -31,7 +33,6 @@ from trinity_workers.engines.megatron import (
     leave,
 )
 from trinity_workers.engines.megatron.layout import join as join_layout
-from trinity_workers.learning.grpo import Batch, collate
 from trinity_workers.learning.policy import isolated_rng
 
 SIZES = {
@@ -100,10 +101,11 @@ def unpadded(tokens: torch.Tensor) -> Batch:
     return Batch(
         input_ids=tokens,
         attention_mask=torch.ones_like(tokens),
-        position_ids=torch.arange(columns).expand_as(tokens),
+        position_ids=torch.arange(columns).repeat(rows, 1),
         response_mask=torch.ones(rows, columns - 1, dtype=torch.bool),
-        advantages=torch.ones(rows),
-        old_logprobs=torch.zeros(rows, columns - 1),
+        groups=torch.arange(rows),
+        rewards=torch.ones(rows),
+        finished=torch.ones(rows, dtype=torch.bool),
     )
 
 

@@ -26,6 +26,13 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the sum of a tensor over all ranks of the group. Collective."""
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on every rank of the group if the block fails on any.

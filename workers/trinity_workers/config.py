@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, structs
 
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.errors import TrinityError
 from trinity_schemas import Sampling, SaveStrategy
+
+from .algorithms.settings import AlgorithmConfig
+from .algorithms.settings import contradictions as algorithm_contradictions
+from .section import Section
 
 EngineName = Literal["fsdp", "megatron"]
 # Transports of the Synchronizer that a run can choose; an import from there would load torch.
@@ -28,10 +32,6 @@ Cpus = Annotated[float, Meta(gt=0)]
 
 class BadSettings(TrinityError):
     """Raised if a run's settings, from the user or from the log, are invalid."""
-
-
-class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts of a configuration: they refuse unknown names."""
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class TaskConfig(Section, frozen=True, kw_only=True):
     Null ends each episode after the policy's first turn."""
     environment_deadline: Seconds = 30.0
     """Seconds that one reply of the environment may take; its process is ended after them."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the task by name."""
 
 
@@ -90,8 +90,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Steps in which the learning rate rises from 0 to its value."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
-    clip: Annotated[float, Meta(gt=0)] = 0.2
-    """Distance from 1 to which GRPO clips the ratio of probabilities."""
 
 
 class ExplorerConfig(Section, frozen=True, kw_only=True):
@@ -101,7 +99,7 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     """Explorer processes that the run starts with; others may come and go."""
     engine: str = "huggingface"
     """Rollout engine: `huggingface`, an entry point, `module:attribute`, `./file.py:attribute`."""
-    engine_options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the rollout engine by name."""
     deterministic: bool = False
     """Generate each prompt's samples by themselves, so that they depend on no other prompt and on
@@ -192,6 +190,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     sync: SyncConfig = SyncConfig()
@@ -204,6 +203,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """
         newest_possible = (step - 1) // self.sync.interval
         return max(0, newest_possible - self.sync.max_staleness) * self.sync.interval
+
+    @property
+    def algorithm_of_step(self) -> AlgorithmConfig:
+        """Return the algorithm with the run's limit of tokens where it has none of its own."""
+        return self.algorithm.with_limit(self.rollouts.max_new_tokens)
 
     @property
     def prompts_in_flight(self) -> int:
@@ -329,6 +333,7 @@ def contradictions(
             f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
             f"({tensor} times {pipeline}): choose {ranks} as a multiple",
         )
+    yield from _of_the_algorithm(config, named)
     if config.window < config.prompts_in_flight:
         yield (
             ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),
@@ -356,6 +361,58 @@ def contradictions(
             ("sync.transport", "sync.full_every"),
             f"a collective group is sent full tensors, and {named('sync.full_every')} asks for "
             f"deltas: leave that out, or choose another {transport}",
+        )
+
+
+def _of_the_algorithm(
+    config: TrainConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    refused = list(_beyond_the_trainer(config, named))
+    yield from refused
+    told = {path for paths, _ in refused for path in paths}
+    found = algorithm_contradictions(
+        config.algorithm,
+        lambda path: named(f"algorithm.{path}"),
+        config.rollouts.samples_per_prompt,
+    )
+    for inner, said in found:
+        paths = tuple(f"algorithm.{path}" for path in inner)
+        if not told.intersection(paths):
+            yield paths, said
+
+
+def _beyond_the_trainer(
+    config: TrainConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what an own loop can compute, and this trainer cannot."""
+    algorithm, engine = config.algorithm, named("trainer.engine")
+    advantage, use = named("algorithm.advantage"), named("algorithm.critic.use")
+    if algorithm.critic.use or algorithm.advantage == "gae":
+        yield (
+            ("algorithm.advantage", "algorithm.critic.use"),
+            f"no critic is trained yet: set {use} false, and {advantage} another than gae",
+        )
+    if algorithm.advantage == "teacher" or algorithm.loss == "divergence":
+        loss = named("algorithm.loss")
+        yield (
+            ("algorithm.advantage", "algorithm.loss"),
+            f"no teacher is asked yet: set {advantage} another than teacher, and {loss} another "
+            "than divergence",
+        )
+    if config.trainer.engine != "megatron":
+        return
+    coefficient = named("algorithm.kl.coefficient")
+    if algorithm.kl.coefficient:
+        yield (
+            ("trainer.engine", "algorithm.kl.coefficient"),
+            f"{engine} megatron holds no reference policy yet: set {coefficient} 0, or {engine} "
+            "fsdp",
+        )
+    if algorithm.entropy_coefficient:
+        yield (
+            ("trainer.engine", "algorithm.entropy_coefficient"),
+            f"{engine} megatron computes no entropy yet: set "
+            f"{named('algorithm.entropy_coefficient')} 0, or {engine} fsdp",
         )
 
 

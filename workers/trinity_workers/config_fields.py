@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import math
+import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -13,7 +14,6 @@ import msgspec
 from msgspec import Struct
 from msgspec import inspect as types
 
-from . import config
 from .config import TrainConfig
 
 
@@ -64,12 +64,8 @@ class Field(NamedTuple):
 
 @cache
 def sections() -> dict[str, type[Struct]]:
-    """Return the configuration's sections by name, in order."""
-    return {
-        one.name: one.type.cls
-        for one in _fields_of(TrainConfig)
-        if isinstance(one.type, types.StructType)
-    }
+    """Return the configuration's sections by path, such as ``algorithm.kl``, in order."""
+    return dict(_sections_of(TrainConfig, ""))
 
 
 @cache
@@ -81,8 +77,15 @@ def fields() -> dict[str, Field]:
     return {one.path: one for one in found}
 
 
+def _sections_of(struct: type[Struct], prefix: str) -> Iterator[tuple[str, type[Struct]]]:
+    for one in _fields_of(struct):
+        if isinstance(one.type, types.StructType):
+            yield prefix + one.name, one.type.cls
+            yield from _sections_of(one.type.cls, f"{prefix}{one.name}.")
+
+
 def _read(struct: type[Struct], prefix: str) -> list[Field]:
-    meanings = _meanings()[struct.__name__]
+    meanings = _meanings(struct.__module__)[struct.__name__]
     defaults = struct()
     return [
         Field(prefix + one.name, one.type, getattr(defaults, one.name), meanings[one.name])
@@ -114,9 +117,9 @@ def _annotation(path: str) -> Any:
 
 
 @cache
-def _meanings() -> dict[str, dict[str, str]]:
-    """Docstrings of the attributes of each class, which follow them in the source."""
-    tree = ast.parse(Path(inspect.getfile(config)).read_text())
+def _meanings(module: str) -> dict[str, dict[str, str]]:
+    """Docstrings of the attributes of each class, which follow them in the module's source."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
     found: dict[str, dict[str, str]] = {}
     for struct in (one for one in tree.body if isinstance(one, ast.ClassDef)):
         found[struct.name] = {
@@ -146,6 +149,8 @@ def _allowed(kind: types.Type) -> str:
 def _bounds(kind: types.IntType | types.FloatType) -> str:
     if kind.le is not None:
         return f" from {kind.ge} to {kind.le}"
+    if kind.lt is not None:
+        return f" from {kind.ge} to below {kind.lt:g}"
     if kind.gt is not None:
         return f" above {kind.gt:g}"
     return "" if kind.ge is None else f" of at least {kind.ge}"

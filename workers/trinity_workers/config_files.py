@@ -15,6 +15,8 @@ from msgspec import Struct, field
 
 from trinity_events.open_folder import OpenFolder
 
+from .algorithms.errors import AlgorithmError
+from .algorithms.settings import merged, preset_values
 from .config import BadSettings, TrainConfig, contradictions
 from .config_fields import fields, sections
 from .tasks import absolute
@@ -25,7 +27,7 @@ _FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 _PATHS = ("model.path", "checkpoints.root")
 _SOURCES = (
     *("task.name", "task.questions", "task.reward", "task.environment"),
-    "explorer.engine",
+    *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
 )
 
 
@@ -116,15 +118,18 @@ class _Reader:
         if not isinstance(found, Mapping):
             self._problems.append(f"{self._file}: the file holds {_shown(found)}, not sections")
             return
+        self._read_section("", found)
+
+    def _read_section(self, prefix: str, found: Mapping[Any, Any]) -> None:
         for name, value in found.items():
-            if name not in sections():
-                self._take(str(name), value, str(self._file), self._file.parent)
+            path = f"{prefix}{name}"
+            if path not in sections():
+                self._take(path, value, str(self._file), self._file.parent)
             elif isinstance(value, Mapping):
-                for inner, one in value.items():
-                    self._take(f"{name}.{inner}", one, str(self._file), self._file.parent)
+                self._read_section(f"{path}.", value)
             elif value is not None:
                 self._problems.append(
-                    f"{self._file}: {name} is {_shown(value)}, but it is a section: write its "
+                    f"{self._file}: {path} is {_shown(value)}, but it is a section: write its "
                     "fields below it"
                 )
 
@@ -153,15 +158,34 @@ class _Reader:
 
     def finished(self, named: Callable[[str], str], prefix: str) -> Reading:
         """Return the configuration, after the checks that concern several fields."""
-        nested: dict[str, Any] = {}
-        for path, value in self._values.items():
-            section, _, name = path.rpartition(".")
-            (nested.setdefault(section, {}) if section else nested)[name] = value
-        config = msgspec.convert(nested, TrainConfig)
+        config = msgspec.convert(self._over_preset(_nested(self._values), prefix), TrainConfig)
         for paths, said in contradictions(config, named):
             if not self._wrong.intersection(paths):
                 self._problems.append(prefix + said)
         return Reading(config, self._problems)
+
+    def _over_preset(self, values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the values laid over those of the preset that they name."""
+        algorithm = values.get("algorithm", {})
+        if (preset := algorithm.get("preset")) is None:
+            return values
+        try:
+            return values | {"algorithm": merged(preset_values(preset), algorithm)}
+        except AlgorithmError as error:
+            self._problems.append(f"{prefix}algorithm.preset: {error}")
+            return values
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by path as sections in one another."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        *names, last = path.split(".")
+        section = found
+        for name in names:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return found
 
 
 def _decoded(path: Path) -> Any:
@@ -251,7 +275,7 @@ def _nearest(path: str) -> str:
         close = [names[one] for one in difflib.get_close_matches(last, names, 1, cutoff=0.6)]
     if close:
         return f": is {close[0]} meant?"
-    return f": the sections are {', '.join(sections())}"
+    return f": the sections are {', '.join(one for one in sections() if '.' not in one)}"
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
-from trinity_workers.learning.grpo import response_logprobs  # noqa: E402
+from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 
 STEPS = 20
 TOLERANCE = 1e-4

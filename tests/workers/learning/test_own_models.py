@@ -22,7 +22,7 @@ from trinity_schemas import Experience, RolloutRequest, Sampling  # noqa: E402
 from trinity_workers.engines import FSDPEngine  # noqa: E402
 from trinity_workers.episodes import Episodes  # noqa: E402
 from trinity_workers.helpers import PublishShards, fsdp_upload_state_dict  # noqa: E402
-from trinity_workers.learning.grpo import collate, grpo_loss, response_logprobs  # noqa: E402
+from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import BadPolicy, load_policy  # noqa: E402
 from trinity_workers.rewards import Rewarded  # noqa: E402
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
@@ -93,7 +93,7 @@ async def test_a_model_answers_questions_of_text_and_of_chat_messages(folder, dt
     with torch.no_grad():
         logprobs = response_logprobs(model, batch)
     near = 1e-4 if dtype == "float32" else 0.1
-    torch.testing.assert_close(logprobs, batch.old_logprobs, atol=near, rtol=0.0)
+    torch.testing.assert_close(logprobs, batch.behaviour_logprobs, atol=near, rtol=0.0)
 
 
 @pytest.fixture
@@ -115,8 +115,9 @@ def train_and_publish(
     engine = FSDPEngine(where.model_folder, device=torch.device("cpu"), learning_rate=1e-2)
     engine.module.train()
     batch = collate([groups[rank.number]], engine.tokenizer.pad_token_id)
-    loss, _ = grpo_loss(response_logprobs(engine.module, batch), batch)
-    engine.optimizer_step(loss / batch.token_count)
+    batch, _ = prepare(batch, AlgorithmConfig())
+    update = policy_update(batch, response_logprobs(engine.module, batch), AlgorithmConfig())
+    engine.optimizer_step(update.loss(update.denominator))
     synchronizer = Synchronizer(
         where.run_id,
         where.epoch,

@@ -10,7 +10,7 @@ import torch
 
 from trinity_schemas import Experience
 
-from .batch import Batch
+from .batch import NO_GROUP, Batch
 
 
 class _Row(NamedTuple):
@@ -58,6 +58,20 @@ def collate(groups: Sequence[Sequence[Experience]], pad_token_id: int) -> Batch:
         behaviour_logprobs=torch.tensor(
             [response_of(row.logprobs) for _, row in episodes], dtype=torch.float32
         ),
+    )
+
+
+def padding_row(pad_token_id: int) -> Batch:
+    """Return a batch of one padding row, for a rank that got no episodes."""
+    return Batch(
+        input_ids=torch.full((1, 2), pad_token_id),
+        attention_mask=torch.tensor([[1, 0]]),
+        position_ids=torch.zeros(1, 2, dtype=torch.int64),
+        response_mask=torch.tensor([[False]]),
+        groups=torch.tensor([NO_GROUP]),
+        rewards=torch.zeros(1),
+        finished=torch.tensor([True]),
+        behaviour_logprobs=torch.zeros(1, 1),
     )
 
 

@@ -7,8 +7,9 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, structs
 
+from ..section import Section
 from .errors import AlgorithmError
 from .registry import ADVANTAGES, POLICY_LOSSES, find_advantage, find_policy_loss
 
@@ -19,10 +20,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 Normalisation = Literal["token-mean", "sequence-mean", "sequence-mean-token-sum", "constant"]
 Scale = Literal["group", "batch", "none"]
-
-
-class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts of the settings: they refuse unknown names."""
 
 
 class KLConfig(Section, frozen=True, kw_only=True):
@@ -127,7 +124,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     filters: FiltersConfig = FiltersConfig()
     overlong: OverlongConfig = OverlongConfig()
     critic: CriticConfig = CriticConfig()
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options for an advantage or a loss of your own."""
 
     @property

@@ -150,6 +150,15 @@ class FSDPEngine:
         return resharded_model(models, self.module), training
 
 
+def frozen_policy(folder: Path, *, device: torch.device, dtype: str = "float32") -> Any:
+    """Return the folder's policy without gradients, sharded as the engine's. Collective."""
+    from ..learning.policy import load_policy
+
+    model, _ = load_policy(folder, dtype)
+    model.requires_grad_(False)
+    return _shard(model, device, getattr(torch, dtype)).eval()
+
+
 def shard_name(what: str) -> str:
     """Return the file name of this rank's shard, in veRL's convention."""
     return shard_file(Path(), what, dist.get_world_size(), dist.get_rank()).name

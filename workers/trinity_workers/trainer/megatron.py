@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import operator
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
-from ..collectives import together
+from ..algorithms.aggregation import loss_denominator
+from ..algorithms.batch import Batch
+from ..algorithms.prepare import prepare
+from ..algorithms.update import Update, policy_update
+from ..collectives import all_reduced, gather_bytes, together
 from ..engines.megatron import (
     MegatronEngine,
     ModelOptions,
@@ -28,7 +34,6 @@ from ..helpers.megatron import (
     megatron_upload_state_dict,
     save_as_one,
 )
-from ..learning.grpo import Batch, grpo_loss
 from .background_saves import BackgroundSaves
 from .worker import TrainWorker
 
@@ -172,33 +177,36 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             seed=config.seed,
         )
 
-    def _learn(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
+    def _learn(self, batch: Batch) -> dict[str, float]:
         from megatron.core import parallel_state as state
 
-        replicas = state.get_data_parallel_group()
-        tokens = torch.tensor(float(batch.token_count), device=self._device)
-        dist.all_reduce(tokens, group=replicas)
-        count = float(tokens)
+        settings, replicas = self._settings, state.get_data_parallel_group()
+        summed = partial(all_reduced, group=replicas)
+        batch, means = prepare(batch, settings, summed)
+        mask = batch.response_mask
+        count, tokens = summed(torch.stack([loss_denominator(mask, settings), mask.sum().double()]))
 
-        def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, dict[str, float]]:
-            loss_sum, metrics = grpo_loss(logprobs, part, clip=self._config.trainer.clip)
-            metrics["loss_sum"] = float(loss_sum.detach())
-            # Megatron averages gradients over replicas; the loss is a mean over all their tokens.
-            return loss_sum * (replicas.size() / count), metrics
+        def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, Update]:
+            # A step has one update: the policy before it is the current one.
+            part = replace(part, proximal_logprobs=logprobs.detach())
+            update = policy_update(part, logprobs, settings)
+            # Megatron averages gradients over replicas.
+            value = update.loss(count, replicas.size())
+            return value, update._replace(loss_sum=update.loss_sum.detach())
 
         parts, norm = self._engine.train_batch(
             batch, loss, temperature=self._config.rollouts.temperature
         )
-        sums = torch.tensor(
-            [
-                sum(one["loss_sum"] for one in parts),
-                sum(one["approx_kl"] * one["tokens"] for one in parts),
-                sum(one["clip_fraction"] * one["tokens"] for one in parts),
-            ],
-            dtype=torch.float32,  # where there are no parts, the sums are whole numbers
-            device=self._device,
-        )
-        dist.all_reduce(sums, group=replicas)
+        found: dict[str, float] = {}
+        if parts:
+            updates = reduce(operator.add, (one.metrics for one in parts))
+            total = summed(torch.stack([one.loss_sum.double() for one in parts]).sum())
+            found = (means + updates).reduced(summed).values()
+            found["loss"] = float(total / count.clamp(min=1.0))
         # The last stage alone has the loss, and the last rank is one of it.
-        dist.broadcast(sums, src=dist.get_world_size() - 1)
-        return sums, tokens, norm
+        told = gather_bytes(msgspec.json.encode(found))[-1]
+        return {
+            **msgspec.json.decode(told, type=dict[str, float]),
+            "gradient_norm": norm,
+            "response_tokens": float(tokens),
+        }

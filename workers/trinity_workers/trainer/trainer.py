@@ -33,6 +33,7 @@ from trinity_schemas import (
     TrainerStatusChanged,
 )
 
+from ..algorithms.filters import is_informative
 from ..beside import beside
 from ..config import RunConfig
 from ..user_task import task_of
@@ -186,8 +187,10 @@ class Trainer:
         config = self.config
         oldest = config.version_wanted(step)
 
-        def usable(group: Group) -> bool:
-            return min(one.oldest_version.step for one in group.experiences) >= oldest
+        def usable(group: Group) -> bool | str:
+            if min(one.oldest_version.step for one in group.experiences) < oldest:
+                return False
+            return is_informative(group.experiences, config.algorithm.filters) or "filtered"
 
         async with self._resends.allowed() if self._sends else nullcontext():
             return await self._dispatcher.take(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import Experience, Process
 
-from ..collectives import together
+from ..algorithms.batch import Batch
+from ..algorithms.collate import collate, padding_row
+from ..algorithms.prepare import prepare
+from ..algorithms.update import policy_update
+from ..collectives import all_reduced, together
 from ..config import RunConfig
 from ..engines import FSDPEngine
-from ..engines.fsdp import shard_name
+from ..engines.fsdp import frozen_policy, shard_name
 from ..engines.state_files import write_state
 from ..helpers import (
     fsdp_save_state_dict,
@@ -32,7 +37,7 @@ from ..helpers import (
     fsdp_upload_state_dict,
     strategy_for,
 )
-from ..learning.grpo import Batch, collate, grpo_loss, response_logprobs
+from ..learning.logprobs import response_logprobs, response_statistics
 from ..network import meet_through
 from ..placement import threads
 
@@ -56,6 +61,7 @@ class TrainWorker:
         self._config = config
         self._rank = rank
         self._device = compute_device(own_gpu)
+        self._settings = config.algorithm_of_step
         self._timeout = timedelta(seconds=config.sync.timeout)
         self._store: TCPStore | None = None
 
@@ -115,6 +121,10 @@ class TrainWorker:
             gradient_norm=self._config.trainer.gradient_norm,
         )
         engine.module.train()
+        if "reference_logprobs" in self._settings.needed_fields:
+            self._reference = frozen_policy(
+                self._config.model_folder, device=self._device, dtype=self._config.model.dtype
+            )
         return engine
 
     def load_checkpoint(self, local_path: str) -> None:
@@ -126,39 +136,38 @@ class TrainWorker:
         return self._rank, self._config.trainer.ranks
 
     def train_step(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
-        """One GRPO step on this rank's groups; metrics are of all ranks."""
-        with together():  # a rank without groups, or with bad ones, must not leave the others
-            batch = collate(groups, self._engine.tokenizer.pad_token_id).to(self._device)
-        sums, tokens, norm = self._learn(batch)
-        loss, kl, clipped = (sums / tokens).tolist()
+        """Take one step on this rank's groups; metrics are of all ranks."""
+        padding = self._engine.tokenizer.pad_token_id
+        with together():  # a rank with bad groups must not leave the others
+            batch = collate(groups, padding) if groups else padding_row(padding)
+        return self._learn(batch.to(self._device))
+
+    def _learn(self, batch: Batch) -> dict[str, float]:
+        """Take one optimizer step on this rank's batch; return the metrics of all ranks."""
+        settings, temperature = self._settings, self._config.rollouts.temperature
+        if "reference_logprobs" in settings.needed_fields:
+            with torch.no_grad():
+                reference = response_logprobs(self._reference, batch, temperature)
+            batch = replace(batch, reference_logprobs=reference)
+        current = response_statistics(
+            self._engine.module, batch, temperature, entropy=settings.entropy_coefficient > 0
+        )
+        # A step has one update: the policy before it is the current one.
+        batch = replace(batch, proximal_logprobs=current.logprobs.detach())
+        batch, means = prepare(batch, settings, all_reduced)
+        with together():  # a loss of the user's may fail on one rank
+            update = policy_update(batch, current.logprobs, settings, entropy=current.entropy)
+        count = all_reduced(update.denominator)
+        # FSDP averages gradients over ranks.
+        norm = self._engine.optimizer_step(update.loss(count, dist.get_world_size()))
+        sums = torch.stack([update.loss_sum.detach().double(), batch.response_mask.sum().double()])
+        loss, tokens = all_reduced(sums)
         return {
-            "loss": loss,
-            "approx_kl": kl,
-            "clip_fraction": clipped,
+            **(means + update.metrics).reduced(all_reduced).values(),
+            "loss": float(loss / count.clamp(min=1.0)),
             "gradient_norm": norm,
             "response_tokens": float(tokens),
         }
-
-    def _learn(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """One optimizer step on this rank's batch.
-
-        Returns:
-            Sums of loss, KL estimate and clipped tokens [3], the number of response tokens they
-            are of (0-dim), both over all ranks, and the gradient norm before clipping.
-        """
-        logprobs = response_logprobs(self._engine.module, batch, self._config.rollouts.temperature)
-        loss_sum, metrics = grpo_loss(logprobs, batch, clip=self._config.trainer.clip)
-        tokens = torch.tensor(float(batch.token_count), device=self._device)
-        dist.all_reduce(tokens)
-        # FSDP averages gradients over ranks; the loss is a mean over all ranks' tokens.
-        norm = self._engine.optimizer_step(loss_sum * (dist.get_world_size() / tokens))
-        own = batch.token_count
-        sums = torch.tensor(
-            [float(loss_sum.detach()), metrics["approx_kl"] * own, metrics["clip_fraction"] * own],
-            device=self._device,
-        )
-        dist.all_reduce(sums)
-        return sums, tokens, norm
 
     def save_state_dict(self, local_path: str, global_step: int) -> None:
         """Save the sharded model in the background."""

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from trinity_events.errors import TrinityError
 
+from ...algorithms.batch import Batch
 from ...collectives import together
-from ...learning.grpo import Batch
 from ..base import LocalShard
 from . import checkpoint
 from .cpu import adapted
@@ -133,7 +133,7 @@ class MegatronEngine:
 
     def train_batch(
         self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0
-    ) -> tuple[list[dict[str, float]], float]:
+    ) -> tuple[list[Any], float]:
         """Take one optimizer step on this replica's batch. Collective.
 
         Args:
@@ -143,21 +143,21 @@ class MegatronEngine:
             temperature: Divisor of the logits.
 
         Returns:
-            The loss's metrics of every micro-batch, on the last pipeline stage alone, and the
-            gradients' norm before clipping.
+            What the loss returns beside it of every micro-batch, on the last pipeline stage
+            alone, and the gradients' norm before clipping.
         """
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = micro_batches(batch, self._parts)
-        metrics = accumulate_gradients(
+        found = accumulate_gradients(
             self.module, parts, loss, vocabulary=self.config.vocab_size, temperature=temperature
         )
         with adapted():
             self._set_learning_rate()
             _, norm, _ = self.optimizer.step()
         self.steps += 1
-        return metrics, float(norm)
+        return found, float(norm)
 
     def response_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of response tokens, without gradients. Collective.

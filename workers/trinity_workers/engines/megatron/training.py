@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ...learning.grpo import Batch
+from ...algorithms.batch import Batch
 from .cpu import adapted
 
-LossFunction: TypeAlias = Callable[[Tensor, Batch], tuple[Tensor, dict[str, float]]]
+LossFunction: TypeAlias = Callable[[Tensor, Batch], tuple[Tensor, Any]]
 """Returns loss (0-dim) and metrics of a micro-batch from its log-probabilities [B, R]."""
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
     """Return the batch in ``count`` equal parts, padded with rows in which no token counts."""
-    missing = -len(batch) % count
-    if missing:
-        filler = batch.rows(0, 1)
-        filler = replace(filler, response_mask=torch.zeros_like(filler.response_mask))
-        batch = _joined([batch, *[filler] * missing])
-    rows = len(batch) // count
-    return [batch.rows(start, start + rows) for start in range(0, len(batch), rows)]
+    batch = batch.padded(count)
+    return batch.split(len(batch) // count)
 
 
 def response_logprobs(
@@ -48,14 +43,14 @@ def accumulate_gradients(
     *,
     vocabulary: int,
     temperature: float,
-) -> list[dict[str, float]]:
+) -> list[Any]:
     """Accumulate the gradients of the micro-batches' losses; their mean over replicas.
 
     Returns:
         The loss's metrics of every micro-batch on the last pipeline stage; else nothing.
     """
 
-    def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, dict[str, float]]:
+    def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Any]:
         value, metrics = loss(_logprobs(logits, row, vocabulary, temperature), row.batch)
         # The schedule divides by the number of micro-batches, as if losses were means.
         return value * len(parts), metrics
@@ -156,12 +151,3 @@ def _logprobs(logits: Tensor, row: _Rows, vocabulary: int, temperature: float) -
     answers = row.tokens.gather(1, (places + 1) % columns)
     logprobs: Tensor = -tensor_parallel.vocab_parallel_cross_entropy(logits, answers)
     return logprobs.masked_fill(~row.batch.response_mask, 0.0)
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    return Batch(
-        **{
-            name: torch.cat([getattr(batch, name) for batch in batches])
-            for name in Batch.__dataclass_fields__
-        }
-    )
