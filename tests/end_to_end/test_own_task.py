@@ -50,6 +50,7 @@ def settings(**task) -> dict:
         "model": {"path": "./model"},
         "task": {"questions": "./questions.jsonl", "reward": "./reward.py:reward"} | task,
         "trainer": {"ranks": 2},
+        "algorithm": {"preset": "dr_grpo", "kl": {"coefficient": 0.01}},
         "rollouts": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
         "explorer": {"held_out_questions": 4},
         "checkpoints": {"interval": 0},

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from trinity_workers.algorithms.settings import OverlongConfig
 from trinity_workers.config import BadSettings, TrainConfig
 from trinity_workers.config_fields import fields
 from trinity_workers.config_files import read_config, to_yaml, typed_setting, write_copy
@@ -21,7 +22,27 @@ MISTAKES = [
     ("steps: true", "steps is true, but must be an integer"),
     ("steps: null", "steps is null, but must be an integer"),
     ("seed: -1", "seed is -1, but must be an integer from 0 to 4294967295"),
-    ("trainer: {clip: 0}", "trainer.clip is 0, but must be a number above 0"),
+    ("algorithm: {clip_high: 0}", "algorithm.clip_high is 0, but must be a number above 0"),
+    ("algorithm: {overlong: {buffer: 1}}", "must be a number from 0 to below 1"),
+    ("algorithm: {kl: 0.1}", "algorithm.kl is 0.1, but it is a section"),
+    ("algorithm: {kl: {coeficient: 1}}", "setting algorithm.kl.coeficient: is algorithm.kl.coeff"),
+    ("kl: {coefficient: 1}", "there is no setting kl: is algorithm.kl meant?"),
+    ("algorithm: {kl: {estimator: k4}}", 'algorithm.kl.estimator is "k4", but must be one of k1'),
+    ("algorithm: {preset: dapoo}", "unknown preset 'dapoo': did you mean 'dapo'?"),
+    ("algorithm: {loss: pppo}", "unknown loss 'pppo': did you mean 'ppo'?"),
+    ("algorithm: {loss: gspo}", "set algorithm.normalisation sequence-mean"),
+    ("rollouts: {samples_per_prompt: 1}", "algorithm.advantage grpo compares the samples"),
+    ("algorithm: {preset: ppo}", "no critic is trained yet: set algorithm.critic.use false"),
+    ("algorithm: {advantage: gae}", "no critic is trained yet: set algorithm.critic.use false"),
+    ("algorithm: {preset: distillation}", "no teacher is asked yet"),
+    (
+        "{trainer: {engine: megatron}, algorithm: {kl: {coefficient: 1}}}",
+        "trainer.engine megatron holds no reference policy yet",
+    ),
+    (
+        "{trainer: {engine: megatron}, algorithm: {entropy_coefficient: 1}}",
+        "trainer.engine megatron computes no entropy yet",
+    ),
     ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),
     ("sync: {tensor_digests: 1}", "must be true or false"),
     ("sync: {transport: nccl}", "must be one of auto, shm, ray, redis, collective"),
@@ -78,11 +99,41 @@ def test_every_mistake_is_found_and_the_first_tells_how_many_others(tmp_path):
 
 
 def test_yaml_and_toml_say_the_same(tmp_path):
-    yaml = written(tmp_path, "steps: 5\ntrainer:\n  learning_rate: 5e-5\n  clip: 1\n")
-    toml = written(tmp_path, "steps = 5\n[trainer]\nlearning_rate = 5e-5\nclip = 1\n", "run.toml")
+    yaml = written(tmp_path, "steps: 5\ntrainer:\n  learning_rate: 5e-5\n  cpus: 1\n")
+    toml = written(tmp_path, "steps = 5\n[trainer]\nlearning_rate = 5e-5\ncpus = 1\n", "run.toml")
     read = read_config(yaml).checked()
     assert read == read_config(toml).checked()
-    assert (read.trainer.learning_rate, read.trainer.clip) == (5e-5, 1.0)
+    assert (read.trainer.learning_rate, read.trainer.cpus) == (5e-5, 1.0)
+
+
+def test_a_preset_lies_below_the_file_and_the_command_line(tmp_path):
+    path = written(tmp_path, "algorithm: {preset: dapo, clip_high: 0.3, overlong: {penalty: 2}}")
+    texts = ["algorithm.kl.coefficient=0.01", "algorithm.overlong.mask=true"]
+    found = read_config(path, [typed_setting(one) for one in texts]).checked().algorithm
+    assert (found.clip_low, found.clip_high, found.kl.coefficient) == (0.2, 0.3, 0.01)
+    assert found.filters.zero_variance == "resample"
+    overlong = OverlongConfig(mask=True, buffer=0.2, penalty=2.0)
+    assert found.overlong == overlong
+    [chosen] = [typed_setting("algorithm.preset=dr_grpo")]
+    assert read_config(written(tmp_path, ""), [chosen]).checked().algorithm.scale == "none"
+
+
+def test_a_preset_is_read_again_from_the_copy_and_from_the_log(tmp_path):
+    text = "algorithm: {preset: dr_grpo, scale: null, kl: {coefficient: 0.1}}"
+    config = read_config(written(tmp_path, text)).checked()
+    assert config.algorithm.scale is None
+    write_copy(tmp_path / "run", config)
+    assert read_config(tmp_path / "run" / "config.yaml").checked() == config
+    assert TrainConfig.from_text(config.to_text()) == config
+
+
+def test_an_algorithm_of_the_users_file_is_checked_before_the_run(tmp_path):
+    (tmp_path / "own.py").write_text("def squared(tokens, config):\n    return None\n")
+    path = written(tmp_path, "algorithm: {loss: './own.py:squared', options: {strength: 0.5}}")
+    found = read_config(path).checked().algorithm
+    assert (found.loss, found.options) == (f"{tmp_path}/own.py:squared", {"strength": 0.5})
+    [problem] = read_config(written(tmp_path, "algorithm: {loss: './own.py:cubed'}")).problems
+    assert "own.py has no 'cubed'" in problem
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):

@@ -13,9 +13,13 @@ pytest.importorskip("transformers")
 from tests.support.pipeline import PATIENCE  # noqa: E402
 from trinity_events.errors import TrinityError  # noqa: E402
 from trinity_schemas import Experience, RolloutRequest, Sampling, StepRef, Turn  # noqa: E402
+from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.prepare import prepare  # noqa: E402
+from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
+from trinity_workers.algorithms.update import policy_update  # noqa: E402
 from trinity_workers.environments import EnvironmentFailed, EnvironmentProcesses  # noqa: E402
 from trinity_workers.episodes import Episodes, RequestRefused, continuation  # noqa: E402
-from trinity_workers.learning import grpo  # noqa: E402
+from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import (  # noqa: E402
     BadPolicy,
     encode_prompt,
@@ -424,44 +428,19 @@ TOOL_USE = [
 ]
 
 
-def test_collate_masks_prompts_and_environments():
-    batch = grpo.collate([TOOL_USE], pad_token_id=0)
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 20, 21, 22, 9], [5, 6, 10, 0, 0, 0, 0, 0]]
-    assert batch.attention_mask.tolist() == [[1] * 8, [1, 1, 1, 0, 0, 0, 0, 0]]
-    masks = [[True, True, False, False, False, True], [True, *[False] * 5]]
-    assert batch.response_mask.tolist() == masks
-    assert batch.old_logprobs.tolist() == [[-0.5, -0.5, 0, 0, 0, -1], [-1, 0, 0, 0, 0, 0]]
-    assert batch.advantages.tolist() == [1.0, -1.0]
-    assert batch.token_count == 4
-
-
-def test_an_experience_without_a_sampled_token_is_refused():
-    empty = experience(0, 1.0, turn("prompt", [5]), turn("policy", []))
-    with pytest.raises(ValueError, match="sample 0 of group 0 has no sampled token"):
-        grpo.collate([[empty]], 0)
-
-
 def test_gradients_on_tool_tokens_are_exactly_zero(own_model_folder):
     model, _ = load_policy(own_model_folder())
-    batch = grpo.collate([TOOL_USE], pad_token_id=0)
+    batch, _ = prepare(collate([TOOL_USE], pad_token_id=0), AlgorithmConfig())
     kept = []
     model.lm_head.register_forward_hook(lambda _m, _i, logits: kept.append(logits) or None)
-    logprobs = grpo.response_logprobs(model, batch)
+    logprobs = response_logprobs(model, batch)
+    assert (logprobs[0, 2:5] == 0.0).all()
     # At ratio one nothing is clipped.
-    loss, _ = grpo.grpo_loss(logprobs, dataclasses.replace(batch, old_logprobs=logprobs.detach()))
+    batch = dataclasses.replace(batch, behaviour_logprobs=logprobs.detach())
+    loss = policy_update(batch, logprobs, AlgorithmConfig()).loss_sum
     (gradient,) = torch.autograd.grad(loss, kept)
     # A column of logits predicts the token after it; the first column that is kept, the first
     # token of the response.
     by_token = gradient[:, :-1].abs().amax(-1)
     assert (by_token[~batch.response_mask] == 0.0).all()
     assert (by_token[batch.response_mask] > 0.0).all()
-
-
-def test_the_loss_does_not_depend_on_how_likely_the_tools_tokens_are(own_model_folder):
-    model, _ = load_policy(own_model_folder())
-    batch = grpo.collate([TOOL_USE], pad_token_id=0)
-    logprobs = grpo.response_logprobs(model, batch)
-    assert (logprobs[0, 2:5] == 0.0).all()
-    loss, metrics = grpo.grpo_loss(logprobs, batch)
-    other = torch.where(batch.response_mask, logprobs, torch.tensor(-7.0))
-    assert (loss, metrics) == grpo.grpo_loss(other, batch)

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import pickle
+import statistics
 import subprocess
 import sys
 import threading
@@ -858,6 +859,86 @@ async def test_training_on_two_ranks_equals_training_on_one(processes, make_conf
     assert moved > 1e-3, "there was something to tell apart"
 
 
+async def test_a_rank_without_groups_takes_the_step_with_the_others(processes, make_config, run_id):
+    steps = [make_groups(run_id, 1, count=1)]
+    [alone] = await Ranks(RankGroup(processes, 1))(train_alone, make_config(**settings(1)), steps)
+    both_ranks = Ranks(RankGroup(processes, WORLD))
+    address, _ = await both_ranks(make_worker, make_config(**settings(WORLD)))
+    for one in await both_ranks(train_from_the_start, address, steps):
+        assert one.metrics[0] == pytest.approx(alone.metrics[0], abs=1e-5, rel=1e-5)
+        for name, weights in alone.after.items():
+            torch.testing.assert_close(one.after[name], weights, atol=1e-5, rtol=0)
+
+
+def surrogate(model, groups: list[list[Experience]]) -> torch.Tensor:
+    """GRPO's loss by its definition, of each episode by itself, without padding."""
+    losses = []
+    for group in groups:
+        rewards = [one.reward for one in group]
+        mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
+        for one in group:
+            prompt, response = (turn.tokens for turn in one.turns)
+            whole = model(input_ids=torch.tensor([prompt + response])).logits[0]
+            logits = whole[len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1)[range(len(response)), response]
+            ratio = (logprobs - torch.tensor(one.turns[1].logprobs)).exp()
+            advantage = (one.reward - mean) / deviation
+            losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+    return torch.cat(losses).mean()
+
+
+def gradients_of_a_step(rank: Rank, address, groups: list[list[Experience]]) -> Any:
+    set_up_worker(rank, *address)
+    try:
+        metrics = train(rank, groups)
+        parameters = rank.held.engine.module.named_parameters()
+        return metrics, {name: one.grad.full_tensor() for name, one in parameters}
+    finally:
+        shut_worker_down(rank)
+
+
+async def test_a_step_of_the_default_algorithm_has_the_gradients_of_its_definition(
+    processes, make_config, run_id, policy_folder
+):
+    groups = make_groups(run_id, 1)
+    model, _ = load_policy(policy_folder)
+    loss = surrogate(model, groups)
+    torch.autograd.backward(loss)
+    config = settings(WORLD)
+    config["trainer"]["gradient_norm"] = 1e9  # which clips nothing
+    both_ranks = Ranks(RankGroup(processes, WORLD))
+    address, _ = await both_ranks(make_worker, make_config(**config))
+    expected = {name: one.grad for name, one in model.named_parameters()}
+    assert max(float(one.abs().max()) for one in expected.values()) > 1e-3
+    for metrics, found in await both_ranks(gradients_of_a_step, address, groups):
+        assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
+        assert 0.0 < metrics["pg_clipfrac"] < 1.0
+        assert sorted(found) == sorted(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+
+
+async def test_reference_entropy_and_proximal_policy_are_computed_where_the_algorithm_asks(
+    processes, make_config, run_id
+):
+    algorithm = {
+        "kl": {"coefficient": 0.1},
+        "entropy_coefficient": 0.01,
+        "importance_sampling": {"ratio_to": "proximal", "weights": "token"},
+    }
+    config = make_config(algorithm=algorithm, **settings(WORLD))
+    both_ranks = Ranks(RankGroup(processes, WORLD))
+    address, _ = await both_ranks(make_worker, config)
+    steps = [make_groups(run_id, seed) for seed in (1, 2)]
+    (found, _) = await both_ranks(train_from_the_start, address, steps)
+    first, second = found.metrics
+    assert first["kl_loss"] == pytest.approx(0.0, abs=1e-9)
+    assert second["kl_loss"] > 1e-6, "the reference stays where the run began"
+    assert (first["ratio"], second["ratio"]) == pytest.approx((1.0, 1.0))
+    assert first["entropy"] == pytest.approx(math.log(98), abs=0.2)
+    assert first["rollout_corr/rollout_is_mean"] != pytest.approx(1.0, abs=1e-4)
+
+
 @pytest.fixture
 async def trainers(processes, make_config):
     """The two processes as the fleet's workers."""
@@ -872,7 +953,8 @@ async def test_a_share_that_cannot_be_trained_on_fails_on_all_ranks_and_the_next
     trainers, run_id
 ):
     groups = make_groups(run_id, 1)
-    first, second = await trainers.answers(train, groups[:1])
+    mixed = groups[0][:2] + groups[1][2:]
+    first, second = await trainers.answers(train, [groups[0], mixed])
     assert isinstance(first, PeerFailed)
     assert isinstance(second, ValueError)
     first, second = await trainers(train, groups)

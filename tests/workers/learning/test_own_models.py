@@ -19,6 +19,10 @@ from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import identical  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
 from trinity_schemas import Experience, RolloutRequest, Sampling  # noqa: E402
+from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.prepare import prepare  # noqa: E402
+from trinity_workers.algorithms.settings import AlgorithmConfig  # noqa: E402
+from trinity_workers.algorithms.update import policy_update  # noqa: E402
 from trinity_workers.engines import FSDPEngine  # noqa: E402
 from trinity_workers.episodes import Episodes  # noqa: E402
 from trinity_workers.helpers import PublishShards, fsdp_upload_state_dict  # noqa: E402
