@@ -56,7 +56,7 @@ CONFIGURATION = Path(__file__).parent / "configuration.md"
 _INTRODUCTION = """\
 # Configuration
 
-<!-- written by docs/generate.py from the types in workers/trinity_workers/config.py -->
+<!-- written by docs/generate.py from the types of the configuration -->
 
 `trinity-events train CONFIG` runs what one YAML or TOML file says. Every field has a default,
 so an empty file is a whole configuration. Examples are in the repository's folder

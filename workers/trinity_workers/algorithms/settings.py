@@ -41,7 +41,7 @@ class ImportanceSamplingConfig(Section, frozen=True, kw_only=True):
 
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     """Denominator of the clipped ratio: the policy that sampled, or the trainer's own before the
-    step, whose log-probabilities it then recomputes (decoupled)."""
+    step, by its own log-probabilities (decoupled)."""
     weights: Literal["none", "token", "sequence"] = "none"
     """Weights of proximal to behaviour probability: of each token, or of the whole response."""
     cap: AbovePositive | None = 2.0
@@ -82,7 +82,7 @@ class CriticConfig(Section, frozen=True, kw_only=True):
     """Critic, which estimates the value of each token."""
 
     use: bool = False
-    """Train a critic beside the policy, as advantage gae needs it."""
+    """Train a critic beside the policy, as advantage gae needs it; for own loops only."""
     clip: AbovePositive | None = 0.2
     """Distance that a value may go from the old one before its loss stops; null does not clip."""
 
@@ -94,7 +94,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """Published algorithm whose settings are the defaults: grpo, dr_grpo, dapo, rloo, reinforce++,
     reinforce++-baseline, ppo, gspo, cispo, distillation or supervised."""
     advantage: str = "grpo"
-    """Estimator of advantages: a built-in one, an entry point, or `module:attribute`."""
+    """Estimator of advantages: a built-in one, an entry point, `module:attribute` or
+    `./file.py:attribute`."""
     scale: Scale | None = None
     """Deviation that advantages are divided by: their group's, the batch's or none. Null takes the
     estimator's own."""
@@ -105,7 +106,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     gae_lambda: Share = 1.0
     """Decay of later errors of the critic, by token; of advantage gae."""
     loss: str = "ppo"
-    """Loss of the policy: a built-in one, an entry point, or `module:attribute`."""
+    """Loss of the policy: a built-in one, an entry point, `module:attribute` or
+    `./file.py:attribute`."""
     normalisation: Normalisation = "token-mean"
     """Mean that the loss is: over tokens; over responses, each the mean or the sum of its tokens;
     or the sum divided by responses times a constant length."""

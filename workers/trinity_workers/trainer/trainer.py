@@ -34,6 +34,7 @@ from trinity_schemas import (
 )
 
 from ..algorithms.filters import is_informative
+from ..algorithms.settings import FiltersConfig
 from ..beside import beside
 from ..config import RunConfig
 from ..user_task import task_of
@@ -188,9 +189,7 @@ class Trainer:
         oldest = config.version_wanted(step)
 
         def usable(group: Group) -> bool | str:
-            if min(one.oldest_version.step for one in group.experiences) < oldest:
-                return False
-            return is_informative(group.experiences, config.algorithm.filters) or "filtered"
+            return judged(group.experiences, oldest, config.algorithm.filters)
 
         async with self._resends.allowed() if self._sends else nullcontext():
             return await self._dispatcher.take(
@@ -282,6 +281,19 @@ class Trainer:
     def is_alive(self) -> bool:
         """Return True, as proof that it answers."""
         return True
+
+
+def judged(group: Sequence[Experience], oldest: int, filters: FiltersConfig) -> bool | str:
+    """Return True if a group may be trained on, else the reason against it.
+
+    Args:
+        group: Samples of one prompt.
+        oldest: Step of the oldest version that may have sampled a token of it.
+        filters: The algorithm's filters.
+    """
+    if min(one.oldest_version.step for one in group) < oldest:
+        return "stale"
+    return is_informative(group, filters) or "filtered"
 
 
 def dispatch_settings(config: RunConfig, fingerprint: str) -> DispatchSettings:
