@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.experiences import group  # noqa: E402
-from trinity_schemas import StepRef  # noqa: E402
-from trinity_workers.algorithms.settings import FiltersConfig  # noqa: E402
-from trinity_workers.trainer.trainer import judged  # noqa: E402
+from tests.support.experiences import group
+from trinity_schemas import StepRef
+from trinity_workers.algorithms.settings import FiltersConfig
+from trinity_workers.trainer.trainer import judged
 
 DYNAMIC = FiltersConfig(zero_variance="resample")
 
