@@ -23,10 +23,13 @@ from trinity_workers.algorithms.settings import (  # noqa: E402
     read_settings,
 )
 from trinity_workers.algorithms.update import policy_update  # noqa: E402
+from trinity_workers.config_files import read_config  # noqa: E402
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 STEP, OWN = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-ALL, CHOSEN = (yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S))
+OF_A_RUN, ALL, CHOSEN = (
+    yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+)
 
 
 def test_every_name_has_a_row():
@@ -82,3 +85,9 @@ def test_the_example_of_an_own_algorithm_runs(tmp_path):
     assert update.metrics.values()["penalty"] == pytest.approx(0.02)
     (gradient,) = torch.autograd.grad(update.loss_sum, logprobs)
     near(gradient[2], [2 * 0.5 * 0.2, 0.0])
+
+
+def test_the_section_of_a_run_is_read(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(OF_A_RUN))
+    found = read_config(tmp_path / "run.yaml").checked().algorithm
+    assert (found.preset, found.clip_high, found.kl.coefficient) == ("dapo", 0.3, 0.01)
