@@ -55,10 +55,13 @@ def compose_commands() -> list[list[str]]:
 
 if COMPOSE := compose_commands():  # where there is none, there is nothing to ask
 
+    @pytest.mark.parametrize("files", [("compose",), ("compose", "compose.train")], ids="+".join)
     @pytest.mark.parametrize("command", COMPOSE, ids=" ".join)
-    def test_compose_accepts_the_file(command):
+    def test_compose_accepts_the_files(command, files, tmp_path):
+        options = [one for file in files for one in ("-f", str(ROOT / f"{file}.yaml"))]
         checked = subprocess.run(
-            [*command, "-f", str(ROOT / "compose.yaml"), "config", "-q"],
+            [*command, *options, "config", "-q"],
+            env=os.environ | {"TRINITY_FOLDER": str(tmp_path)},
             capture_output=True,
             text=True,
             check=False,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -64,6 +69,43 @@ def test_a_policy_is_determined_by_its_seed(tmp_path: Path, folder: Path) -> Non
 def test_a_folder_without_a_policy_is_refused_without_asking_the_hub(tmp_path: Path) -> None:
     with pytest.raises(policy.BadPolicy, match="no policy in"):
         policy.load_policy(tmp_path / "missing")
+
+
+@contextmanager
+def not_as_root() -> Iterator[None]:
+    """Take the place of a user whom files of mode 0600 refuse."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder that each user reaches; pytest's are the user's own."""
+    made = Path(tempfile.mkdtemp())
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def test_weights_that_their_owner_alone_may_read_are_named_with_what_allows_it(
+    folder: Path, open_to_all: Path
+) -> None:
+    model = Path(shutil.copytree(folder, open_to_all / "model"))
+    model.chmod(0o755)
+    for file in model.iterdir():
+        file.chmod(0o644)
+    with not_as_root():
+        policy.load_tokenizer(model)
+    weights = model / "model.safetensors"
+    weights.chmod(0)
+    refused = f"cannot read {weights}: its owner allows it by chmod -R a\\+rX {model}"
+    with not_as_root(), pytest.raises(policy.BadPolicy, match=refused):
+        policy.load_policy(model)
 
 
 def test_chat_messages_need_a_chat_template(folder: Path) -> None:

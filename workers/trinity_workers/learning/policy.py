@@ -7,9 +7,10 @@ the Synchronizer) meets the names, tied embeddings and grouped key-value heads o
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,9 @@ def load_policy(
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a policy. One without a padding token pads with its end of sequence.
 
-    Raises BadPolicy if there is none.
+    Raises BadPolicy if there is none, or if a file of the folder cannot be read.
     """
+    _require_readable(folder)
     if not (folder / "config.json").is_file():
         # transformers would take a missing folder for the name of a repository on the hub.
         raise BadPolicy(
@@ -179,6 +181,20 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message
         template: Any = tokenizer.apply_chat_template
         tokens = template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
     return tokens
+
+
+def _require_readable(folder: Path) -> None:
+    # transformers calls weights of another user, which are written for that user alone, missing.
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for file in folder.iterdir():
+                if file.is_file():
+                    file.open("rb").close()
+    except PermissionError as error:
+        raise BadPolicy(
+            f"user {os.geteuid()} cannot read {error.filename}: its owner allows it by "
+            f"chmod -R a+rX {folder}"
+        ) from error
 
 
 @contextmanager
