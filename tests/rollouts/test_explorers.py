@@ -239,8 +239,12 @@ async def test_explorers_that_are_gone_do_not_stay_in_their_group(parts, monkeyp
     monkeypatch.setattr(dispatcher_module, "_IDLE_MEMBER", 0.0)
     dispatcher = await parts.dispatcher(order="arrival")
     await dispatcher.dispatch(2, parts.version)
+    key, group = RunKeys.of(parts.run_id).rollouts, f"explorers-{parts.publisher.epoch}"
     for number in range(20):
-        await parts.explorer(f"short-lived-{number}").claim(1, seconds=0.01)
+        name = f"short-lived-{number}"
+        # Redis 7.0 makes no member of a client that found nothing.
+        await parts.client.xgroup_createconsumer(key, group, name)
+        await parts.explorer(name).claim(1, seconds=0.01)
     assert len(await members(parts)) == 20
     await answer(parts.explorer("short-lived-1"))
     await dispatcher.trained(1, await dispatcher.take(1, deadline=PATIENCE))
