@@ -173,8 +173,13 @@ def listening(says=None):
                         peer.sendall(says)
 
         held = []
-        threading.Thread(target=serve, daemon=True).start()
+        serving = threading.Thread(target=serve, daemon=True)
+        serving.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)  # It ends the thread's wait.
+        serving.join()
+        for peer in held:
+            peer.close()
 
 
 async def test_an_address_at_which_nothing_listens_is_refused_at_once():
