@@ -7,21 +7,21 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.rollout_histories import count_raw
+from tests.support.saved_checkpoints import ready_checkpoints, tensors_of
 from tests.support.sessions import kill_session
 from tests.support.tensors import identical
 from tests.support.waits import PATIENCE
 from trinity_events.checkpoint_layout import final_name
 from trinity_events.core.audit import Auditor
 from trinity_events.server import connect_sync
-from trinity_schemas import RunKeys, StepReady, decode_envelope
-from trinity_workers.engines.state_files import read_state
+from trinity_schemas import RunKeys, decode_envelope
 from trinity_workers.launch.model import make_model
 
 PROMPTS = 4
@@ -37,9 +37,6 @@ ASYNCHRONOUS = {
 }
 MOMENTS = 150
 """Entries of the log, from a start on, within which it is killed."""
-
-_RAYS_OWN = (".random.python", ".random.numpy")
-"""Random states of which Ray draws numbers of its own."""
 
 Report = Callable[[str], None]
 
@@ -115,10 +112,7 @@ class KilledRun:
 
     def newest_checkpoint(self) -> int:
         """Return the newest step with a checkpoint; 0 for none."""
-        with connect_sync(self.redis_url) as client:
-            entries = client.xrange(self._keys.announcements)
-        events = [decode_envelope(fields[b"e"]).event for _, fields in entries]
-        ready = [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
+        ready = ready_checkpoints(self.redis_url, self.run_id)
         return max((one.step for one in ready), default=0)
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
@@ -126,7 +120,7 @@ class KilledRun:
         actor = self.folder / self.run_id / final_name(step) / "actor"
         found: dict[str, torch.Tensor] = {}
         for path in sorted(actor.glob("*.pt")):
-            found |= {f"{path.name}:{place}": one for place, one in _tensors("", read_state(path))}
+            found |= {f"{path.name}:{place}": one for place, one in tensors_of(path).items()}
         return found
 
     def faults(self, steps: int) -> list[str]:
@@ -186,14 +180,3 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     if one.keys() != other.keys():
         return sorted(one.keys() ^ other.keys())
     return [name for name, tensor in one.items() if not identical(tensor, other[name])]
-
-
-def _tensors(place: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors of a structure; Python's and NumPy's random states are none of them."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _tensors(f"{place}.{key}", one)
-    elif isinstance(value, tuple | list):
-        yield from _tensors(place, dict(enumerate(value)))
-    elif isinstance(value, torch.Tensor) and not place.startswith(_RAYS_OWN):
-        yield place, value.to_local() if hasattr(value, "to_local") else value

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.tensor  # to load sharded tensors
 
+from tests.support.sessions import session_members
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
 from trinity_events.weights.transports.shared_memory.segments import users_folder
@@ -244,7 +245,7 @@ def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, 
     assert "SIGTERM received" not in error, "Ray has no last words"
     state = json.loads(cli("replay", run_id, "--json").stdout)
     assert state["closed"] == "interrupted"
-    wait_until(lambda: not session_members(process.pid))
+    wait_until(lambda: not session_members(process.pid) + children(INTERRUPTED))
 
 
 LOCAL_RAY = """
@@ -275,16 +276,3 @@ def test_nothing_of_ray_outlives_a_driver_that_is_killed(tmp_path):
                 assert reader.poll() is None, "what reads Ray's logs is not Ray's"
     finally:
         shutil.rmtree(room)
-
-
-def session_members(session: int) -> list[int]:
-    """Processes of a session, and those that mention the run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found + children(INTERRUPTED)

@@ -1,11 +1,8 @@
 """Runs that are started again under their name, after all of their processes were killed."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,23 +10,20 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from tests.support.pipeline import events_of  # noqa: E402
+from tests.support.saved_checkpoints import ready_checkpoints, tensors_of  # noqa: E402
+from tests.support.sessions import kill_session  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
 from tests.support.waits import PATIENCE, child, wait_until  # noqa: E402
 from trinity_events.checkpoint_layout import final_name  # noqa: E402
 from trinity_events.log import RedisEventLog  # noqa: E402
-from trinity_events.server import connect, connect_sync  # noqa: E402
+from trinity_events.server import connect  # noqa: E402
 from trinity_schemas import (  # noqa: E402
-    RunKeys,
     RunResumed,
     StepCommitted,
-    StepReady,
     StepRef,
     TrainerStatusChanged,
-    decode_envelope,
 )
 from trinity_workers.engines.state_files import read_state  # noqa: E402
-
-LEFT_OUT = (".random.python", ".random.numpy")
 
 
 def demo(run_id: str, steps: int, root: Path, *more: str) -> list[str]:
@@ -39,40 +33,16 @@ def demo(run_id: str, steps: int, root: Path, *more: str) -> list[str]:
     ]
 
 
-def checkpoints(redis_url: str, run_id: str) -> list[StepReady]:
-    """Return the checkpoints that the run's log says are ready."""
-    with connect_sync(redis_url) as client:
-        found = client.xrange(RunKeys.of(run_id).announcements)
-    events = [decode_envelope(fields[b"e"]).event for _, fields in found]
-    return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
-
-
-def kill_all(session: int) -> None:
-    """Kill every process of a session at once; its Ray and its reducer end with it."""
-    members = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((path / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                members.append(int(path.name))
-        except OSError:
-            continue
-    for member in members:
-        try:
-            os.kill(member, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-
-
 async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     redis_url, run_id, tmp_path
 ):
     with child(
         demo(run_id, 100_000, tmp_path), stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
-        wait_until(lambda: checkpoints(redis_url, run_id))
-        kill_all(process.pid)
+        wait_until(lambda: ready_checkpoints(redis_url, run_id))
+        kill_session(process.pid)
         process.wait(PATIENCE)
-    saved = checkpoints(redis_url, run_id)[-1].step
+    saved = ready_checkpoints(redis_url, run_id)[-1].step
     steps = saved + 4
     # Fewer ranks than before, and more explorers.
     again = subprocess.run(
@@ -112,10 +82,10 @@ def test_a_run_on_megatron_goes_on_at_the_same_layout_after_everything_was_kille
     with child(
         demo(run_id, 100_000, tmp_path, *options), stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
-        wait_until(lambda: checkpoints(redis_url, run_id))
-        kill_all(process.pid)
+        wait_until(lambda: ready_checkpoints(redis_url, run_id))
+        kill_session(process.pid)
         process.wait(PATIENCE)
-    steps = checkpoints(redis_url, run_id)[-1].step + 4
+    steps = ready_checkpoints(redis_url, run_id)[-1].step + 4
     again = subprocess.run(
         demo(run_id, steps, tmp_path, *options),
         capture_output=True,
@@ -147,20 +117,3 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(run_id, tmp_path
     assert len(files) == 4, "model and training state of two ranks"
     for name in files:
         assert_equal(tensors_of(undisturbed / name), tensors_of(resumed / name))
-
-
-def tensors_of(path: Path) -> dict[str, Any]:
-    """Return all tensors of a shard file by their place; Python's and NumPy's numbers are Ray's."""
-    found: dict[str, Any] = {}
-
-    def walk(place: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, one in value.items():
-                walk(f"{place}.{key}", one)
-        elif isinstance(value, tuple | list):
-            walk(place, dict(enumerate(value)))
-        elif isinstance(value, torch.Tensor):
-            found[place] = value.to_local() if hasattr(value, "to_local") else value
-
-    walk("", read_state(path))
-    return {place: one for place, one in found.items() if not place.startswith(LEFT_OUT)}

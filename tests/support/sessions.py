@@ -8,14 +8,15 @@ from pathlib import Path
 
 
 def session_members(session: int) -> list[int]:
-    """Return the processes of a session."""
+    """Return the processes of a session that have not ended."""
     members = []
-    for path in Path("/proc").glob("[0-9]*"):
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if int((path / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                members.append(int(path.name))
+            fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            members.append(int(path.parent.name))
     return members
 
 

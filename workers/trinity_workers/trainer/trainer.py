@@ -12,17 +12,12 @@ from typing import Any
 import anyio.to_thread
 from msgspec import Struct
 
+from trinity_events import publishing
 from trinity_events.coordinator import this_process
 from trinity_events.core.ledger import Ledger
-from trinity_events.log import (
-    AsyncPublisher,
-    Publisher,
-    RedisEventLog,
-    SyncEventLog,
-    new_producer,
-)
+from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
-from trinity_events.server import connect, open_client
+from trinity_events.server import connect
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import (
     Experience,
@@ -94,28 +89,21 @@ class Trainer:
         await self.engine.prepare()
         if config.resumed_step is not None:
             await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
+        # In the background: a report of a wait never delays the loop that waits.
+        reports = publishing(config.run_id, config.epoch, "trainer", redis_url=config.redis_url)
         self._dispatcher = RolloutDispatcher(
             client,
             self._publisher,
             dispatch_settings(config, task.fingerprint),
             ledger,
             deadline=config.sync.timeout,
-            waits=self._wait_publisher().waits,
+            waits=self._exits.enter_context(reports).waits,
         )
         await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
         await self._dispatch()
         await self.sync_weight()
-
-    def _wait_publisher(self) -> Publisher:
-        """Return a publisher in the background, which never delays the loop that waits."""
-        config = self.config
-        log = SyncEventLog(open_client(config.redis_url), config.run_id)
-        publisher = Publisher(log, config.epoch, new_producer("trainer"))
-        self._exits.callback(log.close)
-        self._exits.callback(publisher.close)
-        return publisher
 
     async def _restored_ledger(self) -> Ledger | None:
         """Publish and return the ledger of the checkpoint that the run resumes from."""
