@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import Experience, RolloutRequest, Sampling
+from trinity_schemas import RolloutRequest, Sampling
 
 from ..config import RunConfig
 from ..episodes import Episodes
@@ -59,17 +59,13 @@ async def mean_reward(
             if isinstance(answer, TrinityError):
                 failed.append((request, answer))
             else:
-                rewards += _rewards(answer)
+                rewards += [one.reward for one in answer]
         if not failed:
             break
         if attempt == ATTEMPTS:
             raise EvaluationFailed(f"{failed[0][1]} (in each of {ATTEMPTS} attempts)")
         open_requests = [request for request, _ in failed]
     return sum(rewards) / len(rewards)
-
-
-def _rewards(experiences: Sequence[Experience]) -> list[float]:
-    return [one.reward for one in experiences]
 
 
 def _request(config: RunConfig, episodes: Episodes, ordinal: int) -> RolloutRequest:
