@@ -122,6 +122,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, home)
         ({"questions": None, "name": "./mine.py:Task", "reward": None}, "there is no file"),
         ({"reward": "./reward.py:rewards"}, "has no 'rewards': did you mean 'reward'?"),
         ({"reward": None}, "need a reward: name a function of (question, answer)"),
+        ({"environment": "./tool.py:Tool"}, "tool.py with the environment"),
     ],
 )
 def test_a_mistake_is_told_before_the_run_is_opened(folder, home, task, told):

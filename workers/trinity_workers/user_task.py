@@ -9,7 +9,9 @@ import anyio.to_thread
 from trinity_events.waits import NO_REPORTS, WaitReporter
 
 from .config import BadSettings, TrainConfig
+from .environments import EnvironmentProcesses
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
+from .rollout_engines.loading import ENGINES, find_engine
 from .tasks import SpellBackward, Task, is_built_in, load_task
 
 
@@ -60,7 +62,7 @@ async def start_rewards(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -
 
 
 async def check_user_task(config: TrainConfig) -> None:
-    """Load the task, its rewards, and the model's tokenizer, before a run is opened.
+    """Load what is the user's own, and the model's tokenizer, before a run is opened.
 
     Raises:
         TrinityError: in one sentence, if one of them cannot be used.
@@ -80,6 +82,13 @@ async def check_user_task(config: TrainConfig) -> None:
         )
     if not built_in:
         await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
+    if config.explorer.engine not in ENGINES:
+        await anyio.to_thread.run_sync(find_engine, config.explorer.engine)
+    if config.task.environment is not None:
+        async with EnvironmentProcesses(
+            config.task.environment, deadline=config.task.environment_deadline
+        ):
+            pass
     await (await start_rewards(config)).aclose()
 
 

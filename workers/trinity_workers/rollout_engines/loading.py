@@ -22,7 +22,12 @@ def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> 
         options: Options of the engine.
         folder: Directory that a relative name starts from.
     """
+    return find_engine(name, folder=folder)(options)
+
+
+def find_engine(name: str, *, folder: Path = Path()) -> Callable[[EngineOptions], RolloutEngine]:
+    """Return the function that makes an engine; arguments and errors as :func:`load_engine`."""
     make: Callable[[EngineOptions], RolloutEngine] = load_object(
         name, kind="rollout engine", group=GROUP, built_in=ENGINES, folder=folder
     )
-    return make(options)
+    return make
