@@ -195,7 +195,16 @@ def test_refused_weights_are_in_the_table_and_in_the_exit_status_and_training_go
 ):
     run_id = f"damaged-demo-{os.getpid()}"
     command = [sys.executable, "-m", "trinity_events", "demo", "--run", run_id]
-    command += ["--steps", "12", "--save-interval", "0", "--sync-offset", "4", "--weights", "redis"]
+    command += [
+        "--steps",
+        "12",
+        "--save-interval",
+        "0",
+        "--max-staleness",
+        "4",
+        "--weights",
+        "redis",
+    ]
     wide = {**os.environ, "COLUMNS": "400"}
     running = child(command, stdout=PIPE, stderr=PIPE, text=True, env=wide)
     with connect_sync(weights_url) as client, running as process:

@@ -50,6 +50,17 @@ MISTAKES = [
     ("task: {options: 3}", "task.options is 3, but must be a mapping"),
     ("trainer: {tensor_parallel: 2}", "trainer.pipeline_parallel are for Megatron only"),
     ("trainer: {engine: megatron, tensor_parallel: 3}", "cannot be divided into groups of 3"),
+    ("sync: {style: random}", "must be one of fixed, trainer_driven, explorer_driven, fully_async"),
+    ("sync: {offset: 1}", "only sync.style fixed has steps at which explorers synchronise"),
+    ("sync: {interval: 4, max_staleness: 2}", "rollouts 3 optimizer steps old: choose at least 3"),
+    (
+        "sync: {style: fixed, offset: 2, max_staleness: 1}",
+        "sync.max_staleness is 1, and sync.interval 1 with sync.offset 2 makes rollouts 2",
+    ),
+    (
+        "sync: {style: fully_async, transport: collective}",
+        "a collective group makes the trainer wait for each explorer",
+    ),
     ("sync: {transport: collective, publish: snapshot}", "sync.publish snapshot was asked for"),
     ("sync: {transport: collective, full_every: 2}", "sync.full_every asks for deltas"),
 ]
@@ -193,7 +204,7 @@ def test_the_copy_in_the_runs_folder_reads_as_the_same_configuration(tmp_path):
 
 def test_an_overlay_of_options_equals_a_file(tmp_path):
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
-    reading, rest = overlaid(options | {"steps": 7, "weights": "redis", "sync_offset": 0, "a": 1})
+    reading, rest = overlaid(options | {"steps": 7, "weights": "redis", "max_staleness": 0, "a": 1})
     text = FILE.read_text().replace("steps = 300", "steps = 7")
     text += '\n[sync]\ntransport = "redis"\nmax_staleness = 0\n'
     assert reading.checked() == read_config(written(tmp_path, text, "run.toml")).checked()

@@ -16,6 +16,8 @@ from trinity_schemas import Sampling, SaveStrategy
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
 from .section import Section
+from .sync_schedule import contradictions as sync_contradictions
+from .sync_schedule import last_step_served, oldest_usable, staleness_bound
 
 EngineName = Literal["fsdp", "megatron"]
 # Transports of the Synchronizer that a run can choose; an import from there would load torch.
@@ -23,6 +25,8 @@ TransportName = Literal["shm", "ray", "redis", "collective"]
 TransportChoice = Literal["auto", TransportName]
 PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
+SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
+WhenStale = Literal["drop", "wait", "pace"]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -144,11 +148,23 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
 class SyncConfig(Section, frozen=True, kw_only=True):
     """Weights on their way from the trainer to the explorers."""
 
+    style: SyncStyle = "trainer_driven"
+    """Side that begins a synchronisation, and what waits for it: see docs/sync.md. Trinity-RFT's
+    names dynamic_by_trainer and dynamic_by_explorer are read too."""
     interval: Positive = 1
-    """Steps between two weight versions."""
-    max_staleness: NotNegative = 1
-    """Versions that explorers may be behind. 0 is strictly on-policy: exploring and training
-    alternate."""
+    """Steps between two weight versions: the trainer's steps or, if explorers ask for versions,
+    those of an explorer."""
+    offset: NotNegative = 0
+    """Explorer steps by which explorers lag behind the schedule of the style fixed. 0 alternates
+    exploring and training."""
+    max_staleness: NotNegative | None = None
+    """Optimizer steps that a token's version may be behind when it is trained on. 0 is strictly
+    on-policy. Null is what the style fixed needs, else twice the interval, less one: explorers may
+    be one version behind."""
+    when_stale: WhenStale = "pace"
+    """Policy that keeps to the bound: pace asks for no more than can be trained in time; wait lets the
+    trainer wait for rollouts that the next step could not use; drop lets explorers run ahead, and
+    issues again what is too old."""
     transport: TransportChoice = "auto"
     """Transport of the weights: shared memory (shm, every explorer on the trainer's host), Ray's
     object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), or Redis;
@@ -197,12 +213,13 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
 
     def version_wanted(self, step: int) -> int:
-        """Return the oldest weight version whose rollouts may be used in training step ``step``.
+        """Return the oldest weight version whose tokens may be trained on in step ``step``."""
+        return oldest_usable(self.sync, step)
 
-        Versions are published after step 0 and after every ``sync.interval``-th step.
-        """
-        newest_possible = (step - 1) // self.sync.interval
-        return max(0, newest_possible - self.sync.max_staleness) * self.sync.interval
+    @property
+    def staleness_bound(self) -> int:
+        """Maximum staleness of a token that is trained on, in optimizer steps."""
+        return staleness_bound(self.sync)
 
     @property
     def algorithm_of_step(self) -> AlgorithmConfig:
@@ -212,8 +229,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def prompts_in_flight(self) -> int:
         """Prompts that are asked for at a time, of all steps that one version may serve."""
-        steps = self.sync.interval * (self.sync.max_staleness + 1)
-        return self.rollouts.prompts_per_step * steps
+        return self.rollouts.prompts_per_step * last_step_served(self.sync, 0)
 
     @property
     def window(self) -> int:
@@ -236,9 +252,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         )
 
     def last_step_served(self, step: int) -> int:
-        """Return the last training step that rollouts of the version of ``step`` may be used in."""
-        intervals = step // self.sync.interval + self.sync.max_staleness + 1
-        return min(self.steps, intervals * self.sync.interval)
+        """Return the last training step that rollouts of the version of ``step`` are asked for."""
+        return min(self.steps, last_step_served(self.sync, step))
 
     @property
     def published_form(self) -> PublishedForm:
@@ -334,6 +349,7 @@ def contradictions(
             f"({tensor} times {pipeline}): choose {ranks} as a multiple",
         )
     yield from _of_the_algorithm(config, named)
+    yield from sync_contradictions(sync, named)
     if config.window < config.prompts_in_flight:
         yield (
             ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),
