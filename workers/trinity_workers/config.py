@@ -43,7 +43,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     path: str | None = None
     """Hugging Face folder of the policy. Null makes a small policy, and warms it up on the
-    built-in task."""
+    built-in task that the run has."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which the policy computes, and is published and served. The optimizer works on
     float32 copies of the parameters."""
@@ -188,6 +188,9 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
 
     interval: NotNegative = 100
     """Steps between two checkpoints, and one after the last step; 0 writes none."""
+    keep: NotNegative = 2
+    """Number of the newest ready checkpoints to keep; 0 keeps all. A reducer that the command does
+    not start has its own."""
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
     root: str | None = None
