@@ -15,8 +15,9 @@ _ASCENDING, _DESCENDING = "<", ">"
 class SortDigits(DrawnTask):
     """reasoning-gym's `number_sorting`, with digits.
 
-    `7 0 5 3>` is answered by `7 5 3 0`, and `7 0 5 3<` by `0 3 5 7`. There are four or five digits. The family's own verifier takes an error of one for right, so it is
-    no reward: a policy that is trained on it gets worse.
+    `7 0 5 3>` is answered by `7 5 3 0`, and `7 0 5 3<` by `0 3 5 7`. There are four or five
+    digits. The family's own verifier takes an error of one for right, so it is no reward: a policy
+    that is trained on it gets worse.
     """
 
     name = "sort-digits"
