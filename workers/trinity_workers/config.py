@@ -162,9 +162,9 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     on-policy. Null is what the style fixed needs, else twice the interval, less one: explorers may
     be one version behind."""
     when_stale: WhenStale = "pace"
-    """Policy that keeps to the bound: pace asks for no more than can be trained in time; wait lets the
-    trainer wait for rollouts that the next step could not use; drop lets explorers run ahead, and
-    issues again what is too old."""
+    """Policy that keeps to the bound: pace asks for no more than can be trained in time; wait lets
+    the trainer wait for rollouts that the next step could not use; drop lets explorers run ahead,
+    and issues again what is too old."""
     transport: TransportChoice = "auto"
     """Transport of the weights: shared memory (shm, every explorer on the trainer's host), Ray's
     object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), or Redis;
