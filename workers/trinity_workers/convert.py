@@ -8,38 +8,30 @@ number of layers.
 from __future__ import annotations
 
 import ctypes
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.open_folder import partial_folder
 
 from .convertible import ConversionRefused, becomes_megatron
-from .engines.base import NamedTensors
 from .engines.megatron import leave
 from .engines.megatron.meta_model import MetaModel
 from .engines.megatron.model_description import Description, read_description, write_description
-from .engines.megatron.stream import FolderReader
-from .engines.state_files import make_folder, sync, sync_tree
+from .engines.model_folder import INDEX, SHARD_BYTES, FolderReader, write_model_folder
+from .engines.state_files import make_folder, sync
 
-SHARD_BYTES = 512 << 20
 _READ_BYTES = 16 << 20  # bytes read before memory-mapped files are closed
+_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 
 
 class Conversion(Struct, frozen=True, kw_only=True):
@@ -145,78 +137,19 @@ def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[int]:
         for name, whole in outline.load(source / "model")
         for one in outline.mapping.to_huggingface(name, whole)
     )
-    shutil.copytree(source / "huggingface", target)
-    planned = list(_planned(outline))
-    write_safetensors(planned, tensors, target, shard_bytes)
-    sync_tree(target)
-    return [tensor.nbytes for _, tensor in planned]
+    write_model_folder(
+        target,
+        lambda folder: copy_files(source / "huggingface", folder),
+        tensors,
+        shard_bytes=shard_bytes,
+    )
+    return [tensor.nbytes for _, tensor in _planned(outline)]
 
 
-def write_safetensors(
-    planned: Sequence[tuple[str, torch.Tensor]],
-    tensors: NamedTensors,
-    folder: Path,
-    shard_bytes: int,
-) -> None:
-    """Write tensors in Hugging Face's format, in files of at most ``shard_bytes``, with an index.
-
-    Args:
-        planned: Names and shapes of the tensors, in order; a file begins with its table of
-            contents.
-        tensors: The tensors; none is kept in memory.
-        folder: Folder to write to.
-        shard_bytes: Maximum bytes of a file's tensors, unless one tensor is larger.
-    """
-    files = list(_dealt_out(planned, shard_bytes))
-    coming = iter(tensors)
-    where: dict[str, str] = {}
-    for index, held in enumerate(files):
-        file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-        if len(files) == 1:
-            file = "model.safetensors"
-        with (folder / file).open("wb") as out:
-            out.write(_header(held))
-            for name, _ in held:
-                found, tensor = next(coming)
-                assert found == name, "they come as planned"
-                flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-                out.write(flat.numpy().data)
-                del tensor, flat
-                where[name] = file
-    if len(files) > 1:
-        total = sum(tensor.nbytes for _, tensor in planned)
-        index_of = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=2))
-
-
-def _dealt_out(
-    planned: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    held: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in planned:
-        if held and size + tensor.nbytes > shard_bytes:
-            yield held
-            held, size = [], 0
-        held.append((name, tensor))
-        size += tensor.nbytes
-    yield held
-
-
-def _header(held: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Return the header of a safetensors file: its length, and the offset of each tensor."""
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in held:
-        begin, end = end, end + tensor.nbytes
-        said[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(said).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # aligns the tensors to eight bytes
-    return len(text).to_bytes(8, "little") + text
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a folder, except for weights and the list of digests."""
+    left_out = shutil.ignore_patterns("*.safetensors", INDEX, FILE_DIGESTS)
+    shutil.copytree(source, target, ignore=left_out, dirs_exist_ok=True)
 
 
 def _planned(outline: MetaModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -243,10 +176,10 @@ def _checked(found: Sequence[torch.dtype], key: str, source: Path) -> torch.dtyp
             f"{source}: the tensors of {key}, over all layers, have several dtypes "
             f"({_listed(found)}), and a Megatron checkpoint stores them in one: save the model so"
         )
-    if dtype not in _NAMES:
+    if dtype not in _CONVERTED:
         raise ConversionRefused(
             f"{source}: {key} is {_listed([dtype])}, which cannot be converted: save it in one of "
-            f"{_listed(_NAMES)}"
+            f"{_listed(_CONVERTED)}"
         )
     return dtype
 

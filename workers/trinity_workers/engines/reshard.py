@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_events.errors import TrinityError
 
-_SHARD_FILE = re.compile(r"model_world_size_(\d{1,6})_rank_0\.pt")
+from .model_folder import FolderReader
+
+_SHARD_FILE = re.compile(r"(?:model|optim)_world_size_(\d{1,6})_rank_0\.pt")
 
 
 class ReshardRefused(TrinityError):
@@ -35,12 +37,13 @@ def saved_world(folder: Path) -> int:
     It is this group's number of ranks if the folder has shards of it, or no shards at all.
     """
     world = dist.get_world_size()
-    if not folder.is_dir() or shard_file(folder, "model", world, 0).is_file():
+    here = any(shard_file(folder, what, world, 0).is_file() for what in ("model", "optim"))
+    if not folder.is_dir() or here:
         return world
     found = [_SHARD_FILE.fullmatch(path.name) for path in sorted(folder.iterdir())]
-    worlds = [int(match[1]) for match in found if match]
+    worlds = sorted({int(match[1]) for match in found if match})
     if len(worlds) > 1:
-        numbers = " and ".join(str(one) for one in sorted(worlds))
+        numbers = " and ".join(map(str, worlds))
         raise ReshardRefused(
             f"{folder} has shards of {numbers} ranks: start as many ranks as one of them"
         )
@@ -51,6 +54,19 @@ def resharded_model(states: Sequence[dict[str, Any]], module: Any) -> dict[str, 
     """Return this rank's state dict, from the state dicts of all ranks that saved."""
     return {
         name: _resharded([state[name] for state in states], like)
+        for name, like in module.state_dict().items()
+    }
+
+
+def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
+    """Return this rank's state dict, from the full tensors of a Hugging Face folder.
+
+    A tied tensor is read under whichever of its names the folder has.
+    """
+    parameters = {name: id(one) for name, one in module.named_parameters(remove_duplicate=False)}
+    saved = {parameters.get(name, name): name for name in reader.names()}
+    return {
+        name: _of_whole(reader.tensor(saved.get(parameters.get(name, name), name)), like)
         for name, like in module.state_dict().items()
     }
 
@@ -79,11 +95,21 @@ def _resharded(values: Sequence[Any], like: Any) -> Any:
         raise ReshardRefused(
             "only tensors that FSDP shards by rows load at another number of ranks"
         )
-    local = torch.empty_like(like.to_local(), dtype=values[0].dtype, device="cpu")
+    return _laid_out([value.to_local() for value in values], like)
+
+
+def _of_whole(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's share of a full tensor, laid out as ``like`` and in its dtype."""
+    value = value.to(like.dtype)
+    return _laid_out([value], like) if isinstance(like, DTensor) else value
+
+
+def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
+    """Return this rank's rows of consecutive shards."""
+    local = torch.empty_like(like.to_local(), dtype=shards[0].dtype, device="cpu")
     first = _first_row(like)
     offset = 0
-    for value in values:
-        rows: torch.Tensor = value.to_local()
+    for rows in shards:
         begin, end = max(first, offset), min(first + len(local), offset + len(rows))
         if begin < end:
             local[begin - first : end - first] = rows[begin - offset : end - offset]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anyio
 
+from trinity_events.core.file_versions import weights_save
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import (
@@ -14,6 +15,15 @@ from trinity_schemas import (
     StepRef,
     VersionPartPublished,
 )
+
+from ..config import SyncMethod
+
+
+def is_version(event: StepReady, method: SyncMethod) -> bool:
+    """Return True if a run of this sync method announces a weight version by the event."""
+    if method == "checkpoint":
+        return weights_save(event) is not None
+    return event.kind == "weights"
 
 
 class RunEnded(TrinityError):
@@ -27,14 +37,17 @@ class VersionFollower:
         run_id: The run.
         epoch: The epoch.
         redis_url: The server of the log.
-        sent: True if versions are sent to a collective group, which may send one again.
+        method: The run's sync method. Versions are files with `checkpoint`; with `nccl`, one may be
+            sent again.
     """
 
-    def __init__(self, run_id: str, epoch: int, redis_url: str, *, sent: bool = False) -> None:
+    def __init__(
+        self, run_id: str, epoch: int, redis_url: str, *, method: SyncMethod = "memory"
+    ) -> None:
         self._run_id = run_id
         self._epoch = epoch
         self._redis_url = redis_url
-        self._sent = sent
+        self._method = method
         self._changed = anyio.Condition()
         self.newest: StepReady | None = None
         self._skipped: StepRef | None = None
@@ -45,12 +58,12 @@ class VersionFollower:
         """Follow until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_end)
-            if self._sent:
+            if self._method == "nccl":
                 tasks.start_soon(self._follow_sent)
             async with subscribe(self._run_id, StepReady, redis_url=self._redis_url) as events:
                 async for delivered in events:
                     event = delivered.event
-                    if event.kind == "weights" and event.epoch == self._epoch:
+                    if event.epoch == self._epoch and is_version(event, self._method):
                         async with self._changed:
                             self.newest = event
                             self._changed.notify_all()

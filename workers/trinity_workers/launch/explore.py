@@ -19,7 +19,7 @@ from trinity_schemas import RunClosed, StepReady
 
 from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
-from ..explorer.versions import RunEnded
+from ..explorer.versions import RunEnded, is_version
 from ..health import beating
 from .lifecycle import interruptible
 from .openings import Opening, Openings
@@ -150,7 +150,8 @@ async def _first_version(config: RunConfig) -> None:
         with anyio.fail_after(config.sync.timeout):
             async with weights:
                 async for delivered in weights:
-                    if delivered.event.kind == "weights" and delivered.event.epoch == config.epoch:
+                    event = delivered.event
+                    if event.epoch == config.epoch and is_version(event, config.sync.method):
                         break
     except TimeoutError:
         raise DeadlineExceeded(

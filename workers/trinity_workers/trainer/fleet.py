@@ -13,8 +13,9 @@ import ray
 from anyio import to_thread
 
 from trinity_events import CheckpointCoordinator, Synchronizer
-from trinity_events.checkpoint_layout import TRAINER_STATE
+from trinity_events.checkpoint_layout import MODEL_FOLDER, TRAINER_STATE
 from trinity_events.coordinator import staged_path
+from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import GroupBroken, TrinityError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
@@ -22,6 +23,7 @@ from trinity_schemas import Experience, Process
 
 from ..collectives import CollectiveBroken
 from ..config import RunConfig
+from ..engines.model_folder import has_weights
 from ..placement import rank_options
 from ..process_exit import ExitWatch, named
 from .state import TrainerState, write_trainer_state
@@ -51,6 +53,8 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._processes: list[Process] = []
         self._deaths = ExitWatch()
         self._step = 0
+        self._version_saved: int | None = None
+        """Step whose weights were last saved as a version in files."""
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
         self._coordinator = CheckpointCoordinator(
@@ -107,30 +111,54 @@ class RayTrainerFleet(TrainEngineWrapper):
         state: TrainerState | None = None,
     ) -> None:
         """Save the whole checkpoint: each part of it has slots of its own."""
-        if save_as_hf:
-            raise ValueError("saving as one Hugging Face model is not there yet")
         step, saves = self._step, self._saves
         folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
         if state is not None:
             path = folder / TRAINER_STATE
             save = partial(write_trainer_state, path, state)
             self._coordinator.save_async("trainer_state", save, step, path=path)
-        await self._ask_all("save_checkpoint", str(folder / "actor"), step)
+        state_dicts = await self._save_parts(str(folder / "actor"), save_as_hf=save_as_hf)
         await self._coordinator.register_and_monitor(
             step,
-            state_dict_thread_count=saves,
+            state_dict_thread_count=state_dicts,
             checkpoint_thread_count=saves + (state is not None),
         )
         if block_until_saved:
             await self.wait_for_save()
 
-    async def save_state_dict(self) -> None:
-        """Save the model's state dict alone."""
-        step = self._step
-        folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
-        await self._ask_all("save_state_dict", str(folder / "actor"), step)
+    async def _save_parts(self, path: str, *, save_as_hf: bool) -> int:
+        """Let every rank save its part of a checkpoint; return the saves of the model."""
+        step, is_saved = self._step, self._version_saved == self._step
+        if not is_saved and not save_as_hf:
+            await self._ask_all("save_checkpoint", path, step)
+            return self._saves
+        if not is_saved:
+            save = partial(self._ask_all, "save_weights", path, step)
+            await save(name="huggingface_model", masters=True)
+        await self._ask_all("save_training_state", path, step)
+        return int(not is_saved)
+
+    async def save_state_dict(self, metrics: dict[str, float] | None = None) -> None:
+        """Save the weights as a Hugging Face folder, and commit them as a version.
+
+        A checkpoint of the same step rests on it. The version that a resumed run begins with is
+        that of its checkpoint, whose folder is completed where it is.
+        """
+        config, step = self._config, self._step
+        folder = staged_path(config.checkpoint_folder, config.epoch, step)
+        if step == config.resumed_step:
+            folder = config.resumed_folder
+        weights = folder.joinpath(*MODEL_FOLDER)
+        if await to_thread.run_sync(has_weights, weights):
+            save = partial(self._coordinator.save_sync, lambda: None, step, is_state_dict=True)
+            await to_thread.run_sync(partial(save, name=WEIGHTS_SAVE, path=weights))
+        else:
+            masters = config.is_save_step(step)
+            path = str(folder / MODEL_FOLDER[0])
+            await self._ask_all("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
+        self._version_saved = step
         await self._coordinator.register_and_monitor(
-            step, is_state_dict=True, state_dict_thread_count=self._saves
+            step, is_state_dict=True, state_dict_thread_count=1, metrics=metrics
         )
 
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
@@ -189,13 +217,14 @@ class RayTrainerFleet(TrainEngineWrapper):
         """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
         return 1 if self._config.trainer.engine == "megatron" else len(self._workers)
 
-    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+    async def _ask_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
         ranks = range(len(self._workers))
-        return await answers_or_cause([self._ask(rank, method, *args) for rank in ranks])
+        asked = [self._ask(rank, method, *args, **options) for rank in ranks]
+        return await answers_or_cause(asked)
 
-    async def _ask(self, rank: int, method: str, *args: Any) -> Any:
+    async def _ask(self, rank: int, method: str, *args: Any, **options: Any) -> Any:
         try:
-            return await getattr(self._workers[rank], method).remote(*args)
+            return await getattr(self._workers[rank], method).remote(*args, **options)
         except ray.exceptions.RayActorError:
             step = self._step + (method == "train_step")  # which is not taken yet
             process = self._processes[rank] if self._processes else None

@@ -30,12 +30,14 @@ from ..algorithms.update import policy_update
 from ..collectives import all_reduced, together
 from ..config import RunConfig
 from ..engines import FSDPEngine
+from ..engines.base import NamedTensors
 from ..engines.fsdp import frozen_policy, shard_name
 from ..engines.state_files import write_state
 from ..helpers import (
     fsdp_save_state_dict,
     fsdp_sync_weight_nccl,
     fsdp_upload_state_dict,
+    save_huggingface,
     strategy_for,
 )
 from ..learning.logprobs import response_logprobs, response_statistics
@@ -175,6 +177,37 @@ class TrainWorker:
     def save_checkpoint(self, local_path: str, global_step: int) -> None:
         """Save the sharded model and the training state, both in the background."""
         self.save_state_dict(local_path, global_step)
+        self.save_training_state(local_path, global_step)
+
+    def save_weights(
+        self, local_path: str, global_step: int, *, name: str, masters: bool = False
+    ) -> None:
+        """Save the weights as a Hugging Face folder, written in the background by rank 0.
+
+        Args:
+            local_path: Folder of the step's files.
+            global_step: The training step.
+            name: Name of the save.
+            masters: Save the optimizer's copies of the parameters, for a checkpoint to rest on.
+        """
+        save_huggingface(
+            self._engine,
+            local_path,
+            global_step,
+            self._coordinator,
+            logger,
+            name=name,
+            tensors=self._master_params() if masters else None,
+            deadline=self._config.sync.timeout,
+        )
+
+    def _master_params(self) -> NamedTensors | None:
+        """Return the parameters in the optimizer's dtype; None if they are served in it."""
+        params: NamedTensors = self._engine.master_params()
+        return params
+
+    def save_training_state(self, local_path: str, global_step: int) -> None:
+        """Save optimizer, scheduler and random states in the background."""
         path = Path(local_path) / shard_name("optim")
         state: dict[str, Any] = self._engine.training_state()
         self._coordinator.save_async(
