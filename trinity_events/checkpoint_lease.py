@@ -14,6 +14,7 @@ import redis.asyncio
 from trinity_schemas import check_run_id
 
 from .checkpoint_layout import final_name
+from .error_text import ungrouped
 from .errors import CheckpointHeld, InvalidRunId, KeyConflict
 from .log import RedisEventLog, new_producer
 from .log.retry import CONNECTION_ERRORS, is_transient
@@ -67,10 +68,11 @@ async def hold_step(run: str, step: int, *, redis_url: str | None = None) -> Asy
     with serving(redis_url) as url:
         async with connect(url) as client:
             log, who = RedisEventLog(client, run), new_producer("reader").incarnation
-            async with _leased(log, step, who), anyio.create_task_group() as tasks:
-                tasks.start_soon(_lost, log, step, who)
-                yield
-                tasks.cancel_scope.cancel()
+            with ungrouped():
+                async with _leased(log, step, who), anyio.create_task_group() as tasks:
+                    tasks.start_soon(_lost, log, step, who)
+                    yield
+                    tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager

@@ -51,7 +51,7 @@ _LONGEST_LIST = 16 << 20
 _ALGORITHM = "xxh3:"
 _LOOKS, _BETWEEN_LOOKS = 3, 0.05
 """Looks for a folder, and seconds between them: the reducer may replace one by two renames."""
-_DTYPES = {
+FILE_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -65,6 +65,7 @@ _DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
+"""Dtypes of the contract by their names in safetensors files."""
 
 
 class _Tensor(Struct, frozen=True):
@@ -239,10 +240,12 @@ def _entries(file: _File) -> Iterator[TensorEntry]:
     header.pop("__metadata__", None)
     for name, raw in header.items():
         told = msgspec.json.decode(raw, type=_Tensor)
-        if told.dtype not in _DTYPES:
+        if told.dtype not in FILE_DTYPES:
             raise IncompatibleWeights(f"{name!r} is of dtype {told.dtype}, which is not supported")
         begin, end = told.data_offsets
-        entry = TensorEntry(name=name, dtype=_DTYPES[told.dtype], shape=told.shape, offset=begin)
+        entry = TensorEntry(
+            name=name, dtype=FILE_DTYPES[told.dtype], shape=told.shape, offset=begin
+        )
         if begin + entry.nbytes != end:
             raise ValueError(
                 f"tensor {name!r} of {entry.nbytes} bytes is said to take {end - begin}"

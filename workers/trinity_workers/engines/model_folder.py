@@ -12,26 +12,15 @@ import torch
 from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.open_folder import OpenFolder
-from trinity_events.weights import list_digests
-from trinity_events.weights.tensors import as_bytes
+from trinity_events.weights.model_folder import FILE_DTYPES, list_digests
+from trinity_events.weights.tensors import DTYPES, as_bytes
 
 from .state_files import make_folder, sync_tree
 
 SHARD_BYTES = 512 << 20
 """Maximum bytes of a file's tensors, unless one tensor is larger."""
 INDEX = "model.safetensors.index.json"
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPE_NAMES = {DTYPES[dtype]: name for name, dtype in FILE_DTYPES.items()}
 """Names of the dtypes in safetensors files."""
 _HEADER_ROOM = 64 << 10
 """Bytes that a file reserves for its header, which is written last: the tensors to come are not
