@@ -40,7 +40,7 @@ from ..errors import CheckpointHeld, CorruptVersion, IncompatibleWeights, Versio
 from ..open_folder import OpenFolder
 from .part_bytes import PartBytes
 from .pulled_version import PulledVersion, Selection
-from .tensors import digest
+from .tensors import Digesting, digest
 
 WEIGHTS = ".safetensors"
 """Ending of the files that hold weights."""
@@ -48,6 +48,8 @@ LONGEST_HEADER = 100_000_000
 """Bytes of the longest header of such a file, which the safetensors library sets."""
 _LONGEST_LIST = 16 << 20
 """Bytes read of a list of digests."""
+_PIECE = 4 << 20
+"""Bytes of a file that are read and digested at a time; a mapped file would count as memory."""
 _ALGORITHM = "xxh3:"
 _LOOKS, _BETWEEN_LOOKS = 3, 0.05
 """Looks for a folder, and seconds between them: the reducer may replace one by two renames."""
@@ -83,19 +85,21 @@ class _File(NamedTuple):
 
 def list_digests(folder: Path) -> bytes:
     """Return the list of the digests of a folder's files, in the form of ``xxhsum -H128``."""
-    lines = []
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name != FILE_DIGESTS and not path.name.startswith("."):
-            with path.open("rb") as file:
-                lines.append(f"{_digest_of(file.fileno()).removeprefix(_ALGORITHM)}  {path.name}")
-    return "".join(f"{line}\n" for line in lines).encode()
+    files = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != FILE_DIGESTS and not path.name.startswith(".")
+    ]
+    lines = (f"{_digest_of(path).removeprefix(_ALGORITHM)}  {path.name}\n" for path in files)
+    return "".join(lines).encode()
 
 
-def _digest_of(descriptor: int) -> str:
-    if not os.fstat(descriptor).st_size:
-        return digest(b"")
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-        return digest(data)
+def _digest_of(path: Path) -> str:
+    found = Digesting()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_PIECE):
+            found.update(data)
+    return found.digest()
 
 
 @contextmanager
