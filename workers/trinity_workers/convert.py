@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face folders and Megatron checkpoints, both ways, streaming.
+"""Conversion of checkpoints to Hugging Face folders, and of these to Megatron, streaming.
 
 It runs in one process without a GPU. A checkpoint does not depend on the layout, so one rank reads
 and writes it, parameter by parameter. Memory holds a few of the largest parameters, whatever the
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,14 @@ from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.open_folder import partial_folder
 
-from .convertible import ConversionRefused, becomes_megatron
+from .convertible import ConversionRefused, SourceForm, source_of
+from .engines.base import NamedTensors
+from .engines.buffers import saved_buffers
 from .engines.megatron import leave
 from .engines.megatron.meta_model import MetaModel
 from .engines.megatron.model_description import Description, read_description, write_description
 from .engines.model_folder import INDEX, SHARD_BYTES, FolderReader, write_model_folder
+from .engines.reshard import tensors_of_shards
 from .engines.state_files import make_folder, sync
 
 _READ_BYTES = 16 << 20  # bytes read before memory-mapped files are closed
@@ -50,10 +54,10 @@ def convert(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Conversion:
-    """Convert a folder to the other format; its content decides the direction.
+    """Convert a Hugging Face folder to a Megatron checkpoint, or any checkpoint to the former.
 
-    A Megatron folder has the form that :meth:`MegatronEngine.save_checkpoint` writes: ``model`` and
-    ``huggingface``. Megatron's checkpoints are unpickled on load.
+    A checkpoint has the form that an engine's ``save_checkpoint`` writes, or is the folder of a
+    step. Megatron's checkpoints are unpickled on load.
 
     Args:
         source: Folder to convert.
@@ -65,15 +69,16 @@ def convert(
         UnsupportedModel: if megatron-core has no model of this configuration.
         IncompatibleWeights: if the weights do not match the configuration.
     """
-    to_megatron = becomes_megatron(source, target)
+    folder, form = source_of(source, target)
     _map_large_blocks()
     make_folder(target.parent)
     with partial_folder(target) as staging:
-        with _alone():
-            if to_megatron:
-                sizes = _to_megatron(source, staging / "result")
+        with _alone() if form in {"huggingface", "megatron"} else nullcontext():
+            if form == "huggingface":
+                sizes = _to_megatron(folder, staging / "result")
             else:
-                sizes = _to_huggingface(source, staging / "result", shard_bytes)
+                tensors = _TENSORS[form](folder)
+                sizes = _to_huggingface(folder, tensors, staging / "result", shard_bytes)
         if target.is_dir():
             target.rmdir()
         (staging / "result").rename(target)
@@ -81,7 +86,7 @@ def convert(
     return Conversion(
         source=str(source),
         target=str(target),
-        to="megatron" if to_megatron else "huggingface",
+        to="megatron" if form == "huggingface" else "huggingface",
         tensors=len(sizes),
         bytes=sum(sizes),
     )
@@ -127,23 +132,59 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
     return [tensor.nbytes for _, tensor in _planned(outline)]
 
 
-def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[int]:
+def _to_huggingface(
+    source: Path, tensors: NamedTensors, target: Path, shard_bytes: int
+) -> list[int]:
+    sizes: list[int] = []
+
+    def counted() -> NamedTensors:
+        for name, tensor in tensors:
+            sizes.append(tensor.nbytes)
+            yield name, tensor
+            del tensor
+
+    write_model_folder(
+        target,
+        lambda folder: copy_files(source / "huggingface", folder),
+        counted(),
+        shard_bytes=shard_bytes,
+    )
+    return sizes
+
+
+def _of_megatron(source: Path) -> NamedTensors:
     # Use the checkpoint's dtypes: a model may be trained in another one than its configuration's.
     outline = MetaModel(_description(source / "huggingface").config)
     for name, dtype in outline.saved_dtypes(source / "model"):
         outline.set_dtype([name], _checked([dtype], name, source))
-    tensors = (
-        one
-        for name, whole in outline.load(source / "model")
-        for one in outline.mapping.to_huggingface(name, whole)
-    )
-    write_model_folder(
-        target,
-        lambda folder: copy_files(source / "huggingface", folder),
-        tensors,
-        shard_bytes=shard_bytes,
-    )
-    return [tensor.nbytes for _, tensor in _planned(outline)]
+    for name, whole in outline.load(source / "model"):
+        yield from outline.mapping.to_huggingface(name, whole)
+
+
+def _of_shards(source: Path) -> NamedTensors:
+    """Yield the tensors of FSDP's shard files, a tied one under its first name alone."""
+    from transformers import AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM  # its methods have no annotations
+    with torch.device("meta"):
+        model = make.from_config(_description(source / "huggingface").config)
+    names = [name for name, _ in (*model.named_parameters(), *saved_buffers(model))]
+    return tensors_of_shards(source, names)
+
+
+def _of_folder(source: Path) -> NamedTensors:
+    reader = _reader(source / "huggingface")
+    for name in reader.names():
+        yield name, reader.tensor(name)
+        reader.forget()
+
+
+_TENSORS: dict[SourceForm, Callable[[Path], NamedTensors]] = {
+    "megatron": _of_megatron,
+    "fsdp": _of_shards,
+    "exported": _of_folder,
+}
+"""Full tensors of a checkpoint, by its form."""
 
 
 def copy_files(source: Path, target: Path) -> None:

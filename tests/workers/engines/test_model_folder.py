@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.weight_versions import awkward  # noqa: E402
 from trinity_events.errors import IncompatibleWeights  # noqa: E402
+from trinity_workers.convert import convert, copy_files  # noqa: E402
 from trinity_workers.engines import FSDPEngine  # noqa: E402
 from trinity_workers.engines import model_folder as written  # noqa: E402
 from trinity_workers.engines.model_folder import (  # noqa: E402
@@ -145,3 +147,42 @@ def test_fsdp_goes_on_bit_for_bit_from_a_checkpoint_whose_model_is_a_hugging_fac
     for found in group(masters):
         assert_equal(found, expected)
     group(take_step, 3)
+
+
+def shards(rank: Rank, folder: Path) -> None:
+    rank.held.engine.save_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_shards_of_fsdp_convert_to_a_folder_that_transformers_loads(
+    rank_group, policy_folder, tmp_path, world
+):
+    group = rank_group(world)
+    group(begin, policy_folder)
+    group(take_step, 1)
+    group(shards, tmp_path / "step" / "actor")
+    expected = group(masters)[0]
+    done = convert(tmp_path / "step", tmp_path / "converted", shard_bytes=200_000)
+    assert (done.to, done.tensors) == ("huggingface", len(expected))
+    assert done.bytes == sum(one.nbytes for one in expected.values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert_equal({name: one.detach() for name, one in model.named_parameters()}, expected)
+    (tmp_path / "step" / "actor" / f"model_world_size_{world}_rank_{world - 1}.pt").unlink()
+    if world > 1:
+        with pytest.raises(FileNotFoundError, match="rank_2"):
+            convert(tmp_path / "step", tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+
+
+def test_a_checkpoint_whose_model_is_a_hugging_face_folder_converts_to_that(
+    tmp_path, policy_folder
+):
+    """Only the folder of digests tells such a checkpoint from one whose model is elsewhere."""
+    actor = tmp_path / "global_step_3" / "actor"
+    tensors = load_file(policy_folder / "model.safetensors")
+    describe = partial(copy_files, policy_folder)
+    write_model_folder(actor / "huggingface", describe, tensors.items())
+    done = convert(tmp_path / "global_step_3", tmp_path / "converted")
+    assert (done.to, done.tensors) == ("huggingface", len(tensors))
+    assert load_file(tmp_path / "converted" / "model.safetensors").keys() == tensors.keys()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "converted")

@@ -6,8 +6,10 @@ full tensor, and nothing is gathered.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_events.errors import TrinityError
 
 from .model_folder import FolderReader
+from .state_files import read_state
 
 _SHARD_FILE = re.compile(r"(?:model|optim)_world_size_(\d{1,6})_rank_0\.pt")
 
@@ -40,14 +43,65 @@ def saved_world(folder: Path) -> int:
     here = any(shard_file(folder, what, world, 0).is_file() for what in ("model", "optim"))
     if not folder.is_dir() or here:
         return world
-    found = [_SHARD_FILE.fullmatch(path.name) for path in sorted(folder.iterdir())]
-    worlds = sorted({int(match[1]) for match in found if match})
+    worlds = _worlds(folder)
     if len(worlds) > 1:
-        numbers = " and ".join(map(str, worlds))
-        raise ReshardRefused(
-            f"{folder} has shards of {numbers} ranks: start as many ranks as one of them"
-        )
+        raise _several(folder, worlds)
     return worlds[0] if worlds else world
+
+
+def _worlds(folder: Path) -> list[int]:
+    """Return the numbers of ranks that a folder has shards of."""
+    found = (_SHARD_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return sorted({int(match[1]) for match in found if match})
+
+
+def _several(folder: Path, worlds: Sequence[int]) -> ReshardRefused:
+    numbers = " and ".join(map(str, worlds))
+    return ReshardRefused(
+        f"{folder} has shards of {numbers} ranks: start as many ranks as one of them"
+    )
+
+
+def tensors_of_shards(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield full tensors from the shard files of all ranks, without a process group.
+
+    Raises:
+        FileNotFoundError: if a shard file is missing.
+        ReshardRefused: if files of several numbers of ranks are there, or a tensor is missing.
+    """
+    [world, *others] = _worlds(folder)
+    if others:
+        raise _several(folder, [world, *others])
+    with _no_mesh_warnings():
+        files = [shard_file(folder, "model", world, rank) for rank in range(world)]
+        states = [read_state(one, mapped=True) for one in files]
+    for name in names:
+        if name not in states[0]:
+            raise ReshardRefused(f"{folder} has no tensor {name}: is its config.json another's?")
+        yield name, _joined([state[name] for state in states])
+
+
+def _joined(values: Sequence[Any]) -> torch.Tensor:
+    """Return a full tensor of the shards of all ranks."""
+    first = values[0]
+    if not isinstance(first, DTensor):
+        whole: torch.Tensor = first
+        return whole
+    if list(first.placements) != [Shard(0)]:
+        raise ReshardRefused("only tensors that FSDP shards by rows can be joined")
+    return torch.cat([value.to_local() for value in values])
+
+
+@contextmanager
+def _no_mesh_warnings() -> Iterator[None]:
+    """Silence torch, which warns of each sharded tensor that is read without its process group."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def resharded_model(states: Sequence[dict[str, Any]], module: Any) -> dict[str, Any]:
