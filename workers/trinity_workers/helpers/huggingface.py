@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from logging import Logger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,18 @@ DEADLINE = 300.0
 """Seconds that the training loop waits for the disk to take one tensor."""
 
 
+class SaveTarget(NamedTuple):
+    """Name of a save, and its kind."""
+
+    name: str
+    is_state_dict: bool = True
+    """False for a part of a checkpoint."""
+
+
+VERSION = SaveTarget(WEIGHTS_SAVE)
+"""Save that explorers take for a version."""
+
+
 def save_huggingface(
     engine: TrainEngine,
     local_path: str,
@@ -40,7 +52,7 @@ def save_huggingface(
     coordinator: CheckpointCoordinator,
     logger: Logger,
     *,
-    name: str = WEIGHTS_SAVE,
+    target: SaveTarget = VERSION,
     tensors: NamedTensors | None = None,
     deadline: float = DEADLINE,
 ) -> None:
@@ -56,7 +68,7 @@ def save_huggingface(
         global_step: The training step.
         coordinator: Runs the save and publishes its events.
         logger: Logs the folder of the save.
-        name: Name of the save; explorers take one of the default name for a version.
+        target: Name and kind of the save; by default those of a version.
         tensors: Full tensors; by default those of ``engine.get_per_tensor_param()``.
         deadline: Seconds to wait for the disk to take one tensor.
 
@@ -72,10 +84,10 @@ def save_huggingface(
         queue = TensorQueue(QUEUED_BYTES, deadline)
         try:
             coordinator.save_async(
-                name,
+                target.name,
                 partial(_write, engine, folder, queue),
                 global_step,
-                is_state_dict=True,
+                is_state_dict=target.is_state_dict,
                 path=folder,
             )
             logger.info("step %d: saves %s in the background", global_step, folder)

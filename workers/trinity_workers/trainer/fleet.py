@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from anyio import to_thread
@@ -42,6 +42,14 @@ DEATH_KNOWN = 5.0
 
 class WorkerDied(TrinityError):
     """A worker process ended while it was needed."""
+
+
+class Saves(NamedTuple):
+    """Saves of the ranks that a checkpoint has."""
+
+    state_dicts: int
+    others: int
+    """Saves of the kind `checkpoint`."""
 
 
 class RayTrainerFleet(TrainEngineWrapper):
@@ -111,32 +119,38 @@ class RayTrainerFleet(TrainEngineWrapper):
         state: TrainerState | None = None,
     ) -> None:
         """Save the whole checkpoint: each part of it has slots of its own."""
-        step, saves = self._step, self._saves
+        step = self._step
         folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
         if state is not None:
             path = folder / TRAINER_STATE
             save = partial(write_trainer_state, path, state)
             self._coordinator.save_async("trainer_state", save, step, path=path)
-        state_dicts = await self._save_parts(str(folder / "actor"), save_as_hf=save_as_hf)
+        saves = await self._save_parts(str(folder / MODEL_FOLDER[0]), save_as_hf=save_as_hf)
         await self._coordinator.register_and_monitor(
             step,
-            state_dict_thread_count=state_dicts,
-            checkpoint_thread_count=saves + (state is not None),
+            state_dict_thread_count=saves.state_dicts,
+            checkpoint_thread_count=saves.others + (state is not None),
         )
         if block_until_saved:
             await self.wait_for_save()
 
-    async def _save_parts(self, path: str, *, save_as_hf: bool) -> int:
-        """Let every rank save its part of a checkpoint; return the saves of the model."""
-        step, is_saved = self._step, self._version_saved == self._step
-        if not is_saved and not save_as_hf:
+    async def _save_parts(self, path: str, *, save_as_hf: bool) -> Saves:
+        """Let every rank save its part of a checkpoint; return the saves to expect."""
+        step, in_files = self._step, self._config.sync.method == "checkpoint"
+        if not in_files and not save_as_hf:
             await self._ask_all("save_checkpoint", path, step)
-            return self._saves
+            return Saves(state_dicts=self._saves, others=self._saves)
+        is_saved = self._version_saved == step
         if not is_saved:
-            save = partial(self._ask_all, "save_weights", path, step)
-            await save(name="huggingface_model", masters=True)
+            # No state dict, if the run's versions are those: explorers would wait for it.
+            save = partial(self._ask_all, "save_weights", path, step, masters=True)
+            await save(name="huggingface_model", is_state_dict=not in_files)
         await self._ask_all("save_training_state", path, step)
-        return int(not is_saved)
+        models = int(not is_saved)
+        return Saves(
+            state_dicts=0 if in_files else models,
+            others=self._saves + (models if in_files else 0),
+        )
 
     async def save_state_dict(self, metrics: dict[str, float] | None = None) -> None:
         """Save the weights as a Hugging Face folder, and commit them as a version.

@@ -34,6 +34,7 @@ from ..engines.base import NamedTensors
 from ..engines.fsdp import frozen_policy, shard_name
 from ..engines.state_files import write_state
 from ..helpers import (
+    SaveTarget,
     fsdp_save_state_dict,
     fsdp_sync_weight_nccl,
     fsdp_upload_state_dict,
@@ -180,7 +181,13 @@ class TrainWorker:
         self.save_training_state(local_path, global_step)
 
     def save_weights(
-        self, local_path: str, global_step: int, *, name: str, masters: bool = False
+        self,
+        local_path: str,
+        global_step: int,
+        *,
+        name: str,
+        is_state_dict: bool = True,
+        masters: bool = False,
     ) -> None:
         """Save the weights as a Hugging Face folder, written in the background by rank 0.
 
@@ -188,6 +195,7 @@ class TrainWorker:
             local_path: Folder of the step's files.
             global_step: The training step.
             name: Name of the save.
+            is_state_dict: True for a state dict, False for a part of a checkpoint.
             masters: Save the optimizer's copies of the parameters, for a checkpoint to rest on.
         """
         save_huggingface(
@@ -196,7 +204,7 @@ class TrainWorker:
             global_step,
             self._coordinator,
             logger,
-            name=name,
+            target=SaveTarget(name, is_state_dict),
             tensors=self._master_params() if masters else None,
             deadline=self._config.sync.timeout,
         )
