@@ -30,6 +30,9 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     """Seconds from its claim after which a request is issued again, however often renewed."""
     max_attempts: int = 3
     """Failed attempts after which an ordinal is dropped; a stale answer is no failed attempt."""
+    when_stale: Literal["drop", "wait", "pace"] = "drop"
+    """With ``wait``, a step takes the groups first that the next step could not use, and waits for
+    them. Else only the order decides. Groups that are too old are asked for again in any case."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment from which an answer is deleted: its step is trained, or a checkpoint covers it."""
 

@@ -84,7 +84,7 @@ class VersionInstaller:
                 logger.warning("the explorer waits for newer weights: %s", error)
                 reason = error
                 self._versions.skip(newest)
-                await anyio.to_thread.run_sync(self._synchronizer.request_weights, ready)
+                await anyio.to_thread.run_sync(self._synchronizer.request_resend, ready)
                 if self._serves(step):
                     return  # The trainer may wait for answers, and these weights will do.
             else:

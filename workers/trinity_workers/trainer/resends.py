@@ -11,7 +11,7 @@ import anyio
 
 from trinity_events.errors import LogLost
 from trinity_events.subscriptions import subscribe
-from trinity_schemas import SyncRequested
+from trinity_schemas import ResendRequested
 
 from ..beside import beside
 
@@ -51,7 +51,9 @@ class VersionResends:
 
     async def _listen(self, start: str) -> None:
         while True:
-            events = subscribe(self._run_id, SyncRequested, redis_url=self._redis_url, start=start)
+            events = subscribe(
+                self._run_id, ResendRequested, redis_url=self._redis_url, start=start
+            )
             try:
                 async with events:
                     async for _ in events:
