@@ -16,13 +16,17 @@ from trinity_schemas import Sampling, SaveStrategy
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
 from .section import Section
+from .sync_method import contradictions as method_contradictions
 from .sync_schedule import contradictions as sync_contradictions
 from .sync_schedule import last_step_served, oldest_usable, staleness_bound
 
 EngineName = Literal["fsdp", "megatron"]
-# Transports of the Synchronizer that a run can choose; an import from there would load torch.
-TransportName = Literal["shm", "ray", "redis", "collective"]
-TransportChoice = Literal["auto", TransportName]
+SyncMethod = Literal["memory", "nccl", "checkpoint"]
+MemoryTransport = Literal["shm", "ray", "redis"]
+TransportChoice = Literal["auto", MemoryTransport]
+# Transports of the Synchronizer that a run can have; an import from there would load torch.
+TransportName = Literal[MemoryTransport, "collective"]
+WeightsPath = Literal[TransportName, "files"]
 PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
@@ -165,10 +169,14 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """Policy that keeps to the bound: pace asks for no more than can be trained in time; wait lets
     the trainer wait for rollouts that the next step could not use; drop lets explorers run ahead,
     and issues again what is too old."""
+    method: SyncMethod = "memory"
+    """Way of the weights: through memory (see `transport`); sent to all explorers at once by a
+    collective group (nccl: NCCL on GPUs, Gloo on CPUs); or as files of a checkpoint folder, which
+    explorers load."""
     transport: TransportChoice = "auto"
-    """Transport of the weights: shared memory (shm, every explorer on the trainer's host), Ray's
-    object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), or Redis;
-    auto takes the first of shm, ray and redis that all processes can use."""
+    """Transport of the method `memory`: shared memory (shm, every explorer on the trainer's host),
+    Ray's object store (ray, every explorer in its cluster), or Redis; auto takes the first that
+    all processes can use."""
     publish: PublishName = "auto"
     """Published form of the weights: shards, each from the rank that holds it, while training
     waits; a snapshot of the shards, while training continues; or full tensors, from rank 0. Auto
@@ -260,8 +268,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     @property
     def published_form(self) -> PublishedForm:
-        """Form in which weights are published; a collective group gets full tensors."""
-        if self.sync.transport == "collective":
+        """Form in which weights are published; only memory takes another one than full tensors."""
+        if self.sync.method != "memory":
             return "full"
         if self.sync.publish == "auto":
             return "shards" if self.trainer.ranks > 1 else "full"
@@ -365,22 +373,7 @@ def contradictions(
             f"{named('rollouts.max_turns')} is {config.rollouts.max_turns}, and without "
             f"{named('task.environment')} an episode has one turn: set it, or leave the turns out",
         )
-    if sync.transport != "collective":
-        return
-    transport = named("sync.transport")
-    if sync.publish in {"shards", "snapshot"}:
-        yield (
-            ("sync.transport", "sync.publish"),
-            "a collective group is sent full tensors by rank 0, and "
-            f"{named('sync.publish')} {sync.publish} was asked for: leave that out, or choose "
-            f"another {transport}",
-        )
-    if sync.full_every > 1:
-        yield (
-            ("sync.transport", "sync.full_every"),
-            f"a collective group is sent full tensors, and {named('sync.full_every')} asks for "
-            f"deltas: leave that out, or choose another {transport}",
-        )
+    yield from method_contradictions(sync, named)
 
 
 def _of_the_algorithm(
@@ -458,8 +451,15 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
         return self.checkpoint_folder / final_name(self.resumed_step)
 
     @property
-    def transport(self) -> TransportName:
-        """Return the transport that the launcher chose. Raises BadSettings if none was chosen."""
+    def transport(self) -> WeightsPath:
+        """Return the transport of the weights. Raises BadSettings if the launcher chose none."""
+        if self.sync.method != "memory":
+            return "collective" if self.sync.method == "nccl" else "files"
         if self.sync.transport == "auto":
             raise BadSettings(f"no transport of the weights was chosen for run {self.run_id}")
         return self.sync.transport
+
+    @property
+    def chunk_transport(self) -> TransportName:
+        """Return the transport of a Synchronizer, which publishes nothing if weights are files."""
+        return "redis" if self.transport == "files" else self.transport

@@ -128,13 +128,15 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
     chosen = chosen_transport(
-        options.settings.sync.transport,
+        options.settings.sync,
         explorers_here=alone,
         one_host=options.ray_address is None,
     )
     transport = chosen.name
     await check_user_task(options.settings)
-    settings = options.settings.replaced("sync", transport=transport)
+    settings = options.settings
+    if settings.sync.method == "memory":
+        settings = settings.replaced("sync", transport=transport)
     if options.ray_address is not None:
         settings = with_reserved_cpus(settings)
     folder = options.checkpoint_root / options.run_id
