@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -276,19 +276,29 @@ class DispatchState:
     def candidates(self, count: int) -> list[Group]:
         """Return the answers, as far as they arrived, that a step of ``count`` groups takes."""
         if self.settings.order == "arrival":
-            first = list(islice(self._last_chances(), count))
+            first = self._due(count) if self.settings.when_stale == "wait" else []
             others = (one for one in self.arrived if one not in first)
             chosen = [*first, *islice(others, count - len(first))]
         else:
             chosen = list(islice(self.asked, count))
         return [self.arrived[one] for one in chosen if one in self.arrived]
 
-    def _last_chances(self) -> Iterator[int]:
-        """Yield the ordinals that the trainer waits for, as the next step could not use them."""
-        if self.settings.when_stale == "wait":
-            for ordinal, asked in self.asked.items():
-                if asked.versions.oldest.step <= self.oldest:
-                    yield ordinal
+    def _due(self, count: int) -> list[int]:
+        """Return the ordinals without which later steps could not use all others in time.
+
+        A request that names a version may be answered with it, so its group has a last step. At
+        most ``count`` groups fit into each step before that. Groups that arrived come first.
+        """
+        places = {ordinal: place for place, ordinal in enumerate(self.arrived)}
+        chosen: list[int] = []
+        for named in sorted({one.versions.oldest.step for one in self.asked.values()}):
+            due = [one for one, asked in self.asked.items() if asked.versions.oldest.step <= named]
+            later_steps = max(named - self.oldest, 0)
+            lacking = len(due) - later_steps * count - len(chosen)
+            if lacking > 0:
+                left = [one for one in due if one not in chosen]
+                chosen += sorted(left, key=lambda one: places.get(one, len(places)))[:lacking]
+        return chosen[:count]
 
     def lacks_several(self, count: int) -> bool:
         """Return True if a step of ``count`` groups waits for more than one."""

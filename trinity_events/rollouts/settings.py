@@ -31,8 +31,8 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     max_attempts: int = 3
     """Failed attempts after which an ordinal is dropped; a stale answer is no failed attempt."""
     when_stale: Literal["drop", "wait", "pace"] = "drop"
-    """With ``wait``, a step takes the groups first that the next step could not use, and waits for
-    them. Else only the order decides. Groups that are too old are asked for again in any case."""
+    """With ``wait``, a step of groups that arrive first takes those before that later steps could
+    not use in time, and waits for them. Groups that are too old are asked for again in any case."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment from which an answer is deleted: its step is trained, or a checkpoint covers it."""
 

@@ -15,6 +15,7 @@ from trinity_schemas import (
     Producer,
     StepCommitted,
     StepReady,
+    SyncRequested,
     VersionOpened,
 )
 
@@ -156,8 +157,8 @@ class Synchronizer:
         self._open(self.settings)
         session.close()
 
-    def tell(self, event: ExplorerStatusChanged) -> None:
-        """Publish the status of this explorer."""
+    def tell(self, event: ExplorerStatusChanged | SyncRequested) -> None:
+        """Publish the status of this explorer, or its request for weights."""
         self._session.events.publish(event)
 
     # --- publishing ------------------------------------------------------------------------

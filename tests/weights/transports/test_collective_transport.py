@@ -57,7 +57,7 @@ from trinity_workers.explorer.prefetch import VersionPrefetcher
 from trinity_workers.explorer.versions import VersionFollower
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.rollout_engines import EngineOptions, load_engine
-from trinity_workers.trainer.resends import VersionResends
+from trinity_workers.trainer.explorer_requests import ExplorerRequests
 
 EXPLORERS = 2
 
@@ -433,10 +433,10 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
     )
 
     async def send():
-        resends.sending()
+        resends.publishing(1)
         await off(sent, trainer, 1, trained.named_parameters())
 
-    resends = VersionResends(places.run_id, places.redis_url, send)
+    resends = ExplorerRequests(places.run_id, places.redis_url, ResendRequested, send)
     versions = VersionFollower(places.run_id, places.epoch, places.redis_url, sent=True)
     began = await log.last_id()
     async with reducer_task(places.redis_url, places.run_id):
