@@ -70,6 +70,23 @@ MISTAKES = [
     ("sync: {method: checkpoint, full_every: 3}", "sync.full_every asks for deltas"),
     ("sync: {method: checkpoint, transport: shm}", "or choose sync.method memory"),
     ("sync: {method: checkpoint, tensor_digests: true}", "sync.tensor_digests is for versions"),
+    ("rollouts: {on_update: restart}", "must be one of finish, keep_cache, recompute_cache"),
+    (
+        "{rollouts: {on_update: keep_cache}, explorer: {deterministic: true}}",
+        "depend on the moment at which weights arrive, which explorer.deterministic rules out: set",
+    ),
+    (
+        "{rollouts: {on_update: keep_cache}, sync: {style: fixed}}",
+        "never amid an answer: set rollouts.on_update finish, or another sync.style",
+    ),
+    (
+        "{rollouts: {on_update: recompute_cache}, sync: {max_staleness: 0}}",
+        "is trained on: set rollouts.on_update finish, or sync.max_staleness 1 or more",
+    ),
+    (
+        "{rollouts: {on_update: keep_cache}, sync: {interval: 3, max_staleness: 2}}",
+        "with sync.max_staleness 2 no answer that an earlier version began is trained on",
+    ),
 ]
 
 

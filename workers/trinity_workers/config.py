@@ -15,6 +15,7 @@ from trinity_schemas import Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
+from .rollout_engines.base import OnUpdate
 from .section import Section
 from .sync_method import contradictions as method_contradictions
 from .sync_schedule import contradictions as sync_contradictions
@@ -144,6 +145,11 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     """Seconds after which a claimed request is issued again, however lively its explorer is."""
     max_attempts: Positive = 3
     """Failed attempts after which a prompt is dropped."""
+    on_update: OnUpdate = "finish"
+    """Treatment of answers that are being generated when a weight version arrives. `finish` ends
+    them with the old version first. The others go on with the new one: `keep_cache` with the old
+    version's key-value cache, `recompute_cache` with a new cache of the same tokens. Each token
+    has a version of its own."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment at which answers are deleted: their step is trained, or a checkpoint covers it. With
     the latter, a resumed run trains on them again and generates nothing twice."""
@@ -374,6 +380,41 @@ def contradictions(
             f"{named('task.environment')} an episode has one turn: set it, or leave the turns out",
         )
     yield from method_contradictions(sync, named)
+    yield from _of_updates(config, named)
+
+
+def _of_updates(
+    config: TrainConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what contradicts answers that several versions sample."""
+    mode, sync = config.rollouts.on_update, config.sync
+    if mode == "finish":
+        return
+    asked = f"{named('rollouts.on_update')} is {mode}, and"
+    way_out = f"set {named('rollouts.on_update')} finish, or"
+    if config.explorer.deterministic:
+        deterministic = named("explorer.deterministic")
+        yield (
+            ("rollouts.on_update", "explorer.deterministic"),
+            f"{asked} answers then depend on the moment at which weights arrive, which "
+            f"{deterministic} rules out: {way_out} {deterministic} false",
+        )
+    if sync.style == "fixed":
+        style = named("sync.style")
+        yield (
+            ("rollouts.on_update", "sync.style"),
+            f"{asked} {style} fixed has the steps between which explorers change versions, never "
+            f"amid an answer: {way_out} another {style}",
+        )
+        return
+    least = 1 if sync.style == "explorer_driven" else sync.interval
+    if config.staleness_bound < least:
+        bound = named("sync.max_staleness")
+        yield (
+            ("rollouts.on_update", "sync.max_staleness", "sync.interval"),
+            f"{asked} with {bound} {config.staleness_bound} no answer that an earlier version "
+            f"began is trained on: {way_out} {bound} {least} or more",
+        )
 
 
 def _of_the_algorithm(

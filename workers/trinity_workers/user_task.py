@@ -83,7 +83,9 @@ async def check_user_task(config: TrainConfig) -> None:
     if not built_in:
         await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
     if config.explorer.engine not in ENGINES:
-        await anyio.to_thread.run_sync(find_engine, config.explorer.engine)
+        await anyio.to_thread.run_sync(
+            find_engine, config.explorer.engine, config.rollouts.on_update
+        )
     if config.task.environment is not None:
         async with EnvironmentProcesses(
             config.task.environment, deadline=config.task.environment_deadline

@@ -32,12 +32,13 @@ from trinity_schemas import (
     SyncRequested,
 )
 
+from ..beside import beside
 from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
 from ..learning.policy import load_tokenizer
 from ..placement import threads
-from ..rollout_engines import EngineOptions, RolloutEngine, load_engine
+from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
 from ..user_task import start_rewards, task_of
 from .demand import VersionDemand
 from .evaluation import mean_reward
@@ -145,6 +146,7 @@ class Explorer:
             dtype=config.model.dtype,
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
+            on_update=config.rollouts.on_update,
             options=config.explorer.engine_options,
         )
         return load_engine(config.explorer.engine, options)
@@ -302,7 +304,7 @@ class Explorer:
         others = [one for one in held if not one.request.exact]
         if others:
             await installer.refresh(max(one.request.oldest.step for one in others))
-            await self._answer(requests, [one for one in others if one in held])
+            await self._answer(requests, [one for one in others if one in held], installer)
 
     async def _answer_exactly(
         self,
@@ -320,14 +322,23 @@ class Explorer:
                 await requests.fail(claim, str(error))
             return
         if installed:
-            await self._answer(requests, [one for one in claims if one in held])
+            await self._answer(requests, [one for one in claims if one in held], installer)
             return
         for claim in claims:
             await requests.give_back(claim)
 
-    async def _answer(self, requests: RolloutClient, claims: Sequence[Claim]) -> None:
+    async def _answer(
+        self, requests: RolloutClient, claims: Sequence[Claim], installer: VersionInstaller
+    ) -> None:
         """Answer requests; give those back that failed."""
-        found = await self._episodes.answer_all([one.request for one in claims])
+        asked = [one.request for one in claims]
+        goes_on = self.config.rollouts.on_update != "finish" and not any(one.exact for one in asked)
+        found: Sequence[list[Experience] | TrinityError]
+        try:
+            async with beside(*[installer.keep_current] * goes_on):
+                found = await self._episodes.answer_all(asked)
+        except NotServing as error:  # a version was installed amid the answers, and is not whole
+            found = [error] * len(asked)
         answers: list[tuple[Claim, list[Experience]]] = []
         for claim, answer in zip(claims, found, strict=True):
             if isinstance(answer, TrinityError):
