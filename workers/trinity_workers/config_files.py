@@ -19,6 +19,7 @@ from .algorithms.errors import AlgorithmError
 from .algorithms.settings import merged, preset_values
 from .config import BadSettings, TrainConfig, contradictions
 from .config_fields import fields, sections
+from .sync_method import METHOD_ALIASES
 from .sync_schedule import STYLE_ALIASES
 from .tasks import absolute
 
@@ -30,7 +31,10 @@ _SOURCES = (
     *("task.name", "task.questions", "task.reward", "task.environment"),
     *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
 )
-ALIASES: dict[str, dict[str, str]] = {"sync.style": STYLE_ALIASES}
+ALIASES: dict[str, dict[str, str]] = {
+    "sync.method": METHOD_ALIASES,
+    "sync.style": STYLE_ALIASES,
+}
 """Names that Trinity-RFT has for the values of fields, and our values."""
 
 

@@ -24,6 +24,7 @@ OPTIONS = {
     "--max-staleness": "sync.max_staleness",
     "--save-interval": "checkpoints.interval",
     "--save-strategy": "checkpoints.strategy",
+    "--sync": "sync.method",
     "--weights": "sync.transport",
     "--publish": "sync.publish",
     "--weights-full-every": "sync.full_every",

@@ -71,10 +71,10 @@ def contradictions(
             f"{behind} makes rollouts {least} optimizer steps old: choose at least {least}, or "
             "publish more often",
         )
-    if sync.style == "fully_async" and sync.transport == "collective":
+    if sync.style == "fully_async" and sync.method == "nccl":
         yield (
-            ("sync.style", "sync.transport"),
+            ("sync.style", "sync.method"),
             f"a collective group makes the trainer wait for each explorer, and {style} "
-            f"fully_async lets neither wait: choose another {named('sync.transport')}, or {style} "
+            f"fully_async lets neither wait: choose another {named('sync.method')}, or {style} "
             "trainer_driven",
         )

@@ -105,7 +105,7 @@ class TrainWorker:
             config.epoch,
             redis_url=config.redis_url,
             weights_url=config.weights_url,
-            transport=config.transport,
+            transport=config.chunk_transport,
             role=ROLE,
             rank=self._rank,
             full_every=config.sync.full_every,
