@@ -33,6 +33,7 @@ from trinity_schemas import (
 
 from ..beside import beside
 from ..config import RunConfig
+from ..garbage import exempt_loaded_objects
 from ..user_task import task_of
 from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
@@ -112,6 +113,7 @@ class Trainer:
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
         await self.synchronize()
+        exempt_loaded_objects()
 
     async def _restored_ledger(self) -> Ledger | None:
         """Publish and return the ledger of the checkpoint that the run resumes from."""
