@@ -21,6 +21,7 @@ from tests.support.waits import PATIENCE
 from trinity_events.dashboard import app, run_reader
 from trinity_events.dashboard.simulated_run import Plan, simulated_run
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
+from trinity_events.log import Stream as Streams
 from trinity_schemas import ExplorerStatusChanged, TrainerStatusChanged
 
 pytestmark = pytest.mark.server
@@ -99,7 +100,7 @@ async def test_a_viewer_that_never_reads_is_dropped_and_others_go_on(
 ):
     monkeypatch.setattr(app, "SEND_DEADLINE", 1.0)
     monkeypatch.setattr(app, "_FRAMES", 0.0)
-    plan = plan_of(run_id, explorers=800, steps=1)
+    plan = plan_of(run_id, explorers=300, steps=1)
     await put_run(client, run_id, simulated_run(plan))
     publisher = AsyncPublisher(log, 1, new_producer("explorer"))
     with socket.socket() as silent:
@@ -163,3 +164,14 @@ async def test_readers_that_nobody_looks_at_give_way_to_others(client, run_id, a
     with anyio.fail_after(PATIENCE):
         while (await at.ask(f"/api/runs/{runs[2]}/now")).status != 200:
             await asyncio.sleep(0.1)
+
+
+async def test_consumer_groups_are_shown_with_what_is_pending(client, log, run_id, at):
+    await put_run(client, run_id, simulated_run(plan_of(run_id)))
+    await log.create_group(Streams.EVENTS, "eval", "0-0")
+    await log.read_group(Streams.EVENTS, "eval", "one", seconds=1, limit=3)
+    async with Stream.of(at, run_id) as stream:
+        state = await stream.until(lambda state: state["groups"])
+    [[stream_name, name, _, pending, _, oldest, _, caught_up]] = state["groups"]
+    assert (stream_name, name, pending, caught_up) == ("events", "eval", 3, False)
+    assert oldest is not None

@@ -329,7 +329,7 @@ def test_explorers_of_a_collective_group_come_and_go(processes):
     reducer = processes.start("reducer")
     explorers = [processes.start("explorer", "--rank", rank, "--json") for rank in "01"]
     trainer = processes.start(
-        *("trainer", "--weights", "collective", "--explorers", "2", "--steps", "15"),
+        *("trainer", "--sync", "nccl", "--explorers", "2", "--steps", "15"),
         *("--save-interval", "0", "--json"),
     )
     processes.wait_for_announcements(4, trainer)

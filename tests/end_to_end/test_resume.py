@@ -106,7 +106,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(run_id, tmp_path
     """On-policy, with the same explorers and ranks, and one batch for each explorer's requests."""
     names = f"{run_id}-a", f"{run_id}-b"
     for name, steps in ((names[0], 6), (names[1], 3), (names[1], 6)):
-        command = demo(name, steps, tmp_path, "--sync-offset", "0")
+        command = demo(name, steps, tmp_path, "--max-staleness", "0")
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=2 * PATIENCE
         )

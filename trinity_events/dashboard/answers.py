@@ -93,21 +93,8 @@ async def now_view(reader: RunReader) -> dict[str, Any]:
         "begin": history.begin,
         "end": max(reader.end, history.last),
         "committed": None if around is None else around.committed,
-        "groups": [] if around is None else [_group(stream, one) for stream, one in around.groups],
+        "groups": [] if around is None else list(around.groups),
     }
-
-
-def _group(stream: str, group: Any) -> list[Any]:
-    return [
-        stream,
-        group.shown,
-        group.members,
-        group.pending,
-        group.last_delivered,
-        group.oldest_pending,
-        group.idle,
-        group.caught_up,
-    ]
 
 
 def digests(history: History) -> dict[StepRef, str]:

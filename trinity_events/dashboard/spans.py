@@ -266,6 +266,8 @@ _GROUP: dict[type, Callable[[Grouping, str, int, Envelope, Any], None]] = {
 def merged(spans: list[Span], resolution: float) -> list[Span]:
     """Return spans by lane and begin; those of one category nearer than a pixel become one.
 
+    A failure stays by itself.
+
     Args:
         spans: The spans of all lanes.
         resolution: Milliseconds of a pixel.
@@ -279,6 +281,7 @@ def merged(spans: list[Span], resolution: float) -> list[Span]:
         if (
             near is not None
             and short
+            and "failed" not in (near.outcome, span.outcome)
             and near.end - near.begin < 6 * resolution
             and span.begin - near.end < resolution
         ):
