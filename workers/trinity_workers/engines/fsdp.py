@@ -61,7 +61,7 @@ class FSDPEngine:
         self.module: Any = _shard(model, device, getattr(torch, dtype))
         self._gradient_norm = gradient_norm
         self.optimizer = torch.optim.AdamW(
-            self.module.parameters(), lr=learning_rate, betas=(0.9, 0.99)
+            self.module.parameters(), lr=learning_rate, betas=(0.9, 0.99), fused=True
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / max(1, ramp_steps))

@@ -24,6 +24,7 @@ from ..beside import beside
 from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
+from ..garbage import exempt_loaded_objects
 from ..learning.policy import load_tokenizer
 from ..placement import threads
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
@@ -122,6 +123,7 @@ class Explorer:
             max_turns=config.rollouts.max_turns,
         )
         self._prefetcher = VersionPrefetcher(config, self._synchronizer)
+        exempt_loaded_objects()
 
     def _make_engine(self) -> RolloutEngine:
         config = self.config

@@ -32,6 +32,7 @@ from ..algorithms.filters import is_informative
 from ..algorithms.settings import FiltersConfig
 from ..beside import beside
 from ..config import RunConfig
+from ..garbage import exempt_loaded_objects
 from ..user_task import task_of
 from .resends import VersionResends
 from .state import TrainerState, read_trainer_state
@@ -104,6 +105,7 @@ class Trainer:
         await self._publisher.publish(running)
         await self._dispatch()
         await self.sync_weight()
+        exempt_loaded_objects()
 
     async def _restored_ledger(self) -> Ledger | None:
         """Publish and return the ledger of the checkpoint that the run resumes from."""

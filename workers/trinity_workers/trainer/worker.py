@@ -32,6 +32,7 @@ from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy, shard_name
 from ..engines.state_files import write_state
+from ..garbage import exempt_loaded_objects
 from ..helpers import (
     fsdp_save_state_dict,
     fsdp_sync_weight_nccl,
@@ -111,6 +112,7 @@ class TrainWorker:
             tensor_digests=config.sync.tensor_digests,
         )
         self._strategy = strategy_for(config.published_form, config.sync.timeout)
+        exempt_loaded_objects()
 
     def _make_engine(self) -> Any:
         engine = FSDPEngine(
