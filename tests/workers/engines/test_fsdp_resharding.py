@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
 from trinity_workers.collectives import PeerFailed  # noqa: E402
-from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines import FSDPEngine, LearningRate  # noqa: E402
 from trinity_workers.engines.reshard import ReshardRefused  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def begin(rank: Rank, policy: Path) -> None:
     rank.held.engine = FSDPEngine(
-        policy, device=torch.device("cpu"), learning_rate=1e-3, ramp_steps=4
+        policy, device=torch.device("cpu"), learning_rate=LearningRate(highest=1e-3, ramp_steps=4)
     )
     rank.held.engine.module.train()
 

@@ -115,7 +115,7 @@ def dies_in_its_next_gradient(worker):
     def learn(batch):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    worker._learn = learn
+    worker._step.learn = learn
 
 
 async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
