@@ -33,10 +33,9 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.score.bias)
 
     def forward(self, **inputs: Any) -> Tensor:
-        """Return the value after each token: [B, S]."""
-        hidden = self.model(**inputs).last_hidden_state
-        values: Tensor = self.score(hidden)
-        return values.squeeze(-1)
+        """Return the value after each token: [B, S, 1]. FSDP takes no view for an output."""
+        values: Tensor = self.score(self.model(**inputs).last_hidden_state)
+        return values
 
 
 def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTrainedTokenizerBase]:
@@ -53,5 +52,5 @@ def response_values(model: nn.Module, batch: Batch) -> Tensor:
         position_ids=batch.position_ids,
         use_cache=False,
     )
-    before: Tensor = exact(values[:, batch.prompt_width - 1 : -1])
+    before: Tensor = exact(values[:, batch.prompt_width - 1 : -1, 0])
     return before.masked_fill(~batch.response_mask, 0.0)
