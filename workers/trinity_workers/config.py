@@ -174,7 +174,7 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """Explorer steps by which explorers lag behind the schedule of the style fixed. 0 alternates
     exploring and training."""
     max_staleness: NotNegative | None = None
-    """Optimizer steps that a token's version may be behind when it is trained on. 0 is strictly
+    """Training steps that a token's version may be behind when it is trained on. 0 is strictly
     on-policy. Null is what the style fixed needs, else twice the interval, less one: explorers may
     be one version behind."""
     when_stale: WhenStale = "pace"
@@ -241,7 +241,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     @property
     def staleness_bound(self) -> int:
-        """Maximum staleness of a token that is trained on, in optimizer steps."""
+        """Maximum staleness of a token that is trained on, in training steps."""
         return staleness_bound(self.sync)
 
     @property
