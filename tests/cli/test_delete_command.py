@@ -3,6 +3,8 @@
 import pytest
 
 from tests.support.pipeline import folded, publish_steps, reducer_task
+from tests.support.waits import until
+from trinity_events.archive import Archive
 from trinity_events.log import ORIGIN, Stream, list_runs, open_run
 from trinity_events.log.deletion import RunInUse, delete_run, last_event
 from trinity_schemas import RunClosed, RunKeys, explorer_key, grant_key, heartbeat_key
@@ -14,6 +16,8 @@ async def closed_run(publisher, log, redis_url, run_id, tmp_path):
         await publish_steps(publisher, [1, 2])
         await publisher.publish(RunClosed(reason="finished", step=2))
         await folded(log)
+        archive = Archive(tmp_path / run_id, run_id)
+        await until(lambda: archive.through(Stream.EVENTS) != ORIGIN)
     await log._redis.delete(log.keys.leader)
     return run_id
 
