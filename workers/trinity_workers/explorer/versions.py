@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import anyio
 
-from trinity_events.core.file_versions import weights_save
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import (
@@ -17,16 +16,10 @@ from trinity_schemas import (
 )
 
 from ..config import SyncMethod
+from ..sync_method import is_version
 
 _KEPT = 4
 """Announced versions that are remembered; a reducer retires all but two."""
-
-
-def is_version(event: StepReady, method: SyncMethod) -> bool:
-    """Return True if a run of this sync method announces a weight version by the event."""
-    if method == "checkpoint":
-        return weights_save(event) is not None
-    return event.kind == "weights"
 
 
 class RunEnded(TrinityError):

@@ -19,8 +19,9 @@ from trinity_schemas import RunClosed, StepReady
 
 from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
-from ..explorer.versions import RunEnded, is_version
+from ..explorer.versions import RunEnded
 from ..health import beating
+from ..sync_method import is_version
 from .lifecycle import interruptible
 from .openings import Opening, Openings
 from .ranks import claimed_rank
