@@ -24,12 +24,14 @@ from .bisect import bisect
 from .diff import diff
 from .explain import explain
 from .export import export, import_
+from .plot import plot
 from .reducer import reducer
 from .replay import replay
 from .runs import runs
 from .serve import serve
 from .status import status
 from .tail import tail
+from .track import track
 from .verify import verify
 
 PLUGINS = "trinity_events.commands"
@@ -81,7 +83,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, explain, tail, replay, diff, bisect),
-        *(audit, export, import_, verify),
+        *(audit, export, import_, verify, track, plot),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
