@@ -9,6 +9,7 @@ from trinity_schemas import StepTrained
 
 
 async def test_a_picture_has_a_panel_for_each_metric(cli, publisher, run_id, tmp_path):
+    pytest.importorskip("matplotlib")
     for step in range(1, 6):
         await publisher.publish(StepTrained(step=step, metrics={"loss": 1 / step, "reward": 0.5}))
     picture = tmp_path / "run.svg"

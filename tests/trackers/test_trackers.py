@@ -40,6 +40,8 @@ def lines_of(path):
 @pytest.fixture
 async def given(cli, publisher, run_id, tmp_path):
     """Let the command give a run's metrics to every tracker; return what it printed."""
+    for library in ("mlflow", "tensorboard", "tensorboardX", "wandb"):
+        pytest.importorskip(library)
     await publish(publisher)
     trackers = ("jsonl", "tensorboard", "wandb", "mlflow")
     shown = cli(
@@ -156,6 +158,7 @@ async def test_a_tracker_that_fails_leaves_the_others_alone(
 
 
 def test_a_resumed_run_appends_lines_and_purges_steps_that_do_not_stand(tmp_path):
+    pytest.importorskip("tensorboardX")
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for epoch, resumed_after, steps in ((1, None, (1, 2, 3)), (2, 1, (2,))):
         run = tracked(tmp_path, resumed_after)

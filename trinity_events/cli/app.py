@@ -21,6 +21,7 @@ from ..server import permission_error
 from ..views.terminal import LogFormatter, say, tell
 from .audit import audit
 from .bisect import bisect
+from .dashboard import dashboard
 from .diff import diff
 from .explain import explain
 from .export import export, import_
@@ -82,8 +83,8 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     listing = (
-        *(serve, reducer, runs, status, explain, tail, replay, diff, bisect),
-        *(audit, export, import_, verify, track, plot),
+        *(serve, reducer, runs, status, explain, tail, dashboard, replay),
+        *(diff, bisect, audit, export, import_, verify, track, plot),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

@@ -242,7 +242,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     tracking: TrackingConfig = TrackingConfig()
 
     def version_wanted(self, step: int) -> int:
-        """Return the oldest weight version whose tokens may be trained on in step ``step``."""
+        """Return the oldest version whose tokens step ``step`` may train on; any if negative."""
         return oldest_usable(self.sync, step)
 
     @property
