@@ -22,6 +22,7 @@ from ..views.terminal import LogFormatter, say, tell
 from .audit import audit
 from .bisect import bisect
 from .dashboard import dashboard
+from .delete import delete
 from .diff import diff
 from .explain import explain
 from .export import export, import_
@@ -84,7 +85,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, track, plot),
+        *(diff, bisect, audit, export, import_, verify, track, plot, delete),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
