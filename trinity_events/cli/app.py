@@ -35,6 +35,7 @@ from .status import status
 from .tail import tail
 from .track import track
 from .verify import verify
+from .watch import watch
 
 PLUGINS = "trinity_events.commands"
 """Entry point group of commands of other packages, which this package does not import."""
@@ -84,8 +85,13 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     listing = (
+<<<<<<< HEAD
         *(serve, reducer, runs, status, explain, tail, dashboard, replay),
         *(diff, bisect, audit, export, import_, verify, track, plot, delete),
+=======
+        *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
+        *(diff, bisect, audit, export, import_, verify, delete),
+>>>>>>> main
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
