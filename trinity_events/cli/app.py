@@ -85,13 +85,8 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     listing = (
-<<<<<<< HEAD
-        *(serve, reducer, runs, status, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, track, plot, delete),
-=======
         *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, delete),
->>>>>>> main
+        *(diff, bisect, audit, export, import_, verify, track, plot, delete),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
