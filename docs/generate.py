@@ -1,4 +1,4 @@
-"""Writes each command's help into its page below docs/commands, and docs/configuration.md.
+"""Writes pages from code: each command's help, the configuration, and the matrix of syncs.
 
 Usage: python docs/generate.py
 """
@@ -10,13 +10,24 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
+import msgspec
 from typer import Context
 from typer.main import get_group
 from typer.testing import CliRunner
 
 from trinity_events.cli.app import build
+from trinity_workers.config import (
+    EngineName,
+    SyncConfig,
+    SyncMethod,
+    SyncStyle,
+    TrainConfig,
+    TrainerConfig,
+    contradictions,
+)
 from trinity_workers.config_fields import Field, fields, sections
 
 PAGES = Path(__file__).parent / "commands"
@@ -92,6 +103,48 @@ def _row(field: Field) -> str:
     return f"| `{field.path}` | {field.allowed} | {default} | {field.meaning} |"
 
 
+SYNC = Path(__file__).parent / "sync.md"
+MATRIX_BEGIN = "<!-- matrix: written by docs/generate.py from what train refuses -->"
+MATRIX_END = "<!-- end of matrix -->"
+_MATRIX = re.compile(f"{re.escape(MATRIX_BEGIN)}.*?{re.escape(MATRIX_END)}", re.DOTALL)
+
+
+def sync_page() -> str:
+    """Return the page of synchronisation as it should be: as it is, with the matrix of today."""
+    text = SYNC.read_text()
+    if not _MATRIX.search(text):
+        raise RuntimeError(f"{SYNC} lacks the markers between which the matrix is written")
+    return _MATRIX.sub(lambda _: f"{MATRIX_BEGIN}\n\n{matrix()}\n\n{MATRIX_END}", text)
+
+
+def matrix() -> str:
+    """Return the table of the methods and styles that go together, and why others do not."""
+    methods, styles, engines = (get_args(one) for one in (SyncMethod, SyncStyle, EngineName))
+    reasons: list[str] = []
+    rows = [f"| | {' | '.join(f'`{one}`' for one in methods)} |", f"|{'---|' * (len(methods) + 1)}"]
+    for style in styles:
+        cells = []
+        for method in methods:
+            found = [why for one in engines if (why := _refused(one, method, style)) is not None]
+            # One sentence for all engines, or none: a table for each would have to be made else.
+            assert not found or (len(found) == len(engines) and len(set(found)) == 1)
+            if found and found[0] not in reasons:
+                reasons.append(found[0])
+            cells.append(f"refused ({reasons.index(found[0]) + 1})" if found else "yes")
+        rows.append(f"| `{style}` | {' | '.join(cells)} |")
+    told = [f"{number}. {reason}." for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*rows, "", *told])
+
+
+def _refused(engine: str, method: str, style: str) -> str | None:
+    """Return why `train` refuses a method with a style; None if it takes them."""
+    sync = msgspec.convert({"method": method, "style": style}, SyncConfig)
+    trainer = msgspec.convert({"engine": engine}, TrainerConfig)
+    config = TrainConfig(sync=sync, trainer=trainer)
+    said = [sentence for _, sentence in contradictions(config, lambda path: f"`{path}`")]
+    return "; ".join(said) or None
+
+
 def main() -> None:
     """Write what lags behind; exits 1 when there is a page of no command."""
     known = commands()
@@ -103,6 +156,9 @@ def main() -> None:
     if not CONFIGURATION.exists() or CONFIGURATION.read_text() != configuration():
         CONFIGURATION.write_text(configuration())
         sys.stdout.write("docs/configuration.md written\n")
+    if SYNC.read_text() != (page_of_sync := sync_page()):
+        SYNC.write_text(page_of_sync)
+        sys.stdout.write("docs/sync.md written\n")
     strays = {page.name for page in PAGES.glob("*.md")} - {f"{one}.md" for one in (*known, "index")}
     if strays:
         sys.exit(f"of no command that is installed: docs/commands/{', '.join(sorted(strays))}")

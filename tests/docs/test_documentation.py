@@ -57,6 +57,11 @@ def test_the_page_of_the_configuration_is_made_from_its_types():
     assert page == generator.configuration(), "it lags behind: run make docs"
 
 
+def test_the_matrix_of_methods_and_styles_is_what_train_refuses():
+    page = (DOCS / "sync.md").read_text()
+    assert page == generator.sync_page(), "it lags behind: run make docs"
+
+
 @pytest.mark.parametrize("command", generator.commands())
 def test_a_command_is_in_the_navigation_and_in_both_tables(command):
     assert f"commands/{command}.md" in (ROOT / "mkdocs.yml").read_text()

@@ -377,7 +377,7 @@ def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
     folder = tmp_path_factory.mktemp("collective")
     run = Processes(folder, f"collective-{os.getpid()}", redis_url, weights_url)
     explorer = {"count": 2, "groups_per_claim": 1}
-    sync = {"transport": "collective"}
+    sync = {"method": "nccl"}
     file = small_run(folder, policy_folder, steps=15, explorer=explorer, sync=sync)
     try:
         reducer = run.start("reducer", "--checkpoint-root", str(folder / "theirs"))

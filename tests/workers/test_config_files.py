@@ -45,13 +45,48 @@ MISTAKES = [
     ),
     ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),
     ("sync: {tensor_digests: 1}", "must be true or false"),
-    ("sync: {transport: nccl}", "must be one of auto, shm, ray, redis, collective"),
+    ("sync: {transport: nccl}", "must be one of auto, shm, ray, redis"),
+    ("sync: {method: disk}", "must be one of memory, nccl, checkpoint"),
+    ("sync: {method: [nccl]}", "must be one of memory, nccl, checkpoint"),
     ("checkpoints: {strategy: none}", "must be one of "),
     ("task: {options: 3}", "task.options is 3, but must be a mapping"),
     ("trainer: {tensor_parallel: 2}", "trainer.pipeline_parallel are for Megatron only"),
     ("trainer: {engine: megatron, tensor_parallel: 3}", "cannot be divided into groups of 3"),
-    ("sync: {transport: collective, publish: snapshot}", "sync.publish snapshot was asked for"),
-    ("sync: {transport: collective, full_every: 2}", "sync.full_every asks for deltas"),
+    ("sync: {style: random}", "must be one of fixed, trainer_driven, explorer_driven, fully_async"),
+    ("sync: {offset: 1}", "only sync.style fixed has steps at which explorers synchronise"),
+    ("sync: {interval: 4, max_staleness: 2}", "rollouts 3 optimizer steps old: choose at least 3"),
+    (
+        "sync: {style: fixed, offset: 2, max_staleness: 1}",
+        "sync.max_staleness is 1, and sync.interval 1 with sync.offset 2 makes rollouts 2",
+    ),
+    (
+        "sync: {style: fully_async, method: nccl}",
+        "a collective group makes the trainer wait for each explorer",
+    ),
+    ("sync: {method: nccl, publish: snapshot}", "sync.publish snapshot was asked for"),
+    ("sync: {method: nccl, full_every: 2}", "sync.full_every asks for deltas"),
+    ("sync: {method: nccl, transport: ray}", "sync.transport ray chooses a way through memory"),
+    ("sync: {method: checkpoint, publish: shards}", "writes full tensors to files from rank 0"),
+    ("sync: {method: checkpoint, full_every: 3}", "sync.full_every asks for deltas"),
+    ("sync: {method: checkpoint, transport: shm}", "or choose sync.method memory"),
+    ("sync: {method: checkpoint, tensor_digests: true}", "sync.tensor_digests is for versions"),
+    ("rollouts: {on_update: restart}", "must be one of finish, keep_cache, recompute_cache"),
+    (
+        "{rollouts: {on_update: keep_cache}, explorer: {deterministic: true}}",
+        "depend on the moment at which weights arrive, which explorer.deterministic rules out: set",
+    ),
+    (
+        "{rollouts: {on_update: keep_cache}, sync: {style: fixed}}",
+        "never amid an answer: set rollouts.on_update finish, or another sync.style",
+    ),
+    (
+        "{rollouts: {on_update: recompute_cache}, sync: {max_staleness: 0}}",
+        "is trained on: set rollouts.on_update finish, or sync.max_staleness 1 or more",
+    ),
+    (
+        "{rollouts: {on_update: keep_cache}, sync: {interval: 3, max_staleness: 2}}",
+        "with sync.max_staleness 2 no answer that an earlier version began is trained on",
+    ),
 ]
 
 
@@ -59,6 +94,14 @@ def written(tmp_path, text, name="run.yaml"):
     path = tmp_path / name
     path.write_text(text)
     return path
+
+
+@pytest.mark.parametrize(
+    ("given", "method"), [("online", "nccl"), ("offline", "checkpoint"), ("memory", "memory")]
+)
+def test_a_sync_method_may_have_its_name_in_trinity_rft(tmp_path, given, method):
+    path = written(tmp_path, f"sync: {{method: {given}}}")
+    assert read_config(path).checked().sync.method == method
 
 
 @pytest.mark.parametrize(("text", "said"), MISTAKES, ids=[text for text, _ in MISTAKES])
@@ -193,7 +236,7 @@ def test_the_copy_in_the_runs_folder_reads_as_the_same_configuration(tmp_path):
 
 def test_an_overlay_of_options_equals_a_file(tmp_path):
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
-    reading, rest = overlaid(options | {"steps": 7, "weights": "redis", "sync_offset": 0, "a": 1})
+    reading, rest = overlaid(options | {"steps": 7, "weights": "redis", "max_staleness": 0, "a": 1})
     text = FILE.read_text().replace("steps = 300", "steps = 7")
     text += '\n[sync]\ntransport = "redis"\nmax_staleness = 0\n'
     assert reading.checked() == read_config(written(tmp_path, text, "run.toml")).checked()

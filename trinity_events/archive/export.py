@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -80,7 +80,7 @@ def _lines_of(path: Path, stream: LineStream) -> Iterator[Line]:
 
 async def whole_stream(
     log: RedisEventLog, stream: Stream, archive: Archive | None, after: str = ORIGIN
-) -> AsyncIterator[Entry]:
+) -> AsyncGenerator[Entry, None]:
     """Yield every entry of a stream after a position: from the archive, then from the server."""
     end, page = None, PageSize(page_of(stream))
     while True:

@@ -295,6 +295,57 @@ def _lines(path: Path, header: Header, first: bytes) -> Iterator[Line]:
             )
 
 
+class _Place(Struct, frozen=True, kw_only=True):
+    """Place of a line in the order of a file; a decoder skips the other fields."""
+
+    stream: LineStream
+    id: str
+
+
+def events_from(path: Path, entry_id: str) -> Iterator[Entry]:
+    """Yield the events of a file from an entry on, without reading the lines before.
+
+    It finds the entry by bisection, for `export` writes events first, in order. In a file of
+    another order it may miss the entry. The file's digest is not checked.
+    """
+    wanted, decoder = position(entry_id), msgspec.json.Decoder(_Place)
+
+    def is_before(raw: bytes) -> bool:
+        place = decoder.decode(raw)
+        return place.stream == "events" and position(place.id) < wanted
+
+    lines = msgspec.json.Decoder(Line)
+    try:
+        with _opened(path) as file:
+            file.readline()
+            low, high = file.tell(), path.stat().st_size
+            while low < high:  # the first line that begins at or after `low` may be the one
+                middle = (low + high) // 2
+                raw = _first_line_from(file, middle)
+                if raw and is_before(raw):
+                    low = file.tell()
+                else:
+                    high = middle
+            file.seek(low)
+            for raw in file:
+                line = lines.decode(raw)
+                if line.stream == "events":
+                    yield line.entry
+    except _UNREADABLE as error:
+        raise BadRecording(
+            f"{path} has a line that is not an entry ({error}): the file was cut off or changed; "
+            "export the run again"
+        ) from None
+
+
+def _first_line_from(file: BinaryIO, offset: int) -> bytes:
+    """Read the first line that begins at or after an offset."""
+    file.seek(offset - 1)
+    if file.read(1) != b"\n":
+        file.readline()
+    return file.readline()
+
+
 def _check_whole(path: Path, header: Header, entries: int, end: tuple[int, int]) -> None:
     """Raise BadRecording if a file was cut off at the end of a line."""
     if header.entries is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from msgspec.structs import asdict, replace
@@ -269,6 +269,7 @@ class Synchronizer:
         wanted: Selection | None = None,
         *,
         cast: bool = False,
+        held: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> AppliedPhases:
         """Pull a version, install it in the module in place, and report it.
 
@@ -283,10 +284,12 @@ class Synchronizer:
                 for the whole tensor; by default the whole version.
             cast: Convert floating-point tensors of another dtype than the module's. They are
                 verified before the conversion; a delta is pulled with its base each time.
+            held: Makes the context in which the module changes, such as one that holds an engine
+                still. Bytes are pulled and verified before it is entered.
 
         Raises as :meth:`pull`, and IncompatibleWeights.
         """
-        return self._reader.apply(module, ready, wanted, cast=cast)
+        return self._reader.apply(module, ready, wanted, cast=cast, held=held)
 
     def applied(self, version: PulledVersion, verified_at: float, phases: AppliedPhases) -> None:
         """Publish that this process serves a pulled version, which other code installed whole.

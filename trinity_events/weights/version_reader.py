@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -108,16 +108,21 @@ class VersionReader:
         wanted: Selection | None = None,
         *,
         cast: bool = False,
+        held: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.apply`."""
         began = time.monotonic()
+
+        def apply(have: Collection[str]) -> AppliedPhases:
+            return self._apply(module, ready, wanted, have, began, cast, held)
+
         try:
-            return self._apply(module, ready, wanted, self._installed.fulls(module), began, cast)
+            return apply(self._installed.fulls(module))
         except ModelDiffers as differs:
             logger.warning(
                 "step %d: pulling the version again with its base: %s", ready.step, differs
             )
-            return self._apply(module, ready, wanted, (), began, cast)
+            return apply(())
 
     def _apply(
         self,
@@ -127,6 +132,7 @@ class VersionReader:
         have: Collection[str],
         began: float,
         cast: bool,
+        held: Callable[[], AbstractContextManager[object]],
     ) -> AppliedPhases:
         with self.pull(ready, wanted, have) as version:
             verified_at = time.time()
@@ -134,15 +140,17 @@ class VersionReader:
             fit, names = check_fit(module, version, cast=cast), version.names
             fetched = time.monotonic()
             self._installed.forget()
-            with self._partial.until_whole(module, names):
+            with held(), self._partial.until_whole(module, names):
+                held_at = time.monotonic()
                 install(fit)
                 check_installed(module, manifests, wanted, cast=cast)
+                pause = time.monotonic() - held_at
             if cast and is_cast(targets_of(module), manifests):
                 self._speculative.forget()
             elif wanted is None:
                 self._installed.note(module, ready, version)
                 self._speculative.note(module, manifests)
-        phases = AppliedPhases(fetch=fetched - began, pause=time.monotonic() - fetched)
+        phases = AppliedPhases(fetch=fetched - began, pause=pause)
         self.applied(version, verified_at, phases)
         return phases
 

@@ -15,14 +15,23 @@ from trinity_schemas import Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
+from .rollout_engines.base import OnUpdate
 from .section import Section
+from .sync_method import contradictions as method_contradictions
+from .sync_schedule import contradictions as sync_contradictions
+from .sync_schedule import last_step_served, oldest_usable, staleness_bound
 
 EngineName = Literal["fsdp", "megatron"]
-# Transports of the Synchronizer that a run can choose; an import from there would load torch.
-TransportName = Literal["shm", "ray", "redis", "collective"]
-TransportChoice = Literal["auto", TransportName]
+SyncMethod = Literal["memory", "nccl", "checkpoint"]
+MemoryTransport = Literal["shm", "ray", "redis"]
+TransportChoice = Literal["auto", MemoryTransport]
+# Transports of the Synchronizer that a run can have; an import from there would load torch.
+TransportName = Literal[MemoryTransport, "collective"]
+WeightsPath = Literal[TransportName, "files"]
 PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
+SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
+WhenStale = Literal["drop", "wait", "pace"]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -39,7 +48,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     path: str | None = None
     """Hugging Face folder of the policy. Null makes a small policy, and warms it up on the
-    built-in task."""
+    built-in task that the run has."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which the policy computes, and is published and served. The optimizer works on
     float32 copies of the parameters."""
@@ -136,6 +145,11 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
     """Seconds after which a claimed request is issued again, however lively its explorer is."""
     max_attempts: Positive = 3
     """Failed attempts after which a prompt is dropped."""
+    on_update: OnUpdate = "finish"
+    """Treatment of answers that are being generated when a weight version arrives. `finish` ends
+    them with the old version first. The others go on with the new one: `keep_cache` with the old
+    version's key-value cache, `recompute_cache` with a new cache of the same tokens. Each token
+    has a version of its own."""
     keep_answers: Literal["trained", "checkpoint"] = "trained"
     """Moment at which answers are deleted: their step is trained, or a checkpoint covers it. With
     the latter, a resumed run trains on them again and generates nothing twice."""
@@ -144,15 +158,31 @@ class RolloutsConfig(Section, frozen=True, kw_only=True):
 class SyncConfig(Section, frozen=True, kw_only=True):
     """Weights on their way from the trainer to the explorers."""
 
+    style: SyncStyle = "trainer_driven"
+    """Side that begins a synchronisation, and what waits for it: see docs/sync.md. Trinity-RFT's
+    names dynamic_by_trainer and dynamic_by_explorer are read too."""
     interval: Positive = 1
-    """Steps between two weight versions."""
-    max_staleness: NotNegative = 1
-    """Versions that explorers may be behind. 0 is strictly on-policy: exploring and training
-    alternate."""
+    """Steps between two weight versions: the trainer's steps or, if explorers ask for versions,
+    those of an explorer."""
+    offset: NotNegative = 0
+    """Explorer steps by which explorers lag behind the schedule of the style fixed. 0 alternates
+    exploring and training."""
+    max_staleness: NotNegative | None = None
+    """Optimizer steps that a token's version may be behind when it is trained on. 0 is strictly
+    on-policy. Null is what the style fixed needs, else twice the interval, less one: explorers may
+    be one version behind."""
+    when_stale: WhenStale = "pace"
+    """Policy that keeps to the bound: pace asks for no more than can be trained in time; wait lets
+    the trainer wait for rollouts that the next step could not use; drop lets explorers run ahead,
+    and issues again what is too old."""
+    method: SyncMethod = "memory"
+    """Way of the weights: through memory (see `transport`); sent to all explorers at once by a
+    collective group (nccl: NCCL on GPUs, Gloo on CPUs); or as files of a checkpoint folder, which
+    explorers load."""
     transport: TransportChoice = "auto"
-    """Transport of the weights: shared memory (shm, every explorer on the trainer's host), Ray's
-    object store (ray, every explorer in its cluster), a collective group (NCCL, Gloo), or Redis;
-    auto takes the first of shm, ray and redis that all processes can use."""
+    """Transport of the method `memory`: shared memory (shm, every explorer on the trainer's host),
+    Ray's object store (ray, every explorer in its cluster), or Redis; auto takes the first that
+    all processes can use."""
     publish: PublishName = "auto"
     """Published form of the weights: shards, each from the rank that holds it, while training
     waits; a snapshot of the shards, while training continues; or full tensors, from rank 0. Auto
@@ -172,6 +202,9 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
 
     interval: NotNegative = 100
     """Steps between two checkpoints, and one after the last step; 0 writes none."""
+    keep: NotNegative = 2
+    """Number of the newest ready checkpoints to keep; 0 keeps all. A reducer that the command does
+    not start has its own."""
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
     root: str | None = None
@@ -197,12 +230,13 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
 
     def version_wanted(self, step: int) -> int:
-        """Return the oldest weight version whose rollouts may be used in training step ``step``.
+        """Return the oldest weight version whose tokens may be trained on in step ``step``."""
+        return oldest_usable(self.sync, step)
 
-        Versions are published after step 0 and after every ``sync.interval``-th step.
-        """
-        newest_possible = (step - 1) // self.sync.interval
-        return max(0, newest_possible - self.sync.max_staleness) * self.sync.interval
+    @property
+    def staleness_bound(self) -> int:
+        """Maximum staleness of a token that is trained on, in optimizer steps."""
+        return staleness_bound(self.sync)
 
     @property
     def algorithm_of_step(self) -> AlgorithmConfig:
@@ -212,8 +246,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     @property
     def prompts_in_flight(self) -> int:
         """Prompts that are asked for at a time, of all steps that one version may serve."""
-        steps = self.sync.interval * (self.sync.max_staleness + 1)
-        return self.rollouts.prompts_per_step * steps
+        return self.rollouts.prompts_per_step * last_step_served(self.sync, 0)
 
     @property
     def window(self) -> int:
@@ -236,14 +269,13 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         )
 
     def last_step_served(self, step: int) -> int:
-        """Return the last training step that rollouts of the version of ``step`` may be used in."""
-        intervals = step // self.sync.interval + self.sync.max_staleness + 1
-        return min(self.steps, intervals * self.sync.interval)
+        """Return the last training step that rollouts of the version of ``step`` are asked for."""
+        return min(self.steps, last_step_served(self.sync, step))
 
     @property
     def published_form(self) -> PublishedForm:
-        """Form in which weights are published; a collective group gets full tensors."""
-        if self.sync.transport == "collective":
+        """Form in which weights are published; only memory takes another one than full tensors."""
+        if self.sync.method != "memory":
             return "full"
         if self.sync.publish == "auto":
             return "shards" if self.trainer.ranks > 1 else "full"
@@ -334,6 +366,7 @@ def contradictions(
             f"({tensor} times {pipeline}): choose {ranks} as a multiple",
         )
     yield from _of_the_algorithm(config, named)
+    yield from sync_contradictions(sync, named)
     if config.window < config.prompts_in_flight:
         yield (
             ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),
@@ -346,21 +379,41 @@ def contradictions(
             f"{named('rollouts.max_turns')} is {config.rollouts.max_turns}, and without "
             f"{named('task.environment')} an episode has one turn: set it, or leave the turns out",
         )
-    if sync.transport != "collective":
+    yield from method_contradictions(sync, named)
+    yield from _of_updates(config, named)
+
+
+def _of_updates(
+    config: TrainConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what contradicts answers that several versions sample."""
+    mode, sync = config.rollouts.on_update, config.sync
+    if mode == "finish":
         return
-    transport = named("sync.transport")
-    if sync.publish in {"shards", "snapshot"}:
+    asked = f"{named('rollouts.on_update')} is {mode}, and"
+    way_out = f"set {named('rollouts.on_update')} finish, or"
+    if config.explorer.deterministic:
+        deterministic = named("explorer.deterministic")
         yield (
-            ("sync.transport", "sync.publish"),
-            "a collective group is sent full tensors by rank 0, and "
-            f"{named('sync.publish')} {sync.publish} was asked for: leave that out, or choose "
-            f"another {transport}",
+            ("rollouts.on_update", "explorer.deterministic"),
+            f"{asked} answers then depend on the moment at which weights arrive, which "
+            f"{deterministic} rules out: {way_out} {deterministic} false",
         )
-    if sync.full_every > 1:
+    if sync.style == "fixed":
+        style = named("sync.style")
         yield (
-            ("sync.transport", "sync.full_every"),
-            f"a collective group is sent full tensors, and {named('sync.full_every')} asks for "
-            f"deltas: leave that out, or choose another {transport}",
+            ("rollouts.on_update", "sync.style"),
+            f"{asked} {style} fixed has the steps between which explorers change versions, never "
+            f"amid an answer: {way_out} another {style}",
+        )
+        return
+    least = 1 if sync.style == "explorer_driven" else sync.interval
+    if config.staleness_bound < least:
+        bound = named("sync.max_staleness")
+        yield (
+            ("rollouts.on_update", "sync.max_staleness", "sync.interval"),
+            f"{asked} with {bound} {config.staleness_bound} no answer that an earlier version "
+            f"began is trained on: {way_out} {bound} {least} or more",
         )
 
 
@@ -439,8 +492,15 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
         return self.checkpoint_folder / final_name(self.resumed_step)
 
     @property
-    def transport(self) -> TransportName:
-        """Return the transport that the launcher chose. Raises BadSettings if none was chosen."""
+    def transport(self) -> WeightsPath:
+        """Return the transport of the weights. Raises BadSettings if the launcher chose none."""
+        if self.sync.method != "memory":
+            return "collective" if self.sync.method == "nccl" else "files"
         if self.sync.transport == "auto":
             raise BadSettings(f"no transport of the weights was chosen for run {self.run_id}")
         return self.sync.transport
+
+    @property
+    def chunk_transport(self) -> TransportName:
+        """Return the transport of a Synchronizer, which publishes nothing if weights are files."""
+        return "redis" if self.transport == "files" else self.transport

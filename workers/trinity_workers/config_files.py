@@ -19,6 +19,8 @@ from .algorithms.errors import AlgorithmError
 from .algorithms.settings import merged, preset_values
 from .config import BadSettings, TrainConfig, contradictions
 from .config_fields import fields, sections
+from .sync_method import METHOD_ALIASES
+from .sync_schedule import STYLE_ALIASES
 from .tasks import absolute
 
 COPY = "config.yaml"
@@ -29,6 +31,11 @@ _SOURCES = (
     *("task.name", "task.questions", "task.reward", "task.environment"),
     *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
 )
+ALIASES: dict[str, dict[str, str]] = {
+    "sync.method": METHOD_ALIASES,
+    "sync.style": STYLE_ALIASES,
+}
+"""Names that Trinity-RFT has for the values of fields, and our values."""
 
 
 class Setting(Struct, frozen=True):
@@ -148,6 +155,8 @@ class _Reader:
         if known is None:
             self._problems.append(f"{origin}: there is no setting {path}{_nearest(path)}")
             return
+        if isinstance(value, str):
+            value = ALIASES.get(path, {}).get(value, value)
         try:
             self._values[path] = _resolved(path, known.converted(value), base)
         except ValueError:  # msgspec's error is one

@@ -12,7 +12,7 @@ from .config import BadSettings, TrainConfig
 from .environments import EnvironmentProcesses
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from .rollout_engines.loading import ENGINES, find_engine
-from .tasks import SpellBackward, Task, is_built_in, load_task
+from .tasks import Task, built_in_task, is_built_in, load_task
 
 
 def task_of(config: TrainConfig) -> Task:
@@ -35,7 +35,7 @@ def rewards_of(config: TrainConfig, waits: WaitReporter = NO_REPORTS) -> Rewards
     """
     task = config.task
     if is_built_in(task.name) and task.questions is None and task.reward is None:
-        return TaskRewards(SpellBackward(config.seed).reward)
+        return TaskRewards(built_in_task(task.name, config.seed).reward)
     return RewardPool(
         RewardSource(
             reward=task.reward,
@@ -73,7 +73,7 @@ async def check_user_task(config: TrainConfig) -> None:
     elif not built_in:
         raise BadSettings(
             "a task of your own needs a model of your own: set model.path to a Hugging Face "
-            "folder (the small built-in model only spells words backward)"
+            "folder (the small built-in model only answers the built-in tasks)"
         )
     elif config.model.dtype != "float32":
         raise BadSettings(
@@ -83,7 +83,9 @@ async def check_user_task(config: TrainConfig) -> None:
     if not built_in:
         await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
     if config.explorer.engine not in ENGINES:
-        await anyio.to_thread.run_sync(find_engine, config.explorer.engine)
+        await anyio.to_thread.run_sync(
+            find_engine, config.explorer.engine, config.rollouts.on_update
+        )
     if config.task.environment is not None:
         async with EnvironmentProcesses(
             config.task.environment, deadline=config.task.environment_deadline

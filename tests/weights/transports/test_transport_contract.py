@@ -83,6 +83,7 @@ from trinity_schemas import (
     decode_envelope,
     decode_manifest,
 )
+from trinity_workers.config import SyncConfig
 from trinity_workers.launch.transport import chosen_transport
 
 pytestmark = pytest.mark.skipif(not available(), reason="the host has no shared memory as files")
@@ -1030,20 +1031,26 @@ WHERE = "trinity_workers.launch.transport"
 )
 def test_the_best_transport_is_taken_by_where_explorers_are(monkeypatch, free, here, taken, why):
     monkeypatch.setattr(f"{WHERE}.free_bytes", lambda: free)
-    chosen = chosen_transport("auto", explorers_here=here)
+    chosen = chosen_transport(SyncConfig(), explorers_here=here)
     assert chosen.name == taken
     assert chosen.reason.startswith(why)
 
 
 def test_what_was_asked_for_is_taken_or_refused_with_the_way_out(monkeypatch):
-    for name in ("shm", "redis", "collective"):
-        assert chosen_transport(name, explorers_here=False).name == name
-    assert chosen_transport("ray", explorers_here=True).name == "ray"
+    shm, ray, nccl = (
+        SyncConfig(transport="shm"),
+        SyncConfig(transport="ray"),
+        SyncConfig(method="nccl"),
+    )
+    for name in ("shm", "redis"):
+        assert chosen_transport(SyncConfig(transport=name), explorers_here=False).name == name
+    assert chosen_transport(nccl, explorers_here=False).name == "collective"
+    assert chosen_transport(ray, explorers_here=True).name == "ray"
     with pytest.raises(RayUnusable, match="not in the trainer's Ray cluster: leave --weights ray"):
-        chosen_transport("ray", explorers_here=False)
+        chosen_transport(ray, explorers_here=False)
     monkeypatch.setattr(f"{WHERE}.available", lambda: False)
     with pytest.raises(SharedMemoryUnusable, match="leave --weights shm out"):
-        chosen_transport("shm", explorers_here=True)
+        chosen_transport(shm, explorers_here=True)
     monkeypatch.setattr("torch.distributed.is_available", lambda: False)
-    with pytest.raises(GroupBroken, match="leave --weights collective out"):
-        chosen_transport("collective", explorers_here=True)
+    with pytest.raises(GroupBroken, match=r"choose another sync\.method than nccl"):
+        chosen_transport(nccl, explorers_here=True)

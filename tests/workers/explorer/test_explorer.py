@@ -14,13 +14,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
 from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.rollout_engines import Steps  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from tests.support.weight_versions import publish, ready  # noqa: E402
 from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.error_text import ungrouped  # noqa: E402
-from trinity_events.errors import DeadlineExceeded  # noqa: E402
+from trinity_events.errors import CorruptVersion, DeadlineExceeded  # noqa: E402
 from trinity_events.log import open_run  # noqa: E402
 from trinity_events.rollouts import RolloutDispatcher  # noqa: E402
+from trinity_events.weights import version_reader  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExplorerStatusChanged,
     RunClosed,
@@ -200,6 +202,119 @@ async def test_the_first_explorer_measures_before_and_after_on_held_out_question
     assert 0.0 <= first.accuracy_before <= 1.0
     assert 0.0 <= first.accuracy_after <= 1.0
     assert (second.accuracy_before, second.accuracy_after) == (None, None)
+
+
+# --- versions that come amid answers ----------------------------------------------------------
+
+
+class Stepped(Explorer):
+    """Explorer whose engine takes the steps that it is allowed."""
+
+    def _make_engine(self):
+        engine = super()._make_engine()
+        self.steps = Steps(engine)
+        return engine
+
+    async def meets(self, version):
+        """Wait until a version is installed, or will be before the next step."""
+        engine = self._engine
+        await until(lambda: engine._gate._is_closed() or engine.serves == version)
+        self.steps.allow(1)
+        await until(lambda: engine.serves == version)
+
+
+def long_answers(config, mode):
+    return config.replaced("rollouts", on_update=mode, max_new_tokens=40)
+
+
+def steps_by_token(groups):
+    """Steps of the versions of each answer, in order."""
+    turns = [one.turns[1] for group in groups for one in group.experiences]
+    return [[version.step for version, _ in turn.versions] for turn in turns]
+
+
+@pytest.mark.parametrize("mode", ["keep_cache", "recompute_cache"])
+async def test_versions_that_come_amid_answers_are_installed_at_once(config, trainer, log, mode):
+    trainer.config = config = long_answers(config, mode)
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    await dispatcher.dispatch(2, trainer.version(0))
+    explorer = Stepped(config, 0)
+    async with exploring(explorer) as found:
+        await until(lambda: hasattr(explorer, "steps"))
+        for step in (1, 2):
+            await explorer.steps.take(3)
+            await trainer.publish(step)
+            await explorer.meets(trainer.version(step))
+        explorer.steps.allow(1000)
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    told = steps_by_token(groups)
+    assert [0, 1, 2] in told and all(one == [0, 1, 2][: len(one)] for one in told)
+    assert all(one.oldest_version.step == 0 for group in groups for one in group.experiences)
+    applied = [one.event.version.step for one in await events_of(log, WeightsApplied)]
+    assert applied == [0, 1, 2, STEPS]
+    assert found.results[0].applied == STEPS + 1
+
+
+async def test_a_version_that_comes_amid_answers_waits_for_them_by_default(config, trainer):
+    trainer.config = config = long_answers(config, "finish")
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    await dispatcher.dispatch(2, trainer.version(0))
+    explorer = Stepped(config, 0)
+    async with exploring(explorer):
+        await until(lambda: hasattr(explorer, "steps"))
+        await explorer.steps.take(3)
+        await trainer.publish(1)
+        await explorer.steps.take(3)
+        explorer.steps.allow(1000)
+        assert {*map(tuple, steps_by_token(await dispatcher.take(2, deadline=PATIENCE)))} == {(0,)}
+        await until(lambda: trainer.served(1))
+        await trainer.publish(STEPS)
+
+
+async def test_no_version_comes_amid_the_answer_to_a_request_for_one_exact_version(config, trainer):
+    trainer.config = config = long_answers(config, "keep_cache")
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    await dispatcher.dispatch(2, trainer.version(0), exact=True)
+    explorer = Stepped(config, 0)
+    async with exploring(explorer):
+        await until(lambda: hasattr(explorer, "steps"))
+        await explorer.steps.take(3)
+        await trainer.publish(1)
+        await explorer.steps.take(3)
+        explorer.steps.allow(1000)
+        assert {*map(tuple, steps_by_token(await dispatcher.take(2, deadline=PATIENCE)))} == {(0,)}
+        await trainer.publish(STEPS)
+
+
+async def test_answers_amid_which_a_version_fails_halfway_are_issued_again(
+    config, trainer, monkeypatch
+):
+    trainer.config = config = long_answers(config, "keep_cache")
+    dispatcher = await trainer.dispatcher()
+    await trainer.publish(0)
+    await dispatcher.dispatch(2, trainer.version(0))
+    explorer = Stepped(config, 0)
+
+    def fail(*_args, **_keywords):
+        monkeypatch.undo()
+        raise CorruptVersion("the model holds some of it")
+
+    async with exploring(explorer):
+        await until(lambda: hasattr(explorer, "steps"))
+        await explorer.steps.take(3)
+        monkeypatch.setattr(version_reader, "check_installed", fail)
+        await trainer.publish(1)
+        await explorer.meets(None)
+        await trainer.publish(2)
+        explorer.steps.allow(1000)
+        groups = await dispatcher.take(2, deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    assert {one.attempt for one in groups} == {2}
+    assert {*map(tuple, steps_by_token(groups))} == {(2,)}
 
 
 # --- what cannot be answered ------------------------------------------------------------------

@@ -21,8 +21,8 @@ from trinity_workers.helpers import (
         (1, {"publish": "shards"}, PublishShards),
         (1, {"publish": "snapshot"}, PublishSnapshot),
         (2, {"publish": "full"}, PublishFull),
-        (2, {"transport": "collective"}, PublishFull),
-        (2, {"transport": "collective", "publish": "snapshot"}, PublishFull),
+        (2, {"method": "nccl"}, PublishFull),
+        (2, {"method": "checkpoint", "publish": "snapshot"}, PublishFull),
     ],
 )
 def test_the_settings_choose_one_strategy(ranks, sync, kind):

@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import threading
-from contextlib import closing
 
 import anyio
 import pytest
@@ -11,17 +9,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.support.experiences import FIRST, group  # noqa: E402
+from tests.support.experiences import FIRST  # noqa: E402
 from tests.support.own_models import MODELS  # noqa: E402
-from tests.support.pipeline import PATIENCE, reducer_task, until  # noqa: E402
+from tests.support.pipeline import PATIENCE, until  # noqa: E402
+from tests.support.rollout_engines import (  # noqa: E402
+    Steps,
+    engine_of,
+    in_thread,
+    logprobs_of,
+    requests_for,
+    weights,
+)
 from tests.support.weight_versions import publish, ready  # noqa: E402
-from trinity_events import Synchronizer  # noqa: E402
 from trinity_events.errors import VersionUnavailable  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_schemas import RolloutRequest, Sampling, StepRef  # noqa: E402
-from trinity_workers.algorithms.collate import collate  # noqa: E402
 from trinity_workers.episodes import Episodes  # noqa: E402
-from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.rewards.base import rewarded  # noqa: E402
 from trinity_workers.rollout_engines import (  # noqa: E402
@@ -33,34 +36,6 @@ from trinity_workers.rollout_engines import (  # noqa: E402
 )
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
 from trinity_workers.tasks import SpellBackward, TaskError  # noqa: E402
-
-
-def engine_of(folder, **options):
-    return load_engine(
-        "huggingface", EngineOptions(model_folder=folder, **{"serves": FIRST, **options})
-    )
-
-
-def requests_for(ordinals, samples=3, tokens=8, **sampling):
-    """Requests with prompts of different lengths."""
-    settings = Sampling(**{"max_new_tokens": tokens, "seed": 7, **sampling})
-    return [
-        GenerationRequest(
-            tokens=list(range(10, 13 + ordinal % 5)),
-            sampling=settings,
-            ordinal=ordinal,
-            sample=sample,
-        )
-        for ordinal in ordinals
-        for sample in range(samples)
-    ]
-
-
-def logprobs_of(model, request, tokens, temperature=1.0):
-    """Log-probabilities of tokens after a prompt, computed in one pass without padding."""
-    groups = [group(request.tokens, [tokens], [[0.0] * len(tokens)], [0.0])]
-    with torch.no_grad():
-        return response_logprobs(model, collate(groups, 0), temperature)[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -293,19 +268,6 @@ def test_an_engine_of_the_users_own_is_found_in_a_file(own_model_folder, tmp_pat
 # --- pauses ------------------------------------------------------------------------------------
 
 
-class Steps:
-    """Counts the engine's forward passes, and holds them up until they are allowed."""
-
-    def __init__(self, engine):
-        self.taken = 0
-        self.allowed = threading.Semaphore(0)
-        engine._model.register_forward_pre_hook(self._before)
-
-    def _before(self, *_):
-        assert self.allowed.acquire(timeout=PATIENCE)
-        self.taken += 1
-
-
 async def test_a_paused_engine_stands_still_between_tokens_until_it_is_resumed(own_model_folder):
     engine = engine_of(own_model_folder())
     steps, found = Steps(engine), []
@@ -368,37 +330,6 @@ async def test_a_cancelled_call_ends_after_its_next_token(own_model_folder):
 # --- weight versions ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def trainer(redis_url, run_id, tmp_path, publisher):
-    async with reducer_task(redis_url, run_id, tmp_path):
-        with closing(
-            Synchronizer(run_id, publisher.epoch, redis_url=redis_url, weights_url=redis_url)
-        ) as synchronizer:
-            yield synchronizer
-
-
-@pytest.fixture
-def follower(redis_url, run_id):
-    with closing(
-        Synchronizer(run_id, 0, redis_url=redis_url, weights_url=redis_url, role="explorer")
-    ) as synchronizer:
-        yield synchronizer
-
-
-def weights(folder, step):
-    """Weights of a step, by name, as a trainer publishes them."""
-    torch.manual_seed(step)
-    model, _ = load_policy(folder)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model, dict(model.named_parameters())
-
-
-async def in_thread(function, *args):
-    return await anyio.to_thread.run_sync(function, *args)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_an_installed_version_is_served_and_proven(
     own_model_folder, trainer, follower, log, dtype
@@ -413,39 +344,6 @@ async def test_an_installed_version_is_served_and_proven(
         assert await engine.prove() == model_digest(model.to(getattr(torch, dtype)))
         (found,) = await engine.generate(requests_for([step], samples=1))
         assert found.versions == [(StepRef(1, step), len(found.tokens))]
-
-
-async def test_a_version_that_comes_amid_a_turn_is_told_by_token(
-    own_model_folder, trainer, follower, log
-):
-    folder = own_model_folder()
-    engine = engine_of(folder, synchronizer=follower)
-    _, tensors = weights(folder, 1)
-    await in_thread(publish, trainer, tensors, 1)
-    announced = await ready(log, 1)
-    steps, found = Steps(engine), []
-    request = requests_for([0], samples=1, tokens=30)
-
-    async def generate():
-        found.extend(await engine.generate(request))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(generate)
-        steps.allowed.release(5)
-        await until(lambda: steps.taken == 5)
-        tasks.start_soon(engine.install, announced)
-        await until(engine._gate._is_closed)
-        steps.allowed.release(1)
-        await until(lambda: engine.serves == StepRef(1, 1))
-        steps.allowed.release(100)
-    (generation,) = found
-    (old, before), (new, after) = generation.versions
-    assert (old, new) == (FIRST, StepRef(1, 1))
-    assert 5 <= before <= 6 and before + after == len(generation.tokens)
-    first, _ = load_policy(folder)
-    expected = logprobs_of(first, request[0], generation.tokens)
-    assert generation.logprobs[:before] == pytest.approx(expected[:before], abs=1e-4)
-    assert generation.logprobs[before:] != pytest.approx(expected[before:], abs=1e-4)
 
 
 async def test_a_version_that_is_gone_leaves_the_earlier_one_serving(

@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from trinity_workers.tasks import Answer, SpellBackward, Task, TaskError, load_task, split_of
+from trinity_workers.tasks import (
+    Answer,
+    ComplexSums,
+    Question,
+    SortDigits,
+    SpellBackward,
+    Task,
+    TaskError,
+    built_in_task,
+    load_task,
+    split_of,
+)
+from trinity_workers.tasks.loading import TASKS
 
 MINE = """
 from trinity_workers.tasks import Question, TaskError
@@ -83,7 +95,11 @@ def test_an_installed_package_offers_a_task_as_an_entry_point(folder, monkeypatc
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("chess", {}, "unknown task 'chess': choose one of spell-backward, or name your own"),
+        (
+            "chess",
+            {},
+            "unknown task 'chess': choose one of complex-sums, sort-digits, spell-backward",
+        ),
         ("spell-backwards", {}, "did you mean 'spell-backward'?"),
         ("./mine.py:", {}, "is neither module:attribute nor ./file.py:attribute"),
         ("./mine.py:Sum", {}, "./mine.py has no 'Sum': did you mean 'Sums'?"),
@@ -152,6 +168,63 @@ def test_a_right_answer_earns_one_and_a_near_one_a_score(spelling):
     assert reward(right, finished=False) == {"reward": 0.0, "score": 0.0}
     near = reward(right[:2] + "#")
     assert near["reward"] == 0.0 < near["score"] < 1.0
+
+
+def test_digits_are_sorted_both_ways_and_judged_by_their_text():
+    pytest.importorskip("reasoning_gym")
+    task = SortDigits()
+    orders = set()
+    for question in map(task.question, range(100)):
+        digits, order = str(question.prompt)[:-1].split(), str(question.prompt)[-1]
+        assert question.answer == " ".join(sorted(digits, reverse=order == ">"))
+        assert len(str(question.answer)) + 2 <= task.answer_tokens
+        orders.add(order)
+    assert orders == {"<", ">"}
+    asked = Question(prompt="7 0 5 3<", answer="0 3 5 7")
+    # The family's verifier would take each of these for right.
+    assert [judged(task, asked, text) for text in ("0 3 5 7", "0 3 5 8", "0 3 5 7 ")] == [1, 0, 0]
+    assert judged(task, asked, "0 3 5 7", finished=False) == 0
+
+
+def test_complex_numbers_are_added_and_subtracted():
+    pytest.importorskip("reasoning_gym")
+    task = ComplexSums()
+    operations = set()
+    for question in map(task.question, range(100)):
+        first, second = question.data["operands"]
+        operation = question.data["operation"]
+        assert question.prompt == f"{first}{operation}({second})="
+        values = [complex(one.replace("i", "j")) for one in (first, second)]
+        right = values[0] + values[1] if operation == "+" else values[0] - values[1]
+        assert complex(str(question.answer).replace("i", "j")) == right
+        assert len(str(question.answer)) + 3 <= task.answer_tokens
+        operations.add(operation)
+    assert operations == {"+", "-"}
+
+
+def judged(task, question: Question, text: str, *, finished: bool = True) -> float:
+    answer = Answer(text=text, finished=finished, messages=[], tokens=len(text))
+    return task.reward(question, answer)["reward"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_built_in_task_trains_on_a_question_equivalent_to_a_held_out_one(name):
+    pytest.importorskip("reasoning_gym")
+    task = built_in_task(name, 3)
+    trained = {content(task.question(ordinal)) for ordinal in range(1_000)}
+    trained |= {content(one) for one in islice(task.training_questions(0), 1_000)}
+    held_out, validation = task.held_out(200), task.validation(200)
+    assert not trained & {content(one) for one in [*held_out, *validation]}
+    assert not {content(one) for one in held_out} & {content(one) for one in validation}
+    assert held_out == built_in_task(name, 0).held_out(200)
+
+
+def content(question: Question) -> tuple[str, ...]:
+    """What a question is about, whatever its order, direction or case."""
+    if (operands := question.data.get("operands")) is not None:
+        operation = question.data["operation"]
+        return (operation, *(sorted(operands) if operation == "+" else operands))
+    return tuple(sorted(str(question.prompt).casefold().rstrip("<>").split()))
 
 
 def test_the_split_of_a_question_is_stable_across_releases():

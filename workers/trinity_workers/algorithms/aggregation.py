@@ -93,6 +93,18 @@ class Means:
             counted[1] = count
         return cls(tuple(names), counted)
 
+    @classmethod
+    def of_total(cls, name: str, total: Tensor, *, shown: bool) -> Means:
+        """Return a sum over all parts, as a mean over one thing.
+
+        Args:
+            name: Its name.
+            total: 0-dimensional, this part's share of the sum.
+            shown: Pass True for exactly one part, such as rank 0.
+        """
+        counted = torch.stack([total.double(), torch.full_like(total, shown, dtype=torch.float64)])
+        return cls((name,), counted[:, None])
+
     def __add__(self, other: Means) -> Means:
         """Return the means of both parts: of the same names, or of others."""
         if self.names == other.names:

@@ -149,6 +149,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         }
         return frozenset(name for name, needed in needs.items() if needed)
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Return True if the loss is a user's, which may fail on one rank alone."""
+        return self.loss not in POLICY_LOSSES
+
     def with_limit(self, max_new_tokens: int) -> AlgorithmConfig:
         """Return the settings with the run's limit of tokens where they have none of their own."""
         overlong = structs.replace(self.overlong, limit=self.overlong.limit or max_new_tokens)

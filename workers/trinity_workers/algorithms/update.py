@@ -31,6 +31,11 @@ class Update(NamedTuple):
     metrics: Means
     """Means of metrics, by veRL's names without their prefix."""
 
+    def means(self, name: str = "loss") -> Means:
+        """Return the metrics, and the loss itself by this name."""
+        loss = torch.stack([self.loss_sum.detach().double(), self.denominator])
+        return self.metrics + Means((name,), loss[:, None])
+
     def loss(self, denominator: Tensor, ranks: int = 1) -> Tensor:
         """Return the loss to differentiate on this rank.
 

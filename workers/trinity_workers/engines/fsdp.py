@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..collectives import together
 from .buffers import saved_buffers
@@ -70,10 +71,13 @@ class FSDPEngine:
         """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._gradient_norm)
+        parameters = list(self.module.parameters())
+        norm: Any = get_total_norm([one.grad for one in parameters if one.grad is not None])
+        norm = norm.full_tensor()  # once: clip_grad_norm_() would reduce it for itself
+        clip_grads_with_norm_(parameters, self._gradient_norm, norm)
         self.optimizer.step()
         self.scheduler.step()
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(norm)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors by Hugging Face name, one gathered at a time. Collective.

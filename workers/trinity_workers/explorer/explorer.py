@@ -20,12 +20,13 @@ from trinity_events.rollouts import Claim, RolloutClient
 from trinity_events.server import connect
 from trinity_schemas import Experience, ExplorerStatus, ExplorerStatusChanged, Process
 
+from ..beside import beside
 from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
 from ..learning.policy import load_tokenizer
 from ..placement import threads
-from ..rollout_engines import EngineOptions, RolloutEngine, load_engine
+from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
 from ..user_task import start_rewards, task_of
 from .evaluation import mean_reward
 from .installer import VersionInstaller
@@ -129,6 +130,7 @@ class Explorer:
             dtype=config.model.dtype,
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
+            on_update=config.rollouts.on_update,
             options=config.explorer.engine_options,
         )
         return load_engine(config.explorer.engine, options)
@@ -211,7 +213,7 @@ class Explorer:
             await self._check_task_set(requests, claims)
             async with requests.renewing(claims) as held:
                 await installer.refresh(max(one.request.oldest.step for one in claims))
-                await self._answer(requests, list(held))
+                await self._answer(requests, list(held), installer)
         await installer.refresh(config.steps)
         return ExplorationResult(
             rank=self.rank,
@@ -270,9 +272,18 @@ class Explorer:
             "trainer and explorers the same questions"
         )
 
-    async def _answer(self, requests: RolloutClient, claims: Sequence[Claim]) -> None:
+    async def _answer(
+        self, requests: RolloutClient, claims: Sequence[Claim], installer: VersionInstaller
+    ) -> None:
         """Answer requests; give those back that failed."""
-        found = await self._episodes.answer_all([one.request for one in claims])
+        asked = [one.request for one in claims]
+        goes_on = self.config.rollouts.on_update != "finish" and not any(one.exact for one in asked)
+        found: Sequence[list[Experience] | TrinityError]
+        try:
+            async with beside(*[installer.keep_current] * goes_on):
+                found = await self._episodes.answer_all(asked)
+        except NotServing as error:  # a version was installed amid the answers, and is not whole
+            found = [error] * len(asked)
         answers: list[tuple[Claim, list[Experience]]] = []
         for claim, answer in zip(claims, found, strict=True):
             if isinstance(answer, TrinityError):

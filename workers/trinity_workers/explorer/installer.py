@@ -91,6 +91,18 @@ class VersionInstaller:
                 self.installed += 1
                 return
 
+    async def keep_current(self) -> None:
+        """Install each newer version as it comes, beside a generation, up to the last one.
+
+        Raises RunEnded if the run was closed before that.
+        """
+        while True:
+            serves = self._engine.serves
+            if serves is not None and serves.step >= self._config.steps:
+                return
+            await self._versions.wait(serves.step + 1 if serves else 0, deadline=None)
+            await self.refresh(0)
+
     async def _newest(self, step: int) -> StepReady:
         timeout = self._config.sync.timeout
         reports = self._synchronizer.waits

@@ -139,7 +139,8 @@ def check_shared_memory(room: Room) -> None:
     if len(hosts) > 1:
         raise SharedMemoryUnusable(
             "sync.transport is shm, and the Ray cluster has placed the run on the hosts "
-            f"{', '.join(hosts)}, which share no memory: choose ray, redis or collective"
+            f"{', '.join(hosts)}, which share no memory: choose ray or redis, or another "
+            "sync.method"
         )
 
 

@@ -128,13 +128,15 @@ async def run_job(options: LaunchOptions, report: Report) -> None:
 async def _run(options: LaunchOptions, report: Report) -> None:
     began, alone = time.monotonic(), options.alone
     chosen = chosen_transport(
-        options.settings.sync.transport,
+        options.settings.sync,
         explorers_here=alone,
         one_host=options.ray_address is None,
     )
     transport = chosen.name
     await check_user_task(options.settings)
-    settings = options.settings.replaced("sync", transport=transport)
+    settings = options.settings
+    if settings.sync.method == "memory":
+        settings = settings.replaced("sync", transport=transport)
     if options.ray_address is not None:
         settings = with_reserved_cpus(settings)
     folder = options.checkpoint_root / options.run_id
@@ -155,8 +157,13 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         checkpoint = None if earlier is None else earlier.checkpoint
         reducer = None
         if alone:
-            adopted = options.adopt_folder
-            reducer = ReducerProcess(redis_url, options.run_id, options.checkpoint_root, adopted)
+            reducer = ReducerProcess(
+                redis_url,
+                options.run_id,
+                options.checkpoint_root,
+                keep_checkpoints=settings.checkpoints.keep,
+                adopt_folder=options.adopt_folder,
+            )
             await exits.enter_async_context(reducer.running())
         config = settings.placed(
             run_id=options.run_id,
@@ -317,7 +324,7 @@ async def _make_model(config: RunConfig) -> int:
     made = config.resumed_step is not None and (config.model_folder / "config.json").is_file()
     if made or config.model.path is not None:
         return 0
-    make = partial(make_model, config.model_folder, config.seed)
+    make = partial(make_model, config.model_folder, config.seed, config.task.name)
     try:
         # Abandoned if the run is ended meanwhile: no process loads what it makes.
         steps, _ = await anyio.to_thread.run_sync(make, abandon_on_cancel=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def make_model(folder: Path, seed: int) -> tuple[int, float]:
-    """Create the built-in policy, and warm it up on the built-in task.
+def make_model(folder: Path, seed: int, task: str = "spell-backward") -> tuple[int, float]:
+    """Create the built-in policy, and warm it up on a built-in task.
 
     Returns the steps it took and its accuracy.
     """
     import torch
 
     from ..learning.policy import create_policy
-    from ..tasks import SpellBackward
+    from ..tasks import built_in_task
     from .warm_up import warm_up
 
     torch.set_num_threads(1)
     create_policy(folder, seed)
-    return warm_up(folder, SpellBackward(seed), seed)
+    return warm_up(folder, built_in_task(task, seed), seed)

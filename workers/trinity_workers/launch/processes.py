@@ -16,6 +16,7 @@ import anyio.to_thread
 from anyio.abc import Process
 
 from trinity_events.errors import TrinityError
+from trinity_events.reducer.policy import KEEP_CHECKPOINTS
 from trinity_events.server import make_private, open_private, trinity_home
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,18 @@ class ReducerProcess:
     """
 
     def __init__(
-        self, redis_url: str, run_id: str, checkpoint_root: Path, adopt_folder: bool = False
+        self,
+        redis_url: str,
+        run_id: str,
+        checkpoint_root: Path,
+        *,
+        keep_checkpoints: int = KEEP_CHECKPOINTS,
+        adopt_folder: bool = False,
     ) -> None:
         self._command = [
             *(sys.executable, "-m", "trinity_events", "reducer", "--lifeline", "--verbose"),
             *("--run", run_id, "--checkpoint-root", str(checkpoint_root)),
+            *("--keep-checkpoints", str(keep_checkpoints)),
             *(("--adopt-folder", run_id) if adopt_folder else ()),
         ]
         # By the environment: all users of the host may list commands, with the password in a URL.

@@ -23,6 +23,7 @@ TRANSPORTS = {
     "shm": "shared memory",
     "ray": "Ray's object store",
     "collective": "a collective group",
+    "files": "files",
 }
 
 

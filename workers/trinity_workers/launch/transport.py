@@ -10,7 +10,7 @@ from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
-from ..config import TransportChoice, TransportName
+from ..config import BadSettings, SyncConfig, WeightsPath
 
 ENOUGH = 1 << 30
 """Free bytes below which shared memory is not chosen unasked; a container often has 64 MiB."""
@@ -19,7 +19,7 @@ ENOUGH = 1 << 30
 class Chosen(NamedTuple):
     """A transport, and one sentence on why."""
 
-    name: TransportName
+    name: WeightsPath
     reason: str
 
     def told(self) -> ChosenTransport:
@@ -27,13 +27,11 @@ class Chosen(NamedTuple):
         return ChosenTransport(name=self.name, reason=self.reason)
 
 
-def chosen_transport(
-    choice: TransportChoice, *, explorers_here: bool, one_host: bool = True
-) -> Chosen:
+def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool = True) -> Chosen:
     """The transport asked for, or the fastest that is sure to reach every explorer.
 
     Args:
-        choice: What was asked for.
+        sync: The run's method, and the transport that was asked for.
         explorers_here: Whether every explorer is in the trainer's Ray cluster; else they may be
             anywhere.
         one_host: Whether that cluster is this host alone.
@@ -43,6 +41,16 @@ def chosen_transport(
         RayUnusable: when it was asked for, and explorers are not in the cluster.
         GroupBroken: when a collective group was asked for, and torch was built without one.
     """
+    if sync.method == "checkpoint":
+        raise BadSettings("sync.method checkpoint is not there yet: choose memory or nccl")
+    if sync.method == "nccl":
+        if not torch.distributed.is_available():
+            raise GroupBroken(
+                "this torch was built without torch.distributed: choose another sync.method than "
+                "nccl"
+            )
+        return Chosen("collective", "as sync.method says")
+    choice = sync.transport
     if choice == "auto":
         return _best(explorers_here, one_host)
     if choice == "shm" and not available():
@@ -53,10 +61,6 @@ def chosen_transport(
         raise RayUnusable(
             "explorers that are started by themselves are not in the trainer's Ray cluster: "
             "leave --weights ray out, or run every part with trinity-events demo"
-        )
-    if choice == "collective" and not torch.distributed.is_available():
-        raise GroupBroken(
-            "this torch was built without torch.distributed: leave --weights collective out"
         )
     return Chosen(choice, "as --weights says")
 

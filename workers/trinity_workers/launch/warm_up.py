@@ -20,7 +20,7 @@ from trinity_schemas import Sampling, StepRef
 from ..learning.policy import encode_prompt, load_policy, save_policy
 from ..rollout_engines.base import GenerationRequest
 from ..rollout_engines.huggingface import HuggingFaceEngine
-from ..tasks import Answer, Question, SpellBackward
+from ..tasks import Answer, DrawnTask, Question
 
 _LEARNING_RATE = 2e-3
 _BETAS = (0.9, 0.95)
@@ -28,8 +28,6 @@ _BATCH = 128
 _RAMP_STEPS = 20
 _STEPS_BETWEEN_CHECKS = 5
 _VALIDATION_QUESTIONS = 256
-_ANSWER_TOKENS = 7
-"""Tokens of an answer: four letters, its end, and two for a wrong one."""
 
 # What cross_entropy leaves out by default.
 _IGNORED = -100
@@ -37,19 +35,18 @@ _IGNORED = -100
 
 def warm_up(
     folder: Path,
-    task: SpellBackward,
+    task: DrawnTask,
     seed: int,
     *,
-    target_accuracy: float = 0.2,
     max_steps: int = 400,
     report: Callable[[int, float, float], None] | None = None,
 ) -> tuple[int, float]:
     """Train the policy in `folder` on right answers, and save it back there.
 
-    Ends when `target_accuracy` of the sampled answers to validation questions are right. Returns
-    the steps taken and the accuracy in [0, 1] last measured, which is below the target where
-    `max_steps` ended it. `report` is called with (step, loss in nats a token, accuracy) at every
-    check. The same seed and number of torch threads give the same weights.
+    Ends when the task's `warm_up_accuracy` of the sampled answers to validation questions are
+    right. Returns the steps taken and the accuracy in [0, 1] last measured, which is below that
+    where `max_steps` ended it. `report` is called with (step, loss in nats a token, accuracy) at
+    every check. The same seed and number of torch threads give the same weights.
     """
     model, tokenizer = load_policy(folder)
     # The engine samples from the module that is trained; the version is of no account.
@@ -77,7 +74,7 @@ def warm_up(
             model.train()
             if report is not None:
                 report(step, loss.item(), accuracy)
-            if accuracy >= target_accuracy:
+            if accuracy >= task.warm_up_accuracy:
                 break
     save_policy(model, folder)
     return step, accuracy
@@ -86,14 +83,14 @@ def warm_up(
 def _accuracy(
     engine: HuggingFaceEngine,
     tokenizer: PreTrainedTokenizerBase,
-    task: SpellBackward,
+    task: DrawnTask,
     questions: Sequence[Question],
     *,
     seed: int,
     step: int,
 ) -> float:
     """Return the share of sampled answers that are right, in [0, 1]."""
-    sampling = Sampling(max_new_tokens=_ANSWER_TOKENS, seed=seed)
+    sampling = Sampling(max_new_tokens=task.answer_tokens, seed=seed)
     requests = [
         GenerationRequest(
             tokens=encode_prompt(tokenizer, question.prompt),

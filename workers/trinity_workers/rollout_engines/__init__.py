@@ -5,17 +5,20 @@ from .base import (
     Generation,
     GenerationRequest,
     NotServing,
+    OnUpdate,
     RolloutEngine,
     RolloutEngineError,
 )
-from .loading import load_engine
+from .loading import load_engine, updates_amid_turns
 
 __all__ = [
     "EngineOptions",
     "Generation",
     "GenerationRequest",
     "NotServing",
+    "OnUpdate",
     "RolloutEngine",
     "RolloutEngineError",
     "load_engine",
+    "updates_amid_turns",
 ]

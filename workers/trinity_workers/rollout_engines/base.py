@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     import torch
 
     from trinity_events import Synchronizer
+
+
+OnUpdate = Literal["finish", "keep_cache", "recompute_cache"]
+"""Treatment of turns that are being generated when a weight version is installed.
+
+`finish`: they end with the version that they began with, and the installation waits for it.
+`keep_cache`: they go on with the new version and with the key-value cache of the old one.
+`recompute_cache`: they go on with the new version, which computes the cache of their tokens anew.
+"""
 
 
 class RolloutEngineError(TrinityError):
@@ -71,6 +80,8 @@ class EngineOptions:
     """Synchronizer that brings weight versions; an engine without one cannot install any."""
     deterministic: bool = False
     """If True, what is generated for an ordinal depends on its own requests alone."""
+    on_update: OnUpdate = "finish"
+    """Treatment of unfinished turns when a version is installed."""
     serves: StepRef | None = None
     """Version that the folder's weights are; None if they are not to be served."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -120,10 +131,13 @@ class RolloutEngine(Protocol):
         ...
 
     async def install(self, ready: StepReady) -> None:
-        """Serve a weight version. Unfinished turns continue with it, unless deterministic.
+        """Serve a weight version, from a token boundary of unfinished turns on.
+
+        `on_update` of the engine's options tells how those turns go on. Under `finish` there is no
+        such boundary: the version waits for their end.
 
         Raises as :meth:`trinity_events.Synchronizer.apply`. Afterwards `serves` tells whether the
-        earlier version is still whole.
+        earlier version is still whole; if so, unfinished turns go on with it.
         """
         ...
 

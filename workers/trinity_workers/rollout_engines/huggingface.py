@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +26,6 @@ from transformers import (
 )
 
 from trinity_events import Synchronizer
-from trinity_events.errors import CorruptVersion, IncompatibleWeights, VersionUnavailable
 from trinity_events.weights import model_digest
 from trinity_schemas import StepReady, StepRef
 
@@ -34,9 +35,11 @@ from .base import (
     Generation,
     GenerationRequest,
     NotServing,
+    OnUpdate,
     RolloutEngineError,
 )
 from .gate import Gate
+from .loading import updates_amid_turns
 from .sampling import NoisySampler, turn_key
 
 
@@ -57,10 +60,10 @@ class HuggingFaceEngine:
         model: The model; its generation defaults are replaced, except its ends of sequence.
         tokenizer: Its tokenizer, for the ids of padding and end of sequence.
         synchronizer: Brings weight versions.
-        deterministic: Generate each ordinal by itself, with one version from a turn's first token
-            to its last.
+        deterministic: Generate each ordinal by itself.
         max_batch: Maximum number of turns that are generated at a time.
         serves: Version of the model's weights; None if they are not to be served.
+        on_update: Treatment of unfinished turns when a version is installed.
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class HuggingFaceEngine:
         deterministic: bool = False,
         max_batch: int = 256,
         serves: StepRef | None = None,
+        on_update: OnUpdate = "finish",
     ) -> None:
         self.serves = serves
         self.deterministic = deterministic
+        self.on_update = on_update
         model.train(False)
         self._model = model
         self._synchronizer = synchronizer
@@ -88,6 +93,7 @@ class HuggingFaceEngine:
         self._generating = threading.Lock()
 
     @classmethod
+    @updates_amid_turns("keep_cache", "recompute_cache")
     def open(cls, options: EngineOptions) -> HuggingFaceEngine:
         """Return an engine of a Hugging Face folder.
 
@@ -109,6 +115,7 @@ class HuggingFaceEngine:
             deterministic=options.deterministic,
             max_batch=own.max_batch,
             serves=options.serves,
+            on_update=options.on_update,
         )
 
     @property
@@ -168,15 +175,23 @@ class HuggingFaceEngine:
     def _install(self, ready: StepReady) -> None:
         if self._synchronizer is None:
             raise RolloutEngineError("the rollout engine has no synchronizer to install from")
-        with self._gate.held():
+        if self.serves is None:
+            with self._changing(ready):
+                self._synchronizer.load(self._model, ready, cast=True)
+        else:
+            self._synchronizer.apply(
+                self._model, ready, cast=True, held=lambda: self._changing(ready)
+            )
+
+    @contextmanager
+    def _changing(self, ready: StepReady) -> Iterator[None]:
+        """Hold generation still while the model changes; serve the version after the block."""
+        unfinished = self._generating if self.on_update == "finish" else nullcontext()
+        with unfinished, self._gate.held():
             try:
-                if self.serves is None:
-                    self._synchronizer.load(self._model, ready, cast=True)
-                else:
-                    self._synchronizer.apply(self._model, ready, cast=True)
-            except BaseException as error:
-                if not _left_the_model_alone(error):
-                    self.serves = None
+                yield
+            except BaseException:
+                self.serves = None
                 raise
             self.serves = StepRef(ready.epoch, ready.step)
 
@@ -211,16 +226,37 @@ class HuggingFaceEngine:
     def _generate_batch(
         self, requests: Sequence[GenerationRequest], cancelled: threading.Event
     ) -> list[Generation]:
-        self._version()
-        limits = [self._limit(one) for one in requests]
-        width = max(len(one.tokens) for one in requests)
-        device = self._model.device
+        turns = [_Turn(one, self._limit(one)) for one in requests]
+        unfinished = turns
+        while unfinished and not cancelled.is_set():
+            self._continue(unfinished, cancelled)
+            unfinished = [one for one in turns if not one.is_over]
+        return [one.generation() for one in turns]
+
+    def _continue(self, turns: Sequence[_Turn], cancelled: threading.Event) -> None:
+        """Generate with one key-value cache, to the end of all turns or of the cache.
+
+        The turns have the same number of tokens so far.
+        """
+        version = self._version()
+
+        def must_stop() -> bool:
+            if cancelled.is_set():
+                return True
+            if not self.deterministic:
+                self._gate.stop_over()
+            return self.on_update == "recompute_cache" and self.serves != version
+
         # Padded on the left, so that every row goes on from the last column.
-        padding = [width - len(one.tokens) for one in requests]
-        ids = [[self._pad] * p + one.tokens for p, one in zip(padding, requests, strict=True)]
-        mask = [[0] * p + [1] * (width - p) for p in padding]
-        choice = _Choice(requests, device, self._version)
-        stop = _Stop(self._gate, limits, width, cancelled, every_token=not self.deterministic)
+        rows = [one.request.tokens + one.tokens for one in turns]
+        width = max(map(len, rows))
+        ids = [[self._pad] * (width - len(row)) + row for row in rows]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        device = self._model.device
+        limits = [one.limit - len(one.tokens) for one in turns]
+        choice = _Choice(
+            [one.request for one in turns], len(turns[0].tokens), device, self._version
+        )
         configure: Any = GenerationConfig
         run: Any = self._model.generate  # a mixin's, which type checkers do not see
         output: Tensor = run(
@@ -228,32 +264,17 @@ class HuggingFaceEngine:
             attention_mask=torch.tensor(mask, device=device),
             generation_config=configure(do_sample=False, max_new_tokens=max(limits)),
             logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList([stop]),
+            stopping_criteria=StoppingCriteriaList([_Stop(limits, width, must_stop)]),
         )
-        rows = output[:, width:].tolist()
         logprobs = torch.stack(choice.logprobs, dim=1).tolist()
-        return [
-            self._generation(row[:limit], row_logprobs, choice.versions)
-            for row, row_logprobs, limit in zip(rows, logprobs, limits, strict=True)
-        ]
+        for turn, row, of_tokens in zip(turns, output[:, width:].tolist(), logprobs, strict=True):
+            turn.extend(row, of_tokens, choice.versions, self._ends)
 
     def _version(self) -> StepRef:
         """Return the version that is served. Raises NotServing if there is none."""
         if self.serves is None:
             raise NotServing("the rollout engine serves no weight version: install one first")
         return self.serves
-
-    def _generation(
-        self, row: list[int], logprobs: list[float], versions: list[StepRef]
-    ) -> Generation:
-        ends = [place for place, token in enumerate(row) if token in self._ends]
-        length = ends[0] + 1 if ends else len(row)
-        return Generation(
-            tokens=row[:length],
-            logprobs=logprobs[:length],
-            versions=[(one, len(list(same))) for one, same in groupby(versions[:length])],
-            finished=bool(ends),
-        )
 
     def _limit(self, request: GenerationRequest) -> int:
         """Return the number of tokens that a turn may have."""
@@ -270,15 +291,66 @@ class HuggingFaceEngine:
         return min(limit, room - len(request.tokens))
 
 
+@dataclass(slots=True)
+class _Turn:
+    """Turn of a request while it is generated."""
+
+    request: GenerationRequest
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[StepRef] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if it has its end of sequence, or as many tokens as it may have."""
+        return self.finished or len(self.tokens) >= self.limit
+
+    def extend(
+        self,
+        row: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[StepRef],
+        ends: Collection[int],
+    ) -> None:
+        """Add the tokens of a row, up to the first end of sequence or the limit."""
+        row = row[: self.limit - len(self.tokens)]
+        end = next((place for place, token in enumerate(row) if token in ends), None)
+        self.finished = end is not None
+        length = len(row) if end is None else end + 1
+        self.tokens += row[:length]
+        self.logprobs += logprobs[:length]
+        self.versions += versions[:length]
+
+    def generation(self) -> Generation:
+        """Return what was generated so far."""
+        return Generation(
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=[(one, len(list(same))) for one, same in groupby(self.versions)],
+            finished=self.finished,
+        )
+
+
 class _Choice(LogitsProcessor):
-    """Chooses each next token, and keeps its log-probability and the version that sampled it."""
+    """Chooses each next token, and keeps its log-probability and the version that sampled it.
+
+    Args:
+        requests: Requests of the rows.
+        place: Number of tokens that their turns have already.
+        device: Device of the logits.
+        version: Returns the version that is served.
+    """
 
     def __init__(
         self,
         requests: Sequence[GenerationRequest],
+        place: int,
         device: torch.device,
         version: Callable[[], StepRef],
     ) -> None:
+        self._place = place
         self._version = version
         keys = [turn_key(one.sampling.seed, one.ordinal, one.sample, one.turn) for one in requests]
         self._sampler = NoisySampler(keys, [one.sampling for one in requests], device)
@@ -287,7 +359,7 @@ class _Choice(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         version = self._version()
-        tokens, logprobs = self._sampler.choose(scores, len(self.logprobs))
+        tokens, logprobs = self._sampler.choose(scores, self._place + len(self.logprobs))
         self.logprobs.append(logprobs)
         self.versions.append(version)
         # `generate` takes the largest of these.
@@ -295,34 +367,15 @@ class _Choice(LogitsProcessor):
 
 
 class _Stop(StoppingCriteria):
-    """Ends each row at its own limit, and stands still between tokens while the gate is closed."""
+    """Ends each row at its own limit, and all of them where `must_stop` says so between tokens."""
 
-    def __init__(
-        self,
-        gate: Gate,
-        limits: Sequence[int],
-        width: int,
-        cancelled: threading.Event,
-        *,
-        every_token: bool,
-    ) -> None:
-        self._gate = gate
+    def __init__(self, limits: Sequence[int], width: int, must_stop: Callable[[], bool]) -> None:
         self._limits = torch.tensor(limits)
         self._width = width
-        self._cancelled = cancelled
-        self._every_token = every_token
+        self._must_stop = must_stop
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        if self._cancelled.is_set():
+        if self._must_stop():
             return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        if self._every_token:
-            self._gate.stop_over()
         self._limits = self._limits.to(input_ids.device)
         return input_ids.shape[1] - self._width >= self._limits
-
-
-def _left_the_model_alone(error: BaseException) -> bool:
-    """Return True if an installation failed before it changed the model."""
-    if isinstance(error, CorruptVersion):
-        return error.chunk is not None
-    return isinstance(error, VersionUnavailable | IncompatibleWeights)

@@ -4,30 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from ..tasks.objects import load_object
-from .base import EngineOptions, RolloutEngine
+from .base import EngineOptions, OnUpdate, RolloutEngine, RolloutEngineError
 
 ENGINES = {"huggingface": "trinity_workers.rollout_engines.huggingface:HuggingFaceEngine.open"}
 """Engines that ship with this package."""
 GROUP = "trinity_events.rollout_engines"
 """Group of entry points under which packages offer engines: functions of :class:`EngineOptions`."""
+_MODES = "on_update"
+"""Attribute of such a function; its value are the modes that its engine knows beside `finish`."""
+
+P = ParamSpec("P")
+E = TypeVar("E")
+Make = Callable[[EngineOptions], RolloutEngine]
+
+
+def updates_amid_turns(*modes: OnUpdate) -> Callable[[Callable[P, E]], Callable[P, E]]:
+    """Decorate a function that makes an engine whose turns go on with a version that comes.
+
+    An engine whose function is not decorated only finishes its turns first.
+    """
+
+    def decorate(make: Callable[P, E]) -> Callable[P, E]:
+        setattr(make, _MODES, modes)
+        return make
+
+    return decorate
 
 
 def load_engine(name: str, options: EngineOptions, *, folder: Path = Path()) -> RolloutEngine:
-    """Return a rollout engine. Raises TaskError if there is none of that name.
+    """Return a rollout engine.
 
     Args:
         name: An engine that ships, an entry point, `module:attribute` or `./file.py:attribute`.
         options: Options of the engine.
         folder: Directory that a relative name starts from.
+
+    Raises:
+        TaskError: There is none of that name.
+        RolloutEngineError: It cannot treat unfinished turns as the options ask.
     """
-    return find_engine(name, folder=folder)(options)
+    return find_engine(name, options.on_update, folder=folder)(options)
 
 
-def find_engine(name: str, *, folder: Path = Path()) -> Callable[[EngineOptions], RolloutEngine]:
+def find_engine(name: str, on_update: OnUpdate = "finish", *, folder: Path = Path()) -> Make:
     """Return the function that makes an engine; arguments and errors as :func:`load_engine`."""
-    make: Callable[[EngineOptions], RolloutEngine] = load_object(
+    make: Make = load_object(
         name, kind="rollout engine", group=GROUP, built_in=ENGINES, folder=folder
     )
+    known: tuple[OnUpdate, ...] = ("finish", *getattr(make, _MODES, ()))
+    if on_update not in known:
+        raise RolloutEngineError(
+            f"rollouts.on_update is {on_update}, and the rollout engine {name} knows "
+            f"{' and '.join(known)} only: choose that, or another explorer.engine"
+        )
     return make

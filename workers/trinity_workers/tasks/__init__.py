@@ -1,23 +1,30 @@
 """Tasks: what the policy is asked, found by name, and how its answers are judged."""
 
 from .base import Answer, Message, Question, RewardFunction, Task, TaskError
-from .loading import absolute, is_built_in, load_reward, load_task
+from .complex_sums import ComplexSums
+from .drawn import DrawnTask
+from .loading import absolute, built_in_task, is_built_in, load_reward, load_task
 from .objects import load_object
 from .question_set import QuestionSet
+from .sort_digits import SortDigits
 from .spell_backward import SpellBackward
 from .splits import Split, split_of
 
 __all__ = [
     "Answer",
+    "ComplexSums",
+    "DrawnTask",
     "Message",
     "Question",
     "QuestionSet",
     "RewardFunction",
+    "SortDigits",
     "SpellBackward",
     "Split",
     "Task",
     "TaskError",
     "absolute",
+    "built_in_task",
     "is_built_in",
     "load_object",
     "load_reward",

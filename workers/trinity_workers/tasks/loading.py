@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from .base import RewardFunction, Task, TaskError
+from .drawn import DrawnTask
 from .objects import load_object, refused_arguments
 from .question_set import QuestionSet
 from .sources import REASONING_GYM, QuestionOptions, family_reward, read_questions
 
-TASKS = {"spell-backward": "trinity_workers.tasks.spell_backward:SpellBackward"}
-"""Built-in tasks."""
+TASKS = {
+    "spell-backward": "trinity_workers.tasks.spell_backward:SpellBackward",
+    "sort-digits": "trinity_workers.tasks.sort_digits:SortDigits",
+    "complex-sums": "trinity_workers.tasks.complex_sums:ComplexSums",
+}
+"""Built-in tasks, which the built-in model can be warmed up on."""
 GROUP = "trinity_events.tasks"
 """Group of entry points under which packages offer tasks."""
 _FILES = (".py", ".jsonl", ".ndjson", ".parquet")
@@ -96,6 +101,13 @@ def load_reward(
     else:
         raise TaskError(f"the answers to {questions} need a reward: {_NAME_ONE}")
     return _callable(name, found)
+
+
+def built_in_task(name: str, seed: int) -> DrawnTask:
+    """Return a built-in task. Raises TaskError if there is none of that name."""
+    task = _named(name, seed, {}, Path())
+    assert isinstance(task, DrawnTask), "every built-in task is drawn"
+    return task
 
 
 def is_built_in(name: str) -> bool:

@@ -61,7 +61,7 @@ class RayTrainerFleet(TrainEngineWrapper):
             config.epoch,
             redis_url=config.redis_url,
             weights_url=config.weights_url,
-            transport=config.transport,
+            transport=config.chunk_transport,
         )
 
     async def prepare(self) -> None:

@@ -15,10 +15,10 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from ..algorithms.aggregation import loss_denominator
+from ..algorithms.aggregation import Means, loss_denominator
 from ..algorithms.batch import Batch
 from ..algorithms.prepare import prepare
-from ..algorithms.update import Update, policy_update
+from ..algorithms.update import policy_update
 from ..collectives import all_reduced, gather_bytes, together
 from ..engines.megatron import (
     MegatronEngine,
@@ -183,30 +183,25 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         settings, replicas = self._settings, state.get_data_parallel_group()
         summed = partial(all_reduced, group=replicas)
         batch, means = prepare(batch, settings, summed)
-        mask = batch.response_mask
-        count, tokens = summed(torch.stack([loss_denominator(mask, settings), mask.sum().double()]))
+        count = summed(loss_denominator(batch.response_mask, settings))
 
-        def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, Update]:
+        def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, Means]:
             # A step has one update: the policy before it is the current one.
             part = replace(part, proximal_logprobs=logprobs.detach())
             update = policy_update(part, logprobs, settings)
             # Megatron averages gradients over replicas.
-            value = update.loss(count, replicas.size())
-            return value, update._replace(loss_sum=update.loss_sum.detach())
+            return update.loss(count, replicas.size()), update.means()
 
         parts, norm = self._engine.train_batch(
             batch, loss, temperature=self._config.rollouts.temperature
         )
         found: dict[str, float] = {}
         if parts:
-            updates = reduce(operator.add, (one.metrics for one in parts))
-            total = summed(torch.stack([one.loss_sum.double() for one in parts]).sum())
-            found = (means + updates).reduced(summed).values()
-            found["loss"] = float(total / count.clamp(min=1.0))
+            means += reduce(operator.add, parts) + self._response_tokens(batch)
+            found = means.reduced(summed).values()
         # The last stage alone has the loss, and the last rank is one of it.
         told = gather_bytes(msgspec.json.encode(found))[-1]
         return {
             **msgspec.json.decode(told, type=dict[str, float]),
             "gradient_norm": norm,
-            "response_tokens": float(tokens),
         }

@@ -199,6 +199,7 @@ class Trainer:
             "reward": sum(one.reward for one in samples) / len(samples),
             "score": sum(scores) / len(samples),
             "staleness": sum(step - one.oldest_version.step for one in samples) / len(samples),
+            "mixed_versions": sum(map(has_mixed_versions, samples)) / len(samples),
         }
 
     async def _report_trained(self, groups: Sequence[Group]) -> None:
@@ -269,6 +270,11 @@ class Trainer:
     def is_alive(self) -> bool:
         """Return True, as proof that it answers."""
         return True
+
+
+def has_mixed_versions(sample: Experience) -> bool:
+    """Return True if several weight versions sampled it."""
+    return len({version for turn in sample.turns for version, _ in turn.versions}) > 1
 
 
 def judged(group: Sequence[Experience], oldest: int, filters: FiltersConfig) -> bool | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import Experience, Process
 
+from ..algorithms.aggregation import Means
 from ..algorithms.batch import Batch
 from ..algorithms.collate import collate, padding_row
 from ..algorithms.prepare import prepare
@@ -103,7 +104,7 @@ class TrainWorker:
             config.epoch,
             redis_url=config.redis_url,
             weights_url=config.weights_url,
-            transport=config.transport,
+            transport=config.chunk_transport,
             role=ROLE,
             rank=self._rank,
             full_every=config.sync.full_every,
@@ -155,19 +156,17 @@ class TrainWorker:
         # A step has one update: the policy before it is the current one.
         batch = replace(batch, proximal_logprobs=current.logprobs.detach())
         batch, means = prepare(batch, settings, all_reduced)
-        with together():  # a loss of the user's may fail on one rank
+        with together() if settings.has_own_loss else nullcontext():
             update = policy_update(batch, current.logprobs, settings, entropy=current.entropy)
         count = all_reduced(update.denominator)
         # FSDP averages gradients over ranks.
         norm = self._engine.optimizer_step(update.loss(count, dist.get_world_size()))
-        sums = torch.stack([update.loss_sum.detach().double(), batch.response_mask.sum().double()])
-        loss, tokens = all_reduced(sums)
-        return {
-            **(means + update.metrics).reduced(all_reduced).values(),
-            "loss": float(loss / count.clamp(min=1.0)),
-            "gradient_norm": norm,
-            "response_tokens": float(tokens),
-        }
+        means += update.means() + self._response_tokens(batch)
+        return {**means.reduced(all_reduced).values(), "gradient_norm": norm}
+
+    def _response_tokens(self, batch: Batch) -> Means:
+        tokens = batch.response_mask.sum()
+        return Means.of_total("response_tokens", tokens, shown=self.data_share()[0] == 0)
 
     def save_state_dict(self, local_path: str, global_step: int) -> None:
         """Save the sharded model in the background."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from trinity_schemas import check_run_id
 
-from ..config import BadSettings, Positive, TransportChoice
+from ..config import BadSettings, Positive, TransportName
 
 NAME = "trinity"
 """Name of the backend in veRL's configuration."""
+TransportChoice = Literal["auto", TransportName]
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

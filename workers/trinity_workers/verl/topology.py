@@ -10,8 +10,9 @@ from msgspec import Struct
 from trinity_events.errors import SharedMemoryUnusable
 from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
 
-from ..config import TransportChoice, TransportName
+from ..config import TransportName
 from ..launch.transport import ENOUGH
+from .settings import TransportChoice
 
 
 class OpenedRun(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,173 @@
+"""States of a run after any entry, from kept states, against a fold from the beginning."""
+
+import anyio
+import pytest
+
+from tests.support.pipeline import folded, publish_steps, reducer_task
+from trinity_events.archive import Archive, Header, record_run
+from trinity_events.archive.format import bare_line, events_from, read_lines, write_lines
+from trinity_events.archive.kept_states import KeptStates
+from trinity_events.archive.state_at import FileSource, RunSource, StateAt
+from trinity_events.core import Monitor, MonitorState, kept_states
+from trinity_events.core.kept_states import KeptState, decode_kept, encode_kept, interval
+from trinity_events.log import ORIGIN, Entry, Stream
+from trinity_events.replay import UntilNotFound, fold
+from trinity_schemas import RunClosed
+
+
+@pytest.fixture(autouse=True)
+def every_fourth(monkeypatch):
+    monkeypatch.setattr(kept_states, "EVERY", 4)
+
+
+@pytest.fixture
+async def run(publisher, log):
+    await publish_steps(publisher, range(5))
+    await log.append(b"\xff\x00 from elsewhere")
+    await publisher.publish(RunClosed(reason="finished", step=4))
+    return log
+
+
+@pytest.fixture
+async def file(run, tmp_path):
+    path = tmp_path / "run.jsonl"
+    await record_run(run, path)
+    return path
+
+
+def folded_from_the_beginning(run_id, entries):
+    monitor = Monitor(MonitorState(run_id=run_id))
+    fold(monitor, entries)
+    return monitor.state
+
+
+class Watched:
+    """A source that counts the entries that are read."""
+
+    def __init__(self, source):
+        self.source, self.run_id, self.kept, self.read = source, source.run_id, source.kept, 0
+        self.identity, self.announcements = source.identity, source.announcements
+
+    async def events(self, since=None):
+        async for entry in self.source.events(since):
+            self.read += 1
+            yield entry
+
+
+async def test_every_state_of_a_run_is_that_of_a_fold_from_the_beginning(run, tmp_path):
+    entries = await run.read()
+    states = StateAt(RunSource(run, tmp_path))
+    for number, entry in enumerate(entries, 1):
+        wanted = folded_from_the_beginning(run.run_id, entries[:number])
+        assert await states.at(entry.id) == wanted
+        assert await states.at_number(number) == wanted
+    assert await states.at() == await states.at_number(10**9) == wanted
+    assert (await states.at(ORIGIN)).entries == 0
+
+
+async def test_states_of_a_file_are_those_of_its_run(run, file):
+    entries = await run.read()
+    states = StateAt(FileSource(file))
+    await states.at()
+    for number, entry in enumerate(entries, 1):
+        assert await states.at(entry.id) == folded_from_the_beginning(run.run_id, entries[:number])
+
+
+async def test_a_second_question_reads_no_more_than_the_entries_between_two_kept_states(file):
+    await StateAt(FileSource(file)).at()
+    source = Watched(FileSource(file))
+    end = await StateAt(source).at_number(15)
+    assert end.entries == 15
+    assert source.read <= 1 + 4 + 1, "the entry to compare, those between, and the one beyond"
+
+
+async def test_states_are_kept_beside_the_archive(run, redis_url, tmp_path):
+    async with reducer_task(redis_url, run.run_id, tmp_path):
+        await folded(run)
+        with anyio.fail_after(60):
+            while Archive(tmp_path / run.run_id, run.run_id).through(Stream.EVENTS) == ORIGIN:
+                await anyio.sleep(0.01)
+    await StateAt(RunSource(run, tmp_path)).at()
+    assert sorted((tmp_path / run.run_id / "log" / "states").iterdir())
+
+
+async def test_states_of_another_log_of_the_name_are_not_used(run, tmp_path):
+    await StateAt(RunSource(run, tmp_path)).at()
+    other = await run.read()
+    await run._redis.delete(run.keys.events)
+    for entry in other:
+        await run._redis.xadd(run.keys.events, {"e": b"\xff" + entry.payload}, id=entry.id)
+    state = await StateAt(RunSource(run, tmp_path)).at()
+    assert (state.entries, state.dead_letters) == (18, 18)
+
+
+async def test_a_damaged_state_and_one_of_another_version_are_folded_anew(file, monkeypatch):
+    states = StateAt(FileSource(file))
+    wanted = await states.at()
+    kept = states.source.kept
+    for path in kept.folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-7])
+    assert await states.at() == wanted
+    monkeypatch.setattr("trinity_events.core.state.SNAPSHOT_VERSION", 99)
+    assert kept.before((2**64, 0)) is None
+    assert await states.at() == wanted
+
+
+async def test_where_no_state_can_be_kept_every_state_is_still_found(run, file, monkeypatch):
+    source = FileSource(file)
+    source.kept.folder.parent.mkdir(parents=True, exist_ok=True)
+    source.kept.folder.write_text("a file in its place")
+    assert (await StateAt(source).at()).entries == 18
+
+
+async def test_the_entry_of_a_step_is_the_cause_of_its_first_announcement(run, redis_url, tmp_path):
+    async with reducer_task(redis_url, run.run_id):
+        await folded(run)
+    states = StateAt(RunSource(run, tmp_path))
+    state = await states.at(await states.after_step(3))
+    assert state.ready["weights"].at.step == 3
+    with pytest.raises(UntilNotFound, match="step 9 was not reached"):
+        await states.after_step(9)
+
+
+async def test_entries_are_folded_one_by_one_from_any_entry_on(run, tmp_path):
+    entries = await run.read()
+    states = StateAt(RunSource(run, tmp_path))
+    numbers = [(state.entries, one.entry.id) async for state, one in states.folded(entries[9].id)]
+    assert numbers == [(n, entry.id) for n, entry in enumerate(entries[10:], 11)]
+
+
+def test_a_longer_log_keeps_its_states_further_apart_and_never_too_many(monkeypatch):
+    monkeypatch.setattr(kept_states, "EVERY", 5_000)
+    assert [interval(n) for n in (0, 1_000_000, 1_285_000)] == [5_000, 5_000, 10_000]
+    assert all(n // interval(n) <= kept_states.MOST for n in (10**6, 10**8, 10**12))
+
+
+def test_states_that_are_too_near_are_removed_as_the_log_grows(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_states, "MOST", 4)
+    store = KeptStates(tmp_path / "states")
+    for number in range(4, 49, 4):
+        if number % interval(number) == 0:
+            state = MonitorState(run_id="r", position=f"{number}-0", entries=number)
+            store.keep(KeptState(log="l", entry="e", state=state))
+    kept = sorted(int(path.name.split(".")[0]) for path in store.folder.iterdir())
+    assert kept == [16, 32, 48]
+
+
+def test_a_kept_state_is_read_as_it_was_written():
+    kept = KeptState(log="l", entry="e", state=MonitorState(run_id="r", entries=7))
+    assert decode_kept(encode_kept(kept)) == kept
+
+
+@pytest.mark.parametrize("count", [1, 2, 17, 500])
+def test_bisection_finds_every_line_of_a_file(tmp_path, count):
+    path = tmp_path / "log.jsonl"
+    entries = [Entry(f"{n}-{n % 3}", bytes(n % 50)) for n in range(1, count + 1)]
+    lines = [bare_line("events", one) for one in entries]
+    lines += [bare_line("announcements", one) for one in entries]
+    write_lines(path, Header(run_id="r"), lines)
+    for number, entry in enumerate(entries[:: max(1, count // 20)]):
+        at = number * max(1, count // 20)
+        assert list(events_from(path, entry.id)) == entries[at:]
+    assert list(events_from(path, f"{count + 1}-0")) == []
+    assert len(list(read_lines(path)[1])) == 2 * count

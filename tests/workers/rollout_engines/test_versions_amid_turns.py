@@ -1,0 +1,364 @@
+"""Weight versions that are installed while the Hugging Face engine generates."""
+
+import secrets
+import threading
+from itertools import chain, repeat
+from types import SimpleNamespace
+
+import anyio
+import pytest
+from msgspec.structs import replace
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.support.experiences import FIRST  # noqa: E402
+from tests.support.pipeline import PATIENCE, until  # noqa: E402
+from tests.support.rollout_engines import (  # noqa: E402
+    Steps,
+    engine_of,
+    in_thread,
+    logprobs_of,
+    requests_for,
+    weights,
+)
+from tests.support.weight_versions import publish, ready  # noqa: E402
+from trinity_events.errors import CorruptVersion, VersionUnavailable  # noqa: E402
+from trinity_events.server import open_client  # noqa: E402
+from trinity_events.weights import model_digest  # noqa: E402
+from trinity_schemas import RolloutRequest, Sampling, StepRef, chunk_key  # noqa: E402
+from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.prepare import prepare  # noqa: E402
+from trinity_workers.algorithms.settings import (  # noqa: E402
+    AlgorithmConfig,
+    ImportanceSamplingConfig,
+)
+from trinity_workers.algorithms.update import policy_update  # noqa: E402
+from trinity_workers.episodes import Episodes  # noqa: E402
+from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
+from trinity_workers.learning.policy import load_policy, load_tokenizer  # noqa: E402
+from trinity_workers.rewards.base import rewarded  # noqa: E402
+from trinity_workers.rollout_engines import (  # noqa: E402
+    EngineOptions,
+    RolloutEngineError,
+    load_engine,
+)
+from trinity_workers.tasks import Question, QuestionSet  # noqa: E402
+
+MODES = ("keep_cache", "recompute_cache")
+TOLERANCE = 1e-4
+"""Difference in nats that another order of sums may make."""
+
+
+@pytest.fixture
+def published(own_model_folder, trainer, log):
+    """Publishes versions of steps; returns their models and announcements, that of step 0 too."""
+
+    async def publish_steps(*steps, name="qwen2"):
+        models, announced = {FIRST: load_policy(own_model_folder(name))[0]}, []
+        for step in steps:
+            models[StepRef(1, step)], tensors = weights(own_model_folder(name), step)
+            await in_thread(publish, trainer, tensors, step)
+            announced.append(await ready(log, step))
+        return models, announced
+
+    return publish_steps
+
+
+async def generated(engine, requests, installs):
+    """Turns that were generated while versions were installed, each after some forward passes."""
+    steps, found = Steps(engine), []
+
+    async def generate():
+        found.extend(await engine.generate(requests))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        for announced, after in installs:
+            await steps.install(announced, after=after)
+        steps.allow(1000)
+    return found
+
+
+def by_token(generation):
+    """Version of each token."""
+    return [*chain.from_iterable(repeat(version, count) for version, count in generation.versions)]
+
+
+def with_the_same_cache(models, request, generation):
+    """Log-probabilities by token, each computed with the model of its version and all caches."""
+    cache, inputs, found = None, request.tokens, []
+    for token, version in zip(generation.tokens, by_token(generation), strict=True):
+        with torch.no_grad():
+            output = models[version](torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+        cache, inputs = output.past_key_values, [token]
+        found.append(output.logits[0, -1].log_softmax(-1)[token].item())
+    return found
+
+
+def with_new_caches(models, request, generation):
+    """Log-probabilities by token, each computed with the model of its version alone."""
+    whole = {one: logprobs_of(models[one], request, generation.tokens) for one in models}
+    return [whole[version][at] for at, version in enumerate(by_token(generation))]
+
+
+REFERENCES = {"keep_cache": with_the_same_cache, "recompute_cache": with_new_caches}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-moe"])
+async def test_each_token_has_the_version_and_the_probability_of_what_sampled_it(
+    own_model_folder, published, follower, mode, name
+):
+    models, announced = await published(1, 2, name=name)
+    engine = engine_of(own_model_folder(name), synchronizer=follower, on_update=mode)
+    # One turn ends before the first version comes, and one between the two.
+    requests = [
+        *requests_for([0], samples=1, tokens=3),
+        *requests_for([3], samples=1, tokens=9),
+        *requests_for([1, 2], samples=2, tokens=25),
+    ]
+    found = await generated(engine, requests, zip(announced, (5, 7), strict=True))
+    versions = [[version.step for version, _ in one.versions] for one in found]
+    assert versions[:2] == [[0], [0, 1]] and [0, 1, 2] in versions[2:]
+    for request, one in zip(requests, found, strict=True):
+        expected = REFERENCES[mode](models, request, one)
+        assert one.logprobs == pytest.approx(expected, abs=TOLERANCE)
+        if len(one.versions) > 1:
+            before, steps = one.versions[0][1], slice(one.versions[0][1] + 1, None)
+            assert 5 <= before <= 6
+            other = REFERENCES[MODES[mode == MODES[0]]](models, request, one)
+            assert one.logprobs[steps] != pytest.approx(other[steps], abs=TOLERANCE)
+    assert await engine.prove() == model_digest(models[StepRef(1, 2)])
+
+
+async def test_turns_that_finish_first_keep_the_version_that_they_began_with(
+    own_model_folder, published, follower
+):
+    models, (announced,) = await published(1)
+    engine = engine_of(own_model_folder(), synchronizer=follower, options={"max_batch": 2})
+    requests = requests_for([0, 1], samples=2, tokens=10)
+    steps, found = Steps(engine), []
+
+    async def generate():
+        found.extend(await engine.generate(requests))
+
+    pulled, changing = threading.Event(), engine._changing
+
+    def changes(ready):
+        pulled.set()
+        return changing(ready)
+
+    engine._changing = changes
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        await steps.take(3)
+        tasks.start_soon(engine.install, announced)
+        await until(pulled.is_set)
+        await steps.take(4)
+        assert engine.serves == FIRST
+        steps.allow(1000)
+    assert engine.serves == StepRef(1, 1)
+    for request, one in zip(requests, found, strict=True):
+        assert one.versions == [(FIRST, len(one.tokens))]
+        expected = logprobs_of(models[FIRST], request, one.tokens)
+        assert one.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("how", "cause"), [("changed", CorruptVersion), ("gone", VersionUnavailable)]
+)
+async def test_a_version_that_cannot_be_installed_leaves_a_turn_as_it_was(
+    own_model_folder, published, follower, redis_url, run_id, mode, how, cause
+):
+    models, (announced,) = await published(1)
+    key = chunk_key(run_id, 1, 1, 0, 0)
+    with open_client(redis_url) as client:
+        if how == "gone":
+            assert client.delete(key)
+        else:
+            client.setrange(key, 100, secrets.token_bytes(8))
+    engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
+    requests = requests_for([0, 1], samples=1, tokens=12)
+    steps, found = Steps(engine), []
+
+    async def generate():
+        found.extend(await engine.generate(requests))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(generate)
+        await steps.take(4)
+        with pytest.raises(cause):
+            await engine.install(announced)  # it fails although no token boundary comes
+        steps.allow(1000)
+    assert engine.serves == FIRST
+    for request, one in zip(requests, found, strict=True):
+        assert one.versions == [(FIRST, len(one.tokens))]
+        expected = logprobs_of(models[FIRST], request, one.tokens)
+        assert one.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_cancelled_turn_neither_loses_nor_tears_the_version_that_is_installed(
+    own_model_folder, published, follower, mode
+):
+    models, (announced,) = await published(1)
+    engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
+    steps = Steps(engine)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.generate, requests_for([0], samples=2, tokens=50))
+        await steps.take(4)
+        tasks.start_soon(engine.install, announced)
+        await until(lambda: engine._gate._is_closed() or engine.serves != FIRST)
+        tasks.cancel_scope.cancel()
+        steps.allow(1)
+    assert engine.serves == StepRef(1, 1)
+    assert await engine.prove() == model_digest(models[engine.serves])
+    steps.allow(1000)
+    (found,) = await engine.generate(requests_for([1], samples=1))
+    assert found.versions == [(engine.serves, len(found.tokens))]
+    assert steps.taken <= 6 + len(found.tokens), "the cancelled turn has ended"
+
+
+# --- episodes ----------------------------------------------------------------------------------
+
+
+class ByLength:
+    async def judge(self, question, answers):
+        return [rewarded(float(one.tokens)) for one in answers]
+
+
+def episodes_of(engine, folder, *, environment=None):
+    task = QuestionSet("mine", [Question(prompt="1 + 2 =")], shuffle=False, evaluation=[])
+    return Episodes(
+        engine=engine,
+        tokenizer=load_tokenizer(folder),
+        task=task,
+        judge=ByLength(),
+        explorer="explorer-0",
+        environment=environment,
+        max_turns=2,
+    )
+
+
+def request_of(episodes, tokens, **changes):
+    return RolloutRequest(
+        run_id="run",
+        epoch=1,
+        ordinal=0,
+        attempt=1,
+        samples=4,
+        sampling=Sampling(max_new_tokens=tokens, seed=5),
+        oldest=FIRST,
+        fingerprint=episodes.task.fingerprint,
+        deadline=PATIENCE,
+        **changes,
+    )
+
+
+async def test_a_version_that_comes_between_turns_samples_the_next_one(
+    own_model_folder, published, follower
+):
+    models, (announced,) = await published(1)
+    engine = engine_of(own_model_folder(), synchronizer=follower, on_update="keep_cache")
+    end = load_tokenizer(own_model_folder()).eos_token_id
+
+    class Installs:
+        async def reply(self, question, messages):
+            if engine.serves == FIRST:
+                await engine.install(announced)
+            return [{"role": "tool", "content": " 3"}]
+
+    # Otherwise the turns would meet their limit, which ends an episode.
+    ends = SimpleNamespace(left=4)
+
+    def end_soon(_module, _inputs, logits):
+        ends.left -= 1
+        if ends.left % 4 == 0:
+            logits[..., end] = 1e9
+
+    engine._model.lm_head.register_forward_hook(end_soon)
+    episodes = episodes_of(engine, own_model_folder(), environment=Installs())
+    for one in await episodes.answer(request_of(episodes, 20)):
+        prompt, first, tool, second = one.turns
+        assert first.versions == [(FIRST, len(first.tokens))]
+        assert second.versions == [(StepRef(1, 1), len(second.tokens))]
+        assert one.oldest_version == FIRST
+        before = [*prompt.tokens, *first.tokens, *tool.tokens]
+        asked = replace(requests_for([0], samples=1)[0], tokens=before)
+        expected = logprobs_of(models[StepRef(1, 1)], asked, second.tokens)
+        assert second.logprobs[:-1] == pytest.approx(expected[:-1], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_sample_of_two_versions_is_trained_with_the_probabilities_that_sampled_it(
+    own_model_folder, published, follower, mode
+):
+    models, (announced,) = await published(1)
+    engine = engine_of(own_model_folder(), synchronizer=follower, on_update=mode)
+    episodes = episodes_of(engine, own_model_folder())
+    steps, found = Steps(engine), []
+
+    async def answer():
+        found.extend(await episodes.answer(request_of(episodes, 12)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(answer)
+        await steps.install(announced, after=5)
+        steps.allow(1000)
+    sample = next(one for one in found if len(one.turns[1].tokens) == 12)
+    (old, before), (new, _) = sample.turns[1].versions
+    assert (old, new, sample.oldest_version) == (FIRST, StepRef(1, 1), FIRST)
+
+    # The rewards are not equal, so that no advantage is zero.
+    group = [replace(one, reward=float(one.sample)) for one in found]
+    config = AlgorithmConfig(
+        loss="reinforce", importance_sampling=ImportanceSamplingConfig(weights="token", cap=None)
+    )
+    batch, _ = prepare(collate([group], pad_token_id=0), config)
+    logprobs = response_logprobs(models[new], batch)
+    row = sample.sample
+    assert batch.behaviour_logprobs[row].tolist() == pytest.approx(sample.turns[1].logprobs)
+    ratio = (logprobs - batch.behaviour_logprobs)[row].detach()
+    assert (ratio[:before].abs() > TOLERANCE).any()
+    if mode == "recompute_cache":  # on-policy from the boundary on
+        assert ratio[before:].abs().max() < TOLERANCE
+    loss = policy_update(batch, logprobs, config).loss_sum
+    (gradient,) = torch.autograd.grad(loss, [logprobs])
+    expected = -batch.advantages[row] * ratio.exp()
+    assert gradient[row].tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+# --- engines that cannot -----------------------------------------------------------------------
+
+OWN_ENGINE = """
+from trinity_workers.rollout_engines import updates_amid_turns
+
+def plain(options):
+    return options
+
+@updates_amid_turns("keep_cache")
+def keeps(options):
+    return options
+"""
+
+
+def test_an_engine_that_cannot_go_on_with_a_version_says_so(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_ENGINE)
+
+    def load(name, mode):
+        options = EngineOptions(model_folder=tmp_path, on_update=mode)
+        return load_engine(f"./mine.py:{name}", options, folder=tmp_path)
+
+    assert load("plain", "finish") and load("keeps", "finish") and load("keeps", "keep_cache")
+    for name, mode, known in (
+        ("plain", "keep_cache", "finish"),
+        ("keeps", "recompute_cache", "finish and keep_cache"),
+    ):
+        with pytest.raises(RolloutEngineError) as caught:
+            load(name, mode)
+        assert str(caught.value) == (
+            f"rollouts.on_update is {mode}, and the rollout engine ./mine.py:{name} knows {known} "
+            "only: choose that, or another explorer.engine"
+        )

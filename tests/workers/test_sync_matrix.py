@@ -1,0 +1,55 @@
+"""Which methods, styles and policies go together: the file says it, before a run is opened."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from trinity_workers.config import EngineName, SyncMethod, SyncStyle, WhenStale
+from trinity_workers.config_files import read_config
+
+ENGINES, METHODS, STYLES, POLICIES = (
+    get_args(one) for one in (EngineName, SyncMethod, SyncStyle, WhenStale)
+)
+REFUSED = {("nccl", "fully_async"): "a collective group makes the trainer wait"}
+"""Methods with the styles that they cannot serve, and the beginning of the reason."""
+
+
+def mistakes(folder: Path, engine: str, **sync: object) -> list[str]:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump({"trainer": {"engine": engine}, "sync": sync}))
+    return read_config(file).problems
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_method_goes_with_every_style_but_those_that_are_refused_with_the_reason(
+    tmp_path, engine
+):
+    found = {}
+    for method, style, policy in product(METHODS, STYLES, POLICIES):
+        told = mistakes(tmp_path, engine, method=method, style=style, when_stale=policy)
+        for sentence in told:
+            found[method, style] = sentence
+            assert "sync.method" in sentence or "sync.style" in sentence, sentence
+    assert found.keys() == REFUSED.keys()
+    assert all(reason in found[pair] for pair, reason in REFUSED.items())
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_only_fixed_has_an_offset(tmp_path, style):
+    told = mistakes(tmp_path, "fsdp", style=style, offset=1)
+    assert (told == []) is (style == "fixed")
+    assert all("sync.offset is 1" in sentence for sentence in told)
+
+
+@pytest.mark.parametrize(("style", "interval"), list(product(STYLES, (1, 4))))
+def test_a_bound_that_no_step_can_keep_to_is_refused(tmp_path, style, interval):
+    least = interval - 1
+    assert mistakes(tmp_path, "fsdp", style=style, interval=interval, max_staleness=least) == []
+    if least:
+        [told] = mistakes(tmp_path, "fsdp", style=style, interval=interval, max_staleness=least - 1)
+        assert f"choose at least {least}" in told

@@ -1,0 +1,112 @@
+"""Files of kept states: a cache, which any process may delete."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ..checkpoint_layout import ARCHIVE
+from ..core.kept_states import KeptState, decode_kept, encode_kept, interval
+from ..log import position
+from ..open_folder import OpenFolder
+from ..server import trinity_home
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = "states"
+_NAME = re.compile(r"(\d{15})\.(\d{1,20}-\d{1,20})\.state")
+_LARGEST = 256 << 20
+"""Maximum bytes of a file."""
+
+
+class _File(NamedTuple):
+    number: int
+    """Entries of the log up to the state."""
+    entry_id: str
+    name: str
+
+
+class KeptStates:
+    """Kept states of one log, in a folder of their own.
+
+    A state that cannot be written is not kept: the folder may be another user's, or the disk full.
+
+    Args:
+        folder: The folder; it is made with the first state.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @staticmethod
+    def of_run(run_folder: Path) -> KeptStates:
+        """Return those of a run: beside its archive if it can be, or in ``TRINITY_HOME``."""
+        archive = run_folder / ARCHIVE
+        if archive.is_dir() and os.access(archive, os.W_OK):
+            return KeptStates(archive / _FOLDER)
+        return KeptStates(trinity_home() / _FOLDER / run_folder.name)
+
+    @staticmethod
+    def of_file(run_id: str, digest: str) -> KeptStates:
+        """Return those of an exported file, by the digest of the file."""
+        return KeptStates(trinity_home() / _FOLDER / f"{run_id}.{digest.rpartition(':')[2][:32]}")
+
+    def before(self, until: tuple[int, int], number: int | None = None) -> KeptState | None:
+        """Return the last readable state up to a position and up to a number of entries."""
+        for file in reversed(self._files()):
+            if position(file.entry_id) > until or (number is not None and file.number > number):
+                continue
+            kept = self._read(file)
+            if kept is not None:
+                return kept
+        return None
+
+    def keep(self, kept: KeptState) -> None:
+        """Write a state, and remove those that are nearer together than the log's length asks."""
+        number = kept.state.entries
+        name = f"{number:015d}.{kept.state.position}.state"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with OpenFolder.at(self.folder) as folder:
+                folder.write(name, encode_kept(kept))
+        except OSError as error:
+            logger.debug("the state at %s is not kept (%s)", kept.state.position, error)
+            return
+        apart = interval(number)
+        self._remove([one for one in self._files() if one.number % apart])
+
+    def clear(self) -> None:
+        """Remove all states: they are of another log, or of another version."""
+        self._remove(self._files())
+
+    def _files(self) -> list[_File]:
+        """Return the files, by the number of entries."""
+        try:
+            with OpenFolder.at(self.folder) as folder:
+                names = folder.names()
+        except OSError:
+            return []
+        found = (_NAME.fullmatch(name) for name in names)
+        return sorted(_File(int(one[1]), one[2], one[0]) for one in found if one is not None)
+
+    def _read(self, file: _File) -> KeptState | None:
+        """Return the state of a file; None for one that is damaged or of another version."""
+        try:
+            with OpenFolder.at(self.folder) as folder:
+                kept = decode_kept(folder.read(file.name, _LARGEST) or b"")
+        except (OSError, msgspec.DecodeError) as error:
+            logger.debug("%s is not used (%s)", self.folder / file.name, error)
+            return None
+        told = kept.state.entries, kept.state.position
+        return kept if told == (file.number, file.entry_id) else None
+
+    def _remove(self, files: list[_File]) -> None:
+        with suppress(OSError), OpenFolder.at(self.folder) as folder:
+            for file in files:
+                folder.remove(file.name)

@@ -1,0 +1,224 @@
+"""State of a run after any of its entries, at the cost of a short fold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Protocol
+
+import anyio.lowlevel
+
+from trinity_schemas import ContractError, EnvelopeReader, decode_envelope
+
+from ..core import Monitor, MonitorState
+from ..core.kept_states import KeptState, interval
+from ..log import ORIGIN, Entry, RedisEventLog, Stream, before, position
+from ..log.page_size import TURN
+from ..replay import Folded, UntilNotFound, envelope_of, fold, set_aside
+from .export import whole_stream
+from .format import Header, events_from, read_lines
+from .kept_states import KeptStates
+from .ownership import identity_of, log_identity
+from .segments import Archive
+
+_LAST = (2**64, 0)
+"""Position after every entry."""
+
+
+class Source(Protocol):
+    """Log whose events can be read from any entry on."""
+
+    run_id: str
+    kept: KeptStates
+    """Kept states of the log."""
+
+    async def identity(self) -> str:
+        """Return what only copies of this log share."""
+        ...
+
+    def events(self, since: str | None = None) -> AsyncGenerator[Entry, None]:
+        """Yield the events from an entry on, itself included; all by default."""
+        ...
+
+    def announcements(self) -> AsyncGenerator[Entry, None]:
+        """Yield all announcements."""
+        ...
+
+
+class RunSource:
+    """Log of a run on a server, with its archive.
+
+    Args:
+        log: The log on the server.
+        root: Folder with the checkpoint directory of each run.
+    """
+
+    def __init__(self, log: RedisEventLog, root: Path) -> None:
+        self.run_id = log.run_id
+        self.kept = KeptStates.of_run(root / log.run_id)
+        self._log = log
+        self._archive = Archive(root / log.run_id, log.run_id)
+
+    async def identity(self) -> str:
+        """Return the id and the digest of the log's first entry."""
+        return str(await log_identity(self._log, self._archive))
+
+    def events(self, since: str | None = None) -> AsyncGenerator[Entry, None]:
+        """Yield the events from an entry on, of the archive and then of the server."""
+        after = ORIGIN if since is None else before(since)
+        return whole_stream(self._log, Stream.EVENTS, self._archive, after)
+
+    def announcements(self) -> AsyncGenerator[Entry, None]:
+        """Yield all announcements, of the archive and then of the server."""
+        return whole_stream(self._log, Stream.ANNOUNCEMENTS, self._archive)
+
+
+class FileSource:
+    """Log in a file that ``export`` wrote. Raises BadRecording."""
+
+    def __init__(self, path: Path) -> None:
+        self.header: Header = read_lines(path)[0]
+        self.run_id = self.header.run_id
+        self._path = path
+        self._digest = self.header.digest or _digest_of_older(path)
+        self.kept = KeptStates.of_file(self.run_id, self._digest)
+
+    async def identity(self) -> str:
+        """Return the digest of the file."""
+        return self._digest
+
+    async def events(self, since: str | None = None) -> AsyncGenerator[Entry, None]:
+        """Yield the events from an entry on."""
+        if since is not None:
+            for entry in events_from(self._path, since):
+                yield entry
+            return
+        async for entry in self._all(Stream.EVENTS):
+            yield entry
+
+    def announcements(self) -> AsyncGenerator[Entry, None]:
+        """Yield all announcements."""
+        return self._all(Stream.ANNOUNCEMENTS)
+
+    async def _all(self, stream: Stream) -> AsyncGenerator[Entry, None]:
+        for number, line in enumerate(read_lines(self._path)[1]):
+            if number % TURN == 0:
+                await anyio.lowlevel.checkpoint()
+            if line.stream == stream.value:
+                yield line.entry
+
+
+def _digest_of_older(path: Path) -> str:
+    """Return a digest for a file of an older version, whose header has none."""
+    told = path.stat()
+    return hashlib.sha256(
+        f"{path.resolve()} {told.st_size} {told.st_mtime_ns}".encode()
+    ).hexdigest()
+
+
+class StateAt:
+    """States of a run after any of its entries.
+
+    It folds from the last kept state before the entry, and keeps the states that it passes. The
+    first use of a log therefore folds it up to the entry; each later one folds at most
+    :func:`~trinity_events.core.kept_states.interval` entries. A kept state of another log or
+    version is not used, and the log is folded anew. Example::
+
+        states = StateAt(RunSource(log, root))
+        state = await states.at("1760000000250-0")
+
+    Args:
+        source: The log; :class:`RunSource` or :class:`FileSource`.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._decode = EnvelopeReader().decode
+
+    async def at(self, entry_id: str | None = None) -> MonitorState:
+        """Return the state after the last entry up to an id; by default after the newest entry."""
+        return await self._folded_to(_LAST if entry_id is None else position(entry_id), None)
+
+    async def at_number(self, number: int) -> MonitorState:
+        """Return the state after so many entries; after the newest if the log has fewer."""
+        return await self._folded_to(_LAST, number)
+
+    async def after_step(self, step: int) -> str:
+        """Return the entry that the first announcement of a step follows from.
+
+        Raises UntilNotFound if the log has no such announcement.
+        """
+        async with aclosing(self.source.announcements()) as announcements:
+            async for entry in announcements:
+                with suppress(ContractError):
+                    event = decode_envelope(entry.payload).event
+                    if getattr(event, "kind", None) and getattr(event, "step", None) == step:
+                        return str(getattr(event, "caused_by", entry.id))
+        raise UntilNotFound(
+            f"step {step} was not reached: the log of run {self.source.run_id} has no "
+            "announcement of it"
+        )
+
+    async def folded(
+        self, after: str = ORIGIN
+    ) -> AsyncGenerator[tuple[MonitorState, Folded], None]:
+        """Yield each entry after a position, with the state that it gave.
+
+        The state goes on with the next entry: copy what must stay.
+        """
+        state = await self.at(after)
+        monitor = Monitor(state)
+        async with aclosing(self._events_after(state)) as events:
+            async for entry in events:
+                try:
+                    envelope = envelope_of(self.source.run_id, entry.payload, self._decode)
+                except ContractError as error:
+                    set_aside(monitor, entry, error)
+                    yield state, Folded(entry, None, [])
+                else:
+                    yield state, Folded(entry, envelope, monitor.apply(entry.id, envelope))
+
+    async def _folded_to(self, until: tuple[int, int], number: int | None) -> MonitorState:
+        """Fold the entries up to a position and up to a number, from the last kept state on."""
+        log = await self.source.identity()
+        state = await self._kept_before(log, until, number)
+        monitor, page = Monitor(state), list[Entry]()
+        async with aclosing(self._events_after(state)) as events:
+            async for entry in events:
+                reached = state.entries + len(page)
+                if position(entry.id) > until or (number is not None and reached >= number):
+                    break
+                page.append(entry)
+                due = (reached + 1) % interval(reached + 1) == 0
+                if due or len(page) == TURN:
+                    fold(monitor, page, self._decode)
+                    page.clear()
+                    await anyio.lowlevel.checkpoint()
+                if due:
+                    self.source.kept.keep(KeptState(log=log, entry=identity_of(entry), state=state))
+        fold(monitor, page, self._decode)
+        return state
+
+    async def _kept_before(
+        self, log: str, until: tuple[int, int], number: int | None
+    ) -> MonitorState:
+        """Return the last kept state before an entry, if it is of this log; else an empty one."""
+        kept = self.source.kept.before(until, number)
+        if kept is None:
+            return MonitorState(run_id=self.source.run_id)
+        async with aclosing(self.source.events(kept.state.position)) as events:
+            found = await anext(events, None)
+        if kept.log == log and found is not None and kept.entry == identity_of(found):
+            return kept.state
+        self.source.kept.clear()
+        return MonitorState(run_id=self.source.run_id)
+
+    async def _events_after(self, state: MonitorState) -> AsyncGenerator[Entry, None]:
+        """Yield the events after a state."""
+        begin = state.position
+        async with aclosing(self.source.events(None if begin == ORIGIN else begin)) as events:
+            async for entry in events:
+                if entry.id != begin:
+                    yield entry

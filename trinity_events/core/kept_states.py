@@ -1,0 +1,71 @@
+"""States kept at some entries of a log, so that every other state is a short fold away."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+from msgspec import Struct
+
+from .state import MonitorState, decode_state, encode_state
+
+EVERY = 5_000
+"""Entries between two kept states of a log that is not very long."""
+MOST = 256
+"""Maximum states kept of one log; a longer log keeps them further apart."""
+_LARGEST = 256 << 20
+"""Maximum bytes of a decompressed state."""
+
+
+def interval(entries: int) -> int:
+    """Return the entries between two kept states of a log of a length.
+
+    It only ever doubles, so that states of a shorter log are at the right places of a longer one.
+    """
+    found = EVERY
+    while entries // found > MOST:
+        found *= 2
+    return found
+
+
+class KeptState(Struct, frozen=True, kw_only=True):
+    """State after an entry, with the identities of the log and of that entry.
+
+    An identity has the id and the digest of an entry. A state counts for a log that begins with
+    the same entry, and that has the same entry at the state's position.
+    """
+
+    log: str
+    """Identity of the log's first entry."""
+    entry: str
+    """Identity of the entry after which the state is."""
+    state: MonitorState
+
+
+class _Encoded(Struct, frozen=True, array_like=True):
+    log: str
+    entry: str
+    snapshot: bytes
+    """Compressed snapshot, with the version of its layout."""
+
+
+_decoder = msgspec.msgpack.Decoder(_Encoded)
+
+
+def encode_kept(kept: KeptState) -> bytes:
+    """Encode a kept state."""
+    snapshot = zlib.compress(encode_state(kept.state), level=1)
+    return msgspec.msgpack.encode(_Encoded(kept.log, kept.entry, snapshot))
+
+
+def decode_kept(data: bytes) -> KeptState:
+    """Decode a kept state. Raises msgspec.DecodeError, also for a state of another version."""
+    found = _decoder.decode(data)
+    inflate = zlib.decompressobj()
+    try:
+        snapshot = inflate.decompress(found.snapshot, _LARGEST)
+    except zlib.error as error:
+        raise msgspec.DecodeError(str(error)) from None
+    if not inflate.eof:
+        raise msgspec.DecodeError("the state was cut off, or is too large")
+    return KeptState(log=found.log, entry=found.entry, state=decode_state(snapshot))

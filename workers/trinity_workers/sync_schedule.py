@@ -1,0 +1,80 @@
+"""Schedule of synchronisations: the steps that a weight version may serve, for each sync style."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import SyncConfig
+
+STYLE_ALIASES = {"dynamic_by_trainer": "trainer_driven", "dynamic_by_explorer": "explorer_driven"}
+"""Names that Trinity-RFT has for styles, and the styles."""
+
+
+def least_bound(sync: SyncConfig) -> int:
+    """Return the least staleness that every step's rollouts can keep to.
+
+    The newest version of the last step before a publication is ``interval - 1`` steps old. Under
+    ``fixed``, explorers are ``offset`` steps further behind.
+    """
+    behind = sync.offset if sync.style == "fixed" else 0
+    return sync.interval - 1 + behind
+
+
+def staleness_bound(sync: SyncConfig) -> int:
+    """Return the maximum staleness of a token that is trained on, in optimizer steps.
+
+    By default, ``fixed`` has what its schedule gives, and other styles one version more than the
+    newest.
+    """
+    if sync.max_staleness is not None:
+        return sync.max_staleness
+    return least_bound(sync) if sync.style == "fixed" else 2 * sync.interval - 1
+
+
+def last_step_served(sync: SyncConfig, step: int) -> int:
+    """Return the last training step that rollouts of the version of ``step`` are asked for."""
+    if sync.style == "fixed":  # A resumed run may publish between two steps of the schedule.
+        return (step // sync.interval + 1) * sync.interval + sync.offset
+    return step + staleness_bound(sync) + 1
+
+
+def oldest_usable(sync: SyncConfig, step: int) -> int:
+    """Return the oldest version whose tokens may be trained on in training step ``step``."""
+    return max(0, step - 1 - staleness_bound(sync))
+
+
+def contradictions(
+    sync: SyncConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what cannot work: the fields' paths, and a sentence with the reason.
+
+    Args:
+        sync: The section.
+        named: Names a field, given by its path, in the sentences.
+    """
+    style, offset, bound = (named(f"sync.{name}") for name in ("style", "offset", "max_staleness"))
+    if sync.offset and sync.style != "fixed":
+        yield (
+            ("sync.offset", "sync.style"),
+            f"{offset} is {sync.offset}, and only {style} fixed has steps at which explorers "
+            f"synchronise: leave it out, or choose {style} fixed",
+        )
+    least = least_bound(sync)
+    if sync.max_staleness is not None and sync.max_staleness < least:
+        fixed = sync.style == "fixed"
+        behind = f" with {offset} {sync.offset}" if fixed and sync.offset else ""
+        yield (
+            ("sync.max_staleness", "sync.interval", "sync.offset", "sync.style"),
+            f"{bound} is {sync.max_staleness}, and {named('sync.interval')} {sync.interval}"
+            f"{behind} makes rollouts {least} optimizer steps old: choose at least {least}, or "
+            "publish more often",
+        )
+    if sync.style == "fully_async" and sync.method == "nccl":
+        yield (
+            ("sync.style", "sync.method"),
+            f"a collective group makes the trainer wait for each explorer, and {style} "
+            f"fully_async lets neither wait: choose another {named('sync.method')}, or {style} "
+            "trainer_driven",
+        )
