@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -33,7 +34,8 @@ def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
     task = SpellBackward(settings.seed)
     if not (folder / "config.json").exists():
         create_policy(folder, settings.seed)
-        warm_up(folder, task, settings.seed, max_steps=min(_WARM_UP_STEPS, 20 * steps))
+        with _one_thread():
+            warm_up(folder, task, settings.seed, max_steps=min(_WARM_UP_STEPS, 20 * steps))
     model, tokenizer = load_policy(folder)
     version = StepRef(1, 0)
     episodes = Episodes(
@@ -78,6 +80,17 @@ def policy_steps(folder: Path, steps: int, learning_rate: float) -> Learning:
         optimizer.step()
         ramp.step()
         yield dict(_weights(model))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Give torch one thread for the block, as the launcher does for its warm-up."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

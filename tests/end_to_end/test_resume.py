@@ -24,6 +24,8 @@ from trinity_schemas import (  # noqa: E402
 )
 from trinity_workers.engines.state_files import read_state  # noqa: E402
 
+pytestmark = pytest.mark.timeout(1200)
+
 
 @pytest.fixture
 def train(tmp_path, policy_folder, run_id, redis_url):
@@ -51,7 +53,7 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
     train, redis_url, run_id, tmp_path
 ):
     with child(train(100_000), stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        wait_until(lambda: ready_checkpoints(redis_url, run_id))
+        wait_until(lambda: ready_checkpoints(redis_url, run_id), patience=3 * PATIENCE)
         kill_session(process.pid)
         process.wait(PATIENCE)
     saved = ready_checkpoints(redis_url, run_id)[-1].step
@@ -62,7 +64,7 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * PATIENCE,
+        timeout=3 * PATIENCE,
     )
     assert again.returncode == 0, again.stderr
     said = " ".join(again.stderr.split())
@@ -93,7 +95,7 @@ def test_a_run_on_megatron_goes_on_at_the_same_layout_after_everything_was_kille
     megatron = "trainer.engine=megatron"
     command = train(100_000, megatron)
     with child(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        wait_until(lambda: ready_checkpoints(redis_url, run_id))
+        wait_until(lambda: ready_checkpoints(redis_url, run_id), patience=3 * PATIENCE)
         kill_session(process.pid)
         process.wait(PATIENCE)
     steps = ready_checkpoints(redis_url, run_id)[-1].step + 4
@@ -102,7 +104,7 @@ def test_a_run_on_megatron_goes_on_at_the_same_layout_after_everything_was_kille
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * PATIENCE,
+        timeout=3 * PATIENCE,
     )
     assert again.returncode == 0, again.stderr
     assert "resumes from the checkpoint of step" in " ".join(again.stderr.split())
