@@ -63,7 +63,7 @@ lowest: $(VENV)-lowest/installed
 
 $(VENV)-lowest/installed: pyproject.toml tests/install/lowest.py
 	$(PYTHON) -m venv $(@D)
-	$(PYTHON) tests/install/lowest.py embedded workers > $(@D)/lowest.txt
+	$(PYTHON) tests/install/lowest.py dashboard embedded workers > $(@D)/lowest.txt
 	$(@D)/bin/pip install --quiet -c $(@D)/lowest.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(@D)/bin/pip install --quiet -c $(@D)/lowest.txt -e '.[all]' -r tests/install/tools.txt
 	touch $@

@@ -276,7 +276,7 @@ class Replay:
             if until.isascii() and until.isdigit():
                 self._until_step = int(until)
             else:
-                self._until_id = _checked(until)
+                self._until_id = checked_entry(until)
         self._until = until
         self.finished = until is None
 
@@ -316,9 +316,7 @@ class Replay:
 
     def _settles(self, announcements: list[Envelope]) -> bool:
         return self._until_step is not None and any(
-            getattr(one.event, "kind", None) is not None
-            and getattr(one.event, "step", None) == self._until_step
-            for one in announcements
+            is_about(one.event, self._until_step) for one in announcements
         )
 
     def check_finished(self) -> None:
@@ -333,11 +331,17 @@ class Replay:
             )
 
 
-def _checked(entry_id: str) -> str:
+def is_about(announcement: object, step: int) -> bool:
+    """Return True if an announcement tells the outcome of a kind of a step."""
+    return hasattr(announcement, "kind") and getattr(announcement, "step", None) == step
+
+
+def checked_entry(entry_id: str) -> str:
+    """Return a valid entry id. Raises UntilNotFound for any other text."""
     try:
         position(entry_id)
     except ValueError as error:
         raise UntilNotFound(
-            f"--until takes a step, such as 40, or an entry id as tail prints them: {error}"
+            f"give a step, such as 40, or an entry id as tail prints them: {error}"
         ) from None
     return entry_id

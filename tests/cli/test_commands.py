@@ -37,6 +37,7 @@ from trinity_schemas import (
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
+    *("diff", "bisect", "delete"),
     *("audit", "export", "import", "verify", "train", "trainer", "explorer", "convert"),
 )
 
@@ -348,8 +349,8 @@ async def test_a_file_that_cannot_be_written_is_one_sentence(cli, finished_run, 
 async def test_a_place_that_the_log_does_not_have_is_one_sentence(cli, finished_run):
     for place, said in (
         ("99", "step 99 was not reached"),
-        ("x-y", "--until takes a step"),
-        ("²", "--until takes a step"),
+        ("x-y", "give a step, such as 40"),
+        ("²", "give a step, such as 40"),
     ):
         shown = cli("replay", finished_run, "--until", place, "--no-timeline")
         assert shown.returncode == 1

@@ -124,13 +124,38 @@ def lines_written(path: Path, header: Header) -> Iterator[Write]:
             of the lines themselves pass through.
     """
     with ExitStack() as exits:
+        part = exits.enter_context(_part_of(path))
+        yield exits.enter_context(_lines_in(part, path, header))
+
+
+@contextmanager
+def file_written(path: Path) -> Iterator[BinaryIO]:
+    """Write a file in pieces; it appears whole and durable at the end of the block, or not at all.
+
+    Raises NotWritten.
+    """
+    with _part_of(path) as part, _writing(path):
+        yield part.file
+        part.finish()
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole and durably, or not at all. Raises NotWritten."""
+    with file_written(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def _part_of(path: Path) -> Iterator[Part]:
+    """Open an unfinished file that takes the place of a path, or of the target of a link."""
+    with ExitStack() as exits:
         with _writing(path):
             target = _target(path)
             folder = exits.enter_context(OpenFolder.at(target.parent))
             part = exits.enter_context(folder.part(target.name))
             if folder.remove_abandoned(target.name, but=part.own):
                 raise BlockingIOError("another process is writing it")
-        yield exits.enter_context(_lines_in(part, path, header))
+        yield part
 
 
 def write_lines(path: Path, header: Header, lines: Iterable[Line]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,15 @@ from ..core import Monitor, MonitorState
 from ..core.kept_states import KeptState, interval
 from ..log import ORIGIN, Entry, RedisEventLog, Stream, before, position
 from ..log.page_size import TURN
-from ..replay import Folded, UntilNotFound, envelope_of, fold, set_aside
+from ..replay import (
+    Folded,
+    UntilNotFound,
+    checked_entry,
+    envelope_of,
+    fold,
+    is_about,
+    set_aside,
+)
 from .export import whole_stream
 from .format import Header, events_from, read_lines
 from .kept_states import KeptStates
@@ -148,18 +156,68 @@ class StateAt:
     async def after_step(self, step: int) -> str:
         """Return the entry that the first announcement of a step follows from.
 
-        Raises UntilNotFound if the log has no such announcement.
+        A log that no reducer folded has no announcements: it is folded. Raises UntilNotFound if
+        nothing of the step was announced.
         """
         async with aclosing(self.source.announcements()) as announcements:
             async for entry in announcements:
                 with suppress(ContractError):
                     event = decode_envelope(entry.payload).event
-                    if getattr(event, "kind", None) and getattr(event, "step", None) == step:
+                    if is_about(event, step):
                         return str(getattr(event, "caused_by", entry.id))
+        async with aclosing(self.folded()) as entries:
+            async for _, folded in entries:
+                if any(is_about(one.event, step) for one in folded.announcements):
+                    return folded.entry.id
+        end = await self.at()
         raise UntilNotFound(
-            f"step {step} was not reached: the log of run {self.source.run_id} has no "
-            "announcement of it"
+            f"step {step} was not reached: the log of run {end.run_id} ends at {end.position}, "
+            f"with step {end.trainer_step}"
         )
+
+    async def entry_of(self, place: str) -> str:
+        """Return the entry that a text names: an entry id, or a step by its first announcement.
+
+        Raises UntilNotFound if the log ends before it.
+        """
+        if place.isascii() and place.isdigit():
+            return await self.after_step(int(place))
+        checked_entry(place)
+        last = (await self.at()).position
+        if position(place) > position(last):
+            raise UntilNotFound(
+                f"entry {place} was not reached: the log of run {self.source.run_id} ends at {last}"
+            )
+        return place
+
+    async def first_after(self, holds: Callable[[MonitorState], bool]) -> Folded | None:
+        """Return the first entry after which a condition holds; None if it never does.
+
+        It asks at each kept state and at the end, then at each entry before the first one that
+        holds. Between two kept states it misses what holds for a while only.
+        """
+        end, low = (await self.at()).entries, 0
+        apart = interval(end)
+        for high in [*range(apart, end, apart), end]:
+            if holds(await self.at_number(high)):
+                break
+            low = high
+        else:
+            return None
+        return await self.first_of_all(holds, (await self.at_number(low)).position)
+
+    async def first_of_all(
+        self, holds: Callable[[MonitorState], bool], after: str = ORIGIN
+    ) -> Folded | None:
+        """Return the first entry after a position after which a condition holds.
+
+        It asks at every entry. Returns None if the condition never holds.
+        """
+        async with aclosing(self.folded(after)) as entries:
+            async for state, folded in entries:
+                if holds(state):
+                    return folded
+        return None
 
     async def folded(
         self, after: str = ORIGIN

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from trinity_schemas import encode
+from trinity_schemas import ContractError, EnvelopeReader, encode
 
 from ..core import FilePlan, Monitor, MonitorState, decode_state, plan_files
 from ..core.refusals import suspects, words_of_refusal
 from ..core.state import SnapshotVersion
 from ..log import ORIGIN, Entry, position
-from ..replay import fold
+from ..replay import envelope_of, fold
+from .checkpoint_digests import SavedFiles
 from .export import Recording
 
 Severity = Literal["mismatch", "anomaly", "open"]
@@ -49,7 +51,11 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def verify(
-    recording: Recording, snapshot: bytes | None = None, run_folder: Path | None = None
+    recording: Recording,
+    snapshot: bytes | None = None,
+    run_folder: Path | None = None,
+    *,
+    files: bool = False,
 ) -> Report:
     """Fold the log from its beginning, and compare the result with the derived data.
 
@@ -57,6 +63,7 @@ def verify(
         recording: The log.
         snapshot: The reducer's last snapshot; None without a server.
         run_folder: The run's checkpoint directory; None to skip the files.
+        files: True to compare the checkpoint files with the digests in the log too.
     """
     findings: list[Finding] = []
     checked = ["announcements"]
@@ -90,6 +97,8 @@ def verify(
     if run_folder is not None:
         checked.append("iteration files")
         findings += _compare_files(plan, run_folder)
+        if files:
+            checked.append(_check_digests(recording, run_folder, findings))
     findings += [
         Finding(severity="anomaly", what=f"{one.name}: {one.detail} (entry {one.entry_id})")
         for one in monitor.state.anomalies
@@ -156,6 +165,20 @@ class _Announcements:
                 _mismatch(f"the log gives {self._expected} announcements, {self.found} are there")
             ]
         return []
+
+
+def _check_digests(recording: Recording, folder: Path, findings: list[Finding]) -> str:
+    """Compare checkpoint files with the log; return the number of files, in words."""
+    saved, decode = SavedFiles(), EnvelopeReader().decode
+    for entry in recording.events:
+        with suppress(ContractError):
+            saved.add(envelope_of(recording.header.run_id, entry.payload, decode))
+    found = saved.check(folder)
+    findings += map(_mismatch, found.mismatches)
+    return (
+        f"{found.digests} files by digest and {found.sizes} saves by size ({found.gone} saves are "
+        "of folders that are deleted)"
+    )
 
 
 def _compare_files(plan: FilePlan, folder: Path) -> list[Finding]:

@@ -20,6 +20,10 @@ from ..log.error_replies import is_reply, reply_text
 from ..server import permission_error
 from ..views.terminal import LogFormatter, say, tell
 from .audit import audit
+from .bisect import bisect
+from .dashboard import dashboard
+from .delete import delete
+from .diff import diff
 from .explain import explain
 from .export import export, import_
 from .reducer import reducer
@@ -77,7 +81,10 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    listing = (serve, reducer, runs, status, explain, tail, replay, audit, export, import_, verify)
+    listing = (
+        *(serve, reducer, runs, status, explain, tail, dashboard, replay),
+        *(diff, bisect, audit, export, import_, verify, delete),
+    )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)
     return app

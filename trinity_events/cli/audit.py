@@ -20,7 +20,7 @@ from ..log import Entry, Stream
 from ..replay import envelope_of
 from ..views.terminal import Terminal, visible
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
-from .verify import OptionalRunOrFile, recorded_file
+from .sources import OptionalRunOrFile, recorded_file
 
 _SHOWN = 32
 """Contradictions that are printed; the others are counted. JSON has all of them."""

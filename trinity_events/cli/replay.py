@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
 
 import anyio
+import anyio.to_thread
 import typer
+from msgspec import Struct
 
 from ..archive.export import whole_stream
 from ..archive.format import read_lines
 from ..archive.segments import Archive
-from ..log import Entry, Stream
-from ..replay import Folded, Replay
-from ..views import event_line, state_as_json, status_panel
-from ..views.terminal import say
+from ..archive.state_at import StateAt
+from ..core import MonitorState
+from ..core.changes import changes
+from ..log import Entry, Stream, position
+from ..replay import Replay
+from ..views import folded_as_json, folded_lines, state_as_json, status_panel
+from ..views.changes import change_line, tells
+from ..views.terminal import say, tell
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
-from .verify import OptionalRunOrFile, recorded_file
+from .sources import OptionalRunOrFile, recorded_file, states_of
+
+
+class _Steps(Struct, frozen=True, kw_only=True):
+    """Part of the log that is shown event by event."""
+
+    begin: str | None = None
+    until: str | None = None
+    as_json: bool = False
+    asks: bool = False
+    """True to wait for the user after each event."""
 
 
 def replay(
@@ -30,6 +48,18 @@ def replay(
             show_default=False,
         ),
     ] = None,
+    step: Annotated[
+        bool,
+        typer.Option(
+            "--step", help="Show one event at a time, with each change of the state by it."
+        ),
+    ] = False,
+    begin: Annotated[
+        str | None,
+        typer.Option(
+            "--from", help="With --step: begin after this.", metavar="ID|STEP", show_default=False
+        ),
+    ] = None,
     timeline: Annotated[
         bool, typer.Option(help="Print every event with its announcements, before the state.")
     ] = True,
@@ -39,12 +69,33 @@ def replay(
 ) -> None:
     """Fold a log again from its first event on, and show the resulting state.
 
-    With a file, no server is needed.
+    With --until and without a timeline, it begins at a kept state, so that a long log takes no
+    longer than a short one. With a file, no server is needed.
 
     Example: trinity-events replay demo-1 --until 40 --no-timeline
+
+    Example: trinity-events replay demo-1 --step --from 3
     """
+    if step or begin is not None:
+        asks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        steps = _Steps(begin=begin, until=until, as_json=as_json, asks=asks)
+        anyio.run(_show_steps, run, root, redis_url, steps)
+        return
     show = timeline and not as_json
-    path = None if run is None else recorded_file(run)
+    if until is not None and not show:
+        state = anyio.run(_state_at, run, root, redis_url, until)
+    else:
+        state = _replay(run, root, redis_url, until, show=show)
+    if as_json:
+        print_json(state_as_json(state))
+    else:
+        console().print(status_panel(state))
+
+
+def _replay(
+    run: str | None, root: Path | None, redis_url: str | None, until: str | None, *, show: bool
+) -> MonitorState:
+    path = recorded_file(run)
     if path is not None:
         header, lines = read_lines(path)
         replaying = Replay(header.run_id, until)
@@ -54,10 +105,7 @@ def replay(
     else:
         replaying = anyio.run(_replay_run, redis_url, run, checkpoint_root(root), until, show)
     replaying.check_finished()
-    if as_json:
-        print_json(state_as_json(replaying.state))
-    else:
-        console().print(status_panel(replaying.state))
+    return replaying.state
 
 
 async def _replay_run(
@@ -76,15 +124,49 @@ def _feed(replaying: Replay, entry: Entry, *, show: bool) -> bool:
     """Fold one entry; return False to stop."""
     for folded in replaying.feed([entry]):
         if show:
-            _print(folded, (replaying.state.opened_at or 0) / 1000)
+            for line in folded_lines(folded, run_start=(replaying.state.opened_at or 0) / 1000):
+                say(line, lines=False)
     return replaying.wants_more
 
 
-def _print(folded: Folded, run_start: float) -> None:
-    entry_id = folded.entry.id
-    if folded.envelope is None:
-        say(f"{entry_id:<18} undecodable")
-        return
-    say(event_line(entry_id, folded.envelope, run_start=run_start), lines=False)
-    for announcement in folded.announcements:
-        say(event_line(entry_id, announcement, run_start=run_start), lines=False)
+async def _state_at(
+    run: str | None, root: Path | None, redis_url: str | None, until: str
+) -> MonitorState:
+    async with states_of(run, root, redis_url) as states:
+        return await states.at(await states.entry_of(until))
+
+
+async def _show_steps(
+    run: str | None, root: Path | None, redis_url: str | None, steps: _Steps
+) -> None:
+    async with states_of(run, root, redis_url) as states:
+        begin = "0-0" if steps.begin is None else await states.entry_of(steps.begin)
+        until = None if steps.until is None else await states.entry_of(steps.until)
+        await _show(states, begin, until, steps)
+
+
+async def _show(states: StateAt, begin: str, until: str | None, steps: _Steps) -> None:
+    """Show each entry between two positions, with the changes of the state by it."""
+    before = state_as_json(await states.at(begin))
+    async with aclosing(states.folded(begin)) as entries:
+        async for state, folded in entries:
+            if until is not None and position(folded.entry.id) > position(until):
+                return
+            now = state_as_json(state)
+            found = [one for one in changes(before, now) if tells(one)]
+            before = now
+            if steps.as_json:
+                print_json(folded_as_json(folded) | {"changes": found})
+                continue
+            for line in folded_lines(folded, run_start=(state.opened_at or 0) / 1000):
+                say(line, lines=False)
+            for change in found:
+                say(f"    {change_line(change)}", lines=False)
+            if steps.asks and not await anyio.to_thread.run_sync(_goes_on):
+                return
+
+
+def _goes_on() -> bool:
+    """Wait for the user; return False to stop."""
+    tell("Enter: the next event; q and Enter: stop")
+    return not sys.stdin.readline().strip().startswith("q")

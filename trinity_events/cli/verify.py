@@ -10,50 +10,50 @@ from typing import Annotated
 import anyio
 import typer
 
-from ..archive import NotWritten, Report, read_recording, record_run
+from ..archive import NotWritten, Recording, Report, read_recording, record_run
 from ..archive import verify as check
 from ..archive.format import bare_line
 from ..archive.segments import Archive
 from ..errors import TrinityError
 from ..views.terminal import visible
 from .options import CheckpointRoot, Json, RedisUrl, checkpoint_root, console, log_of, print_json
-
-RunOrFile = Annotated[
-    str, typer.Argument(metavar="RUN|FILE", help="A run, or a file that export wrote.")
-]
-
-OptionalRunOrFile = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RUN|FILE]",
-        help="A run, or a file that export wrote; by default the newest run.",
-        show_default=False,
-    ),
-]
+from .sources import RunOrFile, recorded_file
 
 
 class NoRoom(TrinityError):
     """There is no disk space for a copy of the log."""
 
 
+class NoFiles(TrinityError):
+    """The checkpoint directory is not there."""
+
+
 _STYLES = {"mismatch": "bold red", "anomaly": "yellow", "open": "dim"}
 
 
 def verify(
-    run: RunOrFile, root: CheckpointRoot = None, redis_url: RedisUrl = None, as_json: Json = False
+    run: RunOrFile,
+    files: Annotated[
+        bool,
+        typer.Option("--files", help="Compare checkpoint files with the digests in the log too."),
+    ] = False,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+    as_json: Json = False,
 ) -> None:
     """Fold a log again, and compare announcements, snapshot and iteration files with the result.
 
     Also lists duplicates, gaps, refused weights, and saves that began and never ended. Exits
     with 1 on a mismatch.
 
-    Example: trinity-events verify demo-1
+    Example: trinity-events verify demo-1 --files
     """
     path = recorded_file(run)
     if path is not None:
-        report = check(read_recording(path))
+        recording = read_recording(path)
+        report = check(recording, run_folder=_folder_of_file(recording, root, files), files=files)
     else:
-        report = anyio.run(_verify, redis_url, run, checkpoint_root(root))
+        report = anyio.run(_verify, redis_url, run, checkpoint_root(root), files)
     if as_json:
         print_json(report)
     else:
@@ -62,13 +62,20 @@ def verify(
         sys.exit(1)
 
 
-def recorded_file(run_or_file: str) -> Path | None:
-    """Return the file that the argument names; None if it names a run."""
-    path = Path(run_or_file)
-    return path if path.suffix == ".jsonl" or path.is_file() else None
+def _folder_of_file(recording: Recording, root: Path | None, files: bool) -> Path | None:
+    """Return the checkpoint directory of an exported run, if its files are asked for."""
+    if not files:
+        return None
+    folder = checkpoint_root(root) / recording.header.run_id
+    if not folder.is_dir():
+        raise NoFiles(
+            f"{folder} is not there: name the folder that has it with --checkpoint-root, or leave "
+            "out --files"
+        )
+    return folder
 
 
-async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
+async def _verify(redis_url: str | None, run: str, root: Path, files: bool) -> Report:
     folder = root / run
     with TemporaryDirectory(prefix="trinity-events-") as room:
         path = Path(room) / "log.jsonl"
@@ -83,7 +90,9 @@ async def _verify(redis_url: str | None, run: str, root: Path) -> Report:
                 raise NoRoom(
                     f"{error}: set TMPDIR to a folder with room for all of the log"
                 ) from None
-        return check(read_recording(path), snapshot, folder if folder.is_dir() else None)
+        recording = read_recording(path)
+        there = folder if folder.is_dir() else _folder_of_file(recording, root, files)
+        return check(recording, snapshot, there, files=files)
 
 
 def _print(report: Report) -> None:

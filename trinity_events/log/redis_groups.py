@@ -27,7 +27,7 @@ _TRACE_EVERY = 1.0
 """Seconds between two traces of a reading member; the resolution of its idle time."""
 _AFTER_ALL = f"{2**64 - 1}-{2**64 - 2}"
 """The last position but one, after which nothing is pending; the last one means new entries."""
-_FIRST_MEMBER = "-"
+FIRST_MEMBER = "-"
 """Member that a group is created with, so that the server counts the group's idle time."""
 
 
@@ -48,9 +48,7 @@ class RedisGroups:
 
     async def create_group(self, stream: Stream, group: str, after: str) -> None:
         """Create a group that begins after a position; leave an existing group as it is."""
-        await self._run(
-            "create_group", keys=[self._key(stream)], args=[group, after, _FIRST_MEMBER]
-        )
+        await self._run("create_group", keys=[self._key(stream)], args=[group, after, FIRST_MEMBER])
 
     async def read_group(
         self, stream: Stream, group: str, member: str, *, seconds: float, limit: int = 100
@@ -104,7 +102,7 @@ class RedisGroups:
 
     async def groups(self, stream: Stream) -> list[GroupInfo]:
         """Return every group of a stream."""
-        found = await self._run("groups", keys=[self._key(stream)], args=[_FIRST_MEMBER])
+        found = await self._run("groups", keys=[self._key(stream)], args=[FIRST_MEMBER])
         return [
             GroupInfo(
                 name=name.decode(errors="surrogateescape"),

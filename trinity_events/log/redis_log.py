@@ -243,10 +243,11 @@ class RedisEventLog(RedisGroups):
         left: bytes = first[0] if first else info["last-generated-id"]
         return left.decode()
 
-    async def dead_letters(self) -> list[DeadLetter]:
-        """Return the entries that could not be decoded, each with its reason."""
+    async def dead_letters(self, last: int | None = None) -> list[DeadLetter]:
+        """Return the entries that could not be decoded, each with its reason; all by default."""
         found: list[DeadLetter] = []
-        for at, fields in await self._redis.xrange(self.keys.dead):
+        newest_first = await self._redis.xrevrange(self.keys.dead, count=last)
+        for at, fields in reversed(newest_first):
             entry_id, reason, payload = parse_dead_letter(self.keys.dead, at, fields)
             found.append(DeadLetter(Entry(entry_id, payload), reason))
         return found

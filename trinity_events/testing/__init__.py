@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..log.memory_log import MemoryEventLog, SyncMemoryEventLog
+    from .history import RecordedHistory
     from .pipeline import Pipeline
 
-__all__ = ["MemoryEventLog", "Pipeline", "SyncMemoryEventLog"]
+__all__ = ["MemoryEventLog", "Pipeline", "RecordedHistory", "SyncMemoryEventLog"]
 
 _HOMES = {
     "MemoryEventLog": "..log.memory_log",
     "Pipeline": ".pipeline",
+    "RecordedHistory": ".history",
     "SyncMemoryEventLog": "..log.memory_log",
 }
 

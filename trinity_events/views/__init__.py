@@ -1,7 +1,17 @@
 """Views of a run for users: text for terminals, and JSON. They only read what the core computed."""
 
-from .as_json import seconds, state_as_json, waits_as_json
-from .lines import event_line
+from .as_json import fields_as_json, seconds, state_as_json, waits_as_json
+from .lines import event_line, folded_as_json, folded_lines
 from .status import runs_table, status_panel
 
-__all__ = ["event_line", "runs_table", "seconds", "state_as_json", "status_panel", "waits_as_json"]
+__all__ = [
+    "event_line",
+    "fields_as_json",
+    "folded_as_json",
+    "folded_lines",
+    "runs_table",
+    "seconds",
+    "state_as_json",
+    "status_panel",
+    "waits_as_json",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -34,6 +35,19 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
                 for attempts in (slot.get("waiting", {}), slot.get("running", {})):
                     _in_seconds(attempts, *attempts)
     return built
+
+
+def fields_as_json(state: MonitorState, names: Iterable[str]) -> dict[str, Any]:
+    """Return some fields of the state as JSON, also those that :func:`state_as_json` omits."""
+    encoded = dict(zip(state.__struct_encode_fields__, state.__struct_fields__, strict=True))
+    own = {encoded[one] for one in names if one in encoded} | {"run_id"}
+    chosen = {name: getattr(state, name) for name in own}
+    built = state_as_json(MonitorState(**chosen))
+    return {
+        one: built.get(one, msgspec.to_builtins(getattr(state, encoded[one]), str_keys=True))
+        for one in names
+        if one in encoded
+    }
 
 
 def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from trinity_schemas import (
     ReissuedRollout,
     Slot,
     event_tag,
+    to_json,
 )
 
 from ..core.fold_state import describe_producer
 from ..core.ordinal_ranges import compact_ranges
 from ..log import position
+from ..replay import Folded
 from .times import time_of_day
 
 
@@ -30,6 +32,25 @@ def event_line(entry_id: str, envelope: Envelope, *, run_start: float | None = N
     who = describe_producer(envelope.producer)
     details = " ".join(_details(asdict(event)))
     return f"{entry_id:<18} {when} {mark} {who:<12} {event_tag(event):<23} {details}".rstrip()
+
+
+def folded_lines(folded: Folded, *, run_start: float | None = None) -> list[str]:
+    """Return an entry and its announcements as lines."""
+    if folded.envelope is None:
+        return [f"{folded.entry.id:<18} undecodable"]
+    return [
+        event_line(folded.entry.id, one, run_start=run_start)
+        for one in (folded.envelope, *folded.announcements)
+    ]
+
+
+def folded_as_json(folded: Folded) -> dict[str, Any]:
+    """Return an entry and its announcements as JSON; ``envelope`` is None for a dead letter."""
+    return {
+        "id": folded.entry.id,
+        "envelope": None if folded.envelope is None else to_json(folded.envelope),
+        "announcements": [to_json(one) for one in folded.announcements],
+    }
 
 
 _NAMED = 16

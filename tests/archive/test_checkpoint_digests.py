@@ -1,0 +1,102 @@
+"""Checkpoint files against the digests in the log: a real coordinator, reducer and folder."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+
+from tests.support.pipeline import folded, reducer_task
+from tests.support.waits import until
+from trinity_events import CheckpointCoordinator
+from trinity_events.archive import Archive, record_run
+from trinity_events.coordinator import staged_path
+from trinity_events.log import Publisher, SyncEventLog, new_producer
+
+FILE, FOLDER = "actor/model.pt", "actor/optimizer"
+
+
+@pytest.fixture
+async def run_folder(publisher, sync_client, log, redis_url, run_id, tmp_path):
+    """The folder of a run whose checkpoint has a file and a folder."""
+    own = Publisher(SyncEventLog(sync_client, run_id), publisher.epoch, new_producer("actor"))
+    coordinator = CheckpointCoordinator(own, tmp_path / run_id)
+    staged = staged_path(tmp_path / run_id, publisher.epoch, 2)
+
+    def write(relative):
+        path = staged / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"weights" * 100)
+
+    for name, path, written in (
+        ("model", FILE, FILE),
+        ("optimizer", FOLDER, f"{FOLDER}/shard_0.pt"),
+    ):
+        coordinator.save_async(name, partial(write, written), 2, path=staged / path)
+    coordinator.wait_all(60)
+    async with reducer_task(redis_url, run_id, tmp_path):
+        await coordinator.register_and_monitor(2, checkpoint_thread_count=2)
+        await folded(log)
+        await until((tmp_path / run_id / "global_step_2").is_dir)
+    own.close()
+    return tmp_path / run_id
+
+
+@pytest.fixture
+def verified(cli, run_folder, redis_url):
+    def verify(*what):
+        root = ("--checkpoint-root", str(run_folder.parent))
+        shown = cli(
+            "verify", *(what or (run_folder.name,)), "--files", "--json", "--redis-url",
+            redis_url, *root
+        )  # fmt: skip
+        report = json.loads(shown.stdout)
+        mismatches = [one["what"] for one in report["findings"] if one["severity"] == "mismatch"]
+        assert shown.returncode == (1 if mismatches else 0)
+        return report["checked"], mismatches
+
+    return verify
+
+
+def test_files_that_are_as_they_were_saved_are_counted(verified):
+    checked, mismatches = verified()
+    assert mismatches == []
+    assert checked[-1].startswith("1 files by digest and 1 saves by size (0 saves are of folders")
+
+
+def test_a_changed_byte_of_a_checkpoint_is_found(verified, run_folder):
+    path = run_folder / "global_step_2" / FILE
+    data = bytearray(path.read_bytes())
+    data[50] ^= 1
+    path.write_bytes(data)
+    [mismatch] = verified()[1]
+    assert mismatch.startswith(f"{path} of step 2 was changed: its digest is sha256:")
+
+
+def test_a_lost_a_shorter_and_an_unreadable_file_are_found(verified, run_folder):
+    final = run_folder / "global_step_2"
+    (final / FILE).unlink()
+    with (final / FOLDER / "shard_0.pt").open("ab") as shard:
+        shard.write(b"more")
+    lost, longer = sorted(verified()[1])
+    assert lost.endswith("model.pt of step 2 is not there, but its folder is")
+    assert longer.endswith("optimizer of step 2 has 704 bytes, and 700 were saved")
+    (final / FILE).symlink_to("/etc/passwd")
+    assert "cannot be read" in sorted(verified()[1])[0], "a link is not followed"
+
+
+def test_a_checkpoint_that_was_deleted_is_no_mismatch_of_its_files(verified, run_folder):
+    (run_folder / "global_step_2").rename(run_folder / "elsewhere")
+    checked, mismatches = verified()
+    assert "(2 saves are of folders that are deleted)" in checked[-1]
+    assert len(mismatches) == 1, "the iteration file names a folder that is not there"
+
+
+async def test_the_log_may_be_in_a_file(verified, run_folder, log, cli, tmp_path):
+    path = tmp_path / "run.jsonl"
+    await record_run(log, path, Archive(run_folder, log.run_id))
+    assert verified(str(path))[1] == []
+    shutil.rmtree(run_folder)
+    shown = cli("verify", str(path), "--files", "--checkpoint-root", str(tmp_path))
+    assert shown.returncode == 1
+    assert shown.stderr.startswith(f"error: {run_folder} is not there: name the folder")

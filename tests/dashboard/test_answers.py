@@ -1,0 +1,222 @@
+"""What a dashboard answers over HTTP is what the fold says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.dashboards import SMALL, dashboard, put_run, server_runs, shared_dashboard
+from trinity_events.core import MonitorState
+from trinity_events.core.fold import Monitor
+from trinity_events.core.fold_state import describe_producer
+from trinity_events.dashboard import answers
+from trinity_events.dashboard.simulated_run import Plan, simulated_run
+from trinity_events.log import position
+from trinity_events.replay import fold
+from trinity_events.views import state_as_json
+from trinity_schemas import decode_envelope, event_tag
+
+DEMO = Plan()
+ENTRIES = list(simulated_run(DEMO))
+RUN = f"/api/runs/{DEMO.run_id}"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with shared_dashboard(DEMO) as found:
+        yield found
+
+
+def folded(number):
+    monitor = Monitor(MonitorState(run_id=DEMO.run_id))
+    fold(monitor, ENTRIES[:number])
+    return monitor.state
+
+
+@pytest.mark.parametrize("number", [1, 2, 499, 500, 501, 3633, 8000, len(ENTRIES)])
+async def test_the_state_at_an_entry_is_the_fold_of_the_log_up_to_it(demo, number):
+    found = await demo.json(f"{RUN}/at", number=number, whole="")
+    assert found["whole"] == json.loads(json.dumps(state_as_json(folded(number))))
+    assert found["number"] == number
+    assert found["position"] == ENTRIES[number - 1].id
+    assert found["event"] is None or found["event"]["entry"] == ENTRIES[number - 1].id
+
+
+async def test_a_state_is_found_by_entry_and_by_time(demo):
+    entry = ENTRIES[4321]
+    by_id = await demo.json(f"{RUN}/at", entry=entry.id)
+    by_time = await demo.json(f"{RUN}/at", time=position(entry.id)[0])
+    assert by_id["number"] == 4322
+    assert by_time["number"] >= 4322
+    assert position(by_time["position"])[0] == position(entry.id)[0]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "word"),
+    [
+        ({"number": 10**9}, 404, "entries 0 to"),
+        ({"entry": "1-1"}, 404, "no entry 1-1"),
+        ({"entry": "nonsense"}, 404, "not an entry id"),
+        ({"number": "one"}, 400, "number is a number"),
+    ],
+)
+async def test_a_question_about_an_entry_that_is_not_there_is_answered_with_a_sentence(
+    demo, query, status, word
+):
+    answer = await demo.ask(f"{RUN}/at", **query)
+    assert answer.status == status
+    assert word in answer.json["error"]
+
+
+async def test_the_end_of_the_demo_shows_who_waits_for_whom(demo):
+    now = await demo.json(f"{RUN}/now")
+    by = {one["by"]: one for one in now["waits"]}
+    assert by["trainer-0"]["for"] == ["explorer-29", "explorer-41"]
+    assert by["explorer-29"]["for"] == ["reward-1"]
+    assert by["explorer-29"]["depth"] == by["trainer-0"]["depth"] + 1
+    assert now["dead_letters"] == 1
+    assert now["refused"] == 10
+    assert now["suspects"]
+    assert any("state_dict" in one for one in now["unfinished"])
+
+
+def matching(types=(), producer=None, step=None):
+    """Number and type of each matching event and announcement, by the fold alone, newest first."""
+    monitor, found = Monitor(MonitorState(run_id=DEMO.run_id)), []
+    for number, entry in enumerate(ENTRIES, 1):
+        try:
+            envelope = decode_envelope(entry.payload)
+        except ValueError:
+            monitor.set_aside(entry.id, "", None)
+            continue
+        for one in (envelope, *monitor.apply(entry.id, envelope)):
+            tag, event = event_tag(one.event), one.event
+            of = next(
+                (
+                    named.step
+                    for named in (
+                        event,
+                        getattr(event, "slot", None),
+                        getattr(event, "version", None),
+                    )
+                    if getattr(named, "step", None) is not None
+                ),
+                None,
+            )
+            if (
+                (not types or tag in types)
+                and (producer in (None, describe_producer(one.producer), one.producer.role))
+                and (step is None or of == step)
+            ):
+                found.append((number, tag))
+    return found[::-1]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"type": "step-failed"},
+        {"type": "version-refused,lease-expired"},
+        {"producer": "explorer-17", "type": "wait-started,wait-ended"},
+        {"step": 40, "type": "save-finished"},
+        {"producer": "reducer", "type": "step-ready"},
+    ],
+)
+async def test_a_search_finds_what_the_whole_log_has(demo, query):
+    found, before = [], None
+    for _ in range(50):
+        page = await demo.json(
+            f"{RUN}/events", limit=25, **query, **({} if before is None else {"before": before})
+        )
+        found += [(row[0], row[4]) for row in page["found"]]
+        assert len(page["found"]) <= 25
+        before = page["before"]
+        if before is None:
+            break
+    types = tuple(query["type"].split(","))
+    assert found == matching(types, query.get("producer"), query.get("step"))
+    assert found
+
+
+async def test_a_search_for_an_unknown_type_is_refused(demo):
+    answer = await demo.ask(f"{RUN}/events", type="step-redy")
+    assert answer.status == 400
+    assert "step-redy" in answer.json["error"]
+
+
+async def test_a_window_shows_a_save_from_its_start_to_its_failure(demo):
+    lanes = await demo.json(f"{RUN}/lanes")
+    failed = next(m for m in lanes["marks"] if m[3] == "step-failed")
+    window = {"from": failed[0] - 60_000, "to": failed[0] + 30_000}
+    found = await demo.json(f"{RUN}/timeline", rows="actor-5,reducer-0", **window)
+    assert found["mode"] == "spans"
+    saves = [one for one in found["spans"] if one[0] == 0 and one[4] == "saves checkpoint"]
+    assert [one[7] for one in saves] == ["failed", "finished"]
+    assert saves[0][2] == failed[0]
+    assert any(one[7] == "failed" for one in found["spans"] if one[0] == 1)
+
+
+async def test_a_span_that_began_before_a_window_reaches_into_it(demo):
+    lanes = await demo.json(f"{RUN}/lanes")
+    failed = next(m for m in lanes["marks"] if m[3] == "step-failed")
+    window = {"from": failed[0] - 3000, "to": failed[0] - 1000}
+    found = await demo.json(f"{RUN}/timeline", rows="actor-5", **window)
+    [save] = [one for one in found["spans"] if one[4] == "saves checkpoint"]
+    assert save[1] < window["from"]
+    assert save[7] == "under way"
+
+
+async def test_a_long_window_is_answered_with_counts_that_add_up(demo, monkeypatch):
+    monkeypatch.setattr(answers, "DETAILED", 100)
+    found = await demo.json(f"{RUN}/timeline", rows="trainer-0,explorer:0-46,actor:0-15")
+    assert found["mode"] == "counts"
+    of_explorers = sum(count for row, _, _, count in found["cells"] if row == 1)
+    expected = sum(
+        1 for entry in ENTRIES if b"explorer" in entry.payload and _role(entry) == "explorer"
+    )
+    assert of_explorers == expected
+
+
+def _role(entry):
+    try:
+        return decode_envelope(entry.payload).producer.role
+    except ValueError:
+        return None
+
+
+async def test_rows_that_are_no_lanes_are_refused(demo):
+    answer = await demo.ask(f"{RUN}/timeline", rows="explorer:x-y")
+    assert answer.status == 400
+    assert "explorer:x-y" in answer.json["error"]
+
+
+async def test_versions_are_proven_by_the_announced_digest(demo):
+    found = await demo.json(f"{RUN}/versions")
+    assert len(found["versions"]) == 24
+    verdicts = {cell[6] for cell in found["cells"] if found["versions"][cell[0]][3]}
+    assert verdicts == {"proven"}
+
+
+async def test_figures_have_metrics_by_step_and_the_slowest_times_by_version(demo):
+    found = await demo.json(f"{RUN}/figures")
+    steps = [step for _, step, _ in found["metrics"]["reward/mean"]]
+    assert steps == [*range(1, 101), *range(81, 121)]
+    assert len(found["times"]["stall"]) == len(found["times"]["pause"]) == 140
+    assert dict(found["staleness"])[0] > 0
+
+
+async def test_runs_of_a_server_are_listed_with_their_state(client, run_id):
+    plan = Plan(run_id=run_id, ranks=2, explorers=2, steps=3, faults=False)
+    await put_run(client, run_id, simulated_run(plan))
+    async with dashboard(server_runs(client)) as found:
+        runs = await found.json("/api/runs")
+        [listed] = [one for one in runs["runs"] if one["run"] == run_id]
+        assert listed["step"] == 3
+        assert listed["ready"] == {"weights": 3}
+        unknown = await found.ask("/api/runs/there-is-none/now")
+        assert unknown.status == 404
+
+
+def test_the_small_plan_is_the_same_each_time():
+    assert list(simulated_run(SMALL)) == list(simulated_run(SMALL))

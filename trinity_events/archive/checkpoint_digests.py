@@ -1,0 +1,117 @@
+"""Comparison of a run's checkpoint files with the digests in its log."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trinity_schemas import Envelope, SaveFinished
+
+from ..checkpoint_layout import MADE_FROM, STAGING, parse_final_name, staged_in
+from ..errors import TrinityError
+from ..open_folder import OpenFolder, parts_of
+
+_LONGEST_MARK = 4096
+
+
+class CheckedFiles(NamedTuple):
+    """Result of :meth:`SavedFiles.check`."""
+
+    digests: int
+    """Files whose digest was compared."""
+    sizes: int
+    """Folders whose bytes were compared: no digest of a folder is recorded."""
+    gone: int
+    """Saves whose folder is there no more; the reducer deletes old checkpoints."""
+    mismatches: list[str]
+
+
+class SavedFiles:
+    """Saves of a log that finished, by the path to which they wrote."""
+
+    def __init__(self) -> None:
+        self._saves: dict[str, SaveFinished] = {}
+
+    def add(self, envelope: Envelope) -> None:
+        """Note a save; a later one at the same path takes the place of an earlier one."""
+        event = envelope.event
+        if isinstance(event, SaveFinished) and event.path is not None:
+            self._saves[event.path] = event
+
+    def check(self, folder: Path) -> CheckedFiles:
+        """Compare the files that are there, below their staged or their final folder."""
+        digests = sizes = gone = 0
+        mismatches: list[str] = []
+        with OpenFolder.of_run(folder) as run:
+            places = dict(_places(run))
+            for path, save in self._saves.items():
+                staged = staged_in(path)
+                place = path if staged is None else _moved(path, staged, places)
+                if place is None:
+                    gone += 1
+                    continue
+                wrong = _compare(run, place, save)
+                if wrong is not None:
+                    mismatches.append(wrong)
+                digests += save.digest is not None
+                sizes += save.digest is None
+        return CheckedFiles(digests, sizes, gone, mismatches)
+
+
+def _places(run: OpenFolder) -> Iterator[tuple[str, str]]:
+    """Yield the staged folder of each checkpoint that is there, and its present folder."""
+    for name in run.names():
+        if parse_final_name(name) is not None and run.is_folder(name):
+            with run.below(name) as final:
+                mark = final.read(MADE_FROM, _LONGEST_MARK)
+            if mark is not None:
+                yield mark.decode(errors="replace"), name
+    if run.is_folder(STAGING):
+        with run.below(STAGING) as staging:
+            for name in staging.names():
+                yield f"{STAGING}/{name}", f"{STAGING}/{name}"
+
+
+def _moved(path: str, staged: str, places: dict[str, str]) -> str | None:
+    place = places.get(staged)
+    return None if place is None else place + path.removeprefix(staged)
+
+
+def _compare(run: OpenFolder, path: str, save: SaveFinished) -> str | None:
+    """Return the difference between a file and its save, in words; None without any."""
+    shown = f"{run.path / path} of step {save.slot.step}"
+    try:
+        nbytes, digest = _measure(run, path, digested=save.digest is not None)
+    except FileNotFoundError:
+        return f"{shown} is not there, but its folder is"
+    except (OSError, TrinityError) as error:
+        return f"{shown} cannot be read: {error}"
+    if nbytes != save.bytes:
+        return f"{shown} has {nbytes} bytes, and {save.bytes} were saved"
+    if digest != save.digest:
+        return f"{shown} was changed: its digest is {digest}, and {save.digest} was saved"
+    return None
+
+
+def _measure(run: OpenFolder, path: str, *, digested: bool) -> tuple[int, str | None]:
+    """Return the bytes of a file or folder, and the digest of a file. No link is followed."""
+    *folders, name = parts_of(path, run.path)
+    with run.below(*folders) as folder:
+        if folder.is_folder(name) and not digested:
+            with folder.below(name) as saved:
+                return sum(_sizes(saved)), None
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest() if digested else None
+            return os.fstat(file.fileno()).st_size, digest and f"sha256:{digest}"
+
+
+def _sizes(folder: OpenFolder) -> Iterator[int]:
+    for _, one in folder.walk():
+        for name in one.names():
+            found = one.stat(name)
+            if found is not None and one.is_file(name):
+                yield found.st_size

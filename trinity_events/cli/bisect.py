@@ -1,0 +1,84 @@
+"""``trinity-events bisect``."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import typer
+
+from ..core import MonitorState
+from ..core.expressions import BadExpression, Condition
+from ..errors import TrinityError
+from ..replay import Folded
+from ..views import fields_as_json, folded_as_json, folded_lines
+from ..views.terminal import say
+from .options import CheckpointRoot, Json, RedisUrl, print_json
+from .sources import RunOrFile, states_of
+
+
+class BadCondition(TrinityError):
+    """The expression is no condition on a state."""
+
+
+def bisect(
+    run: RunOrFile,
+    expression: Annotated[
+        str,
+        typer.Argument(metavar="EXPRESSION", help="Condition on the fields of status --json."),
+    ],
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--every", help="Ask after every event, for a condition that holds for a while only."
+        ),
+    ] = False,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Find the first event of a run after which a condition on its state is true.
+
+    Exits with 1 if it never is. The language has paths, count(PATH), ==, !=, <, <=, >, >=, in,
+    and, or, not: "ready.weights.at.step >= 4", "'disk' in steps.*.kinds.*.failure".
+
+    Example: trinity-events bisect demo-1 "explorers.*.version.step >= 3"
+
+    Example: trinity-events bisect demo-1.jsonl "count(waits) > 2 and closed == null"
+    """
+    try:
+        condition = Condition(expression)
+    except BadExpression as error:
+        raise BadCondition(f"{error} (see docs/commands/bisect.md)") from None
+    unknown = condition.fields - {*MonitorState.__struct_encode_fields__, "*"}
+    if unknown:
+        known = ", ".join(sorted(MonitorState.__struct_encode_fields__))
+        raise BadCondition(f"a state has no field {min(unknown)!r}: there are {known}")
+    run_id, found = anyio.run(partial(_find, run, root, redis_url, condition, every=every))
+    if as_json:
+        print_json({"run_id": run_id, "expression": expression, "found": _as_json(found)})
+    elif found is None:
+        say(f"{expression!r} is not true after any event that was asked about", lines=False)
+    else:
+        for line in folded_lines(found):
+            say(line, lines=False)
+    if found is None:
+        sys.exit(1)
+
+
+async def _find(
+    run: str, root: Path | None, redis_url: str | None, condition: Condition, *, every: bool
+) -> tuple[str, Folded | None]:
+    def holds(state: MonitorState) -> bool:
+        return condition(fields_as_json(state, condition.fields))
+
+    async with states_of(run, root, redis_url) as states:
+        find = states.first_of_all if every else states.first_after
+        return states.source.run_id, await find(holds)
+
+
+def _as_json(found: Folded | None) -> dict[str, Any] | None:
+    return None if found is None else folded_as_json(found)

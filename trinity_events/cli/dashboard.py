@@ -1,0 +1,149 @@
+"""``trinity-events dashboard``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
+
+import anyio
+import typer
+
+from ..archive import Archive
+from ..errors import TrinityError
+from ..server import connect, serving
+from ..views.terminal import say
+from .options import CheckpointRoot, RedisUrl, checkpoint_root, log_to_stderr
+
+if TYPE_CHECKING:
+    from ..dashboard.board import Board
+    from ..dashboard.sources import RecordedSource
+
+PORT = 8760
+"""Default port of the dashboard."""
+SHORTEST_TOKEN = 16
+"""Characters that a token has at least."""
+
+
+class DashboardMissing(TrinityError):
+    """The packages of the dashboard are not installed."""
+
+
+class TokenTooShort(TrinityError):
+    """The token can be guessed."""
+
+
+def dashboard(
+    recording: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE|FOLDER]",
+            help="File that export wrote, or folder of a run, to show without a server.",
+            show_default=False,
+        ),
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Show a recorded run of 64 workers with faults.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65_535)
+    ] = PORT,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TRINITY_DASHBOARD_TOKEN",
+            help="Token that viewers need; beyond loopback one is made if none is given.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Further name by which browsers reach the dashboard.", metavar="NAME"),
+    ] = None,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Serve pages about runs: state now, timeline, versions, figures, and any state of the past.
+
+    The pages only read. They follow running runs, and need the rights of the user viewer alone.
+
+    Example: trinity-events dashboard
+
+    Example: trinity-events dashboard --demo
+    """
+    log_to_stderr(verbose=False)
+    web = _web()
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise TokenTooShort(
+            f"the dashboard's token has less than {SHORTEST_TOKEN} characters: give a longer one"
+        )
+    if token is None and not web.is_loopback(host):
+        token = web.new_token()
+    with ExitStack() as exits:
+        opened: Callable[[], AbstractAsyncContextManager[Board]]
+        if recording is not None or demo:
+            opened = partial(_recorded, _log_of(recording))
+        else:
+            url = exits.enter_context(serving(redis_url))
+            opened = partial(_on_server, url, checkpoint_root(root))
+        listening = exits.enter_context(web.listening_socket(host, port))
+        page = web.page_url(host, listening.getsockname()[1], token)
+        started = partial(_say_at_once, f"dashboard at {page} (Ctrl-C stops)")
+        anyio.run(web.serve_board, opened, listening, token, [*(allow_host or ()), host], started)
+
+
+def _web() -> ModuleType:
+    """Return the module of the web server. Raises DashboardMissing."""
+    try:
+        from ..dashboard import web_server
+    except ModuleNotFoundError as error:
+        raise DashboardMissing(
+            f"the dashboard needs {error.name}: install it with: "
+            "pip install 'trinity-events[dashboard]'"
+        ) from None
+    return web_server
+
+
+def _log_of(recording: Path | None) -> RecordedSource:
+    """Return the log of a file or a folder, or that of the demo."""
+    from ..dashboard.simulated_run import Plan, simulated_run
+    from ..dashboard.sources import RecordedSource
+
+    if recording is None:
+        plan = Plan()
+        return RecordedSource(plan.run_id, simulated_run(plan))
+    if recording.is_dir():
+        return RecordedSource.of_archive(recording)
+    return RecordedSource.of_file(recording)
+
+
+@asynccontextmanager
+async def _recorded(source: RecordedSource) -> AsyncIterator[Board]:
+    from ..dashboard.board import RecordedRuns, board
+
+    try:
+        async with board(RecordedRuns(source)) as opened:
+            yield opened
+    finally:
+        source.close()
+
+
+@asynccontextmanager
+async def _on_server(url: str, root: Path) -> AsyncIterator[Board]:
+    from ..dashboard.board import ServerRuns, board
+
+    async with connect(url) as client:
+        runs = ServerRuns(client, lambda run: Archive(root / run, run))
+        async with board(runs) as opened:
+            yield opened
+
+
+def _say_at_once(text: str) -> None:
+    """Print text and flush it, since the command runs on."""
+    say(text)
+    sys.stdout.flush()

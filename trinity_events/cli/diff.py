@@ -1,0 +1,63 @@
+"""``trinity-events diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+from ..archive.state_at import StateAt
+from ..core import MonitorState
+from ..core.changes import changes
+from ..views import state_as_json
+from ..views.changes import change_line, tells
+from ..views.terminal import say
+from .options import CheckpointRoot, Json, RedisUrl, print_json
+from .sources import RunOrFile, states_of
+
+_PLACE = "An entry id as tail prints them, or a step: the entry of its first announcement."
+
+
+def diff(
+    run: RunOrFile,
+    first: Annotated[str, typer.Argument(metavar="A", help=_PLACE)],
+    second: Annotated[str, typer.Argument(metavar="B", help=_PLACE)],
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the states of a run after two entries or steps, field by field.
+
+    Field names are those of status --json. With a file, no server is needed.
+
+    Example: trinity-events diff demo-1 3 4
+    """
+    one, other = anyio.run(_states, run, root, redis_url, first, second)
+    found = list(changes(state_as_json(one), state_as_json(other)))
+    if as_json:
+        print_json(
+            {
+                "run_id": one.run_id,
+                "from": one.position,
+                "to": other.position,
+                "changes": found,
+            }
+        )
+        return
+    say(f"from entry {one.position} ({one.entries}) to {other.position} ({other.entries})")
+    for change in found:
+        if tells(change):
+            say(change_line(change), lines=False)
+
+
+async def _states(
+    run: str, root: Path | None, redis_url: str | None, *places: str
+) -> list[MonitorState]:
+    async with states_of(run, root, redis_url) as states:
+        return [await _state(states, place) for place in places]
+
+
+async def _state(states: StateAt, place: str) -> MonitorState:
+    return await states.at(await states.entry_of(place))

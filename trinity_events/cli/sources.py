@@ -1,0 +1,46 @@
+"""Logs of runs and of files, for commands that take either."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..archive.state_at import FileSource, RunSource, StateAt
+from .options import checkpoint_root, log_of
+
+RunOrFile = Annotated[
+    str, typer.Argument(metavar="RUN|FILE", help="A run, or a file that export wrote.")
+]
+OptionalRunOrFile = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN|FILE]",
+        help="A run, or a file that export wrote; by default the newest run.",
+        show_default=False,
+    ),
+]
+
+
+def recorded_file(run_or_file: str | None) -> Path | None:
+    """Return the file that the argument names; None if it names a run."""
+    if run_or_file is None:
+        return None
+    path = Path(run_or_file)
+    return path if path.suffix == ".jsonl" or path.is_file() else None
+
+
+@asynccontextmanager
+async def states_of(
+    run_or_file: str | None, root: Path | None, redis_url: str | None
+) -> AsyncIterator[StateAt]:
+    """Open the states of a run, or of a file, for which no server is needed."""
+    path = recorded_file(run_or_file)
+    if path is not None:
+        yield StateAt(FileSource(path))
+        return
+    async with log_of(redis_url, run_or_file) as log:
+        yield StateAt(RunSource(log, checkpoint_root(root)))

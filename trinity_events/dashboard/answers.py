@@ -1,0 +1,494 @@
+"""Answers to the questions of pages: bounded summaries of a run, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+from msgspec import Struct
+
+from trinity_schemas import ContractError, Envelope, EnvelopeReader, StepRef, event_tag
+
+from ..core.fold import Monitor
+from ..core.fold_state import describe_producer
+from ..errors import TrinityError
+from ..log import Entry, before, position
+from ..replay import envelope_of, set_aside
+from ..views import event_line, state_as_json
+from .blocks import BLOCK
+from .categories import BIT_OF_TAG, CATEGORIES, TYPES, category_of, step_of
+from .history import OTHERS, History, Lane
+from .run_reader import RunReader
+from .series import Version
+from .spans import Grouping, Span, merged
+from .state_view import step_in_words, view_of
+
+DETAILED = 6000
+"""Maximum entries of a window whose events are grouped; a longer one is answered with counts."""
+ROWS = 80
+"""Maximum rows of a timeline."""
+SPANS = 6000
+"""Maximum spans of an answer."""
+FOUND = 200
+"""Maximum results of one search."""
+SEARCHED = 24
+"""Maximum blocks that one search reads; the answer says where to go on."""
+_MATRIX = 24
+"""Versions of the matrix, the last ones."""
+
+
+class BadQuestion(TrinityError):
+    """A parameter of a question is not one."""
+
+
+class Row(Struct, frozen=True):
+    """Row of a timeline: one lane, or the lanes of a role with ranks in a range."""
+
+    name: str
+    role: str
+    first: int
+    last: int
+
+    def has(self, lane: Lane) -> bool:
+        """Return True if the row shows a lane."""
+        return lane.role == self.role and self.first <= lane.rank <= self.last
+
+
+def parse_rows(text: str) -> list[Row]:
+    """Return the rows of a list such as ``trainer-0,explorer:0-63``.
+
+    Raises:
+        BadQuestion: if a name is neither a lane nor a range of lanes.
+    """
+    found: list[Row] = []
+    for name in text.split(",")[:ROWS] if text else ():
+        role, colon, ranks = name.rpartition(":")
+        if name == OTHERS:
+            role, ranks = OTHERS, "0-0"
+        elif not colon:
+            role, _, ranks = name.rpartition("-")
+            ranks = f"{ranks}-{ranks}"
+        first, _, last = ranks.partition("-")
+        if not role or not (first.isdigit() and last.isdigit()):
+            raise BadQuestion(f"{name!r} is no lane: name one such as trainer-0 or explorer:0-63")
+        found.append(Row(name, role, int(first), int(last)))
+    return found
+
+
+async def now_view(reader: RunReader) -> dict[str, Any]:
+    """Return the newest state, with the progress of the index."""
+    history = await reader.indexed()
+    state = reader.newest
+    assert state is not None
+    around = reader.around
+    return view_of(state, reader.now, digests(history)) | {
+        "live": reader.source.is_live,
+        "progress": reader.progress,
+        "problem": reader.problem,
+        "note": reader.note,
+        "indexed": history.number,
+        "first": history.first,
+        "begin": history.begin,
+        "end": max(reader.end, history.last),
+        "committed": None if around is None else around.committed,
+        "groups": [] if around is None else list(around.groups),
+    }
+
+
+def digests(history: History) -> dict[StepRef, str]:
+    """Return the digests of the ready weight versions that are known."""
+    found = {ref: one.digest for ref, one in history.figures.versions.items() if one.digest}
+    newest = history.state.ready.get("weights")
+    if newest is not None and newest.digest is not None:
+        found[newest.at] = newest.digest
+    return found
+
+
+async def state_at(
+    reader: RunReader, *, number: int | None, entry: str | None, time: int | None, whole: bool
+) -> dict[str, Any]:
+    """Return the state after an entry, given by its number, its id or a moment."""
+    if entry is not None:
+        number = await reader.number_of(entry)
+    elif time is not None:
+        number = await reader.number_at(time)
+    elif number is None:
+        number = (await reader.indexed()).number
+    found = await reader.at(number)
+    history = await reader.indexed()
+    state = found.state
+    view = view_of(state, position(state.position)[0], digests(history)) | {
+        "first": history.first,
+        "indexed": history.number,
+        "problem": found.problem,
+        "event": None if found.envelope is None else event_of(found.entry, found.envelope),
+        "announcements": [event_of(found.entry, one) for one in found.announcements],
+    }
+    return view | ({"whole": state_as_json(state)} if whole else {})
+
+
+def event_of(entry: Entry | None, envelope: Envelope) -> dict[str, Any]:
+    """Return an event with its fields, and as a line."""
+    assert entry is not None
+    return {
+        "entry": entry.id,
+        "type": event_tag(envelope.event),
+        "category": category_of(envelope.event),
+        "producer": describe_producer(envelope.producer),
+        "node": envelope.producer.node,
+        "epoch": envelope.epoch,
+        "step": step_of(envelope.event),
+        "line": _line(entry.id, envelope),
+        "fields": msgspec.to_builtins(envelope.event, str_keys=True),
+    }
+
+
+def _line(entry_id: str, envelope: Envelope) -> str:
+    """Return the fields of an event as ``tail`` prints them, without id, time and producer."""
+    tag = event_tag(envelope.event)
+    return event_line(entry_id, envelope).partition(f" {tag}")[2].strip()[:400]
+
+
+async def explain_step(reader: RunReader, step: int) -> dict[str, Any]:
+    """Return the explanation of a step by the newest state."""
+    await reader.indexed()
+    state = reader.newest
+    assert state is not None
+    return {"step": step, "words": step_in_words(state, step, reader.now)}
+
+
+# --- timeline ------------------------------------------------------------------------------
+
+
+async def lanes(reader: RunReader) -> dict[str, Any]:
+    """Return all lanes, the categories, and the failures and openings of epochs."""
+    history = await reader.indexed()
+    return {
+        "categories": CATEGORIES,
+        "types": TYPES,
+        "lanes": [[one.name, one.role, one.rank, one.node] for one in history.lanes],
+        "marks": [[m.milliseconds, m.number, m.entry, m.name, m.text] for m in history.marks],
+        "begin": history.begin,
+        "end": max(reader.end, history.last),
+        "number": history.number,
+        "first": history.first,
+    }
+
+
+async def overview(reader: RunReader) -> dict[str, Any]:
+    """Return the counts of all lanes together, for the strip below the pages."""
+    history = await reader.indexed()
+    activity = history.activity
+    sums: dict[tuple[int, int], int] = {}
+    for lane in range(len(history.lanes)):
+        for bucket, category, count in activity.cells(lane, history.begin, history.last):
+            sums[bucket, category] = sums.get((bucket, category), 0) + count
+    return {
+        "begin": activity.begin,
+        "width": activity.width,
+        "cells": [[bucket, category, count] for (bucket, category), count in sums.items()],
+        "end": max(reader.end, history.last),
+        "indexed": history.last,
+    }
+
+
+async def timeline(
+    reader: RunReader, begin: int, end: int, pixels: int, rows: Sequence[Row]
+) -> dict[str, Any]:
+    """Return what happened in a window: spans of each row, or counts if there are too many events.
+
+    Args:
+        reader: The run.
+        begin: Milliseconds at which the window begins.
+        end: Milliseconds at which it ends.
+        pixels: Width of the picture.
+        rows: Its rows.
+    """
+    history = await reader.indexed()
+    end = max(end, begin + 1)
+    rows = rows or [Row(one.name, one.role, one.rank, one.rank) for one in history.lanes[:ROWS]]
+    answer: dict[str, Any] = {"begin": begin, "end": end, "rows": [one.name for one in rows]}
+    if history.blocks.count_between(begin, end) > DETAILED:
+        cells = await anyio.to_thread.run_sync(_counts, history, begin, end, rows)
+        return answer | {"mode": "counts", "width": history.activity.width, "cells": cells}
+    spans = await _spans(reader, history, begin, end)
+    resolution = (end - begin) / max(100, pixels)
+    return answer | {"mode": "spans"} | _rows_of_spans(spans, rows, history, begin, resolution)
+
+
+def _counts(history: History, begin: int, end: int, rows: Sequence[Row]) -> list[list[Any]]:
+    """Return the counts of each row: row, milliseconds, category, count."""
+    activity, found = history.activity, []
+    for number, row in enumerate(rows):
+        sums: dict[tuple[int, int], int] = {}
+        for lane, one in enumerate(history.lanes):
+            if row.has(one):
+                for bucket, category, count in activity.cells(lane, begin, end):
+                    sums[bucket, category] = sums.get((bucket, category), 0) + count
+        for (bucket, category), count in sums.items():
+            found.append([number, activity.begin + bucket * activity.width, category, count])
+    return found
+
+
+async def _spans(reader: RunReader, history: History, begin: int, end: int) -> list[Span]:
+    """Group the entries of a window; what began before it comes from the state at its begin."""
+    first = await reader.number_at(begin - 1) if begin > history.begin else history.first
+    start = await reader.at(max(first, history.first))
+    state, entries = start.state, []
+    after = state.position
+    async for page in reader.pages(after, f"{end}-{2**64 - 1}", DETAILED + BLOCK):
+        entries += page
+    return await anyio.to_thread.run_sync(_grouped, start.state, entries, begin, end)
+
+
+def _grouped(state: Any, entries: list[Entry], begin: int, end: int) -> list[Span]:
+    grouping = Grouping(state.run_id, state, begin)
+    monitor, decode = Monitor(state), EnvelopeReader().decode
+    for entry in entries:
+        grouping.feed([entry])
+        try:
+            envelope = envelope_of(state.run_id, entry.payload, decode)
+        except ContractError as error:
+            set_aside(monitor, entry, error)
+            continue
+        for one in monitor.apply(entry.id, envelope):
+            grouping.announced(entry.id, one)
+    last = position(entries[-1].id)[0] if entries else begin
+    return grouping.finish(max(last, begin) if last < end else end)
+
+
+def _rows_of_spans(
+    spans: list[Span], rows: Sequence[Row], history: History, begin: int, resolution: float
+) -> dict[str, Any]:
+    """Return the spans of rows of one lane, and the counts of rows of several."""
+    row_of: dict[str, int] = {}
+    grouped: set[int] = set()
+    for number, row in enumerate(rows):
+        if row.first != row.last:
+            grouped.add(number)
+        for lane in history.lanes:
+            if row.has(lane):
+                row_of[lane.name] = number
+    single = [one for one in spans if row_of.get(one.lane, -1) not in {-1, *grouped}]
+    shown = merged(single, resolution)
+    width = max(1, int(4 * resolution))
+    sums: dict[tuple[int, int, int], int] = {}
+    for span in spans:
+        number = row_of.get(span.lane, -1)
+        if number in grouped:
+            cell = (number, (span.end - begin) // width, span.category)
+            sums[cell] = sums.get(cell, 0) + 1
+    return {
+        "width": width,
+        "spans": [_span(row_of[one.lane], one) for one in shown[:SPANS]],
+        "left_out": max(0, len(shown) - SPANS),
+        "cells": [
+            [number, begin + bucket * width, category, count]
+            for (number, bucket, category), count in sums.items()
+        ],
+    }
+
+
+def _span(row: int, span: Span) -> list[Any]:
+    return [
+        row,
+        span.begin,
+        span.end,
+        span.category,
+        span.label,
+        span.entry,
+        span.step,
+        span.outcome,
+        span.count,
+        span.detail,
+    ]
+
+
+# --- search --------------------------------------------------------------------------------
+
+
+class Search(Struct, frozen=True, kw_only=True):
+    """Conditions of a search, newest first."""
+
+    types: tuple[str, ...] = ()
+    producer: str = ""
+    """Role, or role and rank."""
+    step: int | None = None
+    since: int = 0
+    until: int = 2**62
+    before: int | None = None
+    """Number of an entry; results are before it."""
+    limit: int = 50
+
+    def check(self) -> None:
+        """Raise BadQuestion for a type that does not exist."""
+        for tag in self.types:
+            if tag not in BIT_OF_TAG:
+                raise BadQuestion(f"{tag!r} is no type of events: see /api/runs/RUN/lanes")
+
+    def wants(self, envelope: Envelope, milliseconds: int) -> bool:
+        """Return True if an event matches."""
+        event, producer = envelope.event, envelope.producer
+        return (
+            self.since <= milliseconds <= self.until
+            and (not self.types or event_tag(event) in self.types)
+            and (not self.producer or self.producer in (producer.role, describe_producer(producer)))
+            and (self.step is None or step_of(event) == self.step)
+        )
+
+
+async def search(reader: RunReader, asked: Search) -> dict[str, Any]:
+    """Return matching events and announcements, newest first, and where to go on."""
+    asked.check()
+    history = await reader.indexed()
+    types = sum({BIT_OF_TAG[tag] for tag in asked.types})
+    wanted_lanes = sum(
+        1 << number
+        for number, lane in enumerate(history.lanes)
+        if asked.producer in (lane.name, lane.role)
+    )
+    most = min(max(1, asked.limit), FOUND)
+    found: list[list[Any]] = []
+    end = history.number if asked.before is None else min(asked.before - 1, history.number)
+    blocks, read = history.blocks, 0
+    at = blocks.at_number(max(0, end - 1))
+    while at >= 0 and len(found) < most and read < SEARCHED:
+        block = blocks.all[at]
+        following = blocks.all[at + 1].milliseconds if at + 1 < len(blocks.all) else history.last
+        may = (
+            (not types or block.types & types)
+            and (not asked.producer or block.lanes & wanted_lanes)
+            and (asked.step is None or block.least_step <= asked.step <= block.greatest_step)
+            and block.milliseconds <= asked.until
+            and following >= asked.since
+        )
+        if may:
+            read += 1
+            count = min(block.entries, end - block.number)
+            start = await reader.at(block.number)
+            entries = await reader.source.read(before(block.first), limit=max(count, 0))
+            matching = await anyio.to_thread.run_sync(_matching, start.state, entries, asked)
+            found += reversed(matching)
+        end = block.number
+        at -= 1
+    more = found[most - 1][0] if len(found) >= most else (end + 1 if at >= 0 else None)
+    return {
+        "found": found[:most],
+        "before": more,
+        "until": history.blocks.all[at + 1].milliseconds if blocks.all else None,
+    }
+
+
+def _matching(state: Any, entries: list[Entry], asked: Search) -> list[list[Any]]:
+    """Return the matching events and announcements of one block, oldest first."""
+    monitor, decode, found = Monitor(state), EnvelopeReader().decode, []
+    for entry in entries:
+        milliseconds = position(entry.id)[0]
+        try:
+            envelope = envelope_of(state.run_id, entry.payload, decode)
+        except ContractError as error:
+            set_aside(monitor, entry, error)
+            if not (asked.types or asked.producer) and asked.step is None:
+                reason = str(error)[:300]
+                found.append([state.entries, entry.id, milliseconds, "", "", None, -1, reason])
+            continue
+        found += [
+            _found(state.entries, entry.id, one)
+            for one in (envelope, *monitor.apply(entry.id, envelope))
+            if asked.wants(one, milliseconds)
+        ]
+    return found
+
+
+def _found(number: int, entry_id: str, envelope: Envelope) -> list[Any]:
+    event = envelope.event
+    return [
+        number,
+        entry_id,
+        position(entry_id)[0],
+        describe_producer(envelope.producer),
+        event_tag(event),
+        step_of(event),
+        category_of(event),
+        _line(entry_id, envelope),
+    ]
+
+
+# --- versions, figures, health -------------------------------------------------------------
+
+
+async def versions(reader: RunReader) -> dict[str, Any]:
+    """Return the last weight versions, and for each explorer the versions that it applied."""
+    history = await reader.indexed()
+    last = list(history.figures.versions.values())[-_MATRIX:]
+    return {
+        "versions": [_version(one) for one in last],
+        "explorers": sorted(
+            {name for one in last for name in (*one.applied, *one.refused)}
+            | set(history.state.explorers)
+        ),
+        "cells": [
+            [
+                column,
+                name,
+                applied.at,
+                applied.fetch,
+                applied.pause,
+                applied.digest,
+                _verdict(applied.digest, one.digest),
+            ]
+            for column, one in enumerate(last)
+            for name, applied in one.applied.items()
+        ],
+        "refused": [
+            [column, name, reason]
+            for column, one in enumerate(last)
+            for name, reason in one.refused.items()
+        ],
+    }
+
+
+def _verdict(applied: str, announced: str) -> str:
+    if not announced:
+        return "unknown"
+    return "proven" if applied == announced else "differs"
+
+
+def _version(version: Version) -> list[Any]:
+    return [
+        version.ref.epoch,
+        version.ref.step,
+        version.opened,
+        version.ready_at,
+        version.transport,
+        version.parts,
+        version.bytes,
+        version.stall,
+        version.digest,
+        len(version.applied),
+    ]
+
+
+async def figures(reader: RunReader) -> dict[str, Any]:
+    """Return metrics by step, times by version, and staleness of trained samples."""
+    found = (await reader.indexed()).figures
+    return {
+        "metrics": {name: series.points() for name, series in sorted(found.metrics.items())},
+        "times": {name: series.points() for name, series in found.times.items()},
+        "staleness": sorted(found.staleness.items()),
+    }
+
+
+async def dead_letters(reader: RunReader) -> dict[str, Any]:
+    """Return the last dead letters, each with the first bytes of its payload as text."""
+    await reader.indexed()
+    around = reader.around
+    letters = () if around is None else around.dead
+    return {
+        "dead": [
+            [letter.entry.id, letter.reason, letter.entry.payload[:120].decode("ascii", "replace")]
+            for letter in letters
+        ]
+    }

@@ -1,0 +1,302 @@
+"""Application: pages from files of this package, and answers in JSON."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import redis
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..errors import RunNotFound, TrinityError
+from . import answers
+from .answers import BadQuestion, Search
+from .board import Board, TooManyRuns
+from .guard import Guard
+from .run_reader import NotIndexed, RunReader, UnknownEntry
+
+logger = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
+_LONG = 2000
+"""Bytes from which on an answer is compressed."""
+_FRAMES = 0.25
+"""Minimum seconds between two messages of a live stream."""
+_SILENCE = 10.0
+"""Seconds after which a live stream says that nothing changed."""
+SEND_DEADLINE = 15.0
+"""Seconds for which a viewer may leave a message unread, before it is dropped."""
+_STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (BadQuestion, 400),
+    (UnknownEntry, 404),
+    (RunNotFound, 404),
+    (NotIndexed, 503),
+    (TooManyRuns, 503),
+    (TrinityError, 502),
+    (redis.RedisError, 502),
+)
+
+Answer = Callable[[Request, RunReader], Awaitable[Any]]
+Opened = Callable[[], AbstractAsyncContextManager[Board]]
+Drop = Callable[[Scope], None]
+
+
+def application(
+    opened: Opened,
+    *,
+    token: str | None = None,
+    hosts: Collection[str] = (),
+    drop: Drop | None = None,
+) -> Starlette:
+    """Return the application.
+
+    Args:
+        opened: Opens the board.
+        token: Token that the data needs; None for none.
+        hosts: Names that the server is known by.
+        drop: Closes the connection of a viewer that reads nothing.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with opened() as board:
+            app.state.board = board
+            yield
+
+    async def runs(request: Request) -> Response:
+        board: Board = request.app.state.board
+        return _json(request, {"runs": await board.listed()})
+
+    routes = [
+        Route("/api/runs", _answering(runs)),
+        Route("/api/runs/{run}/live", _Live(drop)),
+        *(Route(f"/api/runs/{{run}}/{name}", _of_run(one)) for name, one in _ANSWERS.items()),
+        Route("/", _file("index.html")),
+        *(Route(f"/{path.name}", _file(path.name)) for path in STATIC.iterdir() if path.is_file()),
+    ]
+    guard = Middleware(Guard, token=token, hosts=hosts)
+    return Starlette(routes=routes, middleware=[guard], lifespan=lifespan)
+
+
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    path = STATIC / name
+
+    async def send(_: Request) -> Response:
+        kind = _TYPES.get(path.suffix, "application/octet-stream")
+        return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})
+
+    return send
+
+
+def _json(request: Request, value: Any, status: int = 200) -> Response:
+    """Return a value as JSON, compressed if it is long and the browser takes it."""
+    body = encode(value)
+    headers = {}
+    if len(body) > _LONG and "gzip" in request.headers.get("accept-encoding", ""):
+        body = gzip.compress(body, compresslevel=1)
+        headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
+    return Response(body, status, headers, media_type="application/json")
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON; NaN and infinity become null, as JSON has neither."""
+    return msgspec.json.encode(value)
+
+
+def _answering(
+    ask: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that answers errors of users with a sentence."""
+
+    @wraps(ask)
+    async def answer(request: Request) -> Response:
+        try:
+            return await ask(request)
+        except Exception as error:
+            for kind, status in _STATUS:
+                if isinstance(error, kind):
+                    return _json(request, {"error": str(error)}, status)
+            raise
+
+    return answer
+
+
+def _of_run(ask: Answer) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        board: Board = request.app.state.board
+        reader = await board.reader(request.path_params["run"])
+        return _json(request, await ask(request, reader))
+
+    return _answering(answer)
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int | None:
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not abs(number) < 2**62:
+        raise BadQuestion(f"{name} is a number, and not {text[:40]!r}")
+    return int(number)
+
+
+async def _at(request: Request, reader: RunReader) -> Any:
+    return await answers.state_at(
+        reader,
+        number=_number(request, "number"),
+        entry=request.query_params.get("entry"),
+        time=_number(request, "time"),
+        whole="whole" in request.query_params,
+    )
+
+
+async def _timeline(request: Request, reader: RunReader) -> Any:
+    history = await reader.indexed()
+    return await answers.timeline(
+        reader,
+        _number(request, "from", history.begin) or 0,
+        _number(request, "to", max(reader.end, history.last)) or 0,
+        min(_number(request, "pixels", 1200) or 1200, 8000),
+        answers.parse_rows(request.query_params.get("rows", "")),
+    )
+
+
+async def _search(request: Request, reader: RunReader) -> Any:
+    asked = request.query_params
+    return await answers.search(
+        reader,
+        Search(
+            types=tuple(one for one in asked.get("type", "").split(",") if one),
+            producer=asked.get("producer", ""),
+            step=_number(request, "step"),
+            since=_number(request, "since", 0) or 0,
+            until=_number(request, "until", 2**61) or 2**61,
+            before=_number(request, "before"),
+            limit=_number(request, "limit", 50) or 50,
+        ),
+    )
+
+
+async def _explain(request: Request, reader: RunReader) -> Any:
+    step = _number(request, "step")
+    if step is None:
+        raise BadQuestion("explain needs a step")
+    return await answers.explain_step(reader, step)
+
+
+def _plain(ask: Callable[[RunReader], Awaitable[Any]]) -> Answer:
+    async def answer(_: Request, reader: RunReader) -> Any:
+        return await ask(reader)
+
+    return answer
+
+
+_ANSWERS: dict[str, Answer] = {
+    "now": _plain(answers.now_view),
+    "lanes": _plain(answers.lanes),
+    "overview": _plain(answers.overview),
+    "versions": _plain(answers.versions),
+    "figures": _plain(answers.figures),
+    "dead": _plain(answers.dead_letters),
+    "at": _at,
+    "timeline": _timeline,
+    "events": _search,
+    "explain": _explain,
+}
+
+
+class _Live:
+    """Stream of the newest state (server-sent events).
+
+    A viewer gets the newest state when it is ready for it, and misses those between: nothing is
+    queued for it. All viewers of a run share the encoded message. A viewer that does not read is
+    dropped.
+    """
+
+    def __init__(self, drop: Drop | None) -> None:
+        self._drop = drop
+        self._frames: dict[str, tuple[RunReader, int, bytes]] = {}
+        self._encoding = anyio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        board: Board = request.app.state.board
+        try:
+            reader = await board.reader(request.path_params["run"])
+            await reader.indexed()
+        except TrinityError as error:
+            status = next(status for kind, status in _STATUS if isinstance(error, kind))
+            await _json(request, {"error": str(error)}, status)(scope, receive, send)
+            return
+        reader.viewers += 1
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._stream, reader, scope, send, tasks.cancel_scope)
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                tasks.cancel_scope.cancel()
+        finally:
+            reader.viewers -= 1
+            reader.used_at = anyio.current_time()
+            if not reader.viewers:
+                self._frames.pop(reader.source.run_id, None)
+
+    async def _stream(
+        self, reader: RunReader, scope: Scope, send: Send, done: anyio.CancelScope
+    ) -> None:
+        start = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+        version = -1
+        try:
+            with anyio.fail_after(SEND_DEADLINE) as deadline:
+                await send({"type": "http.response.start", "status": 200, "headers": start})
+                while True:
+                    deadline.deadline = math.inf
+                    changed = await reader.changed(version, _SILENCE)
+                    body = b": nothing new\n\n"
+                    if changed != version:
+                        version, body = await self._frame(reader)
+                    deadline.deadline = anyio.current_time() + SEND_DEADLINE
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    deadline.deadline = math.inf
+                    await anyio.sleep(_FRAMES)
+        except TimeoutError:
+            logger.info("a viewer of run %s that read nothing was dropped", reader.source.run_id)
+            if self._drop is not None:
+                self._drop(scope)
+        except OSError:
+            pass  # the viewer went away
+        done.cancel()
+
+    async def _frame(self, reader: RunReader) -> tuple[int, bytes]:
+        """Return the message of the newest state, which is made once for all viewers."""
+        run = reader.source.run_id
+        async with self._encoding:
+            known = self._frames.get(run)
+            if known is None or known[0] is not reader or known[1] != reader.version:
+                version = reader.version
+                data = encode(await answers.now_view(reader))
+                known = reader, version, b"event: now\ndata: " + data + b"\n\n"
+                self._frames[run] = known
+        return known[1], known[2]

@@ -1,0 +1,197 @@
+"""All runs that a dashboard shows, with a reader for each run that is looked at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import anyio
+import anyio.abc
+import redis.asyncio
+
+from ..archive import Archive
+from ..core import MonitorState
+from ..errors import KeyConflict, RunNotFound, TrinityError
+from ..liveness import abandoned_since
+from ..log import RedisEventLog, list_runs
+from ..replay import SnapshotUnreadable, current_state
+from .run_reader import RunReader
+from .sources import RecordedSource, ServerSource, Source
+
+logger = logging.getLogger(__name__)
+
+READERS = 8
+"""Maximum runs with an index in memory; that of the run that was viewed longest ago goes first."""
+_LISTED = 100
+"""Runs of the list with their state, the newest ones."""
+_LOOKS = 8
+"""Runs of the list that are read at once."""
+_FRESH = 4.0
+"""Seconds for which the list of runs is kept."""
+
+
+class TooManyRuns(TrinityError):
+    """More runs are viewed at once than there are indexes."""
+
+
+class Runs(Protocol):
+    """Runs that a dashboard can show."""
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return a summary of each run, newest first."""
+        ...
+
+    async def source(self, run_id: str) -> Source:
+        """Return the log of a run. Raises RunNotFound."""
+        ...
+
+
+class ServerRuns:
+    """Runs of a server.
+
+    Args:
+        client: Client of the server; it needs the rights of the user ``viewer``.
+        archive_of: Returns the archive of a run, if the folder of checkpoints is at hand.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, archive_of: Callable[[str], Archive | None]
+    ) -> None:
+        self._client = client
+        self._archive_of = archive_of
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return a summary of each run, newest first."""
+        opened = list(reversed((await list_runs(self._client)).items()))
+        looks = anyio.CapacityLimiter(_LOOKS)
+        found: dict[str, dict[str, Any]] = {}
+
+        async def look(run: str) -> None:
+            async with looks:
+                try:
+                    state = await current_state(RedisEventLog(self._client, run))
+                    since = await abandoned_since(self._client, state)
+                    found[run] = summary_of(state) | {"silent_since": since}
+                except (SnapshotUnreadable, KeyConflict) as error:
+                    found[run] = {"run": run, "problem": str(error)}
+
+        async with anyio.create_task_group() as tasks:
+            for run, _ in opened[:_LISTED]:
+                tasks.start_soon(look, run)
+        return [
+            found.get(run, {"run": run}) | {"last_opened": int(at * 1000)} for run, at in opened
+        ]
+
+    async def source(self, run_id: str) -> Source:
+        """Return the log of a run. Raises RunNotFound."""
+        if run_id not in await list_runs(self._client):
+            raise RunNotFound(f"there is no run {run_id!r} on this server")
+        return ServerSource(self._client, run_id, self._archive_of(run_id))
+
+
+class RecordedRuns:
+    """One recorded run.
+
+    Args:
+        recorded: Its log.
+    """
+
+    def __init__(self, recorded: RecordedSource) -> None:
+        self._recorded = recorded
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return the run."""
+        return [{"run": self._recorded.run_id, "recorded": True}]
+
+    async def source(self, run_id: str) -> Source:
+        """Return the log of the run. Raises RunNotFound."""
+        if run_id != self._recorded.run_id:
+            raise RunNotFound(f"only run {self._recorded.run_id!r} is shown here")
+        return self._recorded
+
+
+def summary_of(state: MonitorState) -> dict[str, Any]:
+    """Return the line of a run in the list."""
+    return {
+        "run": state.run_id,
+        "epoch": state.epoch,
+        "step": state.trainer_step,
+        "trainer": state.closed or state.trainer,
+        "opened_at": state.opened_at,
+        "entries": state.entries,
+        "explorers": len(state.explorers),
+        "ready": {kind: pointer.at.step for kind, pointer in state.ready.items()},
+        "problems": sum(state.anomaly_counts.values()) + state.refused + state.dead_letters,
+    }
+
+
+class Board:
+    """Readers of the runs that are looked at, each shared by all its viewers."""
+
+    def __init__(self, runs: Runs, tasks: anyio.abc.TaskGroup) -> None:
+        self._runs = runs
+        self._tasks = tasks
+        self._readers: dict[str, tuple[RunReader, anyio.CancelScope]] = {}
+        self._opening = anyio.Lock()
+        self._listing = anyio.Lock()
+        self._listed: tuple[float, list[dict[str, Any]]] = (-1e9, [])
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return a summary of each run, newest first; read from the server every few seconds."""
+        async with self._listing:
+            at, found = self._listed
+            if anyio.current_time() - at > _FRESH:
+                found = await self._runs.listed()
+                self._listed = (anyio.current_time(), found)
+        return found
+
+    async def reader(self, run_id: str) -> RunReader:
+        """Return the reader of a run, begun if none reads it yet.
+
+        Raises:
+            RunNotFound: if there is no such run.
+            TooManyRuns: if viewers look at too many runs at once.
+        """
+        async with self._opening:
+            found = self._readers.get(run_id)
+            if found is None:
+                source = await self._runs.source(run_id)
+                self._make_room()
+                scope = anyio.CancelScope()
+                found = self._readers[run_id] = RunReader(source), scope
+                self._tasks.start_soon(self._run, run_id, *found)
+        found[0].used_at = anyio.current_time()
+        return found[0]
+
+    async def _run(self, run_id: str, reader: RunReader, scope: anyio.CancelScope) -> None:
+        with scope:
+            try:
+                await reader.run()
+                # It could not go on: the next viewer begins another one.
+                await anyio.sleep(_FRESH)
+            except Exception:
+                logger.exception("the reader of run %s failed", run_id)
+                reader.problem = f"the reader of run {run_id} failed: see the dashboard's log"
+        if self._readers.get(run_id, (None,))[0] is reader:
+            del self._readers[run_id]
+
+    def _make_room(self) -> None:
+        if len(self._readers) < READERS:
+            return
+        unseen = [run for run, (reader, _) in self._readers.items() if not reader.viewers]
+        if not unseen:
+            raise TooManyRuns(
+                f"{READERS} runs are viewed at once, which is the most: close the page of one"
+            )
+        oldest = min(unseen, key=lambda run: self._readers[run][0].used_at)
+        self._readers.pop(oldest)[1].cancel()
+
+
+@asynccontextmanager
+async def board(runs: Runs) -> AsyncIterator[Board]:
+    """Open a board; its readers end with the block."""
+    async with anyio.create_task_group() as tasks:
+        yield Board(runs, tasks)
+        tasks.cancel_scope.cancel()

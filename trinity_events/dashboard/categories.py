@@ -1,0 +1,85 @@
+"""Categories of events for timelines: a colour and a row of the legend each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from trinity_schemas import (
+    EVENT_TYPES,
+    ConsumerDetached,
+    DeadlineReached,
+    ExplorerStatusChanged,
+    LeaseExpired,
+    LedgerRestored,
+    RolloutsDispatched,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    SaveFailed,
+    SaveFinished,
+    SaveGranted,
+    SaveProgressed,
+    SaveRequested,
+    SaveStarted,
+    StepCommitted,
+    StepFailed,
+    StepReady,
+    StepSuperseded,
+    StepTrained,
+    SyncRequested,
+    ThreadCountRegistered,
+    TrainerStatusChanged,
+    VersionOpened,
+    VersionPartPublished,
+    VersionRefused,
+    VersionRetired,
+    WaitEnded,
+    WaitStarted,
+    WeightsApplied,
+    event_tag,
+)
+
+CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "failure", "ready")
+"""Names of the categories; their places are the numbers in all answers."""
+
+_OF: dict[str, tuple[type[Struct], ...]] = {
+    "run": (RunOpened, RunResumed, RunClosed, ConsumerDetached),
+    "train": (StepCommitted, StepTrained, ThreadCountRegistered, TrainerStatusChanged),
+    "rollouts": (RolloutsDispatched, LedgerRestored),
+    "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
+    "publish": (VersionOpened, VersionPartPublished, VersionRetired),
+    "apply": (WeightsApplied,),
+    "wait": (WaitStarted, WaitEnded, SyncRequested, ExplorerStatusChanged),
+    "failure": (SaveFailed, VersionRefused, LeaseExpired, DeadlineReached, StepFailed),
+    "ready": (StepReady, StepSuperseded),
+}
+CATEGORY: dict[type, int] = {
+    event: CATEGORIES.index(name) for name, events in _OF.items() for event in events
+}
+"""Event type to the number of its category."""
+FAILURE = CATEGORIES.index("failure")
+READY = CATEGORIES.index("ready")
+
+TYPES: tuple[str, ...] = tuple(event_tag(one) for one in EVENT_TYPES)
+"""Tags of all events."""
+TYPE_BIT: dict[type, int] = {one: 1 << number for number, one in enumerate(EVENT_TYPES)}
+"""Event type to its bit in the sets of blocks."""
+BIT_OF_TAG: dict[str, int] = {tag: 1 << number for number, tag in enumerate(TYPES)}
+
+
+def category_of(event: Struct) -> int:
+    """Return the number of an event's category; that of failures for a run that failed."""
+    if isinstance(event, RunClosed) and event.reason != "finished":
+        return FAILURE
+    return CATEGORY[type(event)]
+
+
+def step_of(event: Any) -> int | None:
+    """Return the step that an event is about, if it is about one."""
+    for named in (event, getattr(event, "slot", None), getattr(event, "version", None)):
+        step = getattr(named, "step", None)
+        if step is not None:
+            return int(step)
+    return None

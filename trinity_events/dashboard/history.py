@@ -1,0 +1,181 @@
+"""Index of a run's log: kept states, summaries of blocks, counts by lane and time, and figures."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from trinity_schemas import (
+    ContractError,
+    Envelope,
+    EnvelopeReader,
+    RunClosed,
+    RunOpened,
+    RunResumed,
+    StepFailed,
+)
+
+from ..core import MonitorState
+from ..core.fold import Monitor
+from ..core.fold_state import describe_producer
+from ..log import Entry, position
+from ..replay import envelope_of, set_aside
+from .activity import Activity
+from .blocks import BLOCK, Block, Blocks
+from .categories import FAILURE, TYPE_BIT, category_of, step_of
+from .series import Figures
+from .states import KeptStates
+
+LANES = 2048
+"""Maximum lanes; the events of further producers share the last one."""
+MARKS = 400
+"""Failures and openings of epochs that are kept with their words, the last ones."""
+REDUCER = 0
+"""Lane of the reducer, whose announcements follow from the fold."""
+OTHERS = "others"
+"""Lane that such producers share."""
+
+
+class Lane(Struct, frozen=True):
+    """Lane of a timeline: one process by role and rank, whichever start of it."""
+
+    name: str
+    role: str
+    rank: int
+    node: str
+
+
+class Mark(Struct, frozen=True):
+    """Entry that stands out: a failure, or the begin or end of an epoch."""
+
+    milliseconds: int
+    number: int
+    entry: str
+    name: str
+    text: str
+
+
+class History:
+    """Index of the entries folded so far, in memory that is bounded whatever the log's length.
+
+    Args:
+        state: State at which the index begins; it is folded on.
+        begin: Milliseconds of the first entry.
+        end: Milliseconds of the last entry that is known yet.
+    """
+
+    def __init__(self, state: MonitorState, begin: int, end: int) -> None:
+        self.monitor = Monitor(state)
+        self.states = KeptStates()
+        self.blocks = Blocks()
+        self.activity = Activity(begin, max(end, begin + 1000))
+        self.figures = Figures()
+        self.lanes: list[Lane] = [Lane("reducer-0", "reducer", 0, "")]
+        self.marks: deque[Mark] = deque(maxlen=MARKS)
+        self.begin = begin
+        self.first = state.entries
+        """Number of the entries before the first one of the index."""
+        self.last = begin
+        """Milliseconds of the newest entry, by the clock that never went back."""
+        self._lane_of: dict[tuple[str, int], int] = {("reducer", 0): REDUCER}
+        self._decode = EnvelopeReader().decode
+        self._block: Block | None = None
+        self.states.keep(state.entries, state)
+
+    @property
+    def state(self) -> MonitorState:
+        """State after the newest folded entry."""
+        return self.monitor.state
+
+    @property
+    def number(self) -> int:
+        """Number of entries folded so far."""
+        return self.monitor.state.entries
+
+    def feed(self, entries: Sequence[Entry]) -> None:
+        """Fold entries, in the order of the log."""
+        apply, state, decode = self.monitor.apply, self.monitor.state, self._decode
+        for entry in entries:
+            milliseconds = position(entry.id)[0]
+            self.last = max(self.last, milliseconds)
+            block = self._block_of(entry.id, milliseconds)
+            try:
+                envelope = envelope_of(state.run_id, entry.payload, decode)
+            except ContractError as error:
+                set_aside(self.monitor, entry, error)
+                self._count(block, REDUCER, FAILURE, milliseconds)
+                self._mark(entry.id, milliseconds, "dead letter", str(error))
+            else:
+                announcements = apply(entry.id, envelope)
+                self._take(entry.id, milliseconds, block, envelope)
+                for one in announcements:
+                    self._announced(entry.id, milliseconds, block, one)
+            if self.states.wants(state.entries):
+                self.states.keep(state.entries, state)
+
+    def lane_of(self, role: str, rank: int, node: str = "") -> int:
+        """Return the number of a producer's lane."""
+        found = self._lane_of.get((role, rank))
+        if found is None:
+            found = min(len(self.lanes), LANES - 1)
+            if len(self.lanes) < LANES - 1:
+                self.lanes.append(Lane(f"{role}-{rank}", role, rank, node))
+                self._lane_of[role, rank] = found
+            elif len(self.lanes) < LANES:
+                self.lanes.append(Lane(OTHERS, OTHERS, 0, ""))
+        return found
+
+    def _block_of(self, entry_id: str, milliseconds: int) -> Block:
+        if self._block is None or self._block.entries >= BLOCK:
+            self._block = self.blocks.open(self.number, entry_id, milliseconds)
+        self._block.entries += 1
+        return self._block
+
+    def _take(self, entry_id: str, milliseconds: int, block: Block, envelope: Envelope) -> None:
+        event, producer = envelope.event, envelope.producer
+        category = category_of(event)
+        lane = self._lane_of.get((producer.role, producer.rank))
+        if lane is None:
+            lane = self.lane_of(producer.role, producer.rank, producer.node)
+        self._count(block, lane, category, milliseconds)
+        block.types |= TYPE_BIT[type(event)]
+        step = step_of(event)
+        if step is not None:
+            if block.least_step < 0 or step < block.least_step:
+                block.least_step = step
+            block.greatest_step = max(block.greatest_step, step)
+        self.figures.add(milliseconds / 1000, envelope)
+        if category == FAILURE or isinstance(event, (RunOpened, RunResumed, RunClosed)):
+            tag = event.__struct_config__.tag
+            who = describe_producer(producer)
+            self._mark(entry_id, milliseconds, str(tag), f"{who}: {_words(event)}")
+
+    def _announced(
+        self, entry_id: str, milliseconds: int, block: Block, announcement: Envelope
+    ) -> None:
+        event = announcement.event
+        self._count(block, REDUCER, category_of(event), milliseconds)
+        block.types |= TYPE_BIT[type(event)]
+        self.figures.add(milliseconds / 1000, announcement)
+        if isinstance(event, StepFailed):
+            text = f"step {event.step} {event.kind}: {event.reason[:200]}"
+            self._mark(entry_id, milliseconds, "step-failed", text)
+
+    def _count(self, block: Block, lane: int, category: int, milliseconds: int) -> None:
+        block.lanes |= 1 << lane
+        self.activity.add(lane, category, milliseconds)
+
+    def _mark(self, entry_id: str, milliseconds: int, name: str, text: str) -> None:
+        self.marks.append(Mark(milliseconds, self.number, entry_id, name, text[:240]))
+
+
+def _words(event: object) -> str:
+    """Return the words of a failure, or of the begin or end of an epoch."""
+    for name in ("reason", "message", "error", "error_type"):
+        text = getattr(event, name, None)
+        if text:
+            return str(text)
+    step = step_of(event) if isinstance(event, Struct) else None
+    return "" if step is None else f"step {step}"

@@ -1,0 +1,330 @@
+"""Reader of one run, shared by all viewers: it indexes the log, follows it, and answers."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+import anyio
+import anyio.lowlevel
+import redis
+
+from trinity_schemas import ContractError, Envelope
+
+from ..core import MonitorState
+from ..core.fold import Monitor
+from ..errors import TrinityError
+from ..log import Entry, before, position
+from ..log.page_size import PageSize, in_turns
+from ..log.retry import backoff_delays, is_transient
+from ..replay import PAGE, envelope_of, fold, set_aside
+from .history import History
+from .sources import Source, Surroundings
+
+logger = logging.getLogger(__name__)
+
+_INDEXED_WITHIN = 20.0
+"""Seconds for which a question waits until its entries are indexed."""
+_LONGEST_PAUSE = 2.0
+"""Maximum seconds between two attempts to reach a server."""
+_SURROUNDINGS_EVERY = 4.0
+"""Seconds between two looks at the groups and dead letters of a run that is viewed."""
+_TURN = 100
+"""Entries that are indexed before others get their turn: some 2 ms."""
+
+
+Reached = Callable[[History], bool]
+"""True if the index has reached the entries of a question."""
+
+
+class NotIndexed(TrinityError):
+    """The entries that a question is about are not indexed yet."""
+
+
+class UnknownEntry(TrinityError):
+    """The log has no such entry."""
+
+
+class At(NamedTuple):
+    """State after an entry, with the entry and its announcements."""
+
+    state: MonitorState
+    number: int
+    entry: Entry | None
+    envelope: Envelope | None
+    announcements: list[Envelope]
+    problem: str | None
+    """Reason for which the entry could not be decoded."""
+
+
+class RunReader:
+    """Index and follower of one run.
+
+    All viewers share it: the commands that it sends do not grow with their number. A viewer is
+    told of a change by :meth:`changed`, which keeps nothing for it.
+
+    Args:
+        source: The run's log.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.history: History | None = None
+        self.around: Surroundings | None = None
+        self.problem: str | None = None
+        """Sentence on why the log cannot be read now."""
+        self.note: str | None = None
+        self.caught_up = False
+        """True once the index has reached the end of the log."""
+        self.end = 0
+        """Milliseconds of the last entry that was known when the index began."""
+        self.version = 0
+        """Number of changes, which names a state of the answers."""
+        self.viewers = 0
+        self.used_at = 0.0
+        self._change = anyio.Event()
+        self._ahead: Monitor | None = None
+        self._clock = (0, 0.0)
+
+    async def run(self) -> None:
+        """Index the log and follow it, until cancelled."""
+        for pause in backoff_delays(_LONGEST_PAUSE):
+            error: BaseException | None = None
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._look_around)
+                    await self._follow()
+            except* (redis.RedisError, OSError, TrinityError) as group:
+                error = _first(group)
+            if error is not None:
+                logger.warning("run %s: %s", self.source.run_id, error)
+                self.problem = str(error)
+                self._changed()
+                if not is_transient(error):
+                    return
+            await anyio.sleep(pause)
+
+    async def _follow(self) -> None:
+        if self.history is None:
+            begun = await self.source.begin()
+            self.note, self.end = begun.note, begun.end
+            ahead = await self.source.newest_state()
+            if ahead is not None and ahead.entries - begun.state.entries > PAGE:
+                self._ahead = Monitor(ahead)
+            self.history = History(begun.state, begun.begin, begun.end)
+        self.problem = None
+        page = PageSize(PAGE)
+        while found := await self.source.read(self.history.state.position, limit=page.limit):
+            nbytes = page.learn(found)
+            await self._index(found, nbytes)
+        self.caught_up, self._ahead = True, None
+        self._changed()
+        while True:
+            found = await self.source.wait(self.history.state.position)
+            if found:
+                await self._index(found, page.learn(found))
+
+    async def _index(self, found: list[Entry], nbytes: int) -> None:
+        assert self.history is not None
+        for some in in_turns(found, nbytes, _TURN):
+            self.history.feed(some)
+            await anyio.lowlevel.checkpoint()
+        self.end = max(self.end, self.history.last)
+        self._changed()
+
+    async def _look_around(self) -> None:
+        while True:
+            if self.viewers or self.around is None or self._recently_used:
+                self.around = await self.source.surroundings()
+                self._clock = (self.around.now, anyio.current_time())
+                if self._ahead is not None:
+                    await self._fold_ahead(self._ahead)
+                self._changed()
+            await anyio.sleep(_SURROUNDINGS_EVERY)
+
+    @property
+    def _recently_used(self) -> bool:
+        return anyio.current_time() - self.used_at < 2 * _SURROUNDINGS_EVERY
+
+    async def _fold_ahead(self, monitor: Monitor) -> None:
+        """Fold the entries after the reducer's snapshot, while the index is far behind."""
+        while found := await self.source.read(monitor.state.position, limit=PAGE):
+            fold(monitor, found)
+            await anyio.lowlevel.checkpoint()
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._change.set()
+        self._change = anyio.Event()
+
+    async def changed(self, version: int, seconds: float) -> int:
+        """Wait until the answers are newer than a version, or seconds pass; return the version."""
+        if self.version == version:
+            with anyio.move_on_after(seconds):
+                await self._change.wait()
+        return self.version
+
+    @property
+    def now(self) -> int:
+        """Milliseconds of the log's clock; those of the last entry for a recorded log."""
+        if not self.source.is_live:
+            return self.end
+        at, since = self._clock
+        return max(at + int((anyio.current_time() - since) * 1000), self.end) if at else self.end
+
+    @property
+    def newest(self) -> MonitorState | None:
+        """Newest state that is known: of the index, or of the reducer while it is being built."""
+        if self._ahead is not None:
+            return self._ahead.state
+        return None if self.history is None else self.history.state
+
+    @property
+    def progress(self) -> float:
+        """Share of the log that is indexed, by time."""
+        history = self.history
+        if self.caught_up:
+            return 1.0
+        if history is None:
+            return 0.0
+        return min(0.999, (history.last - history.begin) / max(1, self.end - history.begin))
+
+    async def indexed(self) -> History:
+        """Return the index once it has begun.
+
+        Raises:
+            NotIndexed: if it did not begin in time.
+        """
+        with anyio.move_on_after(_INDEXED_WITHIN):
+            while self.history is None:
+                if self.problem is not None:
+                    break
+                await self._change.wait()
+        if self.history is None:
+            raise NotIndexed(
+                self.problem
+                or f"run {self.source.run_id} could not be read in "
+                f"{_INDEXED_WITHIN:.0f} s: try again"
+            )
+        return self.history
+
+    async def number_of(self, entry_id: str) -> int:
+        """Return the number of entries up to an entry, given by id.
+
+        Raises:
+            UnknownEntry: if the id is none, or the log has no such entry.
+            NotIndexed: if the index does not reach it in time.
+        """
+        try:
+            wanted = position(entry_id)
+        except ValueError as error:
+            raise UnknownEntry(str(error)) from None
+        history = await self._reach(lambda one: position(one.state.position) >= wanted)
+        return await self._find(history, wanted, exact=True)
+
+    async def number_at(self, milliseconds: int) -> int:
+        """Return the number of entries up to a moment."""
+        history = await self._reach(lambda one: one.last >= milliseconds)
+        return await self._find(history, (milliseconds, 2**64 - 1), exact=False)
+
+    async def _find(self, history: History, wanted: tuple[int, int], *, exact: bool) -> int:
+        blocks = history.blocks.all
+        # Ids are in the order of the log, whatever the clock did.
+        at = bisect_right(blocks, wanted, key=lambda one: position(one.first)) - 1
+        if at < 0:
+            if exact:
+                raise UnknownEntry(f"the log has no entry {wanted[0]}-{wanted[1]}")
+            return history.first
+        block = blocks[at]
+        number, last = block.number, None
+        entries = await self.source.read(
+            before(block.first), through=f"{wanted[0]}-{wanted[1]}", limit=block.entries
+        )
+        number += len(entries)
+        last = position(entries[-1].id) if entries else None
+        if exact and last != wanted:
+            raise UnknownEntry(f"the log has no entry {wanted[0]}-{wanted[1]}")
+        return number
+
+    async def at(self, number: int) -> At:
+        """Return the state after so many entries, folded from the last kept state before it.
+
+        Raises:
+            UnknownEntry: if the log has fewer entries, or the index begins later.
+            NotIndexed: if the index does not reach it in time.
+        """
+        history = await self._reach(lambda one: one.number >= number)
+        if not history.first <= number <= history.number:
+            raise UnknownEntry(
+                f"run {self.source.run_id} has the entries {history.first} to {history.number}, "
+                f"and not {number}"
+            )
+        # The state before the last entry: that entry is folded by itself.
+        kept = history.states.before(max(history.first, number - 1))
+        assert kept is not None
+        monitor = Monitor(kept.decode())
+        wanted = number - monitor.state.entries
+        entries = await self._exactly(kept.position, wanted)
+        if not entries:
+            return At(monitor.state, number, None, None, [], None)
+        fold(monitor, entries[:-1])
+        return _fold_last(monitor, entries[-1])
+
+    async def _exactly(self, after: str, count: int) -> list[Entry]:
+        """Return ``count`` entries after a position."""
+        entries: list[Entry] = []
+        while len(entries) < count:
+            found = await self.source.read(after, limit=count - len(entries))
+            if not found:
+                raise UnknownEntry(
+                    f"entries of run {self.source.run_id} after {after} are no longer in the log"
+                )
+            entries += found
+            after = found[-1].id
+        return entries
+
+    async def _reach(self, reached: Reached) -> History:
+        """Return the index once it has reached an entry, or the end of the log."""
+        history = await self.indexed()
+        with anyio.move_on_after(_INDEXED_WITHIN) as patience:
+            while not (self.caught_up or reached(history)) and self.problem is None:
+                await self._change.wait()
+        if patience.cancelled_caught:
+            raise NotIndexed(
+                f"{self.progress:.0%} of run {self.source.run_id} are indexed, and not the part "
+                "that was asked for: try again in a moment"
+            )
+        return history
+
+    async def pages(self, after: str, through: str, most: int) -> AsyncIterator[list[Entry]]:
+        """Yield pages of entries between two positions, at most ``most`` entries."""
+        left = most
+        while left > 0:
+            found = await self.source.read(after, through=through, limit=min(PAGE, left))
+            if not found:
+                return
+            yield found
+            left -= len(found)
+            after = found[-1].id
+
+
+def _fold_last(monitor: Monitor, entry: Entry) -> At:
+    """Fold one entry, and return it with its announcements."""
+    state = monitor.state
+    try:
+        envelope = envelope_of(state.run_id, entry.payload)
+    except ContractError as error:
+        set_aside(monitor, entry, error)
+        return At(state, state.entries, entry, None, [], str(error))
+    announcements = monitor.apply(entry.id, envelope)
+    return At(state, state.entries, entry, envelope, announcements, None)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

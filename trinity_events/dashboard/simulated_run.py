@@ -1,0 +1,498 @@
+"""Simulated run with many workers and planted faults: demo data, and logs of any length.
+
+The events are those of a real run, in the contract's types. Only their times and figures are drawn,
+from a seed. The fold, the index and the pages are the real ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from functools import cached_property
+
+from msgspec import Struct
+
+from trinity_schemas import (
+    AppliedPhases,
+    ChosenTransport,
+    ConsumerDetached,
+    Envelope,
+    Event,
+    ExpiredAttempt,
+    ExplorerStatusChanged,
+    LeaseExpired,
+    LedgerRestored,
+    Producer,
+    Registration,
+    ReissuedRollout,
+    RolloutsDispatched,
+    RunOpened,
+    RunResumed,
+    SaveFailed,
+    SaveFinished,
+    SaveProgressed,
+    SaveStarted,
+    Slot,
+    StepCommitted,
+    StepRef,
+    StepTrained,
+    ThreadCountRegistered,
+    TrainedLedger,
+    TrainerStatusChanged,
+    VersionOpened,
+    VersionPartPublished,
+    VersionRefused,
+    WaitEnded,
+    WaitStarted,
+    WeightsApplied,
+    encode,
+    version_digest,
+)
+
+from ..log import Entry
+
+_SHARD = 965_000_000
+_PROMPTS = 64
+_A_NODE = 8
+_FINGERPRINT = f"sha256:{hashlib.sha256(b'tasks').hexdigest()}"
+BEGIN = 1_767_258_000_000
+"""Milliseconds at which the demo's run begins: 2026-01-01 09:00 UTC."""
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Size of a simulated run, and its seed."""
+
+    run_id: str = "demo-64-workers"
+    ranks: int = 16
+    """Trainer ranks."""
+    explorers: int = 47
+    steps: int = 120
+    save_interval: int = 10
+    seconds: float = 18.0
+    """Mean duration of a step."""
+    faults: bool = True
+    """True for the faults of the demo, which need its size."""
+    begin: int = BEGIN
+    seed: int = 7
+
+
+def simulated_run(plan: Plan) -> Iterator[Entry]:
+    """Yield the events of a run as a server would have them, in the order of their ids."""
+    return _Run(plan).entries()
+
+
+class _Happening(Struct, frozen=True, order=True):
+    """Event that is about to be appended."""
+
+    at: int
+    order: int
+    producer: Producer | None
+    event: Event | bytes
+    epoch: int
+    repeat: bool
+
+
+class _Run:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.random = random.Random(plan.seed)  # noqa: S311
+        self.epoch = 1
+        self.clock = float(plan.begin)
+        self._coming: list[tuple[int, int, _Happening]] = []
+        self._order = 0
+        self._sequences: dict[str, int] = {}
+        self._starts: dict[tuple[str, int], int] = {}
+        self._last = (0, 0)
+        self.served: dict[int, int] = {}
+        """Explorer to the step of its version."""
+
+    # --- what the log does -----------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        for begin in self._steps():
+            yield from self._until(int(begin))
+        yield from self._until(int(self.clock))
+
+    def _until(self, at: int) -> Iterator[Entry]:
+        while self._coming and self._coming[0][0] < at:
+            yield self._entry(heapq.heappop(self._coming)[2])
+
+    def _entry(self, one: _Happening) -> Entry:
+        at = max(one.at, self._last[0])
+        self._last = (at, self._last[1] + 1 if at == self._last[0] else 0)
+        entry_id = f"{self._last[0]}-{self._last[1]}"
+        if one.producer is None or isinstance(one.event, bytes):
+            return Entry(entry_id, one.event if isinstance(one.event, bytes) else b"")
+        incarnation = one.producer.incarnation
+        sequence = self._sequences.get(incarnation, 0) + (0 if one.repeat else 1)
+        self._sequences[incarnation] = sequence
+        envelope = Envelope(
+            run_id=self.plan.run_id,
+            epoch=one.epoch,
+            producer=one.producer,
+            sequence=sequence,
+            occurred_at=at / 1000,
+            event=one.event,
+        )
+        return Entry(entry_id, encode(envelope))
+
+    def say(
+        self, seconds: float, who: tuple[str, int], event: Event | bytes, *, repeat: bool = False
+    ) -> None:
+        """Plan an event, in seconds from the begin of the step."""
+        at = int(self.clock + seconds * 1000)
+        self._order += 1
+        producer = None if isinstance(event, bytes) else self._producer(*who)
+        happening = _Happening(at, self._order, producer, event, self.epoch, repeat)
+        heapq.heappush(self._coming, (at, self._order, happening))
+
+    def _producer(self, role: str, rank: int) -> Producer:
+        start = self._starts.get((role, rank), 0)
+        name = f"{self.plan.run_id}/{role}/{rank}/{start}"
+        node = rank // _A_NODE + (0 if role in ("trainer", "actor") else 2)
+        return Producer(
+            role=role,
+            rank=rank,
+            node=f"node-{node:02d}",
+            incarnation=hashlib.sha256(name.encode()).hexdigest()[:16],
+        )
+
+    def restart(self, role: str, rank: int) -> None:
+        """Give a process another start."""
+        self._starts[role, rank] = self._starts.get((role, rank), 0) + 1
+
+    # --- what the run does -----------------------------------------------------------------
+
+    def _steps(self) -> Iterator[float]:
+        """Plan step after step; yield the time before which nothing else will be planned."""
+        plan = self.plan
+        self.say(0, ("trainer", 0), RunOpened(transport=_TRANSPORT, save_strategy="unrestricted"))
+        for rank in range(plan.explorers):
+            joined = ExplorerStatusChanged(status="running")
+            self.say(self.random.uniform(0.2, 3), ("explorer", rank), joined)
+        self.clock += 4000
+        step, crash = 0, 101 if plan.faults else -1
+        while step < plan.steps:
+            step += 1
+            if step == crash:
+                crash = -1
+                step = self._crash(step)
+            length = self._step(step)
+            yield self.clock
+            self.clock += length * 1000
+        if plan.faults:
+            self._ends_waiting(step + 1)
+            yield self.clock
+
+    def _step(self, step: int) -> float:
+        """Plan one step; return its seconds."""
+        plan, draw = self.plan, self.random
+        length = plan.seconds * draw.uniform(0.85, 1.2)
+        trainer = ("trainer", 0)
+        first = (step - 1) * _PROMPTS
+        asked = RolloutsDispatched(
+            ordinals=((first, first + _PROMPTS - 1),),
+            oldest=StepRef(self.epoch, max(0, step - 2)),
+            fingerprint=_FINGERPRINT,
+        )
+        self.say(0.05, trainer, asked)
+        generated = length * draw.uniform(0.5, 0.6)
+        if plan.faults:
+            length, generated = self._straggler(step, length, generated)
+        publish = generated + length * 0.2
+        self.say(generated, trainer, TrainerStatusChanged(status="running", step=step))
+        lost: dict[str, tuple[tuple[int, int], ...]] = {}
+        if step % 7 == 0:
+            lost = {"filtered": ((first + 3, first + 4),)}
+        trained = (
+            ((first, first + 2), (first + 5, first + _PROMPTS - 1))
+            if lost
+            else ((first, first + _PROMPTS - 1),)
+        )
+        self.say(
+            publish - 0.05,
+            trainer,
+            StepTrained(
+                step=step,
+                trained=trained,
+                dropped=lost,
+                staleness=self._staleness(),
+                metrics=self._metrics(step, length),
+            ),
+        )
+        self._version(step, publish)
+        if step % plan.save_interval == 0:
+            self._checkpoint(step, publish + 0.4)
+        if plan.faults:
+            self._oddities(step, publish)
+        return length
+
+    def _staleness(self) -> dict[int, int]:
+        fresh = self.random.randint(420, 512)
+        late = self.random.randint(0, 512 - fresh)
+        return {0: fresh, 1: 512 - fresh - late, 2: late} if late else {0: fresh, 1: 512 - fresh}
+
+    def _metrics(self, step: int, length: float) -> dict[str, float]:
+        noise = self.random.gauss
+        learnt = 1 - math.exp(-step / 55)
+        return {
+            "reward/mean": 0.12 + 0.68 * learnt + noise(0, 0.025),
+            "reward/std": 0.32 - 0.14 * learnt + noise(0, 0.01),
+            "loss": 0.42 * math.exp(-step / 60) + 0.05 + noise(0, 0.012),
+            "kl": 0.002 + 0.0009 * step**0.6 + abs(noise(0, 0.0006)),
+            "entropy": 1.9 * math.exp(-step / 140) + noise(0, 0.03),
+            "grad_norm": 0.9 + abs(noise(0, 0.25)) + (2.2 if step == 63 else 0),
+            "response_length": 240 + 210 * learnt + noise(0, 12),
+            "tokens_per_second": 61_000 * self.plan.seconds / length + noise(0, 900),
+        }
+
+    def _version(self, step: int, publish: float) -> None:
+        plan, draw = self.plan, self.random
+        opened = VersionOpened(step=step, ranks=tuple(range(plan.ranks)), transport="redis")
+        self.say(publish, ("actor", 0), opened)
+        last = publish
+        for rank in range(plan.ranks):
+            began = publish + draw.uniform(0.01, 0.06)
+            seconds = draw.uniform(0.55, 0.95) + (1.4 if draw.random() < 0.01 else 0)
+            save_id = f"w{self.epoch}-{step}-{rank}"
+            slot = Slot(step=step, kind="weights", role="actor", rank=rank, name="weights")
+            self.say(began, ("actor", rank), SaveStarted(save_id=save_id, slot=slot, lease=15.0))
+            part = VersionPartPublished(
+                step=step,
+                rank=rank,
+                manifest_digest=_digest(self.epoch, step, rank),
+                bytes=_SHARD,
+                tensors=338,
+                chunks=231,
+                seconds=seconds,
+                save_id=save_id,
+            )
+            self.say(began + seconds, ("actor", rank), part)
+            last = max(last, began + seconds)
+        self.say(last + 0.01, ("trainer", 0), StepCommitted(step=step, kind="weights"))
+        for rank in range(plan.explorers):
+            self._apply(step, rank, publish, last + 0.02)
+
+    def _apply(self, step: int, rank: int, publish: float, ready: float) -> None:
+        draw, plan = self.random, self.plan
+        if plan.faults and self._is_cut_off(step, rank):
+            return
+        fetch, pause = draw.uniform(0.7, 1.6), draw.uniform(0.08, 0.22)
+        ready += draw.expovariate(6)
+        explorer = ("explorer", rank)
+        if plan.faults and rank in (36, 37) and step in (58, 59, 61, 110, 113):
+            refused = VersionRefused(
+                version=StepRef(self.epoch, step),
+                reason="chunk 114 of rank 3 has another digest than its manifest",
+                rank=3,
+                chunk=114 + step,
+            )
+            self.say(ready + fetch, explorer, refused)
+            return
+        digest = version_digest([(one, _digest(self.epoch, step, one)) for one in self._ranks])
+        verified = (self.clock / 1000) + ready + fetch
+        applied = WeightsApplied(
+            version=StepRef(self.epoch, step),
+            digest=digest,
+            bytes=_SHARD * plan.ranks,
+            verified_at=verified,
+            phases=AppliedPhases(fetch=fetch, pause=pause),
+        )
+        self.say(ready + fetch + pause, explorer, applied)
+        self.served[rank] = step
+
+    @cached_property
+    def _ranks(self) -> range:
+        return range(self.plan.ranks)
+
+    def _checkpoint(self, step: int, begin: float) -> None:
+        plan, draw = self.plan, self.random
+        expected = Registration(
+            registration_id=f"trainer-0-{self.epoch}-{step}",
+            kind="checkpoint",
+            expected=plan.ranks,
+        )
+        registered = ThreadCountRegistered(step=step, registration=expected)
+        self.say(begin, ("trainer", 0), registered)
+        for rank in range(plan.ranks):
+            started = begin + draw.uniform(0.02, 0.2)
+            self._save(step, rank, started, draw.uniform(5, 9))
+        commit = StepCommitted(step=step, kind="checkpoint", registrations=(expected,))
+        self.say(begin + 0.3, ("trainer", 0), commit)
+
+    def _save(self, step: int, rank: int, started: float, seconds: float, again: int = 0) -> None:
+        """Plan a save of one rank; two of the demo's saves go wrong."""
+        slot = Slot(step=step, kind="checkpoint", role="actor", rank=rank, name="model")
+        save_id = f"c{self.epoch}-{step}-{rank}-{again}"
+        path = f"shards/step_{step}/model_{rank}.pt"
+        who = ("actor", rank)
+        self.say(started, who, SaveStarted(save_id=save_id, slot=slot, path=path, lease=15.0))
+        if self.plan.faults and not again and (step, rank) == (40, 5):
+            self._killed(slot, save_id, started)
+            return
+        if self.plan.faults and not again and (self.epoch, step, rank) == (1, 90, 11):
+            message = "[Errno 28] No space left on device: 'model_11.pt'"
+            failed = SaveFailed(save_id=save_id, slot=slot, error_type="OSError", message=message)
+            self.say(started + 3.1, who, failed)
+            return
+        half = SaveProgressed(save_id=save_id, slot=slot, bytes=_SHARD // 2, total=_SHARD)
+        self.say(started + seconds / 2, who, half)
+        finished = SaveFinished(
+            save_id=save_id,
+            slot=slot,
+            path=path,
+            bytes=_SHARD,
+            seconds=seconds,
+            digest=_digest(self.epoch, step, 1000 + rank),
+        )
+        self.say(started + seconds, who, finished)
+
+    # --- what goes wrong -------------------------------------------------------------------
+
+    def _killed(self, slot: Slot, save_id: str, started: float) -> None:
+        """Let a rank die in the middle of its save; another start of it saves again."""
+        holder = self._producer("actor", slot.rank)
+        expired = LeaseExpired(
+            holder=holder, lease=15.0, attempts=(ExpiredAttempt(save_id=save_id, slot=slot),)
+        )
+        self.say(started + 17.4, ("reducer", 0), expired)
+        self.restart("actor", slot.rank)
+        self._save(slot.step, slot.rank, started + 26, 6.5, again=1)
+
+    def _straggler(self, step: int, length: float, generated: float) -> tuple[float, float]:
+        """Let one explorer's reward call hang: the trainer waits, then asks for the group again."""
+        if step != 23:
+            return length, generated
+        held, late = 46.0, ("explorer", 17)
+        ordinal = (step - 1) * _PROMPTS + 31
+        self.say(
+            generated + 5,
+            ("trainer", 0),
+            WaitStarted(
+                wait_id=f"t{step}",
+                what=f"the experiences of step {step}: 63 of 64 groups",
+                waits_for=("explorer-17",),
+                seconds=5.0,
+                deadline=300.0,
+            ),
+        )
+        self.say(
+            generated + 3,
+            late,
+            WaitStarted(
+                wait_id=f"r{step}",
+                what=f"the reward of group {ordinal}",
+                waits_for=("reward-2",),
+                seconds=9.0,
+                deadline=60.0,
+            ),
+        )
+        again = ReissuedRollout(ordinal=ordinal, attempt=2, reason="deadline")
+        self.say(
+            generated + held - 6,
+            ("trainer", 0),
+            RolloutsDispatched(reissued=(again,), oldest=StepRef(self.epoch, step - 2)),
+        )
+        ended = WaitEnded(wait_id=f"r{step}", outcome="deadline", seconds=60.0)
+        self.say(generated + held - 5.8, late, ended)
+        over = WaitEnded(wait_id=f"t{step}", outcome="over", seconds=held)
+        self.say(generated + held, ("trainer", 0), over)
+        return length + held, generated + held
+
+    def _is_cut_off(self, step: int, rank: int) -> bool:
+        """Return True for the explorers of a node that the network lost, and for late ones."""
+        late = {20: 116, 21: 118, 44: 119}
+        return (70 <= step < 78 and 24 <= rank < 32) or step > late.get(rank, step)
+
+    def _oddities(self, step: int, publish: float) -> None:
+        """Plan what does not hold a run up: repeated events, garbage, a group that went away."""
+        if step == 34:
+            opened = VersionOpened(step=step, ranks=tuple(self._ranks), transport="redis")
+            self.say(publish + 0.3, ("actor", 0), opened, repeat=True)
+        if step == 46:
+            self.say(publish + 1, ("trainer", 0), b"\x93\x01\x02 not an event of this contract")
+        if step == 75:
+            detached = ConsumerDetached(
+                group="eval-nightly",
+                stream="announcements",
+                position=f"{int(self.clock) - 600_000}-0",
+                pending=12,
+                idle=3600.0,
+                oldest_pending=f"{int(self.clock) - 900_000}-0",
+            )
+            self.say(2, ("reducer", 0), detached)
+
+    def _crash(self, step: int) -> int:
+        """Let the trainer die; it resumes from the last whole checkpoint. Return the next step."""
+        from_step = 80  # the checkpoint of step 90 lacks a save: a disk was full
+        self.clock += 9000
+        self.epoch += 1
+        self.restart("trainer", 0)
+        for rank in self._ranks:
+            self.restart("actor", rank)
+        self.clock += 52_000
+        checkpoint = StepRef(1, from_step)
+        resumed = RunResumed(step=from_step, checkpoint=checkpoint, transport=_TRANSPORT)
+        self.say(0, ("trainer", 0), resumed)
+        filtered = 2 * len([one for one in range(1, from_step + 1) if one % 7 == 0])
+        total = from_step * _PROMPTS
+        ledger = TrainedLedger(
+            step=from_step,
+            mark=total,
+            next=total,
+            trained=total - filtered,
+            dropped={"filtered": filtered},
+            fingerprint=_FINGERPRINT,
+        )
+        self.say(0.1, ("trainer", 0), LedgerRestored(ledger=ledger, digest=ledger.digest))
+        self.clock += 3000
+        return from_step + 1
+
+    def _ends_waiting(self, step: int) -> None:
+        """End the record in the middle of a step that is held up, as a look at a live run would."""
+        first = (step - 1) * _PROMPTS
+        trainer = ("trainer", 0)
+        oldest = StepRef(self.epoch, step - 2)
+        ordinals = ((first, first + _PROMPTS - 1),)
+        self.say(0.1, trainer, RolloutsDispatched(ordinals=ordinals, oldest=oldest))
+        waits = [
+            (
+                14.0,
+                trainer,
+                f"the experiences of step {step}: 61 of 64 groups",
+                ("explorer-29", "explorer-41"),
+                600.0,
+            ),
+            (16.0, ("explorer", 29), f"the reward of group {first + 12}", ("reward-1",), 120.0),
+            (17.0, ("explorer", 41), f"tool call 3 of episode {first + 40}", ("sandbox-7",), 180.0),
+            (19.0, ("explorer", 3), "a request: none is open", ("trainer-0",), None),
+        ]
+        for at, who, what, named, deadline in waits:
+            wait_id = f"{who[0]}{who[1]}-{step}"
+            self.say(
+                at,
+                who,
+                WaitStarted(
+                    wait_id=wait_id, what=what, waits_for=named, seconds=6.0, deadline=deadline
+                ),
+            )
+        slot = Slot(step=step - 1, kind="state_dict", role="actor", rank=9, name="model")
+        expected = Registration(registration_id=f"sd-{step - 1}", kind="state_dict", expected=2)
+        self.say(1, trainer, ThreadCountRegistered(step=step - 1, registration=expected))
+        self.say(2, ("actor", 9), SaveStarted(save_id=f"sd-{step}", slot=slot, lease=15.0))
+        self.say(
+            2.2, trainer, StepCommitted(step=step - 1, kind="state_dict", registrations=(expected,))
+        )
+        half = SaveProgressed(save_id=f"sd-{step}", slot=slot, bytes=_SHARD // 3, total=_SHARD)
+        self.say(18, ("actor", 9), half)
+        self.clock += 31_000
+
+
+_TRANSPORT = ChosenTransport(name="redis", reason="the explorers are on other hosts")
+
+
+def _digest(epoch: int, step: int, rank: int) -> str:
+    return f"sha256:{(epoch << 48) + (step << 16) + rank:064x}"

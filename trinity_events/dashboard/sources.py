@@ -1,0 +1,327 @@
+"""Sources of a run's log: its server and archive, or entries in a temporary file."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import anyio
+import anyio.to_thread
+import redis.asyncio
+from msgspec import Struct
+
+from ..archive import Archive, ArchiveMissing, read_recording
+from ..archive.export import whole_stream
+from ..core import MonitorState
+from ..log import ORIGIN, DeadLetter, Entry, RedisEventLog, Stream, position
+from ..log.redis_groups import FIRST_MEMBER
+from ..replay import load_monitor
+from ..server import server_clock
+
+_BLOCKS = 5.0
+"""Seconds for which one read waits on the server for new entries."""
+_GROUPS = 32
+"""Consumer groups of a stream that are shown."""
+_LETTERS = 50
+"""Dead letters that are shown, the last ones."""
+
+
+class Beginning(NamedTuple):
+    """State at which an index begins, with the times of the first and the last entry."""
+
+    state: MonitorState
+    begin: int
+    end: int
+    note: str | None = None
+    """Reason for which the index does not begin with the log."""
+
+
+class Group(NamedTuple):
+    """Consumer group of a stream, as a viewer may see it."""
+
+    stream: str
+    name: str
+    members: int
+    pending: int
+    last_delivered: str
+    oldest_pending: str | None
+    idle: float
+    """Seconds since a member last read."""
+    caught_up: bool
+
+
+class Surroundings(Struct, frozen=True):
+    """Parts of a run that its events do not tell: consumer groups, dead letters, the reducer."""
+
+    now: int
+    """Milliseconds of the server's clock."""
+    groups: tuple[Group, ...] = ()
+    dead: tuple[DeadLetter, ...] = ()
+    committed: str | None = None
+    """Position that the reducer has committed."""
+    end: str = ORIGIN
+
+
+class Source(Protocol):
+    """Log of one run, which a dashboard reads and never writes."""
+
+    run_id: str
+    is_live: bool
+    """True if entries may follow."""
+
+    async def begin(self) -> Beginning:
+        """Return the state before the first readable entry."""
+        ...
+
+    async def read(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
+        """Return up to ``limit`` entries after a position."""
+        ...
+
+    async def wait(self, after: str) -> list[Entry]:
+        """Return entries after a position; wait some seconds while there are none."""
+        ...
+
+    async def newest_state(self) -> MonitorState | None:
+        """Return a recent state that costs little to load; None if there is none."""
+        ...
+
+    async def surroundings(self) -> Surroundings:
+        """Return what the events do not tell."""
+        ...
+
+    def close(self) -> None:
+        """Free the source's resources."""
+        ...
+
+
+class ServerSource:
+    """Log on a server, with the archive of trimmed entries. It sends commands that read, alone.
+
+    Args:
+        client: Client of the server, for example as the user ``viewer``.
+        run_id: The run.
+        archive: Archive of the run, if its folder is at hand.
+    """
+
+    is_live = True
+
+    def __init__(self, client: redis.asyncio.Redis, run_id: str, archive: Archive | None) -> None:
+        self.run_id = run_id
+        self._client = client
+        self._log = RedisEventLog(client, run_id)
+        self._archive = archive if archive is not None and archive.folder.is_dir() else None
+        self._left: str | None = None
+
+    async def begin(self) -> Beginning:
+        """Return the state before the first readable entry."""
+        log = self._log
+        end = position(await log.last_id())[0]
+        self._left = await log.first_retained_id(Stream.EVENTS)
+        first = await self._first_archived() if self._left is not None else None
+        if self._left is None or first is not None:
+            found = [first] if first is not None else await log.read(limit=1)
+            begin = position(found[0].id)[0] if found else end
+            return Beginning(MonitorState(run_id=self.run_id), begin, end)
+        self._archive = None
+        state = (await load_monitor(log)).monitor.state
+        note = (
+            f"Entries before {state.position} are archived: name the folder of the checkpoints "
+            "with --checkpoint-root to see them."
+        )
+        return Beginning(state, position(state.position)[0], end, note)
+
+    async def _first_archived(self) -> Entry | None:
+        if self._archive is None:
+            return None
+        return await anyio.to_thread.run_sync(self._archive.first, Stream.EVENTS)
+
+    async def read(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
+        """Return up to ``limit`` entries after a position, archived ones included."""
+        if self._left is not None and position(after) < position(self._left):
+            return await self._read_archived(after, through, limit)
+        found = await self._log.read(after, through=through, limit=limit)
+        left = await self._log.first_retained_id(Stream.EVENTS) if not found else self._left
+        if left != self._left:
+            self._left = left
+            return await self.read(after, through=through, limit=limit)
+        return found
+
+    async def _read_archived(self, after: str, through: str, limit: int) -> list[Entry]:
+        found: list[Entry] = []
+        async for entry in whole_stream(self._log, Stream.EVENTS, self._archive, after):
+            if through != "+" and position(entry.id) > position(through):
+                break
+            found.append(entry)
+            if len(found) >= limit:
+                break
+        return found
+
+    async def wait(self, after: str) -> list[Entry]:
+        """Return entries after a position; wait some seconds while there are none."""
+        found = await self._log.read_blocking({Stream.EVENTS: after}, seconds=_BLOCKS)
+        return [entry for _, entry in found]
+
+    async def newest_state(self) -> MonitorState | None:
+        """Return the state of the reducer's last snapshot; None without one."""
+        snapshot, _ = await self._log.load()
+        if snapshot is None:
+            return None
+        return (await load_monitor(self._log)).monitor.state
+
+    async def surroundings(self) -> Surroundings:
+        """Return consumer groups, dead letters and the reducer's position."""
+        log = self._log
+        groups = [one for stream in Stream for one in await self._groups(stream)]
+        committed: Any = await self._client.get(log.keys.position)
+        return Surroundings(
+            now=await server_clock(self._client, log.keys.events),
+            groups=tuple(groups),
+            dead=tuple(await log.dead_letters(last=_LETTERS)),
+            committed=None if committed is None else committed.decode(errors="replace"),
+            end=await log.last_id(),
+        )
+
+    async def _groups(self, stream: Stream) -> list[Group]:
+        """Return the groups of a stream; viewers may not run the script that reducers use."""
+        client: Any = self._client
+        key = self._log.keys.events if stream is Stream.EVENTS else self._log.keys.announcements
+        if not await client.exists(key):
+            return []
+        end, found = await self._log.last_id(stream), []
+        for one in (await client.xinfo_groups(key))[:_GROUPS]:
+            waiting = await client.xpending(key, one["name"])
+            members = await client.xinfo_consumers(key, one["name"])
+            idle = [member["idle"] for member in members]
+            delivered = one["last-delivered-id"].decode()
+            found.append(
+                Group(
+                    stream=stream.value,
+                    name=one["name"].decode(errors="backslashreplace"),
+                    members=sum(member["name"] != FIRST_MEMBER.encode() for member in members),
+                    pending=one["pending"],
+                    last_delivered=delivered,
+                    oldest_pending=waiting["min"].decode() if waiting["min"] else None,
+                    idle=min(idle, default=0) / 1000,
+                    caught_up=not one["pending"] and position(delivered) >= position(end),
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        """Do nothing: the client belongs to the caller."""
+
+
+_LENGTHS = struct.Struct(">QQI")
+_INDEXED = 250
+"""Entries between two that the index of a temporary file knows by their place."""
+
+
+class RecordedSource:
+    """Log whose entries lie in a temporary file, so that any part of it is read at once.
+
+    Args:
+        run_id: The run.
+        entries: Events, in their order.
+        dead: Dead letters.
+        committed: Position that the reducer had committed.
+    """
+
+    is_live = False
+
+    def __init__(
+        self,
+        run_id: str,
+        entries: Iterable[Entry],
+        dead: Iterable[DeadLetter] = (),
+        committed: str | None = None,
+    ) -> None:
+        self.run_id = run_id
+        self._dead = tuple(dead)[-_LETTERS:]
+        self._committed = committed
+        self._file = tempfile.TemporaryFile(prefix="trinity-events-")  # noqa: SIM115
+        self._positions: list[tuple[int, int]] = []
+        self._offsets: list[int] = []
+        self.first = self.last = ORIGIN
+        for number, entry in enumerate(entries):
+            at = position(entry.id)
+            if number % _INDEXED == 0:
+                self._positions.append(at)
+                self._offsets.append(self._file.tell())
+            if number == 0:
+                self.first = entry.id
+            self._file.write(_LENGTHS.pack(*at, len(entry.payload)))
+            self._file.write(entry.payload)
+            self.last = entry.id
+        self._end = self._file.tell()
+
+    @classmethod
+    def of_file(cls, path: Path) -> RecordedSource:
+        """Return the log of a file that ``export`` wrote. Raises BadRecording."""
+        recording = read_recording(path)
+        header = recording.header
+        return cls(header.run_id, recording.events, recording.dead, header.position)
+
+    @classmethod
+    def of_archive(cls, run_folder: Path) -> RecordedSource:
+        """Return the archived log of a run's folder, of which no server has the rest."""
+        archive = Archive(run_folder, run_folder.name)
+        if not archive.folder.is_dir() or archive.through(Stream.EVENTS) == ORIGIN:
+            raise ArchiveMissing(
+                f"{run_folder} has no archived log: name the folder of a run, which has a folder "
+                "named log, or a file that export wrote"
+            )
+        return cls(run_folder.name, archive.read(Stream.EVENTS))
+
+    async def begin(self) -> Beginning:
+        """Return the empty state, with the times of the first and the last entry."""
+        begin, end = position(self.first)[0], position(self.last)[0]
+        return Beginning(MonitorState(run_id=self.run_id), begin, end)
+
+    async def read(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
+        """Return up to ``limit`` entries after a position."""
+        return self.read_now(after, through=through, limit=limit)
+
+    def read_now(self, after: str, *, through: str = "+", limit: int = 1000) -> list[Entry]:
+        """Return up to ``limit`` entries after a position."""
+        begin = position(after)
+        end = None if through == "+" else position(through)
+        found: list[Entry] = []
+        for at, payload in self._from(begin):
+            if end is not None and at > end:
+                break
+            if at > begin:
+                found.append(Entry(f"{at[0]}-{at[1]}", payload))
+            if len(found) >= limit:
+                break
+        return found
+
+    def _from(self, begin: tuple[int, int]) -> Iterator[tuple[tuple[int, int], bytes]]:
+        at = bisect_right(self._positions, begin) - 1
+        file = self._file
+        file.seek(self._offsets[max(at, 0)] if self._offsets else 0)
+        while file.tell() < self._end:
+            milliseconds, number, length = _LENGTHS.unpack(file.read(_LENGTHS.size))
+            yield (milliseconds, number), file.read(length)
+
+    async def wait(self, after: str) -> list[Entry]:
+        """Return no entries: none follow."""
+        await anyio.sleep_forever()
+        return []
+
+    async def newest_state(self) -> MonitorState | None:
+        """Return None: only the fold of all entries gives the state."""
+        return None
+
+    async def surroundings(self) -> Surroundings:
+        """Return the recorded dead letters, at the time of the last entry."""
+        return Surroundings(
+            now=position(self.last)[0], dead=self._dead, committed=self._committed, end=self.last
+        )
+
+    def close(self) -> None:
+        """Close the temporary file, which removes it."""
+        self._file.close()

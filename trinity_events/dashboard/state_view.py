@@ -1,0 +1,213 @@
+"""State of a run as its pages show it: what holds now, what waits for whom, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_schemas import StepRef
+
+from ..core import MonitorState, failures, unfinished
+from ..core.completeness import registered
+from ..core.explain import explain
+from ..core.fold_state import describe_producer, describe_slot
+from ..core.ordinal_ranges import words_of_ranges
+from ..core.refusals import suspects, words_of_refusal
+from ..core.state import KINDS, ExplorerState, KindState, StepState
+from ..core.waits import chained_waits, seconds_left
+from ..log import position
+
+_WAITS = 64
+_SAVES = 64
+_LINES = 32
+_STEPS = 12
+"""Steps whose kinds are shown, the last ones."""
+
+
+def view_of(state: MonitorState, now: int, digests: Mapping[StepRef, str]) -> dict[str, Any]:
+    """Return a state as plain data, with all moments in milliseconds.
+
+    Args:
+        state: The run's state.
+        now: Milliseconds to which ages count.
+        digests: Digests of ready weight versions, by which explorers' weights are proven.
+    """
+    return {
+        "run": state.run_id,
+        "epoch": state.epoch,
+        "position": state.position,
+        "number": state.entries,
+        "at": position(state.position)[0],
+        "now": now,
+        "opened_at": state.opened_at,
+        "closed": state.closed,
+        "closed_error": state.closed_error,
+        "closed_at": state.closed_at,
+        "trainer": state.closed or state.trainer,
+        "step": state.trainer_step,
+        "transport": None if state.transport is None else state.transport.name,
+        "strategy": state.strategy,
+        "waits": _waits(state, now),
+        "unfinished": unfinished(state, now=now)[:_LINES],
+        "failures": [one.sentence for one in failures(state)][-_LINES:],
+        "steps": _steps(state),
+        "saves": _saves(state),
+        "ready": {
+            kind: {
+                "epoch": pointer.at.epoch,
+                "step": pointer.at.step,
+                "since": position(pointer.entry_id)[0],
+                "entry": pointer.entry_id,
+                "digest": pointer.digest,
+            }
+            for kind in KINDS
+            if (pointer := state.ready.get(kind)) is not None
+        },
+        "explorers": _explorers(state, digests),
+        "ledger": _ledger(state),
+        "announced": state.announced,
+        "dead_letters": state.dead_letters,
+        "anomaly_counts": state.anomaly_counts,
+        "anomalies": [[one.entry_id, one.name, one.detail] for one in state.anomalies],
+        "refused": state.refused,
+        "refusals": [[one.at, words_of_refusal(one)] for one in state.refusals[-_LINES:]],
+        "suspects": suspects(state.refusals),
+        "detached": [
+            [name, one.position, one.pending, one.idle] for name, one in state.detached.items()
+        ],
+    }
+
+
+def step_in_words(state: MonitorState, step: int, now: int) -> str:
+    """Return the explanation of a step, naming everything that is missing."""
+    return explain(state, step, now=now, named=None)
+
+
+def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
+    """Return the open waits, each followed by those of the processes that it names."""
+    if state.closed is not None:
+        return []
+    found: list[dict[str, Any]] = [
+        {
+            "by": wait.by,
+            "what": wait.what,
+            "for": list(wait.waits_for),
+            "unnamed": wait.unnamed,
+            "since": wait.since,
+            "left": seconds_left(wait, now),
+            "depth": depth,
+        }
+        for wait, depth in chained_waits(state, now)[:_WAITS]
+    ]
+    waits = state.trainer_waits
+    if waits is not None and not any(one["by"].startswith("trainer") for one in found):
+        found.insert(
+            0,
+            {
+                "by": "trainer-0",
+                "what": f"the {waits.what} of step {waits.step} ({waits.have} of {waits.expected})",
+                "for": list(waits.missing[:16]),
+                "unnamed": max(0, len(waits.missing) - 16),
+                "since": waits.since,
+                "left": None,
+                "depth": 0,
+            },
+        )
+    return found
+
+
+def _steps(state: MonitorState) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "kinds": [_kind(found, name, found.kinds[name]) for name in found.kinds]}
+        for step, found in list(state.steps.items())[-_STEPS:]
+    ]
+
+
+def _kind(step: StepState, name: str, kind: KindState) -> dict[str, Any]:
+    have, expected = kind.finished, max(registered(kind), len(kind.slots))
+    if name == "weights" and step.version is not None:
+        have, expected = len(step.version.parts), len(step.version.ranks)
+    outcome = kind.outcome or ("failed" if kind.is_failed else "")
+    return {
+        "kind": name,
+        "have": have,
+        "expected": expected,
+        "committed": kind.committed_at,
+        "outcome": outcome,
+        "failure": kind.failure if kind.is_failed else None,
+        "compacted": kind.compacted,
+    }
+
+
+def _saves(state: MonitorState) -> list[dict[str, Any]]:
+    found = []
+    for save_id, attempt in list(state.attempts.items())[:_SAVES]:
+        step = state.steps.get(attempt.slot.step)
+        kind = None if step is None else step.kinds.get(attempt.slot.kind)
+        slots = {} if kind is None else kind.slots
+        written = next(
+            (slot.progress[save_id] for slot in slots.values() if save_id in slot.progress), None
+        )
+        found.append(
+            {
+                "slot": describe_slot(attempt.slot),
+                "holder": describe_producer(attempt.holder),
+                "node": attempt.holder.node,
+                "since": attempt.since,
+                "started": attempt.started,
+                "bytes": written,
+            }
+        )
+    return found
+
+
+def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list[Any]]:
+    """Return one row for each explorer; rows rather than maps, since there may be thousands."""
+    newest = state.ready.get("weights")
+    return [
+        [
+            name,
+            one.status,
+            None if one.version is None else one.version.epoch,
+            None if one.version is None else one.version.step,
+            one.digest,
+            _proof(one, digests),
+            _staleness(one, None if newest is None else newest.at),
+            one.applied_at,
+            one.heard_at,
+            one.requested_at,
+        ]
+        for name, one in state.explorers.items()
+    ]
+
+
+def _proof(explorer: ExplorerState, digests: Mapping[StepRef, str]) -> str:
+    """Return whether an explorer's digest is that of the announced version."""
+    announced = None if explorer.version is None else digests.get(explorer.version)
+    if not announced or explorer.digest is None:
+        return "unknown"
+    return "proven" if announced == explorer.digest else "differs"
+
+
+def _staleness(explorer: ExplorerState, newest: StepRef | None) -> int | None:
+    """Return the steps by which an explorer's version is behind the newest; -1 across epochs."""
+    if explorer.version is None or newest is None:
+        return None
+    if explorer.version.epoch != newest.epoch:
+        return -1 if explorer.version < newest else 0
+    return max(0, newest.step - explorer.version.step)
+
+
+def _ledger(state: MonitorState) -> dict[str, Any] | None:
+    ledger = state.ledger
+    if ledger is None:
+        return None
+    return {
+        "dispatched": ledger.next,
+        "trained": ledger.trained,
+        "dropped": ledger.dropped,
+        "open": ledger.open_count,
+        "mark": ledger.mark,
+        "words": ledger.in_words,
+        "settled": words_of_ranges(ledger.settled[:64]) if ledger.settled else "",
+    }

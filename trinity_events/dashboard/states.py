@@ -1,0 +1,82 @@
+"""States of a run at some of its entries, in bounded memory."""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+
+from msgspec import Struct
+
+from ..core import MonitorState, decode_state, encode_state
+
+SPACING = 500
+"""Entries between two kept states of a short log."""
+MOST = 1024
+"""Maximum kept states; beyond it every second one is dropped."""
+MOST_BYTES = 64 << 20
+"""Maximum bytes of the kept states; beyond it every second one is dropped."""
+_WIDEST = 4000
+"""Entries between two kept states up to which states are dropped for their number alone.
+
+A fold of so many entries takes some 30 ms.
+"""
+
+
+class KeptState(Struct, frozen=True):
+    """Compressed state after ``number`` entries."""
+
+    number: int
+    position: str
+    snapshot: bytes
+
+    def decode(self) -> MonitorState:
+        """Return the state, which the caller may fold on."""
+        return decode_state(zlib.decompress(self.snapshot))
+
+
+class KeptStates:
+    """Kept states in the order of the log; a longer log keeps them further apart."""
+
+    def __init__(self) -> None:
+        self.spacing = SPACING
+        self._kept: list[KeptState] = []
+        self._numbers: list[int] = []
+        self._bytes = 0
+
+    @property
+    def count(self) -> int:
+        """Number of kept states."""
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept states."""
+        return self._bytes
+
+    def wants(self, number: int) -> bool:
+        """Return True if the state after this number of entries is to be kept."""
+        return number % self.spacing == 0
+
+    def keep(self, number: int, state: MonitorState) -> None:
+        """Keep a state; drop every second one if there are too many."""
+        kept = KeptState(number, state.position, zlib.compress(encode_state(state), level=1))
+        self._kept.append(kept)
+        self._numbers.append(number)
+        self._bytes += len(kept.snapshot)
+        crowded = len(self._kept) > MOST and self.spacing < _WIDEST
+        if crowded or self._bytes > MOST_BYTES or len(self._kept) > 4 * MOST:
+            self._thin_out()
+
+    def before(self, number: int) -> KeptState | None:
+        """Return the last kept state after at most ``number`` entries; None if there is none."""
+        at = bisect_right(self._numbers, number)
+        return self._kept[at - 1] if at else None
+
+    def _thin_out(self) -> None:
+        self.spacing *= 2
+        first = self._numbers[0]
+        self._kept = [
+            one for one in self._kept if one.number == first or one.number % self.spacing == 0
+        ]
+        self._numbers = [one.number for one in self._kept]
+        self._bytes = sum(len(one.snapshot) for one in self._kept)

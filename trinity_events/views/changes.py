@@ -1,0 +1,32 @@
+"""Changes of a state as lines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..core.changes import Change
+
+BOOKKEEPING = frozenset({"position", "entries", "sequences", "announced"})
+"""Fields of a state that change with every event, and tell nothing of the run."""
+_LONGEST = 120
+"""Maximum characters of a value in a line."""
+
+
+def tells(change: Change) -> bool:
+    """Return True unless a change is of bookkeeping."""
+    return change.path.partition(".")[0] not in BOOKKEEPING
+
+
+def change_line(change: Change) -> str:
+    """Return a change as a line: the path, the value before and the value after."""
+    if change.before is None:
+        return f"+ {change.path} = {_short(change.after)}"
+    if change.after is None:
+        return f"- {change.path} (was {_short(change.before)})"
+    return f"~ {change.path}: {_short(change.before)} -> {_short(change.after)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
