@@ -20,6 +20,7 @@ from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
 from trinity_events.weights.transports.shared_memory.segments import users_folder
 from trinity_schemas import RunKeys
+from trinity_workers.config import SyncConfig
 from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
 
@@ -79,7 +80,7 @@ def test_every_version_was_applied_or_superseded_before_it_was_pulled(finished):
 
 def test_weights_went_by_the_best_transport_and_the_summary_and_the_log_say_so(finished, cli):
     run_id, summary = finished
-    best, why = chosen_transport("auto", explorers_here=True)
+    best, why = chosen_transport(SyncConfig(), explorers_here=True)
     lines = map(json.loads, cli("tail", run_id, "-n", "100000", "--json").stdout.splitlines())
     events = [line["event"] for line in lines]
     told = [one for one in events if one["type"] == "version-opened"]
