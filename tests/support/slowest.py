@@ -1,7 +1,7 @@
 """Print the slowest fifty tests of a report of durations as a table: make slowest.
 
-The report is the output of ``pytest --durations=0``. Its times are those of one run. A test's name is
-its claim.
+The report is the output of ``pytest --durations=0``. Its times are those of one run. The name
+of a test is its claim.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     print("| seconds | test | claim |\n|---:|---|---|")
     for seconds, file, function in slowest(chain(*lines)):
         claim = function.removeprefix("test_").replace("_", " ")
-        print(f"| {seconds:.0f} | `{file}` | {claim} |")
+        print(f"| {seconds:.0f} | `{file}` | `{claim}` |")
 
 
 if __name__ == "__main__":
