@@ -27,6 +27,7 @@ def applied(step, pause):
         ("critic/vf_loss", "train/critic/vf_loss"),
         ("reward", "rollout/reward"),
         ("rollout_corr/kl", "off_policy/kl"),
+        ("mixed_versions", "off_policy/mixed_versions"),
         ("eval/sums", "eval/sums"),
     ],
 )

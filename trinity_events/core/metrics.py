@@ -21,7 +21,7 @@ from .ordinal_ranges import count
 GROUPS = ("train", "rollout", "eval", "perf", "off_policy")
 """Groups of metrics; a metric's name is ``GROUP/NAME``."""
 _OF_ROLLOUTS = frozenset({"reward", "score", "response_tokens", "response_length"})
-_OFF_POLICY = ("rollout_corr/", "staleness")
+_OFF_POLICY = ("rollout_corr/", "staleness", "mixed_versions")
 _OPENED = 64
 """Versions whose opening is remembered, for explorers that apply them late."""
 
