@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import anyio
 import typer
@@ -13,8 +14,9 @@ import typer
 from ..archive import NotWritten, Recording, import_recording, read_recording, record_run
 from ..archive.format import write_file
 from ..archive.segments import Archive
+from ..checkpoint_layout import ARCHIVE
 from ..errors import TrinityError
-from ..log import Entry, position
+from ..log import Entry, position, require_run
 from ..testing.history import as_test_file
 from ..views.terminal import say
 from .options import (
@@ -25,7 +27,10 @@ from .options import (
     client_of,
     log_of,
 )
-from .sources import states_of
+from .sources import recorded_file, states_of
+
+if TYPE_CHECKING:
+    from ..dashboard.sources import Source
 
 
 class OutputUnusable(TrinityError):
@@ -45,6 +50,12 @@ def export(
         bool,
         typer.Option("--pytest", help="Write a test file instead: test_RUN.py. It runs by itself."),
     ] = False,
+    as_html: Annotated[
+        bool,
+        typer.Option(
+            "--html", help="Write the dashboard's pages of the run instead, as one file: RUN.html."
+        ),
+    ] = False,
     until: Annotated[
         str | None,
         typer.Option(
@@ -58,21 +69,27 @@ def export(
 ) -> None:
     """Write a run's whole log to a file of JSON lines, with the archived entries.
 
-    With --pytest, RUN may be a file that export wrote.
+    With --pytest or --html, RUN may be a file that export wrote; with --html also a run's folder.
 
     Example: trinity-events export demo-1 --output demo-1.jsonl
 
     Example: trinity-events export demo-1 --pytest --until 4
+
+    Example: trinity-events export demo-1 --html
     """
     if until is not None and not as_pytest:
         raise OutputUnusable(
             "--until cuts the history of --pytest alone: leave it out, or add that"
         )
+    if as_html and as_pytest:
+        raise OutputUnusable("--pytest and --html are two files: write one after the other")
     if str(output) == "-":
         raise OutputUnusable("export writes a file, whole or not at all: name one with --output")
     try:
         if as_pytest:
             anyio.run(_export_pytest, run, root, redis_url, until, output)
+        elif as_html:
+            anyio.run(_export_html, run, checkpoint_root(root), redis_url, output)
         else:
             path = output or Path(f"{run}.jsonl")
             count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
@@ -97,6 +114,33 @@ def import_(path: File, redis_url: RedisUrl = None) -> None:
 async def _export(redis_url: str | None, run: str, path: Path, root: Path) -> int:
     async with log_of(redis_url, run) as log:
         return await record_run(log, path, Archive(root / run, run))
+
+
+async def _export_html(run: str, root: Path, redis_url: str | None, output: Path | None) -> None:
+    from ..dashboard.html_export import html_of
+
+    async with _source_of(run, root, redis_url) as source:
+        page = await html_of(source)
+    path = output or Path(f"{source.run_id}.html")
+    write_file(path, page.encode())
+    say(f"run {source.run_id} in {path}: open it in a browser")
+
+
+@asynccontextmanager
+async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterator[Source]:
+    """Open the log of a file, of a run's folder, or of a run on a server."""
+    from ..dashboard.sources import RecordedSource, ServerSource
+
+    path, is_folder = Path(run), (Path(run) / ARCHIVE).is_dir()
+    if is_folder or recorded_file(run) is not None:
+        with closing(
+            (RecordedSource.of_archive if is_folder else RecordedSource.of_file)(path)
+        ) as one:
+            yield one
+        return
+    async with client_of(redis_url) as client:
+        run_id = await require_run(client, run)
+        yield ServerSource(client, run_id, Archive(root / run_id, run_id))
 
 
 async def _export_pytest(
