@@ -397,11 +397,17 @@ class ExplorerStatusChanged(_Event, frozen=True):
 
 
 class SyncRequested(_Event, frozen=True):
-    """An explorer asks for weights; its own ``weights-applied`` ends the request."""
+    """An explorer asks the trainer to publish; its own ``weights-applied`` ends the request."""
 
     wanted: Annotated[
         StepRef | None, Meta(description="Oldest version that it accepts; any newer by default.")
     ] = None
+
+
+class ResendRequested(_Event, frozen=True):
+    """An explorer asks for a version again, which was sent to a group before it had joined."""
+
+    version: Annotated[StepRef, Meta(description="Version that it missed; a newer one will do.")]
 
 
 # --- rollouts --------------------------------------------------------------------------------
@@ -427,6 +433,9 @@ class RolloutsDispatched(_Event, frozen=True):
     oldest: Annotated[
         StepRef | None, Meta(description="Oldest weight version that may serve them.")
     ] = None
+    exact: Annotated[
+        bool, Meta(description="True if no other version than `oldest` may serve them.")
+    ] = False
     fingerprint: Annotated[Digest | None, Meta(description="Fingerprint of the task set.")] = None
 
     def __post_init__(self) -> None:
@@ -557,6 +566,7 @@ Event = (
     | TrainerStatusChanged
     | ExplorerStatusChanged
     | SyncRequested
+    | ResendRequested
     | RolloutsDispatched
     | StepTrained
     | LedgerRestored
@@ -595,6 +605,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     TrainerStatusChanged: "trainer",
     ExplorerStatusChanged: "explorer",
     SyncRequested: "explorer",
+    ResendRequested: "explorer",
     RolloutsDispatched: "trainer",
     StepTrained: "trainer",
     LedgerRestored: "trainer",

@@ -68,3 +68,17 @@ def test_a_run_that_is_not_known_is_one_sentence(cli):
     assert shown.returncode == 1
     assert shown.stderr.startswith("error: there is no run 'nope'")
     assert len(shown.stderr.splitlines()) == 1
+
+
+async def test_a_proof_names_the_entries_of_the_log(cli, waiting_run, log):
+    entries = [entry.id for entry in await log.read()]
+    shown = cli("explain", waiting_run, "3", "--proof").stdout.splitlines()
+    assert [line.split()[0] for line in shown[-3:]] == [entries[1], entries[3], entries[2]]
+    told = json.loads(cli("explain", waiting_run, "3", "--proof", "--json").stdout)["proof"]
+    assert [(one["part"], one["id"]) for one in told] == [
+        ("commits", entries[1]),
+        ("starts", entries[3]),
+        ("finishes", entries[2]),
+    ]
+    refused = cli("explain", waiting_run, "--proof")
+    assert refused.stderr.startswith("error: --proof names the entries of one step")

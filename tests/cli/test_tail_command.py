@@ -42,7 +42,7 @@ def pages(monkeypatch):
 
 
 async def printed(capsys, redis_url, run_id, lines):
-    await _tail(redis_url, run_id, Path(), _Asked(lines=lines, as_json=True))
+    await _tail(redis_url, run_id, Path(), _Asked(lines=lines, form="json"))
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return [(one["id"], one["stream"]) for one in told]
 

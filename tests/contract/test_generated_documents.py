@@ -42,6 +42,7 @@ from trinity_schemas import (
     Producer,
     PublishedPart,
     ReissuedRollout,
+    ResendRequested,
     RolloutsDispatched,
     RunClosed,
     RunKeys,
@@ -139,10 +140,12 @@ SAMPLES = [
     ),
     ExplorerStatusChanged(status="running"),
     SyncRequested(wanted=AT),
+    ResendRequested(version=AT),
     RolloutsDispatched(
         ordinals=((8, 15),),
         reissued=(ReissuedRollout(ordinal=3, attempt=2, reason="deadline"),),
         oldest=AT,
+        exact=True,
         fingerprint=DIGEST,
     ),
     StepTrained(

@@ -55,6 +55,7 @@ from trinity_schemas import (
     PartDelta,
     Producer,
     Registration,
+    ResendRequested,
     RunClosed,
     RunOpened,
     RunResumed,
@@ -827,6 +828,15 @@ def test_what_explorers_ask_for_stands_until_they_have_it():
     served = history.fold()[0].state.explorers["explorer-0"]
     assert (served.wanted, served.requested_at) == (None, None)
     assert history.fold()[0].state.anomaly_counts == {}
+
+
+def test_a_version_that_an_explorer_missed_stands_until_it_has_it():
+    history = History()
+    history.add(ResendRequested(version=StepRef(1, 4)), by="explorer", epoch=0)
+    assert history.fold()[0].state.explorers["explorer-0"].wanted == StepRef(1, 4)
+    history.add(applied(4), by="explorer", epoch=0)
+    served = history.fold()[0].state.explorers["explorer-0"]
+    assert (served.wanted, served.requested_at) == (None, None)
 
 
 def test_a_request_for_any_newer_version_is_answered_by_the_next_one():

@@ -165,6 +165,22 @@ def test_the_summary_counts_every_trained_step_also_without_a_commit():
     assert summarizer.summary().steps == 2
 
 
+def test_the_summary_tells_staleness_by_sample_and_what_was_issued_again():
+    history = trained_through_step_2()
+    history.add(dispatched(again=(1, 2)))
+    history.add(StepTrained(step=3, staleness={0: 4, 1: 12}))
+    history.add(StepTrained(step=4, staleness={1: 16}))
+    summarizer = Summarizer("history")
+    before = Summarizer("history")
+    for _, envelope in trained_through_step_2().entries:
+        before.add(envelope, 8)
+    for _, envelope in history.entries:
+        summarizer.add(envelope, 8)
+    told, earlier = summarizer.summary(), before.summary()
+    assert told.staleness == {0: 4, 1: 28}
+    assert told.reissued["deadline"] == earlier.reissued.get("deadline", 0) + 2
+
+
 def test_a_ledger_of_too_many_exceptions_is_an_anomaly_and_stays_as_it_was(monkeypatch):
     monkeypatch.setattr(ledger_module, "KEPT_EXCEPTIONS", 1)
     history = trained_through_step_2()

@@ -85,11 +85,12 @@ def test_an_address_leads_to_the_state_after_an_event(page, address):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["overview", "versions", "figures", "ledger", "health", "search"])
-def test_no_page_is_wider_than_a_narrow_screen(page, address, name, scheme):
-    page.open(f"{address}#/{DEMO.run_id}/{name}", wide=400, scheme=scheme)
-    page.wait_for(f"document.querySelector('main').dataset.page === '{name}'")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+def test_no_page_is_wider_than_a_narrow_screen(page, address, scheme):
+    page.open(f"{address}#/{DEMO.run_id}/overview", wide=400, scheme=scheme)
+    for name in ("overview", "versions", "figures", "ledger", "health", "search"):
+        page.evaluate(f"location.hash = '#/{DEMO.run_id}/{name}'")
+        page.wait_for(f"document.querySelector('main')?.dataset.page === '{name}'")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
     red = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
     assert (int(red) > 200) == (scheme == "light")
     assert page.problems == []

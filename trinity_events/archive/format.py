@@ -128,11 +128,21 @@ def lines_written(path: Path, header: Header) -> Iterator[Write]:
         yield exits.enter_context(_lines_in(part, path, header))
 
 
+@contextmanager
+def file_written(path: Path) -> Iterator[BinaryIO]:
+    """Write a file in pieces; it appears whole and durable at the end of the block, or not at all.
+
+    Raises NotWritten.
+    """
+    with _part_of(path) as part, _writing(path):
+        yield part.file
+        part.finish()
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write a file whole and durably, or not at all. Raises NotWritten."""
-    with _part_of(path) as part, _writing(path):
-        part.file.write(data)
-        part.finish()
+    with file_written(path) as file:
+        file.write(data)
 
 
 @contextmanager

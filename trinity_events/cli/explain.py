@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,15 +11,18 @@ import anyio
 import typer
 from msgspec import Struct
 
+from trinity_schemas import ContractError, EnvelopeReader
+
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState, unfinished
 from ..core import explain as in_words
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
+from ..core.proof import Proof, ProofEntry, proof_line
 from ..core.waits import chains_of_waits
 from ..errors import TrinityError
 from ..log import RedisEventLog, Stream, require_run
-from ..replay import current_state
+from ..replay import current_state, envelope_of
 from ..server import server_clock
 from ..views import waits_as_json
 from ..views.terminal import say
@@ -40,6 +45,8 @@ class _Known(Struct, frozen=True, kw_only=True):
     now: int
     outcomes: list[Outcome]
     """Announced outcomes from the log, if the state no longer has the step."""
+    proof: list[ProofEntry]
+    """Entries that prove the outcomes of the step, if they are asked for."""
 
 
 def explain(
@@ -51,6 +58,9 @@ def explain(
             show_default=False,
         ),
     ] = None,
+    proof: Annotated[
+        bool, typer.Option("--proof", help="Name the entries that prove the outcome of the step.")
+    ] = False,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     as_json: Json = False,
@@ -64,14 +74,21 @@ def explain(
 
     Example: trinity-events explain 100
 
+    With --proof, each line names an entry of the log, its part in the proof and its object; the
+    entry from which the outcome follows is marked with >.
+
     Example: trinity-events explain demo-1
+
+    Example: trinity-events explain demo-1 100 --proof
     """
     run, step = _run_and_step(words or [])
-    known = anyio.run(_look_up, redis_url, run, step, checkpoint_root(root))
+    if proof and step is None:
+        raise NoStep("--proof names the entries of one step: name the step, such as demo-1 100")
+    known = anyio.run(partial(_look_up, redis_url, run, step, checkpoint_root(root), proof=proof))
     state = known.state
     lines = _lines_of_run(known) if step is None else _lines_of_step(known, step)
     if not as_json:
-        for line in lines:
+        for line in (*lines, *map(proof_line, known.proof)):
             say(line, lines=False)
         return
     kinds: dict[str, str] = {one.kind: one.outcome for one in known.outcomes}
@@ -85,6 +102,7 @@ def explain(
             "kinds": kinds,
             "explanation": " ".join(line.strip() for line in lines),
         }
+        | ({"proof": known.proof} if proof else {})
         | waits_as_json(state, known.now)
     )
 
@@ -139,7 +157,9 @@ def _not_found(state: MonitorState, step: int) -> str:
     )
 
 
-async def _look_up(redis_url: str | None, run: str | None, step: int | None, root: Path) -> _Known:
+async def _look_up(
+    redis_url: str | None, run: str | None, step: int | None, root: Path, *, proof: bool
+) -> _Known:
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
         state = await current_state(log)
@@ -147,7 +167,23 @@ async def _look_up(redis_url: str | None, run: str | None, step: int | None, roo
         outcomes: list[Outcome] = []
         if step is not None and step not in state.steps:
             outcomes = await _announced(log, Archive(root / log.run_id, log.run_id), step)
-        return _Known(state=state, now=now, outcomes=outcomes)
+        found: list[ProofEntry] = []
+        if proof and step is not None:
+            found = await _proof(log, Archive(root / log.run_id, log.run_id), step)
+        return _Known(state=state, now=now, outcomes=outcomes, proof=found)
+
+
+async def _proof(log: RedisEventLog, archive: Archive, step: int) -> list[ProofEntry]:
+    """Return the entries that prove the outcome of a step, from the whole log."""
+    proof, decode = Proof(step), EnvelopeReader().decode
+    for stream, add in (
+        (Stream.ANNOUNCEMENTS, proof.add_announcement),
+        (Stream.EVENTS, proof.add),
+    ):
+        async for entry in whole_stream(log, stream, archive):
+            with suppress(ContractError):
+                add(entry.id, envelope_of(log.run_id, entry.payload, decode))
+    return proof.entries
 
 
 async def _announced(log: RedisEventLog, archive: Archive, step: int) -> list[Outcome]:

@@ -12,12 +12,14 @@ import anyio
 import typer
 
 from ..archive import NotWritten, Recording, import_recording, read_recording, record_run
-from ..archive.format import write_file
+from ..archive.format import file_written, write_file
 from ..archive.segments import Archive
 from ..checkpoint_layout import ARCHIVE
+from ..core.timeline import Timeline
 from ..errors import TrinityError
 from ..log import Entry, position, require_run
 from ..testing.history import as_test_file
+from ..views.perfetto import Trace
 from ..views.terminal import say
 from .options import (
     CheckpointRoot,
@@ -50,11 +52,15 @@ def export(
         bool,
         typer.Option("--pytest", help="Write a test file instead: test_RUN.py. It runs by itself."),
     ] = False,
-    as_html: Annotated[
+    as_perfetto: Annotated[
         bool,
         typer.Option(
-            "--html", help="Write the dashboard's pages of the run instead, as one file: RUN.html."
+            "--perfetto", help="Write a trace instead: RUN.pftrace, which ui.perfetto.dev opens."
         ),
+    ] = False,
+    as_html: Annotated[
+        bool,
+        typer.Option("--html", help="Write the dashboard's pages instead, as one file: RUN.html."),
     ] = False,
     until: Annotated[
         str | None,
@@ -69,7 +75,8 @@ def export(
 ) -> None:
     """Write a run's whole log to a file of JSON lines, with the archived entries.
 
-    With --pytest or --html, RUN may be a file that export wrote; with --html also a run's folder.
+    With --pytest, --perfetto and --html, RUN may be a file that export wrote. With --html it may
+    also be a run's folder.
 
     Example: trinity-events export demo-1 --output demo-1.jsonl
 
@@ -81,15 +88,17 @@ def export(
         raise OutputUnusable(
             "--until cuts the history of --pytest alone: leave it out, or add that"
         )
-    if as_html and as_pytest:
-        raise OutputUnusable("--pytest and --html are two files: write one after the other")
     if str(output) == "-":
         raise OutputUnusable("export writes a file, whole or not at all: name one with --output")
+    if as_pytest + as_perfetto + as_html > 1:
+        raise OutputUnusable("export writes one file: give --pytest, --perfetto or --html alone")
     try:
         if as_pytest:
             anyio.run(_export_pytest, run, root, redis_url, until, output)
         elif as_html:
             anyio.run(_export_html, run, checkpoint_root(root), redis_url, output)
+        elif as_perfetto:
+            anyio.run(_export_perfetto, run, root, redis_url, output)
         else:
             path = output or Path(f"{run}.jsonl")
             count = anyio.run(_export, redis_url, run, path, checkpoint_root(root))
@@ -158,6 +167,23 @@ async def _export_pytest(
     path = output or Path(f"test_{re.sub(r'[^0-9A-Za-z]+', '_', run_id)}.py")
     write_file(path, as_test_file(run_id, entries).encode())
     say(f"{len(entries)} events of run {run_id} in {path}: pytest {path}")
+
+
+async def _export_perfetto(
+    run: str, root: Path | None, redis_url: str | None, output: Path | None
+) -> None:
+    async with states_of(run, root, redis_url) as states:
+        path = output or Path(f"{states.source.run_id}.pftrace")
+        with file_written(path) as file:
+            trace, timeline = Trace(states.source.run_id, file), Timeline()
+            async with aclosing(states.folded()) as entries:
+                async for _, (entry, envelope, announcements) in entries:
+                    if envelope is not None:
+                        trace.add_all(timeline.add(entry.id, envelope))
+                    for one in announcements:
+                        trace.add_all(timeline.add(entry.id, one))
+            trace.add_all(timeline.finish())
+    say(f"{trace.spans} spans of run {states.source.run_id} in {path}: open it in ui.perfetto.dev")
 
 
 async def _import(redis_url: str | None, recording: Recording) -> None:

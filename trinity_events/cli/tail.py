@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import anyio
 import redis.asyncio
@@ -34,6 +34,7 @@ from ..log.run_index import nearest_name
 from ..replay import page_of
 from ..server import Deadline, server_clock
 from ..views import event_line
+from ..views.cloudevents import as_cloudevent
 from ..views.terminal import say
 from .last_entries import begin_of_last, decoded, is_wanted, last_entries
 from .options import (
@@ -47,6 +48,7 @@ from .options import (
 )
 from .times import moment
 
+Format = Literal["text", "json", "cloudevents"]
 LINES = 20
 """Number of entries that are printed without --lines and --since."""
 
@@ -69,7 +71,7 @@ class _Asked(Struct, frozen=True, kw_only=True):
     since: str | None = None
     until: str | None = None
     follow: bool = False
-    as_json: bool = False
+    form: Format = "text"
 
 
 def tail(
@@ -113,6 +115,14 @@ def tail(
         str | None,
         typer.Option(metavar="TIME|ID", help="Only up to here.", show_default=False),
     ] = None,
+    form: Annotated[
+        Format | None,
+        typer.Option(
+            "--format",
+            help="Form of each entry: text (the default), json, or cloudevents (1.0, as JSON).",
+            show_default=False,
+        ),
+    ] = None,
     root: CheckpointRoot = None,
     redis_url: RedisUrl = None,
     as_json: Json = False,
@@ -125,6 +135,8 @@ def tail(
     Example: trinity-events tail demo-1 -n 50 --follow
 
     Example: trinity-events tail --type save-failed --type step-failed --since 10m
+
+    Example: trinity-events tail demo-1 --format cloudevents --follow
     """
     if lines is None and since is None:
         lines = LINES
@@ -136,8 +148,10 @@ def tail(
         since=since,
         until=until,
         follow=follow,
-        as_json=as_json,
+        form=form or ("json" if as_json else "text"),
     )
+    if as_json and form not in (None, "json"):
+        raise BadFilter(f"--json and --format {form} contradict each other: leave one of them out")
     if follow and until is not None:
         raise BadFilter(
             "--follow prints new entries, and --until ends before them: leave one of them out"
@@ -154,13 +168,13 @@ async def _tail(redis_url: str | None, run: str | None, root: Path, asked: _Aske
         archive = Archive(root / log.run_id, log.run_id)
         async for stream, entry in last_entries(log, archive, begin, asked.lines, wanted):
             after[stream] = entry.id
-            _print(stream, entry, as_json=asked.as_json)
+            _print(log.run_id, stream, entry, asked.form)
         if asked.follow:
-            await _follow(log, after, wanted, as_json=asked.as_json)
+            await _follow(log, after, wanted, asked.form)
 
 
 async def _follow(
-    log: RedisEventLog, after: dict[Stream, str], wanted: EventFilter, *, as_json: bool
+    log: RedisEventLog, after: dict[Stream, str], wanted: EventFilter, form: Format
 ) -> None:
     ahead, page = MergedReader(log, after), PageSize(page_of(Stream.ANNOUNCEMENTS))
     wait = Deadline(None, f"nothing more of run {log.run_id}")
@@ -179,7 +193,7 @@ async def _follow(
         for stream, entry in found:
             after[stream] = entry.id
             if is_wanted(entry, wanted):
-                _print(stream, entry, as_json=as_json)
+                _print(log.run_id, stream, entry, form)
 
 
 async def _filter(client: redis.asyncio.Redis, log: RedisEventLog, asked: _Asked) -> EventFilter:
@@ -218,14 +232,16 @@ def _steps(text: str) -> range:
         ) from None
 
 
-def _print(stream: Stream, entry: Entry, *, as_json: bool) -> None:
+def _print(run_id: str, stream: Stream, entry: Entry, form: Format) -> None:
     envelope = decoded(entry)
-    if isinstance(envelope, ContractError):
-        if as_json:
+    if form == "cloudevents":
+        print_json(as_cloudevent(run_id, stream, entry, envelope))
+    elif isinstance(envelope, ContractError):
+        if form == "json":
             print_json({"id": entry.id, "stream": stream.value, "undecodable": str(envelope)})
         else:
             say(f"{entry.id:<18} undecodable: {envelope}", lines=False)
-    elif as_json:
+    elif form == "json":
         print_json({"id": entry.id, "stream": stream.value, **to_json(envelope)})
     else:
         say(event_line(entry.id, envelope), lines=False)

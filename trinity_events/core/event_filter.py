@@ -9,6 +9,7 @@ from trinity_schemas import (
     Event,
     LeaseExpired,
     LedgerRestored,
+    ResendRequested,
     SaveFailed,
     SaveFinished,
     SaveGranted,
@@ -75,7 +76,7 @@ class EventFilter(Struct, frozen=True, kw_only=True):
 def steps_of(event: Event) -> set[int]:
     """Return the training steps that an event is about."""
     match event:
-        case WeightsApplied(version=version):
+        case WeightsApplied(version=version) | ResendRequested(version=version):
             return {version.step}
         case SyncRequested(wanted=wanted):
             return set() if wanted is None else {wanted.step}

@@ -13,6 +13,7 @@ from trinity_schemas import (
     LeaseExpired,
     LedgerRestored,
     Producer,
+    ResendRequested,
     RolloutsDispatched,
     RunClosed,
     RunOpened,
@@ -55,6 +56,7 @@ _UNFENCED_EVENTS = (
     VersionRefused,
     ExplorerStatusChanged,
     SyncRequested,
+    ResendRequested,
     ConsumerDetached,
 )
 _EPOCH_EVENTS = (RunOpened, RunResumed)
@@ -81,6 +83,7 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     VersionRefused: weights.version_refused,
     ExplorerStatusChanged: weights.explorer_status_changed,
     SyncRequested: weights.sync_requested,
+    ResendRequested: weights.resend_requested,
     RolloutsDispatched: rollouts.rollouts_dispatched,
     StepTrained: rollouts.step_trained,
     LedgerRestored: rollouts.ledger_restored,

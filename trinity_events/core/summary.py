@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from msgspec import Struct, field
 
 from trinity_schemas import (
     Envelope,
+    RolloutsDispatched,
     RunResumed,
     StepCommitted,
     StepFailed,
@@ -74,6 +75,10 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     """Bytes that deltas saved: the size of all ready versions in full, less ``bytes_published``."""
     checkpoints_ready: int
     failures: int
+    staleness: dict[int, int] = {}
+    """Staleness in optimizer steps to the number of samples that were trained on."""
+    reissued: dict[str, int] = {}
+    """Reasons to issue prompts again to the number of times."""
     stall: Spread
     """Time that a publication holds the training loop, on its slowest rank."""
     transfer: Spread
@@ -118,6 +123,8 @@ class Summarizer:
         self._last_steps: dict[int, int] = {}
         self._refusals: deque[Refusal] = deque(maxlen=KEPT_REFUSALS)
         self._refused = 0
+        self._staleness: Counter[int] = Counter()
+        self._reissued: Counter[str] = Counter()
         self._checkpoints = self._failures = self._events = self._bytes = 0
 
     def add(self, envelope: Envelope, nbytes: int) -> None:
@@ -126,10 +133,10 @@ class Summarizer:
         self._events += 1
         self._bytes += nbytes
         match event:
-            case StepCommitted(step=step):
+            case StepCommitted(step=step) | TrainerStatusChanged(step=step):
                 self._reached(envelope.epoch, step)
-            case TrainerStatusChanged(step=step) | StepTrained(step=step):
-                self._reached(envelope.epoch, step)
+            case StepTrained() | RolloutsDispatched():
+                self._count_rollouts(envelope.epoch, event)
             case RunResumed(step=step):
                 self._first_steps[envelope.epoch] = step
             case VersionOpened(step=step):
@@ -158,6 +165,13 @@ class Summarizer:
             case _:
                 pass
 
+    def _count_rollouts(self, epoch: int, event: StepTrained | RolloutsDispatched) -> None:
+        if isinstance(event, StepTrained):
+            self._reached(epoch, event.step)
+            self._staleness.update(event.staleness)
+        else:
+            self._reissued.update(one.reason for one in event.reissued)
+
     def summary(self) -> RunSummary:
         """Return the figures so far."""
         ready = {ref: version for ref, version in self._versions.items() if version.ready}
@@ -184,6 +198,8 @@ class Summarizer:
             bytes_saved=sum(version.whole - version.bytes for version in ready.values()),
             checkpoints_ready=self._checkpoints,
             failures=self._failures,
+            staleness=dict(sorted(self._staleness.items())),
+            reissued=dict(sorted(self._reissued.items())),
             stall=Spread.of([version.stall for version in ready.values()]),
             transfer=Spread.of(self._transfers),
             pause=Spread.of(self._pauses),

@@ -7,6 +7,8 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     Producer,
     PublishedPart,
+    ResendRequested,
+    StepRef,
     SyncRequested,
     VersionOpened,
     VersionPartPublished,
@@ -83,9 +85,18 @@ def explorer_status_changed(
 
 
 def sync_requested(fold: FoldState, event: SyncRequested, envelope: Envelope) -> None:
-    """Note that an explorer asked for weights."""
-    explorer = _explorer(fold, envelope.producer)
-    explorer.wanted = event.wanted
+    """Note that an explorer asked the trainer to publish."""
+    _note_request(fold, envelope.producer, event.wanted)
+
+
+def resend_requested(fold: FoldState, event: ResendRequested, envelope: Envelope) -> None:
+    """Note that an explorer asked for a version that it missed."""
+    _note_request(fold, envelope.producer, event.version)
+
+
+def _note_request(fold: FoldState, producer: Producer, wanted: StepRef | None) -> None:
+    explorer = _explorer(fold, producer)
+    explorer.wanted = wanted
     explorer.requested_at = fold.now
 
 

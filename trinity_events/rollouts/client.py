@@ -17,7 +17,7 @@ from trinity_schemas.codec import decode_request
 from ..error_text import ungrouped
 from ..errors import DeadlineExceeded, StaleEpoch, TrinityError
 from ..server import Deadline
-from .streams import LONGEST_BLOCK, Request, RolloutStreams, is_without_group
+from .streams import LONGEST_BLOCK, SUPERSEDED, Request, RolloutStreams, is_without_group
 
 _WITHOUT_GROUP = 0.5
 """Seconds between two attempts to claim while the trainer's dispatcher has not started."""
@@ -135,6 +135,14 @@ class RolloutClient:
         """
         await self._write("fail", claim.entry_id, reason)
         self._held.discard(claim.entry_id)
+
+    async def give_back(self, claim: Claim) -> None:
+        """Give a request back whose exact version is superseded here; no attempt failed.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch; nothing was written.
+        """
+        await self.fail(claim, SUPERSEDED)
 
     async def leave(self, *, deadline: float = 5.0) -> None:
         """Leave the group of explorers, if no claim is held; else the dispatcher sees to it later.

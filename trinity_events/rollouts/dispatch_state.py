@@ -13,9 +13,9 @@ from trinity_schemas import Experience, OrdinalRange, StepRef, StepTrained
 from ..core.ledger import Ledger, LedgerError, ranges
 from ..core.ordinal_ranges import words_of_ranges
 from .settings import DispatchSettings
-from .streams import Sight
+from .streams import SUPERSEDED, Sight
 
-NOT_THE_EXPLORERS = ("stale", "lost")
+NOT_THE_EXPLORERS = ("stale", SUPERSEDED, "lost")
 """Reasons to ask again that are no failure of an attempt, and do not count against the maximum."""
 _NAMED = 4
 """Maximum ranges of ordinals that the object of a wait names."""
@@ -32,6 +32,11 @@ class Group(Struct, frozen=True, kw_only=True):
     attempt: int
     experiences: list[Experience]
     entry_ids: list[str]
+
+    @property
+    def oldest_step(self) -> int:
+        """Step of the oldest version that sampled one of its tokens."""
+        return min(one.oldest_version.step for one in self.experiences)
 
 
 class HeldRequest(NamedTuple):
@@ -125,6 +130,8 @@ class DispatchState:
         self.kept: dict[int, Group] = {}
         """Answers of earlier epochs, used when their ordinal comes up."""
         self.taken: set[int] = set()
+        self.oldest = -1
+        """Step of the oldest version whose tokens the step in hand may train on."""
         self.number = 0
         """Number of the newest request; the entry ids of requests count on."""
         self._dropped: dict[str, list[int]] = {}
@@ -184,8 +191,12 @@ class DispatchState:
         return self._request(due.ordinal, self.versions_for(due, newest), due, earlier)
 
     def versions_for(self, due: Due, newest: Versions) -> Versions:
-        """Return the versions that may serve the next attempt."""
-        return newest if due.reason == "stale" else self.asked[due.ordinal].versions
+        """Return the versions that may serve the next attempt.
+
+        Explorers may no longer have the one version that an exact request named.
+        """
+        versions = self.asked[due.ordinal].versions
+        return newest if due.reason == "stale" or versions.exact else versions
 
     def _request(
         self, ordinal: int, versions: Versions, due: Due | None = None, earlier: int | None = None
@@ -253,12 +264,41 @@ class DispatchState:
                 return ordinal
         return None
 
+    @property
+    def oldest_named(self) -> int | None:
+        """Step of the oldest version that a request names whose answer is not taken."""
+        return min((one.versions.oldest.step for one in self.asked.values()), default=None)
+
+    def stale(self) -> list[Group]:
+        """Return the answers that hold a token which the step in hand may not train on."""
+        return [one for one in self.arrived.values() if one.oldest_step < self.oldest]
+
     def candidates(self, count: int) -> list[Group]:
         """Return the answers, as far as they arrived, that a step of ``count`` groups takes."""
         if self.settings.order == "arrival":
-            return list(islice(self.arrived.values(), count))
-        lowest = islice(self.asked, count)
-        return [self.arrived[one] for one in lowest if one in self.arrived]
+            first = self._due(count) if self.settings.when_stale == "wait" else []
+            others = (one for one in self.arrived if one not in first)
+            chosen = [*first, *islice(others, count - len(first))]
+        else:
+            chosen = list(islice(self.asked, count))
+        return [self.arrived[one] for one in chosen if one in self.arrived]
+
+    def _due(self, count: int) -> list[int]:
+        """Return the ordinals without which later steps could not use all others in time.
+
+        A request that names a version may be answered with it, so its group has a last step. At
+        most ``count`` groups fit into each step before that. Groups that arrived come first.
+        """
+        places = {ordinal: place for place, ordinal in enumerate(self.arrived)}
+        chosen: list[int] = []
+        for named in sorted({one.versions.oldest.step for one in self.asked.values()}):
+            due = [one for one, asked in self.asked.items() if asked.versions.oldest.step <= named]
+            later_steps = max(named - self.oldest, 0)
+            lacking = len(due) - later_steps * count - len(chosen)
+            if lacking > 0:
+                left = [one for one in due if one not in chosen]
+                chosen += sorted(left, key=lambda one: places.get(one, len(places)))[:lacking]
+        return chosen[:count]
 
     def lacks_several(self, count: int) -> bool:
         """Return True if a step of ``count`` groups waits for more than one."""

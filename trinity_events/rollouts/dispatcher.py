@@ -41,7 +41,7 @@ from .dispatch_state import (
     object_of_wait,
 )
 from .settings import DispatchSettings
-from .streams import LONGEST_BLOCK, RolloutStreams
+from .streams import LONGEST_BLOCK, SUPERSEDED, RolloutStreams
 
 Usable = Callable[[Group], bool | str]
 Waiting = Callable[[list[HeldRequest], float], Awaitable[None]]
@@ -198,17 +198,19 @@ class RolloutDispatcher:
         count: int,
         *,
         deadline: float,
+        oldest: int = -1,
         usable: Usable = always,
         waiting: Waiting | None = None,
     ) -> list[Group]:
         """Return the groups of one step, sorted by ordinal.
 
-        While it waits, it asks again for what lapsed, failed or was lost, and asks for more in the
-        place of dropped ordinals.
+        While it waits, it asks again for what lapsed, failed, was lost or is too old, and asks for
+        more in the place of dropped ordinals.
 
         Args:
             count: Number of groups.
             deadline: Seconds to wait for them.
+            oldest: Step of the oldest version whose tokens the step may train on.
             usable: Returns True if a group may be trained on, or the reason against it. A group
                 that is "stale" (or False) is asked for again; any other reason drops its ordinal.
             waiting: Called while groups are missing, with the missing requests and the seconds.
@@ -219,6 +221,7 @@ class RolloutDispatcher:
             StaleEpoch: The run has a newer epoch.
         """
         self._check_count(count)
+        self._state.oldest = oldest
         with self._waits.waiting("rollouts", deadline=deadline) as reported:
             return await self._take(count, deadline, usable, waiting, reported)
 
@@ -238,7 +241,7 @@ class RolloutDispatcher:
                 await self._ask(wait, self._state.lacking(count))
                 self._asked = 0
                 await self._free(wait)
-                if self._judge(count, usable, judged):
+                if self._refuse_stale() or self._judge(count, usable, judged):
                     continue
                 if (taken := self._state.take(count)) is not None:
                     return taken
@@ -316,6 +319,11 @@ class RolloutDispatcher:
         """Number of ordinals that were asked for, and are neither taken nor dropped."""
         return len(self._state.asked)
 
+    @property
+    def oldest_named(self) -> int | None:
+        """Step of the oldest version that a request names whose answer is not taken."""
+        return self._state.oldest_named
+
     def waits_for(self, count: int | None = None) -> list[HeldRequest]:
         """Return the requests without an answer that a step of ``count`` groups waits for."""
         wanted = self.settings.prompts_per_step if count is None else count
@@ -335,7 +343,7 @@ class RolloutDispatcher:
         """Tell what is to be asked for, and write its requests."""
         if self._untold is not None:
             ordinals, versions = self._untold
-            await self._tell(RolloutsDispatched(ordinals=ranges(ordinals), oldest=versions.oldest))
+            await self._tell(versions, RolloutsDispatched(ordinals=ranges(ordinals)))
             self._untold = None
             self._unwritten += self._state.requests(self._state.ask(ordinals, versions))
             self._asked += len(ordinals)
@@ -391,14 +399,19 @@ class RolloutDispatcher:
                 )
                 for due in several
             )
-            await self._tell(RolloutsDispatched(reissued=reissued, oldest=versions.oldest))
+            await self._tell(versions, RolloutsDispatched(reissued=reissued))
             for due in several:
                 del self._due[due.ordinal]
                 self._unwritten.append(self._state.reissue(due, newest))
         await self._complete(wait)
 
-    async def _tell(self, event: RolloutsDispatched) -> None:
-        event = replace(event, fingerprint=self.settings.fingerprint)
+    async def _tell(self, versions: Versions, event: RolloutsDispatched) -> None:
+        event = replace(
+            event,
+            oldest=versions.oldest,
+            exact=versions.exact,
+            fingerprint=self.settings.fingerprint,
+        )
         await self._streams.timed(lambda: self._publisher.publish(event))
 
     def _row(self, request: Request) -> list[object]:
@@ -442,13 +455,18 @@ class RolloutDispatcher:
             elif isinstance(answer, Failed):
                 ordinal = self._state.fail(self._streams.number_of(answer.request))
                 if ordinal is not None:
-                    self._last_failure = answer.reason
-                    logger.warning(
-                        "run %s: an attempt of ordinal %d failed: %s",
-                        *(self.settings.run_id, ordinal, answer.reason),
-                    )
-                    self._due[ordinal] = Due(ordinal, "failed")
+                    self._note_failure(ordinal, answer.reason)
             self._useless += _entry_ids(answer)
+
+    def _note_failure(self, ordinal: int, reason: str) -> None:
+        if reason == SUPERSEDED:
+            self._due[ordinal] = Due(ordinal, SUPERSEDED)
+            return
+        self._last_failure = reason
+        logger.warning(
+            "run %s: an attempt of ordinal %d failed: %s", self.settings.run_id, ordinal, reason
+        )
+        self._due[ordinal] = Due(ordinal, "failed")
 
     def _keep(self, answers: Iterable[Group | Failed | Useless], stands: Stands) -> None:
         for answer in answers:
@@ -459,6 +477,13 @@ class RolloutDispatcher:
 
     def _is_whole(self, group: Group) -> bool:
         return len(group.experiences) == self.settings.samples
+
+    def _refuse_stale(self) -> bool:
+        """Refuse all groups that are too old; return True if there were any."""
+        stale = self._state.stale()
+        for group in stale:
+            self._refuse(group, "stale")
+        return bool(stale)
 
     def _judge(self, count: int, usable: Usable, judged: set[str]) -> bool:
         """Refuse groups that are not usable; return True if there were any."""
@@ -471,13 +496,15 @@ class RolloutDispatcher:
             if verdict is True:
                 continue
             refused = True
-            reason = verdict or "stale"
-            self._useless += self._state.refuse(group.ordinal).entry_ids
-            if reason == "stale":
-                self._due[group.ordinal] = Due(group.ordinal, reason)
-            else:
-                self._state.drop(reason, group.ordinal)
+            self._refuse(group, verdict or "stale")
         return refused
+
+    def _refuse(self, group: Group, reason: str) -> None:
+        self._useless += self._state.refuse(group.ordinal).entry_ids
+        if reason == "stale":
+            self._due[group.ordinal] = Due(group.ordinal, reason)
+        else:
+            self._state.drop(reason, group.ordinal)
 
     async def _free(self, wait: Deadline) -> None:
         while self._useless:

@@ -22,6 +22,9 @@ T = TypeVar("T")
 LONGEST_BLOCK = 5.0
 """Seconds that one read blocks at most; shorter than the socket's timeout."""
 
+SUPERSEDED = "superseded"
+"""Reason of an explorer that gives a request back, as it cannot get the request's exact version."""
+
 ANSWERS_AT_ONCE = 256
 """Maximum samples of one read."""
 _KEYS = {

@@ -15,6 +15,7 @@ from trinity_schemas import (
     Producer,
     StepCommitted,
     StepReady,
+    SyncRequested,
     VersionOpened,
 )
 
@@ -156,8 +157,8 @@ class Synchronizer:
         self._open(self.settings)
         session.close()
 
-    def tell(self, event: ExplorerStatusChanged) -> None:
-        """Publish the status of this explorer."""
+    def tell(self, event: ExplorerStatusChanged | SyncRequested) -> None:
+        """Publish the status of this explorer, or its request for weights."""
         self._session.events.publish(event)
 
     # --- publishing ------------------------------------------------------------------------
@@ -354,14 +355,14 @@ class Synchronizer:
         """Join the trainer's groups from now on, in the background of an explorer."""
         self._session.groups.join()
 
-    def request_weights(self, ready: StepReady) -> bool:
+    def request_resend(self, ready: StepReady) -> bool:
         """On an explorer: ask the trainer for a version that was sent before we were there.
 
         It sends what it has then, as soon as it waits for explorers, and says so in the log.
         Returns False, and asks for nothing, of a version that is not sent, and when a newer one
         has come already or the trainer is not found.
         """
-        return self._reader.request_weights(ready)
+        return self._reader.request_resend(ready)
 
     def teardown_weight_sync_group(self) -> None:
         """End the group; it can be set up, or joined, again."""

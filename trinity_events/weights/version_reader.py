@@ -12,9 +12,9 @@ import torch
 
 from trinity_schemas import (
     AppliedPhases,
+    ResendRequested,
     StepReady,
     StepRef,
-    SyncRequested,
     VersionOpened,
     VersionRefused,
     WeightsApplied,
@@ -55,14 +55,14 @@ class VersionReader:
         self._speculative = SpeculativeLoad()
         self._partial = PartialLoads()
 
-    def request_weights(self, ready: StepReady) -> bool:
-        """Implement :meth:`Synchronizer.request_weights`."""
+    def request_resend(self, ready: StepReady) -> bool:
+        """Implement :meth:`Synchronizer.request_resend`."""
         if ready.transport != CollectiveStore.name:
             return False
         wanted = StepRef(ready.epoch, ready.step)
         if not self._session.groups.would_get(wanted):
             return False
-        self._session.events.publish(SyncRequested(wanted=wanted))
+        self._session.events.publish(ResendRequested(version=wanted))
         return True
 
     def prefetch(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import SyncConfig
+    from .config import SyncConfig, TrainConfig
 
 STYLE_ALIASES = {"dynamic_by_trainer": "trainer_driven", "dynamic_by_explorer": "explorer_driven"}
 """Names that Trinity-RFT has for styles, and the styles."""
@@ -41,8 +41,31 @@ def last_step_served(sync: SyncConfig, step: int) -> int:
 
 
 def oldest_usable(sync: SyncConfig, step: int) -> int:
-    """Return the oldest version whose tokens may be trained on in training step ``step``."""
-    return max(0, step - 1 - staleness_bound(sync))
+    """Return the oldest version whose tokens training step ``step`` may use; any if negative."""
+    return step - 1 - staleness_bound(sync)
+
+
+def prompts_open(config: TrainConfig, *, begun: int, version: int, oldest_named: int | None) -> int:
+    """Return the number of prompts that may be open when a version is published.
+
+    Args:
+        config: The run.
+        begun: Training steps whose groups were taken.
+        version: Step of the version.
+        oldest_named: Oldest version that an open request names; None without one.
+    """
+    sync, prompts = config.sync, config.rollouts.prompts_per_step
+    if sync.when_stale == "drop" and sync.style != "fixed":
+        return min(config.window, (config.steps - begun) * prompts)
+    last = config.last_step_served(version)
+    if (
+        sync.when_stale == "pace"
+        and config.rollouts.order == "arrival"
+        and oldest_named is not None
+    ):
+        # Whatever is overtaken is trained on in time: all that is open is, whatever its order.
+        last = min(last, oldest_named + config.staleness_bound + 1)
+    return max(last - begun, 0) * prompts
 
 
 def contradictions(

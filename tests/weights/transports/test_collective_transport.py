@@ -40,10 +40,10 @@ from trinity_events.weights.transports.collective.rendezvous import own_address
 from trinity_events.weights.transports.collective.staged_versions import Buffer
 from trinity_schemas import (
     PublishedPart,
+    ResendRequested,
     SaveFailed,
     StepReady,
     StepRef,
-    SyncRequested,
     VersionOpened,
     WeightsApplied,
     decode_envelope,
@@ -57,7 +57,7 @@ from trinity_workers.explorer.prefetch import VersionPrefetcher
 from trinity_workers.explorer.versions import VersionFollower
 from trinity_workers.learning.policy import load_policy
 from trinity_workers.rollout_engines import EngineOptions, load_engine
-from trinity_workers.trainer.resends import VersionResends
+from trinity_workers.trainer.explorer_requests import ExplorerRequests
 
 EXPLORERS = 2
 
@@ -433,10 +433,10 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
     )
 
     async def send():
-        resends.sending()
+        resends.publishing(1)
         await off(sent, trainer, 1, trained.named_parameters())
 
-    resends = VersionResends(places.run_id, places.redis_url, send)
+    resends = ExplorerRequests(places.run_id, places.redis_url, ResendRequested, send)
     versions = VersionFollower(places.run_id, places.epoch, places.redis_url, sent=True)
     began = await log.last_id()
     async with reducer_task(places.redis_url, places.run_id):
@@ -458,8 +458,8 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
     assert await engine.prove() == model_digest(trained)
     await off(late.flush)
     heard = [one.event for one in await told(log)]
-    [asked] = [one for one in heard if isinstance(one, SyncRequested)]
-    assert asked.wanted == StepRef(places.epoch, 1)
+    [asked] = [one for one in heard if isinstance(one, ResendRequested)]
+    assert asked.version == StepRef(places.epoch, 1)
     [applied] = [one for one in heard if isinstance(one, WeightsApplied)]
     assert applied.digest == event.version_digest, "what was sent again is what was announced"
 
@@ -469,10 +469,10 @@ def test_a_version_is_not_asked_for_that_would_not_be_sent(opened):
     trainer.setup_weight_sync_group(1, 10)
     first = sent(trainer, 1, SOME)
     sent(trainer, 2, SOME)
-    assert not explorer.request_weights(first), "a newer one is here, and will be announced"
+    assert not explorer.request_resend(first), "a newer one is here, and will be announced"
     kept = msgspec.structs.replace(first, step=3, transport="redis")
-    assert not explorer.request_weights(kept)
-    assert explorer.request_weights(msgspec.structs.replace(first, step=3))
+    assert not explorer.request_resend(kept)
+    assert explorer.request_resend(msgspec.structs.replace(first, step=3))
 
 
 def test_who_never_joined_is_told_what_to_do(opened, places):

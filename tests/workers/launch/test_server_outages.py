@@ -153,7 +153,7 @@ async def test_an_outage_of_the_server_does_not_end_the_training(server, log, pu
 
 
 async def test_a_log_is_followed_on_through_an_outage(server, log, publisher, capsys):
-    asked = _Asked(lines=5, follow=True, as_json=True)
+    asked = _Asked(lines=5, follow=True, form="json")
     async with beside(partial(_tail, server.url, RUN, Path(), asked)):
         said = ""
         for step in (1, 2):

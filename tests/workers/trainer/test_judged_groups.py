@@ -1,4 +1,4 @@
-"""Claims about the groups that the trainer takes, asks for again or drops."""
+"""Claims about the groups that the trainer takes or drops."""
 
 from __future__ import annotations
 
@@ -7,29 +7,27 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.support.experiences import group
-from trinity_schemas import StepRef
+from trinity_events.rollouts import Group
 from trinity_workers.algorithms.settings import FiltersConfig
-from trinity_workers.trainer.trainer import judged
+from trinity_workers.trainer.supply import judged
 
 DYNAMIC = FiltersConfig(zero_variance="resample")
 
 
-def sampled(rewards, step):
+def sampled(rewards):
     tokens = [[7]] * len(rewards)
-    logprobs = [[-1.0]] * len(rewards)
-    return group([5], tokens, logprobs, rewards, version=StepRef(1, step))
+    samples = group([5], tokens, [[-1.0]] * len(rewards), rewards)
+    return Group(ordinal=0, attempt=1, experiences=samples, entry_ids=["1-0"])
 
 
 @pytest.mark.parametrize(
-    ("rewards", "step", "filters", "verdict"),
+    ("rewards", "filters", "verdict"),
     [
-        ([1.0, 0.0], 4, DYNAMIC, True),
-        ([1.0, 1.0], 4, DYNAMIC, "filtered"),
-        ([1.0, 1.0], 4, FiltersConfig(), True),
-        ([1.0, 1.0], 4, FiltersConfig(zero_variance="mask"), True),
-        ([1.0, 0.0], 3, DYNAMIC, "stale"),
-        ([1.0, 1.0], 3, DYNAMIC, "stale"),
+        ([1.0, 0.0], DYNAMIC, True),
+        ([1.0, 1.0], DYNAMIC, "filtered"),
+        ([1.0, 1.0], FiltersConfig(), True),
+        ([1.0, 1.0], FiltersConfig(zero_variance="mask"), True),
     ],
 )
-def test_a_group_is_taken_asked_for_again_or_dropped(rewards, step, filters, verdict):
-    assert judged(sampled(rewards, step), 4, filters) == verdict
+def test_a_group_is_taken_or_dropped(rewards, filters, verdict):
+    assert judged(sampled(rewards), filters) == verdict

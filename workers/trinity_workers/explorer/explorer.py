@@ -15,10 +15,22 @@ from msgspec import Struct
 from trinity_events import Synchronizer
 from trinity_events.coordinator import this_process
 from trinity_events.error_text import first_error, ungrouped
-from trinity_events.errors import DeadlineExceeded, StaleEpoch, TrinityError
+from trinity_events.errors import (
+    CorruptVersion,
+    DeadlineExceeded,
+    StaleEpoch,
+    TrinityError,
+    VersionUnavailable,
+)
 from trinity_events.rollouts import Claim, RolloutClient
 from trinity_events.server import connect
-from trinity_schemas import Experience, ExplorerStatus, ExplorerStatusChanged, Process
+from trinity_schemas import (
+    Experience,
+    ExplorerStatus,
+    ExplorerStatusChanged,
+    Process,
+    SyncRequested,
+)
 
 from ..beside import beside
 from ..config import RunConfig
@@ -29,6 +41,7 @@ from ..learning.policy import load_tokenizer
 from ..placement import threads
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
 from ..user_task import start_rewards, task_of
+from .demand import VersionDemand
 from .evaluation import mean_reward
 from .installer import VersionInstaller
 from .prefetch import VersionPrefetcher
@@ -67,6 +80,9 @@ class Explorer:
         self.rank = rank
         self._groups = 0
         self._exits = AsyncExitStack()
+        self._demand: VersionDemand | None = None
+        if config.sync.style == "explorer_driven":
+            self._demand = VersionDemand(config.sync.interval, config.rollouts.prompts_per_step)
         self._synchronizer = Synchronizer(
             config.run_id,
             0,
@@ -199,9 +215,11 @@ class Explorer:
         raise AssertionError("unreachable")
 
     async def _say(self, status: ExplorerStatus) -> None:
-        await anyio.to_thread.run_sync(
-            self._synchronizer.tell, ExplorerStatusChanged(status=status)
-        )
+        await self._tell(ExplorerStatusChanged(status=status))
+
+    async def _tell(self, event: ExplorerStatusChanged | SyncRequested | None) -> None:
+        if event is not None:
+            await anyio.to_thread.run_sync(self._synchronizer.tell, event)
 
     async def _explore(
         self, requests: RolloutClient, versions: VersionFollower, installer: VersionInstaller
@@ -214,8 +232,7 @@ class Explorer:
         while claims := await self._next_claims(requests, versions, installer):
             await self._check_task_set(requests, claims)
             async with requests.renewing(claims) as held:
-                await installer.refresh(max(one.request.oldest.step for one in claims))
-                await self._answer(requests, list(held), installer)
+                await self._answer_with_weights(requests, held, installer)
         await installer.refresh(config.steps)
         return ExplorationResult(
             rank=self.rank,
@@ -245,6 +262,8 @@ class Explorer:
                 if not installer.is_current:
                     await installer.refresh(0)
                     idle_since = anyio.current_time()
+                elif self._demand is not None and self._engine.serves is not None:
+                    await self._tell(self._demand.idle(self._engine.serves))
                 if anyio.current_time() - idle_since > config.sync.timeout:
                     raise DeadlineExceeded(
                         f"{self.name}: no rollouts of run {config.run_id} were asked for within "
@@ -274,6 +293,42 @@ class Explorer:
             "trainer and explorers the same questions"
         )
 
+    async def _answer_with_weights(
+        self, requests: RolloutClient, held: Sequence[Claim], installer: VersionInstaller
+    ) -> None:
+        """Install the weights that held requests name, and answer these."""
+        exact: dict[int, list[Claim]] = {}
+        for claim in held:
+            if claim.request.exact:
+                exact.setdefault(claim.request.oldest.step, []).append(claim)
+        for step in sorted(exact):
+            await self._answer_exactly(requests, held, exact[step], installer)
+        others = [one for one in held if not one.request.exact]
+        if others:
+            await installer.refresh(max(one.request.oldest.step for one in others))
+            await self._answer(requests, [one for one in others if one in held], installer)
+
+    async def _answer_exactly(
+        self,
+        requests: RolloutClient,
+        held: Sequence[Claim],
+        claims: Sequence[Claim],
+        installer: VersionInstaller,
+    ) -> None:
+        """Answer claims with the one version that they name, or give them back."""
+        try:
+            installed = await installer.install_exactly(claims[0].request.oldest.step)
+        except (VersionUnavailable, CorruptVersion) as error:
+            logger.warning("%s: %s", self.name, error)
+            for claim in claims:
+                await requests.fail(claim, str(error))
+            return
+        if installed:
+            await self._answer(requests, [one for one in claims if one in held], installer)
+            return
+        for claim in claims:
+            await requests.give_back(claim)
+
     async def _answer(
         self, requests: RolloutClient, claims: Sequence[Claim], installer: VersionInstaller
     ) -> None:
@@ -294,6 +349,9 @@ class Explorer:
             else:
                 answers.append((claim, answer))
         self._groups += sum(await requests.answer_all(answers))
+        if self._demand is not None and self._engine.serves is not None:
+            ordinals = [claim.request.ordinal for claim, _ in answers]
+            await self._tell(self._demand.answered(self._engine.serves, ordinals))
 
     async def _measure(self) -> float | None:
         count = self.config.explorer.held_out_questions

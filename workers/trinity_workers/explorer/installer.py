@@ -84,12 +84,39 @@ class VersionInstaller:
                 logger.warning("the explorer waits for newer weights: %s", error)
                 reason = error
                 self._versions.skip(newest)
-                await anyio.to_thread.run_sync(self._synchronizer.request_weights, ready)
+                await anyio.to_thread.run_sync(self._synchronizer.request_resend, ready)
                 if self._serves(step):
                     return  # The trainer may wait for answers, and these weights will do.
             else:
                 self.installed += 1
                 return
+
+    async def install_exactly(self, step: int) -> bool:
+        """Install the version of ``step``; return False if a newer one has taken its place.
+
+        Raises:
+            VersionUnavailable: It cannot be read, and there is no newer one.
+            CorruptVersion: It is damaged, and there is no newer one.
+            RunEnded: The run was closed before it was ready.
+            DeadlineExceeded: It was not ready in time.
+        """
+        wanted, serves = StepRef(self._config.epoch, step), self._engine.serves
+        if serves is not None and serves >= wanted:
+            return serves == wanted
+        async with self._prefetched_into_engine(step):
+            newest = await self._newest(step)
+        ready = self._versions.announced(step)
+        if ready is None:
+            return False
+        try:
+            async with self._prefetcher.paused():
+                await self._engine.install(ready)
+        except (VersionUnavailable, CorruptVersion):
+            if newest.step == step and not self._versions.has(step + 1):
+                raise
+            return False
+        self.installed += 1
+        return True
 
     async def keep_current(self) -> None:
         """Install each newer version as it comes, beside a generation, up to the last one.

@@ -15,6 +15,9 @@ from trinity_schemas import (
     VersionPartPublished,
 )
 
+_KEPT = 4
+"""Announced versions that are remembered; a reducer retires all but two."""
+
 
 class RunEnded(TrinityError):
     """Raised if the run was closed, or opened anew: this epoch gets no more weights."""
@@ -37,6 +40,7 @@ class VersionFollower:
         self._sent = sent
         self._changed = anyio.Condition()
         self.newest: StepReady | None = None
+        self._announced: dict[int, StepReady] = {}
         self._skipped: StepRef | None = None
         self._closed: RunClosed | None = None
         self._newer_epoch: int | None = None
@@ -53,6 +57,9 @@ class VersionFollower:
                     if event.kind == "weights" and event.epoch == self._epoch:
                         async with self._changed:
                             self.newest = event
+                            self._announced[event.step] = event
+                            for old in list(self._announced)[:-_KEPT]:
+                                del self._announced[old]
                             self._changed.notify_all()
 
     async def _follow_end(self) -> None:
@@ -91,6 +98,10 @@ class VersionFollower:
     def has(self, step: int) -> bool:
         """Return True if a version of ``step`` or later is ready."""
         return self.newest is not None and self.newest.step >= step
+
+    def announced(self, step: int) -> StepReady | None:
+        """Return the version of a step, if it was announced and is among the newest ones."""
+        return self._announced.get(step)
 
     async def wait(self, step: int, *, deadline: float | None) -> StepReady:
         """Return the newest version once it is of ``step`` or later, and is not skipped.

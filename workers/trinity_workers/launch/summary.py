@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field, structs
 from rich.table import Table
@@ -193,7 +193,8 @@ def summary_table(summary: DemoSummary) -> Table:
             f"{log.versions_delta} as what changed: {_mebibytes(log.bytes_published)} published, "
             f"{_mebibytes(log.bytes_saved)} saved",
         ),
-        ("staleness", f"{summary.staleness_mean:.2f} versions, in the mean over the steps"),
+        ("staleness", _staleness(summary)),
+        ("issued again", _issued_again(log.reissued)),
         ("stall", _spread(log.stall)),
         ("transfer", _spread(log.transfer)),
         ("pause", _spread(log.pause)),
@@ -223,6 +224,24 @@ def summary_table(summary: DemoSummary) -> Table:
     for name, text in rows:
         table.add_row(name, Text(text))
     return table
+
+
+def _staleness(summary: DemoSummary) -> str:
+    """Return the mean staleness over the steps, and its distribution over the samples."""
+    mean = f"{summary.staleness_mean:.2f} optimizer steps in the mean"
+    samples = sum(summary.log.staleness.values())
+    if not samples:
+        return mean
+    shares = [f"{late}: {number / samples:.0%}" for late, number in summary.log.staleness.items()]
+    return f"{mean}; of {samples} samples {', '.join(shares)}"
+
+
+def _issued_again(reissued: Mapping[str, int]) -> str:
+    """Return the number of prompts that were issued again, by reason."""
+    if not reissued:
+        return "no prompt"
+    reasons = ", ".join(f"{number} {reason}" for reason, number in reissued.items())
+    return f"{sum(reissued.values())} prompts: {reasons}"
 
 
 def _refusals(log: RunSummary) -> str:

@@ -6,15 +6,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from typing import Any
 
+import anyio
 import anyio.to_thread
 from msgspec import Struct
 
 from trinity_events import publishing
 from trinity_events.coordinator import this_process
 from trinity_events.core.ledger import Ledger
+from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
@@ -23,19 +25,19 @@ from trinity_schemas import (
     Experience,
     LedgerRestored,
     Process,
+    ResendRequested,
     StepReady,
-    StepRef,
+    SyncRequested,
     TrainerStatusChanged,
 )
 
-from ..algorithms.filters import is_informative
-from ..algorithms.settings import FiltersConfig
 from ..beside import beside
 from ..config import RunConfig
 from ..garbage import exempt_loaded_objects
 from ..user_task import task_of
-from .resends import VersionResends
+from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
+from .supply import RolloutSupply
 from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,12 @@ class Trainer:
     def __init__(self, config: RunConfig, engine: TrainEngineWrapper | None = None) -> None:
         self.config = config
         self.engine = engine or get_trainer_wrapper(config)
-        self._resends = VersionResends(config.run_id, config.redis_url, self.sync_weight)
+        run = config.run_id, config.redis_url
+        self._resends = ExplorerRequests(*run, ResendRequested, self.sync_weight)
+        self._demands = ExplorerRequests(*run, SyncRequested, self.synchronize)
+        self._publishing = anyio.Lock()
+        self._published = -1
+        """Step of the newest version that was published."""
         self._exits = AsyncExitStack()
         self._metrics: dict[str, float] = {}
 
@@ -92,19 +99,20 @@ class Trainer:
             await self.engine.load_checkpoint(config.resumed_folder, config.resumed_step)
         # In the background: a report of a wait never delays the loop that waits.
         reports = publishing(config.run_id, config.epoch, "trainer", redis_url=config.redis_url)
+        self._waits = self._exits.enter_context(reports).waits
         self._dispatcher = RolloutDispatcher(
             client,
             self._publisher,
             dispatch_settings(config, task.fingerprint),
             ledger,
             deadline=config.sync.timeout,
-            waits=self._exits.enter_context(reports).waits,
+            waits=self._waits,
         )
+        self._supply = RolloutSupply(config, self._dispatcher, self._waits)
         await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
-        await self._dispatch()
-        await self.sync_weight()
+        await self.synchronize()
         exempt_loaded_objects()
 
     async def _restored_ledger(self) -> Ledger | None:
@@ -124,9 +132,13 @@ class Trainer:
         tasks: list[Callable[[], Any]] = []
         if self.config.rollouts.keep_answers == "checkpoint":
             tasks.append(self._free_covered_answers)
+        if self._is_fully_async:
+            tasks.append(self._supply.ask_when_ready)
         async with AsyncExitStack() as exits:
             if self._sends:
                 await exits.enter_async_context(self._resends.listening(self._began_at))
+            if self._is_explorer_driven:
+                await exits.enter_async_context(self._demands.listening(self._began_at))
             await exits.enter_async_context(beside(*tasks))
             return await self._train()
         raise AssertionError("unreachable")
@@ -141,8 +153,7 @@ class Trainer:
                 taken.append(self._metrics)
                 await self._report_trained(groups)
                 if self.need_sync():
-                    await self._dispatch()
-                    await self.sync_weight(self._metrics)
+                    await self.synchronize()
                 if self.need_save():
                     await self.save_checkpoint()
             await self.engine.wait_for_save()
@@ -158,34 +169,52 @@ class Trainer:
             dropped_groups=sum(self._dispatcher.ledger.dropped.values()),
         )
 
-    async def _dispatch(self) -> None:
-        """Ask for the rollouts of all steps that the weights of the present step may serve.
+    async def synchronize(self) -> None:
+        """Ask for the rollouts that the present weights may serve, and publish these.
 
-        It comes before their publication, so that explorers wait for the weights, and not for
-        requests.
+        Explorers then wait for weights, and not for requests. Under ``fully_async`` they wait for
+        neither: the requests come once the version is ready.
         """
-        config, step = self.config, self.train_step_num
-        steps = config.last_step_served(step) - step
-        lacking = steps * config.rollouts.prompts_per_step - self._dispatcher.asked_count
-        await self._dispatcher.dispatch(max(lacking, 0), StepRef(config.epoch, step))
+        if not self._is_fully_async:
+            await self._supply.ask(self.train_step_num)
+        await self.sync_weight(self._metrics or None)
 
     async def _take(self, step: int) -> list[Group]:
-        """Return the groups of a step; versions are sent again while it waits for them.
+        """Return the groups of a step; explorers that ask for weights get them meanwhile.
 
         Raises:
-            DeadlineExceeded: Groups are missing.
+            DeadlineExceeded: Groups are missing, or the weights to ask for them with.
         """
-        config = self.config
-        oldest = config.version_wanted(step)
-
-        def usable(group: Group) -> bool | str:
-            return judged(group.experiences, oldest, config.algorithm.filters)
-
-        async with self._resends.allowed() if self._sends else nullcontext():
-            return await self._dispatcher.take(
-                config.rollouts.prompts_per_step, deadline=config.sync.timeout, usable=usable
-            )
+        async with AsyncExitStack() as exits:
+            if self._sends:
+                await exits.enter_async_context(self._resends.allowed())
+            if self._is_fully_async:
+                await self._supply.until_ready(step)
+            if self._is_explorer_driven and self._published < self.train_step_num:
+                if self._published < self.config.version_wanted(step):
+                    await self._publish_on_demand()
+                else:
+                    await exits.enter_async_context(self._demands.allowed())
+            return await self._supply.take(step)
         raise AssertionError("unreachable")
+
+    async def _publish_on_demand(self) -> None:
+        """Publish once an explorer asks for it, as the next step can use no earlier version.
+
+        Explorers ask soon: they have answered all that was asked of them.
+        """
+        run, timeout = self.config.run_id, self.config.sync.timeout
+        with (
+            self._waits.waiting("an explorer that asks for weights", deadline=timeout),
+            anyio.move_on_after(timeout),
+        ):
+            await self._demands.wait()
+        if not self._demands.is_open:
+            raise DeadlineExceeded(
+                f"no explorer of run {run} asked within {timeout:g} s for weights after those of "
+                f"step {self._published}: see trinity-events status {run}"
+            )
+        await self.synchronize()
 
     async def train_step(self, exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
         """Take one step on groups of samples; return the metrics of engine and experiences.
@@ -226,6 +255,8 @@ class Trainer:
 
     def need_sync(self) -> bool:
         """Return True if the weights of the present step are to be published."""
+        if self._is_explorer_driven and self.train_step_num < self.config.steps:
+            return self._demands.is_open
         return self.config.is_sync_step(self.train_step_num)
 
     def need_save(self) -> bool:
@@ -234,11 +265,14 @@ class Trainer:
 
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
-        if self._sends:
-            self._resends.sending()
-            await self.engine.sync_weight_nccl(metrics)
-        else:
-            await self.engine.upload_state_dict(metrics)
+        async with self._publishing:
+            self._published = self.train_step_num
+            for requests in (self._resends, self._demands):
+                requests.publishing(self._published)
+            if self._sends:
+                await self.engine.sync_weight_nccl(metrics)
+            else:
+                await self.engine.upload_state_dict(metrics)
 
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
@@ -261,6 +295,14 @@ class Trainer:
         return self.config.transport == "collective"
 
     @property
+    def _is_explorer_driven(self) -> bool:
+        return self.config.sync.style == "explorer_driven"
+
+    @property
+    def _is_fully_async(self) -> bool:
+        return self.config.sync.style == "fully_async"
+
+    @property
     def train_step_num(self) -> int:
         """Number of steps taken."""
         return self.engine.train_step_num
@@ -277,19 +319,6 @@ class Trainer:
 def has_mixed_versions(sample: Experience) -> bool:
     """Return True if several weight versions sampled it."""
     return len({version for turn in sample.turns for version, _ in turn.versions}) > 1
-
-
-def judged(group: Sequence[Experience], oldest: int, filters: FiltersConfig) -> bool | str:
-    """Return True if a group may be trained on, else the reason against it.
-
-    Args:
-        group: Samples of one prompt.
-        oldest: Step of the oldest version that may have sampled a token of it.
-        filters: The algorithm's filters.
-    """
-    if min(one.oldest_version.step for one in group) < oldest:
-        return "stale"
-    return is_informative(group, filters) or "filtered"
 
 
 def dispatch_settings(config: RunConfig, fingerprint: str) -> DispatchSettings:
@@ -312,5 +341,6 @@ def dispatch_settings(config: RunConfig, fingerprint: str) -> DispatchSettings:
         claim_lease=rollouts.claim_lease,
         request_deadline=rollouts.request_deadline,
         max_attempts=rollouts.max_attempts,
+        when_stale=config.sync.when_stale,
         keep_answers=rollouts.keep_answers,
     )

@@ -1,0 +1,121 @@
+"""Timelines: every attempt, version, application and wait of a log has its span."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.event_histories import (
+    History,
+    committed,
+    failed,
+    finished,
+    opened,
+    part,
+    registration,
+    started,
+)
+from trinity_events.archive.format import read_lines
+from trinity_events.core import Monitor, MonitorState
+from trinity_events.core.timeline import Moment, Span, Timeline, Value
+from trinity_schemas import (
+    AppliedPhases,
+    StepRef,
+    StepTrained,
+    WaitEnded,
+    WaitStarted,
+    WeightsApplied,
+    decode_envelope,
+)
+
+RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
+SECOND = 1_000_000_000
+
+
+def timeline_of(entries):
+    monitor, timeline, parts = Monitor(MonitorState(run_id="history")), Timeline(), []
+    for entry_id, envelope in entries:
+        parts += timeline.add(entry_id, envelope)
+        for one in monitor.apply(entry_id, envelope):
+            parts += timeline.add(entry_id, one)
+    return [*parts, *timeline.finish()]
+
+
+def spans(parts, category):
+    return [one for one in parts if isinstance(one, Span) and one.category == category]
+
+
+def applied(step):
+    return WeightsApplied(
+        version=StepRef(1, step),
+        digest="sha256:" + "0" * 64,
+        bytes=8,
+        verified_at=1.0,
+        phases=AppliedPhases(fetch=0.25, pause=0.5),
+    )
+
+
+def test_an_attempt_is_a_span_from_its_start_to_its_end():
+    history = History()
+    history.add(committed(1, "state_dict", registration(expected=3)))
+    for save, rank in (("a", 0), ("b", 1), ("c", 2)):
+        history.add(started(1, save, rank=rank), by="actor", rank=rank)
+    history.add(finished(1, "a"), by="actor")
+    history.add(failed(1, "b", rank=1), by="actor", rank=1)
+    found = spans(timeline_of(history.entries), "save")
+    assert [(one.process, one.facts["outcome"]) for one in found] == [
+        ("actor-0", "finished"),
+        ("actor-1", "failed: disk full"),
+        ("actor-2", "under way at the end of the log"),
+    ]
+    assert len({one.lane for one in found}) == 3, "attempts overlap, and each has its own track"
+    assert [one.end - one.begin for one in found] == [3_000_000, 3_000_000, 2_000_000]
+
+
+def test_a_flow_leads_from_a_version_to_each_application():
+    history = History()
+    history.add(opened(3))
+    history.add(part(3))
+    history.add(committed(3, "weights"))
+    for rank in (0, 1):
+        history.add(applied(3), by="explorer", rank=rank)
+    parts = timeline_of(history.entries)
+    [version] = spans(parts, "version")
+    pauses = spans(parts, "pause")
+    assert set(version.flows) == {one.flow_end for one in pauses}
+    assert [one.process for one in pauses] == ["explorer-0", "explorer-1"]
+    assert all(one.end - one.begin == SECOND // 2 for one in pauses)
+    assert all(one.end - one.begin == SECOND // 4 for one in spans(parts, "fetch"))
+
+
+def test_a_wait_is_a_span_from_its_beginning_that_names_its_culprits():
+    history = History()
+    history.add(WaitStarted(wait_id="w", what="rollouts", waits_for=("explorer-0",), seconds=0.5))
+    history.add(WaitStarted(wait_id="w", what="rollouts", waits_for=("explorer-0",), seconds=0.6))
+    history.add(WaitEnded(wait_id="w", outcome="deadline"))
+    [wait] = spans(timeline_of(history.entries), "wait")
+    assert wait.facts == {"for": "explorer-0", "outcome": "deadline"}
+    assert wait.end - wait.begin == SECOND // 2 + 2_000_000
+
+
+def test_metrics_and_steps_are_counters():
+    history = History()
+    for step in (1, 2):
+        history.add(StepTrained(step=step, metrics={"loss": step / 2}))
+    parts = timeline_of(history.entries)
+    values = [(one.counter, one.value) for one in parts if isinstance(one, Value)]
+    assert values == [("step", 1), ("loss", 0.5), ("step", 2), ("loss", 1.0)]
+    assert [one.name for one in spans(parts, "train")] == ["step 2"]
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_each_event_of_a_recorded_log_is_a_span_or_a_moment(path):
+    timeline, parts = Timeline(), []
+    for line in read_lines(path)[1]:
+        try:
+            envelope = decode_envelope(line.payload)
+        except Exception:
+            continue
+        parts += timeline.add(line.id, envelope)
+    parts += timeline.finish()
+    assert any(isinstance(one, Moment) for one in parts)
+    assert all(one.begin <= one.end for one in parts if isinstance(one, Span))

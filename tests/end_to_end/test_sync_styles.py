@@ -1,0 +1,100 @@
+"""Each sync style leaves a log with a property that every other style violates."""
+
+from functools import partial
+
+import anyio
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("reasoning_gym")
+
+from tests.support.local_training import LocalEngine  # noqa: E402
+from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.style_properties import PROPERTIES, reissued, stalest  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_events.error_text import ungrouped  # noqa: E402
+from trinity_events.log import Stream, position  # noqa: E402
+from trinity_schemas import StepTrained, WeightsApplied, decode_envelope  # noqa: E402
+from trinity_workers.explorer import Explorer  # noqa: E402
+from trinity_workers.trainer import Trainer  # noqa: E402
+
+STEPS, PROMPTS = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """An explorer sets the number of torch's threads, for its process alone."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+async def whole_log(log):
+    """Return the run's events and announcements as one log, in the order of their ids."""
+    found = [
+        ((position(entry.id)[0], order, position(entry.id)), entry.payload)
+        for order, stream in enumerate((Stream.ANNOUNCEMENTS, Stream.EVENTS))
+        for entry in await log.read(stream=stream, limit=100_000)
+    ]
+    return [decode_envelope(payload) for _, payload in sorted(found)]
+
+
+async def run(config, log, *, late_after=2):
+    """Train with two explorers, and one that joins after some steps; return their results."""
+    trainer, results = Trainer(config, LocalEngine(config)), {}
+
+    async def train():
+        await trainer.prepare()
+        results["trainer"] = await trainer.train()
+        await trainer.shutdown()
+
+    async def explore(rank):
+        explorer = Explorer(config, rank)
+        await explorer.prepare()
+        results[rank] = await explorer.explore()
+
+    with ungrouped(), anyio.fail_after(2 * PATIENCE):
+        async with anyio.create_task_group() as tasks:
+            for task in (train, partial(explore, 0), partial(explore, 1)):
+                tasks.start_soon(task)
+            await until(lambda: trained(log, late_after))
+            tasks.start_soon(explore, 2)
+    return results
+
+
+async def trained(log, steps):
+    return len(await events_of(log, StepTrained)) >= steps
+
+
+@pytest.mark.parametrize(
+    ("style", "sync"),
+    [
+        ("fixed", {"interval": 2, "offset": 1}),
+        ("trainer_driven", {}),
+        ("explorer_driven", {"max_staleness": 2}),
+        ("fully_async", {"max_staleness": 2}),
+    ],
+)
+async def test_a_run_of_a_style_has_its_property_and_no_other(
+    make_config, redis_url, run_id, log, style, sync
+):
+    config = make_config(
+        steps=STEPS,
+        rollouts={"prompts_per_step": PROMPTS, "samples_per_prompt": 2, "claim_lease": PATIENCE},
+        explorer={"held_out_questions": 0, "groups_per_claim": 1},
+        checkpoints={"interval": 0},
+        sync={"style": style, "timeout": PATIENCE, **sync},
+    )
+    async with reducer_task(redis_url, run_id):
+        results = await run(config, log)
+    found = await whole_log(log)
+    assert {name for name, holds in PROPERTIES.items() if holds(found)} == {style}
+    assert stalest(found) <= config.staleness_bound
+    assert "stale" not in reissued(found), "the default paces, and generates nothing in vain"
+    assert results["trainer"].steps == STEPS
+    explorers = [results[rank] for rank in range(3)]
+    assert sum(one.groups for one in explorers) >= STEPS * PROMPTS
+    served = {one.producer.rank: one.event.version for one in await events_of(log, WeightsApplied)}
+    assert {version.step for version in served.values()} == {STEPS}
+    assert sorted(served) == [0, 1, 2], "the one that joined late ends with the last version too"

@@ -1,0 +1,118 @@
+"""Properties of a log that hold for one sync style, and that every other style violates.
+
+They read raw envelopes, in the order of the log, and know nothing of the trainer's code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from trinity_schemas import (
+    Envelope,
+    RolloutsDispatched,
+    StepReady,
+    StepRef,
+    StepTrained,
+    SyncRequested,
+    VersionOpened,
+)
+
+
+def every_request_names_one_version_which_serves_it(log: Sequence[Envelope]) -> bool:
+    """Return True if each request is exact, and each sample is as stale as its request says."""
+    named: dict[int, StepRef] = {}
+    for event in _events(log):
+        if isinstance(event, RolloutsDispatched):
+            if not event.exact:
+                return False
+            named |= dict.fromkeys(_ordinals(event.ordinals), event.oldest)
+            named |= {one.ordinal: event.oldest for one in event.reissued}
+        elif isinstance(event, StepTrained):
+            late = Counter(event.step - 1 - named[one].step for one in _ordinals(event.trained))
+            samples = sum(event.staleness.values()) // max(late.total(), 1)
+            if event.staleness != {steps: number * samples for steps, number in late.items()}:
+                return False
+    return bool(named)
+
+
+def versions_are_promised_before_they_are_ready(log: Sequence[Envelope]) -> bool:
+    """Return True if requests name versions to come, and the trainer publishes unasked."""
+    if _asked(log) or _exact(log):
+        return False
+    return all(not ready for ready in _ready_when_first_named(log).values())
+
+
+def versions_are_published_because_an_explorer_asked(log: Sequence[Envelope]) -> bool:
+    """Return True if each version, but the first and the last step's, follows its own request."""
+    published: list[int] = []
+    wanted = -1
+    unasked = []
+    for event in _events(log):
+        if isinstance(event, SyncRequested) and event.wanted is not None:
+            wanted = max(wanted, event.wanted.step)
+        elif isinstance(event, VersionOpened) and event.step not in published:
+            if published and not published[-1] < wanted <= event.step:
+                unasked.append(event.step)
+            published.append(event.step)
+    last = max(event.step for event in _events(log) if isinstance(event, StepTrained))
+    return len(published) > 2 and set(unasked) <= {last}
+
+
+def requests_name_versions_that_are_ready(log: Sequence[Envelope]) -> bool:
+    """Return True if no explorer waits for the trainer, and the trainer publishes unasked."""
+    if _asked(log) or _exact(log):
+        return False
+    return all(_ready_when_first_named(log).values())
+
+
+PROPERTIES: dict[str, Callable[[Sequence[Envelope]], bool]] = {
+    "fixed": every_request_names_one_version_which_serves_it,
+    "trainer_driven": versions_are_promised_before_they_are_ready,
+    "explorer_driven": versions_are_published_because_an_explorer_asked,
+    "fully_async": requests_name_versions_that_are_ready,
+}
+
+
+def stalest(log: Sequence[Envelope]) -> int:
+    """Return the greatest staleness of a sample that was trained on."""
+    found = [event.staleness for event in _events(log) if isinstance(event, StepTrained)]
+    return max(steps for one in found for steps in one)
+
+
+def reissued(log: Sequence[Envelope]) -> Counter[str]:
+    """Return the number of prompts that were issued again, by reason."""
+    return Counter(
+        one.reason
+        for event in _events(log)
+        if isinstance(event, RolloutsDispatched)
+        for one in event.reissued
+    )
+
+
+def _events(log: Sequence[Envelope]) -> Iterable[object]:
+    return (envelope.event for envelope in log)
+
+
+def _ordinals(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    return [one for first, last in ranges for one in range(first, last + 1)]
+
+
+def _asked(log: Sequence[Envelope]) -> bool:
+    return any(isinstance(event, SyncRequested) for event in _events(log))
+
+
+def _exact(log: Sequence[Envelope]) -> bool:
+    return any(isinstance(event, RolloutsDispatched) and event.exact for event in _events(log))
+
+
+def _ready_when_first_named(log: Sequence[Envelope]) -> dict[int, bool]:
+    """Return for each version that a first request names whether it was ready by then."""
+    ready: set[int] = set()
+    found: dict[int, bool] = {}
+    for event in _events(log):
+        if isinstance(event, StepReady) and event.kind == "weights":
+            ready.add(event.step)
+        elif isinstance(event, RolloutsDispatched) and event.ordinals and event.oldest is not None:
+            found.setdefault(event.oldest.step, event.oldest.step in ready)
+    return found

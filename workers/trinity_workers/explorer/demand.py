@@ -1,0 +1,54 @@
+"""Demand of an explorer for newer weights, under the sync style ``explorer_driven``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trinity_schemas import StepRef, SyncRequested
+
+
+class VersionDemand:
+    """Demand for one version after each that is served.
+
+    It comes once requests of ``interval`` explorer steps were answered with the served version, or
+    once there is nothing to answer.
+
+    Args:
+        interval: Explorer steps that one version serves.
+        prompts_per_step: Consecutive ordinals of an explorer step.
+    """
+
+    def __init__(self, interval: int, prompts_per_step: int) -> None:
+        self._interval = interval
+        self._prompts_per_step = prompts_per_step
+        self._serves: StepRef | None = None
+        self._first: int | None = None
+        """Explorer step from which on the served version answers."""
+        self._asked = False
+
+    def answered(self, serves: StepRef, ordinals: Iterable[int]) -> SyncRequested | None:
+        """Return the request to send after answers with a version, if it is time."""
+        self._note(serves)
+        steps = [one // self._prompts_per_step for one in ordinals]
+        if not steps:
+            return None
+        if self._first is None:
+            self._first = min(steps)
+        if max(steps) - self._first + 1 < self._interval:
+            return None
+        return self._ask()
+
+    def idle(self, serves: StepRef) -> SyncRequested | None:
+        """Return the request to send while there is nothing to answer, unless it was sent."""
+        self._note(serves)
+        return self._ask()
+
+    def _note(self, serves: StepRef) -> None:
+        if serves != self._serves:
+            self._serves, self._first, self._asked = serves, None, False
+
+    def _ask(self) -> SyncRequested | None:
+        if self._asked or self._serves is None:
+            return None
+        self._asked = True
+        return SyncRequested(wanted=StepRef(self._serves.epoch, self._serves.step + 1))
