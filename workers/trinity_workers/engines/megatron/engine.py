@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
 from ...algorithms.batch import Batch
 from ...collectives import together
 from ..base import LocalShard
 from ..learning_rate import LearningRate, learning_rate_of
+from ..model_folder import has_weights
 from . import checkpoint
 from .cpu import adapted
 from .layout import ParallelLayout, join
@@ -118,6 +120,7 @@ class MegatronEngine:
         if load_weights:
             with together():
                 load_folder(self._chunks, model_folder, names)
+        self._names = names
         self._stream = WeightStream(self._chunks, names, tied=tied, device=device)
         self.module: list[Any] = self._chunks
         self.optimizer: Any = None
@@ -213,6 +216,10 @@ class MegatronEngine:
 
     # --- checkpoints -----------------------------------------------------------------------
 
+    def write_description(self, folder: Path) -> None:
+        """Write configuration, generation defaults and tokenizer; durable on return."""
+        write_description(folder, self._description)
+
     def save_checkpoint(
         self,
         local_path: str,
@@ -280,7 +287,8 @@ class MegatronEngine:
         """Load files of :meth:`save_checkpoint`, at this or another layout. Collective.
 
         At the layout of the checkpoint, every rank gets its random states back too.
-        Megatron's checkpoints are unpickled on load: see :mod:`.checkpoint`.
+        The model may also be a Hugging Face folder with weights. Megatron's checkpoints are
+        unpickled on load: see :mod:`.checkpoint`.
 
         Raises:
             CheckpointRefused: if it is missing, or this layout cannot load its optimizer state.
@@ -288,15 +296,23 @@ class MegatronEngine:
         del hdfs_path
         folder = Path(local_path)
         self._check_optimizer_loads(folder)
-        loaded = checkpoint.load(self._model_state(), folder / "model")
-        for key, chunk in self._keyed_chunks():
-            chunk.load_state_dict(loaded[key], strict=False)
+        self._load_model(folder)
         if self.optimizer is not None and (folder / "training").is_dir():
             self._load_training_state(folder / "training")
         if del_local_after_load:
             with together():
                 if dist.get_rank() == 0:
                     shutil.rmtree(folder)
+
+    def _load_model(self, folder: Path) -> None:
+        whole = folder / MODEL_FOLDER[-1]
+        if not (folder / "model").exists() and has_weights(whole):
+            with together():
+                load_folder(self._chunks, whole, self._names)
+            return
+        loaded = checkpoint.load(self._model_state(), folder / "model")
+        for key, chunk in self._keyed_chunks():
+            chunk.load_state_dict(loaded[key], strict=False)
 
     # --- what it stands on -----------------------------------------------------------------
 
