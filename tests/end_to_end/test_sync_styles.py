@@ -73,6 +73,7 @@ async def trained(log, steps):
         ("fixed", {"interval": 2, "offset": 1}),
         ("trainer_driven", {}),
         ("explorer_driven", {"max_staleness": 2}),
+        ("explorer_driven", {"interval": 3, "max_staleness": 2}),
         ("fully_async", {"max_staleness": 2}),
     ],
 )
