@@ -32,13 +32,27 @@ MISTAKES = [
     ("algorithm: {loss: pppo}", "unknown loss 'pppo': did you mean 'ppo'?"),
     ("algorithm: {loss: gspo}", "set algorithm.normalisation sequence-mean"),
     ("rollouts: {samples_per_prompt: 1}", "algorithm.advantage grpo compares the samples"),
-    ("algorithm: {preset: ppo}", "no critic is trained yet: set algorithm.critic.use false"),
-    ("algorithm: {advantage: gae}", "no critic is trained yet: set algorithm.critic.use false"),
-    ("algorithm: {preset: distillation}", "no teacher is asked yet"),
     (
-        "{trainer: {engine: megatron}, algorithm: {kl: {coefficient: 1}}}",
-        "trainer.engine megatron holds no reference policy yet",
+        "{trainer: {engine: megatron}, algorithm: {preset: ppo}}",
+        "trainer.engine megatron trains no critic yet",
     ),
+    (
+        "{trainer: {engine: megatron}, algorithm: {advantage: none, loss: divergence, "
+        "teacher: {path: /t}}}",
+        "algorithm.loss divergence compares all of it",
+    ),
+    ("algorithm: {advantage: gae}", "algorithm.advantage gae needs the values of a critic"),
+    ("algorithm: {preset: distillation}", "with a teacher: set algorithm.teacher.path"),
+    ("algorithm: {teacher: {path: /t}}", "names a teacher, and nothing asks it"),
+    (
+        "{steps: 3, algorithm: {preset: ppo, critic: {warmup_steps: 3}}}",
+        "algorithm.critic.warmup_steps is 3, and of 3 steps none would train the policy",
+    ),
+    (
+        "{rollouts: {prompts_per_step: 2, samples_per_prompt: 2}, algorithm: {mini_batches: 5}}",
+        "algorithm.mini_batches is 5, and a step has 4 answers",
+    ),
+    ("trainer: {schedule: step}", "must be one of constant, linear, cosine"),
     (
         "{trainer: {engine: megatron}, algorithm: {entropy_coefficient: 1}}",
         "trainer.engine megatron computes no entropy yet",

@@ -22,6 +22,7 @@ from ..views.terminal import LogFormatter, say, tell
 from .audit import audit
 from .bisect import bisect
 from .dashboard import dashboard
+from .delete import delete
 from .diff import diff
 from .explain import explain
 from .export import export, import_
@@ -82,7 +83,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify),
+        *(diff, bisect, audit, export, import_, verify, delete),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

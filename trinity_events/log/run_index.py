@@ -32,7 +32,7 @@ async def list_runs(client: redis.asyncio.Redis) -> dict[str, float]:
         reply: Any = await client.xrange(RUN_INDEX)
     found: dict[str, float] = {}
     for entry_id, fields in reply:
-        run_id = _run_id(fields)
+        run_id = run_of_listing(fields)
         if run_id is not None:
             found.pop(run_id, None)
             found[run_id] = int(entry_id.partition(b"-")[0]) / 1000
@@ -96,7 +96,7 @@ async def watch_runs(
                     await renumber_index(client)
                     break
                 after = entry_id.decode()
-                run_id = _run_id(fields)
+                run_id = run_of_listing(fields)
                 if run_id is not None:
                     yield run_id
 
@@ -108,7 +108,7 @@ async def renumber_index(client: redis.asyncio.Redis) -> None:
         await Scripts(client)("renumber", keys=keys, args=[f"{LATEST + 1}-0", ORIGIN, ""])
 
 
-def _run_id(fields: dict[bytes, bytes] | None) -> str | None:
+def run_of_listing(fields: dict[bytes, bytes] | None) -> str | None:
     """Return the run of an index entry; None if another program wrote the entry."""
     try:
         return check_run_id((fields or {})[_FIELD].decode())

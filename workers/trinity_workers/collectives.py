@@ -33,6 +33,13 @@ def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     return total
 
 
+def largest(number: int, group: dist.ProcessGroup | None = None) -> int:
+    """Return the largest of the numbers of all ranks of the group. Collective."""
+    found = torch.tensor(number, device=_message_device(group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
+
+
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on every rank of the group if the block fails on any.

@@ -97,6 +97,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Learning rate of AdamW after the warm-up."""
     ramp_steps: NotNegative = 20
     """Steps in which the learning rate rises from 0 to its value."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the ramp: constant, or down to 0 at the end of `steps`, on
+    a line or on half a cosine."""
+    micro_batch_rows: Positive | None = None
+    """Maximum rows of a forward and backward pass on a rank; gradients add up over the passes, and
+    are those of all rows at once. Null takes all."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
 
@@ -168,7 +174,7 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """Explorer steps by which explorers lag behind the schedule of the style fixed. 0 alternates
     exploring and training."""
     max_staleness: NotNegative | None = None
-    """Optimizer steps that a token's version may be behind when it is trained on. 0 is strictly
+    """Training steps that a token's version may be behind when it is trained on. 0 is strictly
     on-policy. Null is what the style fixed needs, else twice the interval, less one: explorers may
     be one version behind."""
     when_stale: WhenStale = "pace"
@@ -235,7 +241,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
 
     @property
     def staleness_bound(self) -> int:
-        """Maximum staleness of a token that is trained on, in optimizer steps."""
+        """Maximum staleness of a token that is trained on, in training steps."""
         return staleness_bound(self.sync)
 
     @property
@@ -439,27 +445,49 @@ def _beyond_the_trainer(
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield what an own loop can compute, and this trainer cannot."""
     algorithm, engine = config.algorithm, named("trainer.engine")
-    advantage, use = named("algorithm.advantage"), named("algorithm.critic.use")
+    advantage, loss = named("algorithm.advantage"), named("algorithm.loss")
+    megatron = config.trainer.engine == "megatron"
+    path = named("algorithm.teacher.path")
+    if algorithm.asks_teacher and algorithm.teacher.path is None:
+        yield (
+            ("algorithm.advantage", "algorithm.loss", "algorithm.teacher.path"),
+            f"{advantage} {algorithm.advantage} with {loss} {algorithm.loss} compares the policy "
+            f"with a teacher: set {path} to its Hugging Face folder",
+        )
+    if algorithm.teacher.path is not None and not algorithm.asks_teacher:
+        yield (
+            ("algorithm.teacher.path",),
+            f"{path} names a teacher, and nothing asks it: set {advantage} teacher, or {loss} "
+            "divergence, or leave it out",
+        )
+    critic = algorithm.critic
+    if critic.use and critic.warmup_steps >= config.steps:
+        yield (
+            ("algorithm.critic.warmup_steps", "steps"),
+            f"{named('algorithm.critic.warmup_steps')} is {critic.warmup_steps}, and of "
+            f"{config.steps} {named('steps')} none would train the policy: choose fewer",
+        )
+    rows = config.rollouts.prompts_per_step * config.rollouts.samples_per_prompt
+    if algorithm.mini_batches > rows:
+        yield (
+            ("algorithm.mini_batches", "rollouts.prompts_per_step", "rollouts.samples_per_prompt"),
+            f"{named('algorithm.mini_batches')} is {algorithm.mini_batches}, and a step has "
+            f"{rows} answers: choose at most so many",
+        )
+    if not megatron:
+        return
     if algorithm.critic.use or algorithm.advantage == "gae":
         yield (
-            ("algorithm.advantage", "algorithm.critic.use"),
-            f"no critic is trained yet: set {use} false, and {advantage} another than gae",
+            ("trainer.engine", "algorithm.advantage", "algorithm.critic.use"),
+            f"{engine} megatron trains no critic yet, for its converter knows no head of values: "
+            f"set {named('algorithm.critic.use')} false and {advantage} another than gae, or "
+            f"{engine} fsdp",
         )
-    if algorithm.advantage == "teacher" or algorithm.loss == "divergence":
-        loss = named("algorithm.loss")
+    if algorithm.loss == "divergence":
         yield (
-            ("algorithm.advantage", "algorithm.loss"),
-            f"no teacher is asked yet: set {advantage} another than teacher, and {loss} another "
-            "than divergence",
-        )
-    if config.trainer.engine != "megatron":
-        return
-    coefficient = named("algorithm.kl.coefficient")
-    if algorithm.kl.coefficient:
-        yield (
-            ("trainer.engine", "algorithm.kl.coefficient"),
-            f"{engine} megatron holds no reference policy yet: set {coefficient} 0, or {engine} "
-            "fsdp",
+            ("trainer.engine", "algorithm.loss"),
+            f"{engine} megatron splits the vocabulary, and {loss} divergence compares all of it: "
+            f"set {advantage} teacher with another {loss}, or {engine} fsdp",
         )
     if algorithm.entropy_coefficient:
         yield (

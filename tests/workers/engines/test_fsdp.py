@@ -63,7 +63,7 @@ from trinity_schemas import (  # noqa: E402
 )
 from trinity_workers.collectives import PeerFailed  # noqa: E402
 from trinity_workers.config import RunConfig  # noqa: E402
-from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines import FSDPEngine, LearningRate  # noqa: E402
 from trinity_workers.engines.base import LocalShard  # noqa: E402
 from trinity_workers.engines.state_files import read_state, write_state  # noqa: E402
 from trinity_workers.helpers import (  # noqa: E402
@@ -154,7 +154,9 @@ def _begin(rank: Rank, where: Where) -> None:
 
 def _new_engine(where: Where) -> FSDPEngine:
     engine = FSDPEngine(
-        where.model_folder, device=torch.device("cpu"), learning_rate=1e-3, ramp_steps=4
+        where.model_folder,
+        device=torch.device("cpu"),
+        learning_rate=LearningRate(highest=1e-3, ramp_steps=4),
     )
     engine.module.train()
     return engine

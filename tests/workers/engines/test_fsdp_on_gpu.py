@@ -18,7 +18,7 @@ from tests.support.tensors import assert_equal
 from tests.support.weight_versions import ready
 from trinity_events import Synchronizer
 from trinity_workers.collectives import PeerFailed, raise_together
-from trinity_workers.engines import FSDPEngine
+from trinity_workers.engines import FSDPEngine, LearningRate
 from trinity_workers.helpers import fsdp_upload_state_dict, strategy_for
 from trinity_workers.learning.policy import load_policy
 
@@ -67,7 +67,9 @@ def begin(rank: Rank, settings: Settings) -> None:
     torch.manual_seed(0)
     rank.held.settings = settings
     rank.held.engine = FSDPEngine(
-        settings.model_folder, device=torch.device("cuda", 0), learning_rate=1e-3, ramp_steps=4
+        settings.model_folder,
+        device=torch.device("cuda", 0),
+        learning_rate=LearningRate(highest=1e-3, ramp_steps=4),
     )
     rank.held.engine.module.train()
     rank.held.synchronizer = Synchronizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from tests.support.rank_processes import Rank  # noqa: E402
 from tests.support.tensors import assert_equal  # noqa: E402
 from trinity_workers.collectives import PeerFailed  # noqa: E402
-from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines import FSDPEngine, LearningRate  # noqa: E402
 from trinity_workers.engines.reshard import ReshardRefused  # noqa: E402
+from trinity_workers.learning.values import load_critic  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def begin(rank: Rank, policy: Path) -> None:
-    rank.held.engine = FSDPEngine(
-        policy, device=torch.device("cpu"), learning_rate=1e-3, ramp_steps=4
-    )
+def begin(rank: Rank, policy: Path, load: Callable[..., Any] | None = None) -> None:
+    rate = LearningRate(highest=1e-3, ramp_steps=2, schedule="cosine", steps=5)
+    rank.held.engine = FSDPEngine(policy, device=torch.device("cpu"), learning_rate=rate, load=load)
     rank.held.engine.module.train()
 
 
@@ -37,11 +38,18 @@ def take_step(rank: Rank, seed: int) -> float:
     return rank.held.engine.optimizer_step(loss)
 
 
+def take_critics_step(rank: Rank, seed: int) -> float:
+    """Take such a step of a critic."""
+    tokens = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(seed))
+    values = rank.held.engine.module(input_ids=tokens, use_cache=False)
+    return rank.held.engine.optimizer_step((values - 1.0).square().mean())
+
+
 def save(rank: Rank, folder: Path) -> None:
     rank.held.engine.save_checkpoint(str(folder))
 
 
-def load(rank: Rank, folder: Path) -> None:
+def load_checkpoint(rank: Rank, folder: Path) -> None:
     rank.held.engine.load_checkpoint(str(folder))
 
 
@@ -68,24 +76,28 @@ def draw(rank: Rank) -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
-@pytest.mark.parametrize(("saved_with", "loaded_with"), [(2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with", "load", "step"),
+    [(2, 3, None, take_step), (3, 1, None, take_step), (2, 3, load_critic, take_critics_step)],
+    ids=["more ranks", "fewer ranks", "critic"],
+)
 def test_a_checkpoint_loads_bit_for_bit_at_another_number_of_ranks(
-    rank_group, policy_folder, tmp_path, saved_with, loaded_with
+    rank_group, policy_folder, tmp_path, saved_with, loaded_with, load, step
 ):
     group = rank_group(saved_with)
-    group(begin, policy_folder)
+    group(begin, policy_folder, load)
     for seed in (1, 2):
-        group(take_step, seed)
+        group(step, seed)
     group(save, tmp_path)
     tensors, plan = group(full)[0], group(schedule)[0]
 
     group = rank_group(loaded_with)
-    group(begin, policy_folder)
-    group(load, tmp_path)
+    group(begin, policy_folder, load)
+    group(load_checkpoint, tmp_path)
     for found in group(full):
         assert_equal(found, tensors)
     assert group(schedule) == [plan] * loaded_with
-    group(take_step, 3)  # the loaded optimizer goes on
+    group(step, 3)  # the loaded optimizer goes on
 
 
 def test_all_generators_go_on_where_they_were(rank_group, policy_folder, tmp_path):
@@ -94,11 +106,11 @@ def test_all_generators_go_on_where_they_were(rank_group, policy_folder, tmp_pat
     group(save, tmp_path / "two")
     drawn = group(draw)
     assert group(draw) != drawn
-    group(load, tmp_path / "two")
+    group(load_checkpoint, tmp_path / "two")
     assert group(draw) == drawn
     group = rank_group(1)
     group(begin, policy_folder)
-    group(load, tmp_path / "two")
+    group(load_checkpoint, tmp_path / "two")
     assert group(draw) == drawn[:1]
 
 
@@ -111,7 +123,7 @@ def test_a_shard_that_is_missing_is_named_and_loads_nothing(rank_group, policy_f
     group = rank_group(3)
     group(begin, policy_folder)
     before = group(full)[0]
-    answers = group.answers(load, tmp_path)
+    answers = group.answers(load_checkpoint, tmp_path)
     assert all(isinstance(one, FileNotFoundError | PeerFailed) for one in answers)
     assert "optim_world_size_2_rank_1.pt" in str(answers[0])
     assert_equal(group(full)[0], before)
@@ -124,6 +136,6 @@ def test_shards_of_two_numbers_of_ranks_are_refused_by_a_third(rank_group, polic
         group(save, tmp_path)
     group = rank_group(3)
     group(begin, policy_folder)
-    refused = group.answers(load, tmp_path)
+    refused = group.answers(load_checkpoint, tmp_path)
     assert {type(one) for one in refused} == {ReshardRefused}
     assert "shards of 1 and 2 ranks: start as many ranks as one of them" in str(refused[0])

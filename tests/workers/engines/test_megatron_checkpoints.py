@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
+from trinity_workers.engines import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     CheckpointRefused,
     OptimizerOptions,
@@ -26,7 +27,7 @@ PIPELINE = ParallelLayout(pipeline=2)
 BOTH = ParallelLayout(tensor=2, pipeline=2)
 
 TRAINED = OptimizerOptions(learning_rate=3e-3)
-RAMPED = OptimizerOptions(learning_rate=3e-3, ramp_steps=8)
+RAMPED = OptimizerOptions(learning_rate=LearningRate(highest=3e-3, ramp_steps=8))
 DISTRIBUTED = OptimizerOptions(learning_rate=3e-3, distributed=True)
 
 

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
+from trinity_workers.engines import LearningRate  # noqa: E402
 from trinity_workers.engines.megatron import OptimizerOptions, ParallelLayout  # noqa: E402
 from trinity_workers.learning.logprobs import response_logprobs  # noqa: E402
 
@@ -33,7 +34,7 @@ CASES = [
 
 
 def optimizer(**values) -> OptimizerOptions:
-    return OptimizerOptions(learning_rate=3e-3, ramp_steps=4, **values)
+    return OptimizerOptions(learning_rate=LearningRate(highest=3e-3, ramp_steps=4), **values)
 
 
 @pytest.fixture(scope="module")

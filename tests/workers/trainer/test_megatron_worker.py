@@ -63,9 +63,14 @@ def trained(rank_processes, make_config):
     """What workers of so many ranks come to from the same start, on the same groups."""
     rank_processes.leave()
 
-    def run(world: int, steps, dtype="float32", **settings):
-        trainer = {"ranks": world, "ramp_steps": 0} | settings
-        config = make_config(trainer=trainer, sync={"timeout": PATIENCE}, model={"dtype": dtype})
+    def run(world: int, steps, dtype="float32", algorithm=None, **settings):
+        config = make_config(
+            trainer={"ranks": world, "ramp_steps": 0} | settings,
+            sync={"timeout": PATIENCE},
+            model={"dtype": dtype},
+            algorithm=algorithm or {},
+            steps=len(steps),
+        )
         rank_processes.start(world)
         places = [rank_processes.ask(rank, make_worker, config)() for rank in range(world)]
         asked = [rank_processes.ask(rank, train, *places[0], steps) for rank in range(world)]
@@ -94,6 +99,37 @@ def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settin
             torch.testing.assert_close(value, expected_weights[name], atol=1e-4, rtol=0)
 
 
+DIVIDED = {
+    "epochs": 2,
+    "mini_batches": 2,
+    "importance_sampling": {"ratio_to": "proximal", "weights": "token"},
+    "kl": {"estimator": "k1", "where": "reward", "coefficient": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(1, {"micro_batch_rows": 3}), (2, {"pipeline_parallel": 2, "micro_batch_rows": 2}), (4, {})],
+)
+def test_several_updates_with_a_reference_on_megatron_are_those_on_fsdp(
+    trained, run_id, world, settings
+):
+    steps = [make_groups(run_id, seed) for seed in (1, 2)]
+    settings = settings | {"schedule": "cosine"}
+    if world == 4:  # two replicas, with a mini-batch of each
+        settings["tensor_parallel"] = 2
+    alone = {"schedule": "cosine"}
+    (expected, expected_weights), *_ = trained(
+        2 if world == 4 else 1, steps, algorithm=DIVIDED, **alone
+    )
+    for metrics, weights in trained(world, steps, algorithm=DIVIDED, engine="megatron", **settings):
+        for mine, theirs in zip(metrics, expected, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3, rel=1e-3)
+        assert metrics[-1]["learning_rate"] < metrics[0]["learning_rate"]
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected_weights[name], atol=5e-4, rtol=0)
+
+
 @pytest.mark.parametrize("parallel", ["tensor_parallel", "pipeline_parallel"])
 def test_a_policy_in_bfloat16_learns_as_one_in_float32_and_is_published_so(
     trained, run_id, parallel
@@ -115,7 +151,7 @@ def dies_in_its_next_gradient(worker):
     def learn(batch):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    worker._learn = learn
+    worker._step.learn = learn
 
 
 async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(

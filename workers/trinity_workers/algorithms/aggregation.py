@@ -113,6 +113,10 @@ class Means:
             raise ValueError("means of other names that overlap cannot be added")
         return Means(self.names + other.names, torch.cat([self.sums, other.sums], dim=1))
 
+    def prefixed(self, prefix: str) -> Means:
+        """Return the means with a prefix before each name."""
+        return Means(tuple(prefix + name for name in self.names), self.sums)
+
     def reduced(self, reduce: Reduce) -> Means:
         """Return the means over all ranks. Every rank must call it, with the same names."""
         return Means(self.names, reduce(self.sums))

@@ -158,6 +158,11 @@ class Batch:
             start += length
         return parts
 
+    def equal_parts(self, count: int) -> list[Batch]:
+        """Return this number of parts with equally many rows; padding rows fill the last ones."""
+        whole = self.padded(count)
+        return whole.split(len(whole) // count)
+
     def padded(self, multiple: int) -> Batch:
         """Return the batch with padding rows at its end, so that a multiple of rows is there.
 

@@ -82,9 +82,26 @@ class CriticConfig(Section, frozen=True, kw_only=True):
     """Critic, which estimates the value of each token."""
 
     use: bool = False
-    """Train a critic beside the policy, as advantage gae needs it; for own loops only."""
+    """Train a critic beside the policy, as advantage gae needs it; on FSDP."""
     clip: AbovePositive | None = 0.2
     """Distance that a value may go from the old one before its loss stops; null does not clip."""
+    learning_rate: NotNegative | None = None
+    """Learning rate of the critic, with the ramp and the schedule of the trainer's. Null takes
+    `trainer.learning_rate`."""
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """First steps, in which the critic alone is trained. veRL calls it `critic_warmup`."""
+
+
+class TeacherConfig(Section, frozen=True, kw_only=True):
+    """Teacher of an on-policy distillation."""
+
+    path: str | None = None
+    """Hugging Face folder of the teacher, with the tokenizer of the policy; on FSDP."""
+    divergence: Literal["forward", "reverse", "jensen-shannon"] = "reverse"
+    """Divergence of loss divergence: KL(teacher || policy), which covers the teacher; KL(policy ||
+    teacher), which seeks its modes; or of both to their mixture."""
+    mixture: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """Share of the teacher in the mixture of jensen-shannon."""
 
 
 class AlgorithmConfig(Section, frozen=True, kw_only=True):
@@ -113,6 +130,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     or the sum divided by responses times a constant length."""
     normalisation_length: Positive | None = None
     """Length of normalisation constant. Null takes `rollouts.max_new_tokens`."""
+    epochs: Positive = 1
+    """Passes over the batch of a step. veRL calls it `ppo_epochs`, TRL `num_iterations`."""
+    mini_batches: Positive = 1
+    """Parts of the batch in each pass, with an update of the policy for each."""
     clip_low: Share = 0.2
     """Distance below 1 at which the ratio of probabilities is clipped."""
     clip_high: AbovePositive = 0.2
@@ -126,6 +147,7 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     filters: FiltersConfig = FiltersConfig()
     overlong: OverlongConfig = OverlongConfig()
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options for an advantage or a loss of your own."""
 
@@ -148,6 +170,23 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
             "values": self.critic.use,
         }
         return frozenset(name for name, needed in needs.items() if needed)
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Return True if the advantage or the loss compares with a teacher."""
+        return self.advantage == "teacher" or self.loss == "divergence"
+
+    @property
+    def updates(self) -> int:
+        """Return the updates of a step."""
+        return self.epochs * self.mini_batches
+
+    @property
+    def prepares_by_proximal(self) -> bool:
+        """Return True if proximal log-probabilities are needed before the batch is prepared."""
+        prepared = self.advantage == "teacher" or self.advantage not in ADVANTAGES
+        penalty = self.kl.coefficient > 0 and self.kl.where == "reward"
+        return "proximal_logprobs" in self.needed_fields and (prepared or penalty)
 
     @property
     def has_own_loss(self) -> bool:

@@ -2,5 +2,6 @@
 
 from .base import TrainEngine
 from .fsdp import FSDPEngine
+from .learning_rate import LearningRate
 
-__all__ = ["FSDPEngine", "TrainEngine"]
+__all__ = ["FSDPEngine", "LearningRate", "TrainEngine"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..collectives import together
 from .buffers import saved_buffers
+from .learning_rate import LearningRate, learning_rate_of
 from .random_states import random_states, set_random_states
 from .reshard import resharded_model, resharded_optimizer, saved_world, shard_file
 from .state_files import copied, make_folder, read_state, sync_tree, write_json, write_state
@@ -36,11 +37,11 @@ class FSDPEngine:
     Args:
         model_folder: Hugging Face folder to start from.
         device: Device of this rank.
-        learning_rate: Learning rate of AdamW after the ramp.
-        ramp_steps: Optimizer steps over which the learning rate rises to it.
+        learning_rate: Learning rate of AdamW; a number is constant.
         gradient_norm: Gradients are clipped to this global norm.
         dtype: Data type in which the model computes and is published. Parameters and optimizer
             are float32: in bfloat16, an update of less than 0.4% of a parameter would be lost.
+        load: Returns model and tokenizer of the folder in that data type; by default the policy's.
     """
 
     def __init__(
@@ -48,29 +49,58 @@ class FSDPEngine:
         model_folder: Path,
         *,
         device: torch.device,
-        learning_rate: float,
-        ramp_steps: int = 0,
+        learning_rate: float | LearningRate,
         gradient_norm: float = 1.0,
         dtype: str = "float32",
+        load: Callable[[Path, str], tuple[Any, Any]] | None = None,
     ) -> None:
         from ..learning.policy import load_policy
 
-        model, self.tokenizer = load_policy(model_folder, dtype)
+        loaded: tuple[Any, Any] = (load or load_policy)(model_folder, dtype)
+        model, self.tokenizer = loaded
         self._device = device
         self.published_dtypes = {name: one.dtype for name, one in model.named_parameters()}
         self.module: Any = _shard(model, device, getattr(torch, dtype))
+        self._sharded_by_layers = _is_large(model)
         self._gradient_norm = gradient_norm
+        rate = learning_rate_of(learning_rate)
         self.optimizer = torch.optim.AdamW(
-            self.module.parameters(), lr=learning_rate, betas=(0.9, 0.99), fused=True
+            self.module.parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / max(1, ramp_steps))
-        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.share)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return int(self.scheduler.last_epoch)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return float(self.scheduler.get_last_lr()[0])
 
     def optimizer_step(self, loss: torch.Tensor) -> float:
         """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.accumulate(loss, first=True, last=True)
+        return self.apply_gradients()
+
+    def accumulate(self, loss: torch.Tensor, *, first: bool, last: bool) -> None:
+        """Add the gradients of one micro-batch's loss to those of the ones before. Collective.
+
+        Args:
+            loss: Its part of the loss, 0-dimensional.
+            first: True for the first micro-batch of an optimizer step.
+            last: True for the last one. A model that is sharded as one unit reduces its gradients
+                then alone. One that is sharded by layers always does, so that no rank ever holds
+                all gradients in full.
+        """
+        if first:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.module.set_requires_gradient_sync(last or self._sharded_by_layers)
         torch.autograd.backward(loss)
+
+    def apply_gradients(self) -> float:
+        """Clip the gradients and take the step; return their norm before the clip. Collective."""
         parameters = list(self.module.parameters())
         norm: Any = get_total_norm([one.grad for one in parameters if one.grad is not None])
         norm = norm.full_tensor()  # once: clip_grad_norm_() would reduce it for itself
@@ -191,6 +221,11 @@ def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
     sync_tree(huggingface)
 
 
+def _is_large(model: Any) -> bool:
+    count: int = sum(parameter.numel() for parameter in model.parameters())
+    return count >= _SHARD_LAYERS_FROM
+
+
 def _shard(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     model.to(device)
     for parameter in model.parameters():
@@ -200,7 +235,7 @@ def _shard(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     )
     # veRL's merger requires this name.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    if sum(parameter.numel() for parameter in model.parameters()) >= _SHARD_LAYERS_FROM:
+    if _is_large(model):
         layers = set(model._no_split_modules or ())
         for layer in [one for one in model.modules() if type(one).__name__ in layers]:
             fully_shard(layer, mesh=mesh, mp_policy=policy)

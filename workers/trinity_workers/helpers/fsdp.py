@@ -36,6 +36,9 @@ def fsdp_save_state_dict(
     global_step: int,
     coordinator: CheckpointCoordinator,
     logger: Logger,
+    *,
+    name: str = SAVE_NAME,
+    is_state_dict: bool = True,
 ) -> None:
     """Save the sharded model state dict in the background.
 
@@ -51,6 +54,8 @@ def fsdp_save_state_dict(
         global_step: The training step.
         coordinator: Runs the save and publishes its events.
         logger: Logs the file of the save.
+        name: Name of the save within a rank.
+        is_state_dict: False for a model that is a part of checkpoints alone, such as a critic.
     """
     folder = Path(local_path)
     path = folder / shard_name("model")
@@ -64,10 +69,10 @@ def fsdp_save_state_dict(
 
     logger.info("step %d: saves %s in the background", global_step, path)
     coordinator.save_async(
-        SAVE_NAME,
+        name,
         save,
         global_step,
-        is_state_dict=True,
+        is_state_dict=is_state_dict,
         path=path,
         ranks=dist.get_world_size(),
     )

@@ -119,7 +119,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         await self._coordinator.register_and_monitor(
             step,
             state_dict_thread_count=saves,
-            checkpoint_thread_count=saves + (state is not None),
+            checkpoint_thread_count=saves + self._critic_saves + (state is not None),
         )
         if block_until_saved:
             await self.wait_for_save()
@@ -188,6 +188,11 @@ class RayTrainerFleet(TrainEngineWrapper):
     def _saves(self) -> int:
         """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
         return 1 if self._config.trainer.engine == "megatron" else len(self._workers)
+
+    @property
+    def _critic_saves(self) -> int:
+        """Return the saves of the critic: its shard and its training state on each rank."""
+        return 2 * len(self._workers) if self._config.algorithm.critic.use else 0
 
     async def _ask_all(self, method: str, *args: Any) -> list[Any]:
         ranks = range(len(self._workers))

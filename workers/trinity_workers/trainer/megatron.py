@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import logging
-import operator
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from msgspec import Struct
-from torch import Tensor
 
-from ..algorithms.aggregation import Means, loss_denominator
-from ..algorithms.batch import Batch
-from ..algorithms.prepare import prepare
-from ..algorithms.update import policy_update
-from ..collectives import all_reduced, gather_bytes, together
+from ..collectives import together
 from ..engines.megatron import (
     MegatronEngine,
     ModelOptions,
@@ -35,6 +27,9 @@ from ..helpers.megatron import (
     save_as_one,
 )
 from .background_saves import BackgroundSaves
+from .megatron_step import MegatronTrainingStep
+from .rates import policy_rate
+from .teacher import teacher_folder
 from .worker import TrainWorker
 
 logger = logging.getLogger(__name__)
@@ -160,48 +155,42 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             exits.callback(self._saves.close)
             self._saves.wait()
 
-    def _make_engine(self) -> Any:
+    def _make_step(self) -> Any:
         config = self._config
         pipeline = config.trainer.pipeline_parallel
         tensor = config.trainer.tensor_parallel or max(1, config.trainer.ranks // pipeline)
-        return MegatronEngine(
-            config.model_folder,
+        settings = config.algorithm_of_step
+        make = partial(
+            MegatronEngine,
             device=self._device,
             layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
             model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
-            optimizer=OptimizerOptions(
-                learning_rate=config.trainer.learning_rate,
-                ramp_steps=config.trainer.ramp_steps,
-                gradient_norm=config.trainer.gradient_norm,
-            ),
             seed=config.seed,
         )
-
-    def _learn(self, batch: Batch) -> dict[str, float]:
-        from megatron.core import parallel_state as state
-
-        settings, replicas = self._settings, state.get_data_parallel_group()
-        summed = partial(all_reduced, group=replicas)
-        batch, means = prepare(batch, settings, summed)
-        count = summed(loss_denominator(batch.response_mask, settings))
-
-        def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, Means]:
-            # A step has one update: the policy before it is the current one.
-            part = replace(part, proximal_logprobs=logprobs.detach())
-            update = policy_update(part, logprobs, settings)
-            # Megatron averages gradients over replicas.
-            return update.loss(count, replicas.size()), update.means()
-
-        parts, norm = self._engine.train_batch(
-            batch, loss, temperature=self._config.rollouts.temperature
+        self._policy = make(
+            config.model_folder,
+            optimizer=OptimizerOptions(
+                learning_rate=policy_rate(config), gradient_norm=config.trainer.gradient_norm
+            ),
         )
-        found: dict[str, float] = {}
-        if parts:
-            means += reduce(operator.add, parts) + self._response_tokens(batch)
-            found = means.reduced(summed).values()
-        # The last stage alone has the loss, and the last rank is one of it.
-        told = gather_bytes(msgspec.json.encode(found))[-1]
-        return {
-            **msgspec.json.decode(told, type=dict[str, float]),
-            "gradient_norm": norm,
-        }
+        reference = teacher = None
+        if "reference_logprobs" in settings.needed_fields:
+            reference = make(config.model_folder)
+        if settings.asks_teacher:
+            teacher = make(teacher_folder(config, self._policy.tokenizer))
+        return MegatronTrainingStep(
+            self._policy,
+            settings,
+            temperature=config.rollouts.temperature,
+            micro_batch_rows=config.trainer.micro_batch_rows,
+            reference=reference,
+            teacher=teacher,
+        )
+
+    @property
+    def _engine(self) -> MegatronEngine:
+        return self._policy
+
+    def load_checkpoint(self, local_path: str) -> None:
+        """Load model, optimizer and random states."""
+        self._policy.load_checkpoint(local_path)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,10 @@ from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import Experience, Process
 
-from ..algorithms.aggregation import Means
-from ..algorithms.batch import Batch
 from ..algorithms.collate import collate, padding_row
-from ..algorithms.prepare import prepare
-from ..algorithms.update import policy_update
-from ..collectives import all_reduced, together
+from ..collectives import together
 from ..config import RunConfig
-from ..engines import FSDPEngine
-from ..engines.fsdp import frozen_policy, shard_name
+from ..engines.fsdp import shard_name
 from ..engines.state_files import write_state
 from ..garbage import exempt_loaded_objects
 from ..helpers import (
@@ -39,9 +33,10 @@ from ..helpers import (
     fsdp_upload_state_dict,
     strategy_for,
 )
-from ..learning.logprobs import response_logprobs, response_statistics
 from ..network import meet_through
 from ..placement import threads
+from .fsdp_models import load_models
+from .fsdp_step import FSDPTrainingStep
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +58,6 @@ class TrainWorker:
         self._config = config
         self._rank = rank
         self._device = compute_device(own_gpu)
-        self._settings = config.algorithm_of_step
         self._timeout = timedelta(seconds=config.sync.timeout)
         self._store: TCPStore | None = None
 
@@ -94,7 +88,7 @@ class TrainWorker:
             timeout=self._timeout,
         )
         torch.manual_seed(config.seed)
-        self._engine: Any = self._make_engine()
+        self._step: Any = self._make_step()
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
         self._coordinator = CheckpointCoordinator(
@@ -114,25 +108,26 @@ class TrainWorker:
         self._strategy = strategy_for(config.published_form, config.sync.timeout)
         exempt_loaded_objects()
 
-    def _make_engine(self) -> Any:
-        engine = FSDPEngine(
-            self._config.model_folder,
-            device=self._device,
-            dtype=self._config.model.dtype,
-            learning_rate=self._config.trainer.learning_rate,
-            ramp_steps=self._config.trainer.ramp_steps,
-            gradient_norm=self._config.trainer.gradient_norm,
+    def _make_step(self) -> Any:
+        config = self._config
+        self._models = load_models(config, self._device)
+        return FSDPTrainingStep(
+            self._models,
+            config.algorithm_of_step,
+            temperature=config.rollouts.temperature,
+            micro_batch_rows=config.trainer.micro_batch_rows,
         )
-        engine.module.train()
-        if "reference_logprobs" in self._settings.needed_fields:
-            self._reference = frozen_policy(
-                self._config.model_folder, device=self._device, dtype=self._config.model.dtype
-            )
-        return engine
+
+    @property
+    def _engine(self) -> Any:
+        """Engine of the policy."""
+        return self._models.policy
 
     def load_checkpoint(self, local_path: str) -> None:
-        """Load model, optimizer, scheduler and random states."""
+        """Load models, optimizers, schedules and random states."""
         self._engine.load_checkpoint(local_path)
+        if self._models.critic is not None:
+            self._models.critic.load_checkpoint(str(_critic_folder(local_path)))
 
     def data_share(self) -> tuple[int, int]:
         """Return the share of a step's groups that is this rank's, and the number of shares."""
@@ -143,32 +138,8 @@ class TrainWorker:
         padding = self._engine.tokenizer.pad_token_id
         with together():  # a rank with bad groups must not leave the others
             batch = collate(groups, padding) if groups else padding_row(padding)
-        return self._learn(batch.to(self._device))
-
-    def _learn(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on this rank's batch; return the metrics of all ranks."""
-        settings, temperature = self._settings, self._config.rollouts.temperature
-        if "reference_logprobs" in settings.needed_fields:
-            with torch.no_grad():
-                reference = response_logprobs(self._reference, batch, temperature)
-            batch = replace(batch, reference_logprobs=reference)
-        current = response_statistics(
-            self._engine.module, batch, temperature, entropy=settings.entropy_coefficient > 0
-        )
-        # A step has one update: the policy before it is the current one.
-        batch = replace(batch, proximal_logprobs=current.logprobs.detach())
-        batch, means = prepare(batch, settings, all_reduced)
-        with together() if settings.has_own_loss else nullcontext():
-            update = policy_update(batch, current.logprobs, settings, entropy=current.entropy)
-        count = all_reduced(update.denominator)
-        # FSDP averages gradients over ranks.
-        norm = self._engine.optimizer_step(update.loss(count, dist.get_world_size()))
-        means += update.means() + self._response_tokens(batch)
-        return {**means.reduced(all_reduced).values(), "gradient_norm": norm}
-
-    def _response_tokens(self, batch: Batch) -> Means:
-        tokens = batch.response_mask.sum()
-        return Means.of_total("response_tokens", tokens, shown=self.data_share()[0] == 0)
+        metrics: dict[str, float] = self._step.learn(batch.to(self._device))
+        return metrics
 
     def save_state_dict(self, local_path: str, global_step: int) -> None:
         """Save the sharded model in the background."""
@@ -177,12 +148,28 @@ class TrainWorker:
     def save_checkpoint(self, local_path: str, global_step: int) -> None:
         """Save the sharded model and the training state, both in the background."""
         self.save_state_dict(local_path, global_step)
-        path = Path(local_path) / shard_name("optim")
-        state: dict[str, Any] = self._engine.training_state()
-        self._coordinator.save_async(
-            "training_state",
-            lambda: write_state(path, state),
+        self._save_training_state("training_state", self._engine, Path(local_path), global_step)
+        if self._models.critic is None:
+            return
+        critic, folder = self._models.critic, _critic_folder(local_path)
+        fsdp_save_state_dict(
+            critic,
+            str(folder),
             global_step,
+            self._coordinator,
+            logger,
+            name="critic",
+            is_state_dict=False,
+        )
+        self._save_training_state("critic_training_state", critic, folder, global_step)
+
+    def _save_training_state(self, name: str, engine: Any, folder: Path, step: int) -> None:
+        path = folder / shard_name("optim")
+        state: dict[str, Any] = engine.training_state()
+        self._coordinator.save_async(
+            name,
+            lambda: write_state(path, state),
+            step,
             path=path,
             ranks=self._config.trainer.ranks,
         )
@@ -221,6 +208,11 @@ class TrainWorker:
             exits.callback(self._synchronizer.close)
             exits.callback(self._strategy.close)
             self._coordinator.wait_all(self._config.sync.timeout)
+
+
+def _critic_folder(local_path: str) -> Path:
+    """Return the folder of the critic, beside the policy's in a checkpoint."""
+    return Path(local_path).with_name("critic")
 
 
 def compute_device(own_gpu: bool) -> torch.device:

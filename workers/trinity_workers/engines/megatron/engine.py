@@ -16,6 +16,7 @@ from trinity_events.errors import TrinityError
 from ...algorithms.batch import Batch
 from ...collectives import together
 from ..base import LocalShard
+from ..learning_rate import LearningRate, learning_rate_of
 from . import checkpoint
 from .cpu import adapted
 from .layout import ParallelLayout, join
@@ -26,7 +27,6 @@ from .stream import WeightStream, load_folder, local_shards
 from .training import (
     LossFunction,
     accumulate_gradients,
-    micro_batches,
     response_logprobs,
     whole_logits,
 )
@@ -48,10 +48,8 @@ class DeviceRefused(TrinityError):
 class OptimizerOptions(Struct, frozen=True, kw_only=True):
     """Options of the optimizer."""
 
-    learning_rate: float
-    """Learning rate of AdamW after the ramp."""
-    ramp_steps: int = 0
-    """Optimizer steps over which the learning rate rises to it."""
+    learning_rate: float | LearningRate
+    """Learning rate of AdamW; a number is constant."""
     gradient_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     distributed: bool = False
@@ -132,7 +130,12 @@ class MegatronEngine:
     # --- computing -------------------------------------------------------------------------
 
     def train_batch(
-        self, batch: Batch, loss: LossFunction, *, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        parts: int | None = None,
     ) -> tuple[list[Any], float]:
         """Take one optimizer step on this replica's batch. Collective.
 
@@ -141,6 +144,8 @@ class MegatronEngine:
             loss: Loss of each micro-batch. The sum is differentiated, and the replicas' gradients
                 are averaged.
             temperature: Divisor of the logits.
+            parts: Micro-batches, at least; with a pipeline, their number is a multiple of its
+                stages. By default the engine's own number.
 
         Returns:
             What the loss returns beside it of every micro-batch, on the last pipeline stage
@@ -149,9 +154,13 @@ class MegatronEngine:
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = micro_batches(batch, self._parts)
+        micro_batches = batch.equal_parts(self._part_count(parts))
         found = accumulate_gradients(
-            self.module, parts, loss, vocabulary=self.config.vocab_size, temperature=temperature
+            self.module,
+            micro_batches,
+            loss,
+            vocabulary=self.config.vocab_size,
+            temperature=temperature,
         )
         with adapted():
             self._set_learning_rate()
@@ -159,14 +168,16 @@ class MegatronEngine:
         self.steps += 1
         return found, float(norm)
 
-    def response_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor | None:
+    def response_logprobs(
+        self, batch: Batch, *, temperature: float = 1.0, parts: int | None = None
+    ) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of response tokens, without gradients. Collective.
 
         They are on the last pipeline stage; the other stages get None.
         """
         found = response_logprobs(
             self.module,
-            micro_batches(batch, self._parts),
+            batch.equal_parts(self._part_count(parts)),
             vocabulary=self.config.vocab_size,
             temperature=temperature,
         )
@@ -174,9 +185,13 @@ class MegatronEngine:
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Return logits [B, S, vocabulary] of unpadded rows, on the last stage. Collective."""
-        parts = micro_batches(batch, self._parts)
+        parts = batch.equal_parts(self._parts)
         found = whole_logits(self.module, parts, vocabulary=self.config.vocab_size)
         return torch.cat(found)[: len(batch)] if found else None
+
+    def _part_count(self, wanted: int | None) -> int:
+        stages = self.layout.pipeline
+        return -(-wanted // stages) * stages if wanted else self._parts
 
     # --- weights ---------------------------------------------------------------------------
 
@@ -313,7 +328,7 @@ class MegatronEngine:
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",
-                    lr=options.learning_rate,
+                    lr=learning_rate_of(options.learning_rate).highest,
                     adam_beta1=0.9,
                     adam_beta2=0.99,
                     weight_decay=0.01,
@@ -327,12 +342,15 @@ class MegatronEngine:
         self._transformer.finalize_model_grads_func = finalize_model_grads
         self._transformer.grad_scale_func = self.optimizer.scale_loss
 
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        assert self._optimizer_options is not None
+        return learning_rate_of(self._optimizer_options.learning_rate).at(self.steps)
+
     def _set_learning_rate(self) -> None:
-        options = self._optimizer_options
-        assert options is not None
-        ramp = min(1.0, (self.steps + 1) / max(1, options.ramp_steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = options.learning_rate * ramp
+            group["lr"] = self.learning_rate
 
     def _keyed_chunks(self) -> list[tuple[str, Any]]:
         return [(f"model{index}", chunk) for index, chunk in enumerate(self._chunks)]

@@ -17,12 +17,6 @@ LossFunction: TypeAlias = Callable[[Tensor, Batch], tuple[Tensor, Any]]
 """Returns loss (0-dim) and metrics of a micro-batch from its log-probabilities [B, R]."""
 
 
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """Return the batch in ``count`` equal parts, padded with rows in which no token counts."""
-    batch = batch.padded(count)
-    return batch.split(len(batch) // count)
-
-
 def response_logprobs(
     chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int, temperature: float
 ) -> list[Tensor]:

@@ -1,0 +1,104 @@
+"""``trinity-events delete``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import redis.asyncio
+import typer
+
+from ..archive.kept_states import KeptStates
+from ..archive.ownership import log_identity, read_mark
+from ..archive.segments import Archive
+from ..errors import TrinityError
+from ..liveness import abandoned_since
+from ..log import RedisEventLog, require_run
+from ..log.deletion import RunInUse, delete_run, last_event
+from ..open_folder import OpenFolder
+from ..replay import SnapshotUnreadable, current_state
+from ..views.terminal import say, tell
+from .options import CheckpointRoot, RedisUrl, RunArgument, checkpoint_root, client_of
+
+
+class NotConfirmed(TrinityError):
+    """The user did not confirm the deletion."""
+
+
+def delete(
+    run: RunArgument,
+    folder: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoints", help="Delete the run's folder too: its checkpoints and its archive."
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Delete an old run from its server: its log, its state and its listing.
+
+    The run must be closed or abandoned, and no reducer may lead it. Its folder stays, unless
+    --checkpoints is given; with the archive in it, export cannot restore the run.
+
+    Example: trinity-events delete demo-1
+    """
+    run_folder = checkpoint_root(root) / run
+    removed = run_folder if folder and run_folder.is_dir() else None
+    deleted = anyio.run(_delete, redis_url, run, removed, yes)
+    KeptStates.of_run(run_folder).clear()
+    if removed is not None:
+        shutil.rmtree(removed)
+    say(f"run {run} is deleted: {deleted} keys" + (f", and {removed}" if removed else ""))
+
+
+async def _delete(redis_url: str | None, run: str, folder: Path | None, yes: bool) -> int:
+    """Delete a run's keys; return their number. A folder to be removed must be the run's own."""
+    async with client_of(redis_url) as client:
+        log = RedisEventLog(client, await require_run(client, run))
+        last = await last_event(client, run)
+        await _require_over(client, log)
+        if folder is not None:
+            await _require_own(log, folder)
+        _confirm(run, folder, yes)
+        return await delete_run(client, run, last)
+
+
+async def _require_over(client: redis.asyncio.Redis, log: RedisEventLog) -> None:
+    """Raise RunInUse for a run that goes on."""
+    try:
+        state = await current_state(log)
+    except SnapshotUnreadable:
+        return  # no version of the program can go on with it either
+    open_now = state.closed is None and state.opened_at is not None
+    if open_now and await abandoned_since(client, state) is None:
+        raise RunInUse(
+            f"run {log.run_id} is open, and a process of it was heard of: end it first (see "
+            f"trinity-events status {log.run_id})"
+        )
+
+
+async def _require_own(log: RedisEventLog, folder: Path) -> None:
+    """Raise RunInUse for a folder of another log of the run's name."""
+    identity = await log_identity(log, Archive(folder, log.run_id))
+    with OpenFolder.of_run(folder) as opened:
+        mark = read_mark(opened, log.run_id)
+    if mark is not None and mark.log != identity:
+        raise RunInUse(
+            f"{folder} belongs to another log of run {log.run_id} ({mark}): leave out --checkpoints"
+        )
+
+
+def _confirm(run: str, folder: Path | None, yes: bool) -> None:
+    if yes:
+        return
+    too = "" if folder is None else f" and {folder}, with every checkpoint in it"
+    if not sys.stdin.isatty():
+        raise NotConfirmed(f"this deletes run {run}{too} for good: confirm it with --yes")
+    tell(f"Delete run {run}{too} for good? Type the run's id to confirm:")
+    if sys.stdin.readline().strip() != run:
+        raise NotConfirmed("nothing was deleted")

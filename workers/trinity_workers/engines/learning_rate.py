@@ -1,0 +1,44 @@
+"""Learning rate of each optimizer step."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
+
+
+class LearningRate(Struct, frozen=True, kw_only=True):
+    """Learning rate that rises over a ramp, then follows a schedule.
+
+    It depends on the number of the step alone, so a resumed run continues it exactly.
+    """
+
+    highest: float
+    """Learning rate at the end of the ramp."""
+    ramp_steps: int = 0
+    """Optimizer steps over which it rises from 0."""
+    schedule: Schedule = "constant"
+    """Course after the ramp: constant, or down to 0 on a line or on half a cosine."""
+    steps: int = 0
+    """Optimizer steps after which it is 0; schedule constant has no use for it."""
+
+    def share(self, step: int) -> float:
+        """Return the share of the highest learning rate for a step; the first step is 0."""
+        if step < self.ramp_steps:
+            return (step + 1) / self.ramp_steps
+        if self.schedule == "constant":
+            return 1.0
+        done = min(1.0, (step - self.ramp_steps) / max(1, self.steps - self.ramp_steps))
+        return 1.0 - done if self.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+
+    def at(self, step: int) -> float:
+        """Return the learning rate for a step; the first step is 0."""
+        return self.highest * self.share(step)
+
+
+def learning_rate_of(value: float | LearningRate) -> LearningRate:
+    """Return the learning rate; a number is one without ramp and schedule."""
+    return value if isinstance(value, LearningRate) else LearningRate(highest=value)

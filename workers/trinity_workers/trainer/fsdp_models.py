@@ -1,0 +1,43 @@
+"""Models of a training step on FSDP, as the configuration asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import RunConfig
+from ..engines import FSDPEngine
+from ..engines.fsdp import frozen_policy
+from ..learning.values import load_critic
+from .fsdp_step import Models
+from .rates import critic_rate, policy_rate
+from .teacher import teacher_folder
+
+
+def load_models(config: RunConfig, device: torch.device) -> Models:
+    """Load the policy, and the models that the algorithm needs beside it. Collective.
+
+    Raises:
+        BadPolicy: if a folder holds no policy, or the teacher has other tokens than the policy.
+    """
+    settings = config.algorithm
+    common: dict[str, Any] = {
+        "device": device,
+        "dtype": config.model.dtype,
+        "gradient_norm": config.trainer.gradient_norm,
+    }
+    folder = config.model_folder
+    policy = FSDPEngine(folder, learning_rate=policy_rate(config), **common)
+    critic = None
+    if settings.critic.use:
+        critic = FSDPEngine(folder, learning_rate=critic_rate(config), load=load_critic, **common)
+
+    def frozen(path: Path) -> Any:
+        return frozen_policy(path, device=device, dtype=config.model.dtype)
+
+    reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
+    asks = settings.asks_teacher
+    teacher = frozen(teacher_folder(config, policy.tokenizer)) if asks else None
+    return Models(policy, critic, reference, teacher)
