@@ -9,15 +9,19 @@ SIZE_BY_INDEX = With torch's build for CPUs, 0.5 GB are downloaded and 1.8 GB in
 SIZE_OF_PIPS = On Linux 3 GB are downloaded, most of it CUDA; without: make setup TORCH_INDEX=URL
 VENV := .venv
 BIN := $(VENV)/bin
-# Workers of pytest-xdist for make check; 0 runs one test at a time. Tests wait more than they compute:
-# four workers keep two cores busy.
-WORKERS ?= 0
+# Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. Tests wait more than
+# they compute: three processes keep two cores busy, and two of whole runs.
+WORKERS ?= 3
+HEAVY_WORKERS ?= 0
+LIGHT_TESTS = -n $(WORKERS) --dist worksteal
+# By files in their order, the longest of which come first, so that the tests of a file share its runs.
+HEAVY_TESTS = -n $(HEAVY_WORKERS) --dist loadfile --no-loadscope-reorder
 # The releases of veRL that the backend and the helpers are tried with, each in a .venv of its own.
 VERL_VERSIONS ?= 0.9.1 0.8.0
 # The release of TRL whose losses ours are compared with, in the same environments.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test check slowest lowest oldest-server bench chaos crash simulate verl base-install \
+.PHONY: setup demo test check slowest lowest oldest-server bench learn chaos crash simulate verl base-install \
 	schemas docs picture lint format clean
 
 setup: $(VENV)/installed
@@ -34,7 +38,8 @@ demo: setup
 	$(BIN)/trinity-events demo
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest $(LIGHT_TESTS) -m "not heavy"
+	$(BIN)/pytest $(HEAVY_TESTS) -m heavy
 
 # The slowest fifty tests. It runs them all.
 slowest: setup
@@ -42,7 +47,7 @@ slowest: setup
 
 # Linters, types and every test without other processes: before each commit.
 check: lint
-	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not processes and not ray and not megatron" \
+	$(BIN)/pytest -q $(LIGHT_TESTS) -m "not processes and not ray and not megatron" \
 		--ignore-glob='*megatron*' --ignore=tests/verl --ignore=tests/trl
 
 # The oldest promised server, for make test to run a part of the tests on; from Debian's archive.
@@ -65,6 +70,11 @@ $(VENV)-lowest/installed: pyproject.toml tests/install/lowest.py
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# The same runs through the pipeline and in one process: docs/learning.md. It goes on where it was
+# interrupted. make learn ARGS="--only sort-digits"; ARGS=--keep writes the page.
+learn: setup
+	$(BIN)/python -m benchmarks.learning $(ARGS)
 
 # make chaos ARGS="--only reducer/ --times 3"; --keep writes the matrix into the documentation.
 chaos: setup

@@ -1,8 +1,8 @@
-"""Bar charts as SVG, drawn from kept figures: no library, no font and no script is loaded."""
+"""Charts as SVG, drawn from kept figures: no library, no font and no script is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -47,3 +47,103 @@ def bar_chart(title: str, bars: Sequence[Bar]) -> str:
             f"{escape(bar.shown)}</text>",
         ]
     return "\n".join([*lines, "</svg>", ""])
+
+
+class Line(NamedTuple):
+    """One line: its label, and at each x the middle, the lowest and the highest y."""
+
+    label: str
+    points: Sequence[tuple[float, float, float, float]]
+
+
+class Panel(NamedTuple):
+    """One diagram of a picture, with its lines."""
+
+    title: str
+    lines: Sequence[Line]
+
+
+_COLORS = ("#222222", "#3f6fb5", "#d9822b", "#3a9b6b", "#a23b72", "#8a6d3b", "#5b5ea6", "#c0392b")
+_PANEL, _HIGH, _AXIS, _GAP = 250, 220, 54, 36
+"""Pixels of a panel's width and height, of the space for an axis, and between panels."""
+
+
+def line_chart(title: str, panels: Sequence[Panel], x_label: str, y_label: str) -> str:
+    """Return panels side by side, with y from 0 to 1 and a band from lowest to highest.
+
+    A label has one colour in all panels.
+    """
+    labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
+    colors = {label: _COLORS[at % len(_COLORS)] for at, label in enumerate(labels)}
+    width = _AXIS + len(panels) * (_PANEL + _GAP)
+    rows = -(-len(labels) // 3)
+    top = 60 + 20 * rows + 10
+    height = top + _HIGH + _AXIS + 10
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12" role="img" aria-labelledby="t">',
+        f'  <title id="t">{escape(title)}</title>',
+        f'  <rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'  <text x="12" y="24" font-size="14" font-weight="bold" fill="#222222">'
+        f"{escape(title)}</text>",
+    ]
+    for at, label in enumerate(labels):
+        x, y = 12 + (at % 3) * (width - 24) / 3, 48 + 20 * (at // 3)
+        lines += [
+            f'  <line x1="{x:.0f}" y1="{y - 4}" x2="{x + 22:.0f}" y2="{y - 4}" '
+            f'stroke="{colors[label]}" stroke-width="3"/>',
+            f'  <text x="{x + 28:.0f}" y="{y}" fill="#222222">{escape(label)}</text>',
+        ]
+    last = [line.points[-1][0] for panel in panels for line in panel.lines if line.points]
+    for at, panel in enumerate(panels):
+        place = _Place(_AXIS + at * (_PANEL + _GAP), top, max(last, default=1.0))
+        lines += _panel(panel, place, colors, x_label)
+    middle = top + _HIGH / 2
+    lines.append(
+        f'  <text x="12" y="{middle:.0f}" transform="rotate(-90 12 {middle:.0f})" '
+        f'text-anchor="middle" fill="#222222">{escape(y_label)}</text>'
+    )
+    return "\n".join([*lines, "</svg>", ""])
+
+
+class _Place(NamedTuple):
+    """Place of a panel in the picture, and the x at its right edge."""
+
+    left: int
+    top: int
+    most: float
+
+    def of(self, x: float, y: float) -> str:
+        """Return the pixels of a point."""
+        return f"{self.left + _PANEL * x / self.most:.1f},{self.top + _HIGH * (1 - y):.1f}"
+
+
+def _panel(panel: Panel, place: _Place, colors: Mapping[str, str], x_label: str) -> list[str]:
+    left, top, most = place
+    middle = left + _PANEL / 2
+    drawn = [
+        f'  <text x="{middle:.0f}" y="{top - 8}" text-anchor="middle" font-weight="bold" '
+        f'fill="#222222">{escape(panel.title)}</text>',
+        f'  <text x="{middle:.0f}" y="{top + _HIGH + 36}" text-anchor="middle" fill="#222222">'
+        f"{escape(x_label)}</text>",
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        y = top + _HIGH * (1 - share)
+        drawn += [
+            f'  <line x1="{left}" y1="{y:.0f}" x2="{left + _PANEL}" y2="{y:.0f}" '
+            'stroke="#dddddd"/>',
+            f'  <text x="{left - 4}" y="{y + 4:.0f}" text-anchor="end" font-size="10" '
+            f'fill="#555555">{share:g}</text>',
+            f'  <text x="{left + _PANEL * share:.0f}" y="{top + _HIGH + 16}" text-anchor="middle" '
+            f'font-size="10" fill="#555555">{most * share:.0f}</text>',
+        ]
+    for line in panel.lines:
+        band = [place.of(x, high) for x, _, _, high in line.points]
+        band += [place.of(x, low) for x, _, low, _ in reversed(line.points)]
+        color = colors[line.label]
+        drawn += [
+            f'  <polygon points="{" ".join(band)}" fill="{color}" fill-opacity="0.12"/>',
+            f'  <polyline points="{" ".join(place.of(x, y) for x, y, _, _ in line.points)}" '
+            f'fill="none" stroke="{color}" stroke-width="2"/>',
+        ]
+    return drawn

@@ -227,3 +227,9 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(items):
     mark_by_needs(items)
+
+
+def pytest_collection_finish():
+    """Give torch one thread in this process: more of them wait for each other on busy cores."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)

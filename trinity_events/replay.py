@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import anyio
@@ -259,6 +259,42 @@ async def current_state(log: EventLog, archived: Archived | None = None) -> Moni
     return monitor.state
 
 
+class Followed(NamedTuple):
+    """State of a run that goes on, with the entries that were folded since the last one."""
+
+    state: MonitorState
+    folded: list[Folded]
+
+
+async def follow_state(
+    log: EventLog, archived: Archived | None = None, *, seconds: float = 1.0
+) -> AsyncGenerator[Followed, None]:
+    """Yield the state now, then again after new entries, or after ``seconds`` without any.
+
+    The state goes on with the next entries: copy what must stay. Only reads from the server.
+    """
+    state = await current_state(log, archived)
+    monitor, decode, page = Monitor(state), EnvelopeReader().decode, PageSize(PAGE)
+    yield Followed(state, [])
+    while True:
+        found = await log.read_blocking(
+            {Stream.EVENTS: state.position}, seconds=seconds, limit=page.limit
+        )
+        entries = [entry for _, entry in found]
+        page.learn(entries)
+        yield Followed(state, [fold_one(monitor, entry, decode) for entry in entries])
+
+
+def fold_one(monitor: Monitor, entry: Entry, decode: Decode = decode_envelope) -> Folded:
+    """Fold one entry, and return it with its envelope for display."""
+    try:
+        envelope = envelope_of(monitor.state.run_id, entry.payload, decode)
+    except ContractError as error:
+        set_aside(monitor, entry, error)
+        return Folded(entry, None, [])
+    return Folded(entry, envelope, monitor.apply(entry.id, envelope))
+
+
 class Replay:
     """Fold of a log from its beginning to an entry or a step.
 
@@ -299,20 +335,11 @@ class Replay:
             if self._until_id is not None and position(entry.id) > position(self._until_id):
                 self.finished = True
                 break
-            one = self._fold(entry)
+            one = fold_one(self.monitor, entry, self._decode)
             folded.append(one)
             if self._until_id == entry.id or self._settles(one.announcements):
                 self.finished = True
         return folded
-
-    def _fold(self, entry: Entry) -> Folded:
-        """Fold one entry, and return it with its envelope for display."""
-        try:
-            envelope = envelope_of(self.state.run_id, entry.payload, self._decode)
-        except ContractError as error:
-            set_aside(self.monitor, entry, error)
-            return Folded(entry, None, [])
-        return Folded(entry, envelope, self.monitor.apply(entry.id, envelope))
 
     def _settles(self, announcements: list[Envelope]) -> bool:
         return self._until_step is not None and any(

@@ -33,9 +33,9 @@ def seed():
 def test_a_run_that_was_killed_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path, model, redis_url, run_id, seed
 ):
-    killed = KilledRun(tmp_path, model, redis_url, f"{run_id}-a", ON_POLICY)
-    steps = killed_at_random(killed, kills=2, seed=seed)
-    undisturbed = KilledRun(tmp_path, model, redis_url, f"{run_id}-b", ON_POLICY)
+    killed = KilledRun(tmp_path, model, redis_url, f"{run_id}-a", ON_POLICY, ranks=2)
+    steps = killed_at_random(killed, kills=1, seed=seed)
+    undisturbed = KilledRun(tmp_path, model, redis_url, f"{run_id}-b", ON_POLICY, ranks=2)
     undisturbed.finish(steps)
     weights = killed.weights(steps)
     assert weights, "the checkpoint of the last step holds tensors"
@@ -48,5 +48,5 @@ def test_an_asynchronous_run_that_was_killed_lost_no_prompt_and_trained_none_twi
     tmp_path, model, redis_url, run_id, seed
 ):
     run = KilledRun(tmp_path, model, redis_url, run_id, ASYNCHRONOUS)
-    steps = killed_at_random(run, kills=2, seed=seed)
+    steps = killed_at_random(run, kills=1, seed=seed)
     assert run.faults(steps) == []

@@ -13,19 +13,20 @@ import termios
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from tests.support.run_processes import ended
+from tests.support.run_processes import Processes, ended, small_run
 from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, SaveStrategy
 from trinity_workers.config import BadSettings, CheckpointsConfig, ExplorerConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
-STEPS = 30
+STEPS = 20
 
 
 # --- the file -------------------------------------------------------------------------------
@@ -166,114 +167,6 @@ def test_the_health_of_trainer_and_explorer_is_that_of_their_own_process(compose
 # --- the processes --------------------------------------------------------------------------
 
 
-def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(processes):
-    reducer = processes.start("reducer")
-    explorer = processes.start("explorer", "--json")
-    trainer = processes.start(
-        "trainer", "--steps", str(STEPS), "--save-interval", "10", "--seed", "7", "--json"
-    )
-    processes.wait_for_announcements(5, trainer)
-    explorer.kill()
-    again = processes.start("explorer", "--json")
-
-    status, out, error = ended(trainer, 240)
-    assert status == 0, error
-    for line in filter(None, error.splitlines()):  # rich 13.0 ends with an empty one
-        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[ ,]", line), "no line without its time"
-    assert f"run {processes.run_id}: starting Ray" in error
-    log = json.loads(out)["log"]
-    assert log["steps"] == STEPS
-    assert log["versions_unaccounted"] == 0
-    status, out, error = ended(again)
-    assert status == 0, error
-    explored = json.loads(out)
-    assert explored["rank"] in (0, 1), "the first rank is free once its lease has lapsed"
-    assert explored["accuracy_before"] is None  # it joined later, and did not begin at step 1
-    assert 0 < explored["groups"] < 16 * STEPS
-    assert (explored["accuracy_after"] is not None) == (explored["rank"] == 0)
-    assert processes.closed() == ["finished"]
-
-    reducer.terminate()
-    assert ended(reducer)[0] == 0
-    folder = processes.folder / processes.run_id
-    assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
-    assert (folder / "model" / "config.json").is_file()
-
-
-def healthy(compose, name: str, path: Path, age: int) -> bool:
-    """Run the container's health check, of another file and of a shorter age."""
-    command = compose["services"][name]["healthcheck"]["test"][1:]
-    command = [
-        one.replace("/tmp/alive", str(path)).replace("30 seconds", f"{age} seconds")
-        for one in command
-    ]
-    assert str(path) in " ".join(command)
-    return subprocess.run(command, check=False).returncode == 0
-
-
-def waited_for(met, seconds: float = 120):
-    give_up = time.monotonic() + seconds
-    while not (found := met()):
-        assert time.monotonic() < give_up, "waited in vain"
-        time.sleep(0.1)
-    return found
-
-
-def test_a_frozen_explorer_is_named_with_when_it_was_heard_of_and_is_not_healthy(
-    processes, compose, tmp_path, cli
-):
-    processes.start("reducer")
-    files = [tmp_path / f"alive-{rank}" for rank in (0, 1)]
-    explorers = [
-        processes.start("explorer", "--rank", str(rank), "--health-file", str(file))
-        for rank, file in enumerate(files)
-    ]
-    at_work = tmp_path / "alive"
-    settings = {
-        "steps": 100_000,
-        "explorer": {"count": 2},
-        "rollouts": {"claim_lease": 600.0},
-        "checkpoints": {"interval": 0},
-    }
-    file = tmp_path / "frozen.yaml"
-    file.write_text(json.dumps(settings))
-    trainer = processes.start(
-        *("train", str(file), "--parts", "trainer", "--health-file", str(at_work)),
-    )
-    processes.wait_for_announcements(5, trainer)
-    explorers[1].send_signal(signal.SIGSTOP)
-    try:
-        status = ("status", processes.run_id, "--redis-url", processes.redis_url)
-
-        def waits():
-            waits = json.loads(cli(*status, "--json").stdout).get("waits", {}).values()
-            return [one for one in waits if one["by"] == "trainer-0"]
-
-        [told] = waited_for(lambda: [one for one in waits() if one["waits_for"] == ["explorer-1"]])
-        assert told["what"].startswith("the rollouts of ")
-        assert 0 < time.time() - told["since"] < 200
-        shown = cli(*status, env={"COLUMNS": "400"}).stdout
-        [line] = [one for one in shown.splitlines() if one.strip().startswith("trainer-0  ")]
-        assert f"{told['what']}  explorer-1" in line
-        waited_for(lambda: not healthy(compose, "explorer", files[1], 10))
-        assert healthy(compose, "explorer", files[0], 60)
-        assert healthy(compose, "trainer", at_work, 60)
-    finally:
-        explorers[1].send_signal(signal.SIGCONT)
-    waited_for(lambda: not waits())
-    waited_for(lambda: healthy(compose, "explorer", files[1], 10))
-    trainer.send_signal(signal.SIGSTOP)
-    try:
-        waited_for(lambda: not healthy(compose, "trainer", at_work, 10))
-    finally:
-        trainer.send_signal(signal.SIGCONT)
-    trainer.terminate()
-    assert ended(trainer, 60)[0] == 143
-    assert not at_work.exists()
-    for explorer in explorers:
-        ended(explorer, 60)
-
-
 READ_ONLY = """
 set -e
 mount --make-rprivate /
@@ -302,53 +195,81 @@ def can_contain() -> bool:
         return False
 
 
-@pytest.mark.skipif(not can_contain(), reason="root with mount namespaces alone can try it")
-def test_the_parts_write_to_their_checkpoints_their_home_and_temporary_files_alone(
-    processes, tmp_path
-):
+@dataclass
+class SeparateRun:
+    """Processes of a run that ended, and the exit status and the output of each."""
+
+    processes: Processes
+    ended: dict[str, tuple[int, str, str]]
+    contained: bool = False
+    """True if the processes could write to the run's own folders alone."""
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory, redis_url, weights_url):
+    """A run whose explorer was killed and started again; contained where that can be."""
+    folder, contains = tmp_path_factory.mktemp("separate"), can_contain()
+    run = Processes(folder, f"separate-{os.getpid()}", redis_url, weights_url)
     room = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short, for Ray's sockets
-    processes.env |= {"HOME": f"{room}/home", "TMPDIR": room, "TRINITY_HOME": ""}
+    run.env |= {"HOME": f"{room}/home", "TMPDIR": room, "TRINITY_HOME": ""}
+    within = contained(folder, Path(room)) if contains else ()
+    readers = contained(Path(room)) if contains else ()
     try:
-        within = contained(tmp_path, Path(room))
-        reducer = processes.start("reducer", within=within)
-        explorer = processes.start("explorer", within=contained(Path(room)))
-        options = ("--steps", "6", "--save-interval", "3")
-        trainer = processes.start("trainer", *options, within=within)
-        status, _, error = ended(trainer, 240)
-        assert status == 0, error
-        assert ended(explorer)[0] == 0
+        reducer = run.start("reducer", within=within)
+        explorer = run.start("explorer", "--json", within=readers)
+        options = ("--steps", str(STEPS), "--save-interval", "10", "--seed", "7", "--json")
+        trainer = run.start("trainer", *options, within=within)
+        run.wait_for_announcements(5, trainer)
+        explorer.kill()
+        again = run.start("explorer", "--json", within=readers)
+        found = {"trainer": ended(trainer, 2 * PATIENCE), "explorer": ended(again)}
         reducer.terminate()
-        assert ended(reducer)[0] == 0
+        yield SeparateRun(run, found | {"reducer": ended(reducer)}, contains)
     finally:
+        run.end()
         shutil.rmtree(room)
-    assert (tmp_path / processes.run_id / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
-def test_explorers_of_a_collective_group_come_and_go(processes):
-    """The trainer waits for experiences of one that died; who takes its place asks for weights."""
-    reducer = processes.start("reducer")
-    explorers = [processes.start("explorer", "--rank", rank, "--json") for rank in "01"]
-    trainer = processes.start(
-        *("trainer", "--sync", "nccl", "--explorers", "2", "--steps", "15"),
-        *("--save-interval", "0", "--json"),
-    )
-    processes.wait_for_announcements(4, trainer)
-    explorers[1].kill()
-    explorers[1] = processes.start("explorer", "--rank", "1", "--json")
-
-    status, out, error = ended(trainer, 240)
+def test_a_run_of_separate_processes_survives_an_explorer_and_comes_to_its_end(separate):
+    run = separate.processes
+    status, out, error = separate.ended["trainer"]
     assert status == 0, error
-    assert "weights travel by a collective group" in error
-    summary = json.loads(out)
-    assert summary["transport"] == "collective"
-    assert summary["log"]["versions_published"] == 16
-    assert summary["log"]["versions_unaccounted"] == 0
-    for rank, explorer in enumerate(explorers):
-        status, out, error = ended(explorer)
-        assert status == 0, error
-        assert json.loads(out)["rank"] == rank
-    reducer.terminate()
-    assert ended(reducer)[0] == 0
+    for line in filter(None, error.splitlines()):  # rich 13.0 ends with an empty one
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[ ,]", line), "no line without its time"
+    assert f"run {run.run_id}: starting Ray" in error
+    log = json.loads(out)["log"]
+    assert log["steps"] == STEPS
+    assert log["versions_unaccounted"] == 0
+    status, out, error = separate.ended["explorer"]
+    assert status == 0, error
+    explored = json.loads(out)
+    assert explored["rank"] in (0, 1), "the first rank is free once its lease has lapsed"
+    assert explored["accuracy_before"] is None  # it joined later, and did not begin at step 1
+    assert 0 < explored["groups"] < 16 * STEPS
+    assert (explored["accuracy_after"] is not None) == (explored["rank"] == 0)
+    assert run.closed() == ["finished"]
+    assert separate.ended["reducer"][0] == 0
+
+
+@pytest.mark.skipif(not can_contain(), reason="root with mount namespaces alone can try it")
+def test_the_parts_write_to_their_checkpoints_their_home_and_temporary_files_alone(separate):
+    assert separate.contained
+    assert {status for status, _, _ in separate.ended.values()} == {0}
+    run = separate.processes
+    folder = run.folder / run.run_id
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    assert (folder / "model" / "config.json").is_file()
+
+
+def healthy(compose, name: str, path: Path, age: int) -> bool:
+    """Run the container's health check, of another file and of a shorter age."""
+    command = compose["services"][name]["healthcheck"]["test"][1:]
+    command = [
+        one.replace("/tmp/alive", str(path)).replace("30 seconds", f"{age} seconds")
+        for one in command
+    ]
+    assert str(path) in " ".join(command)
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def take_terminal():
@@ -383,22 +304,126 @@ def terminal():
         os.close(ours)
 
 
-def test_a_terminal_that_goes_ends_the_trainer_and_the_log_says_so(processes):
+def waited_for(met, seconds: float = PATIENCE):
+    give_up = time.monotonic() + seconds
+    while not (found := met()):
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.1)
+    return found
+
+
+def test_a_frozen_explorer_is_named_and_is_not_healthy_and_a_terminal_that_goes_ends_the_trainer(
+    processes, compose, policy_folder, tmp_path, cli
+):
     reducer = processes.start("reducer")
-    explorer = processes.start("explorer", "--rank", "0")
+    files = [tmp_path / f"alive-{rank}" for rank in (0, 1)]
+    explorers = [
+        processes.start("explorer", "--rank", str(rank), "--health-file", str(file))
+        for rank, file in enumerate(files)
+    ]
+    at_work = tmp_path / "alive"
+    file = small_run(
+        tmp_path,
+        policy_folder,
+        steps=100_000,
+        explorer={"count": 2, "groups_per_claim": 1},
+        rollouts={"claim_lease": 600.0},
+    )
     with terminal() as streams:
-        trainer = processes.start("trainer", "--steps", "100000", **streams)
-        processes.wait_for_announcements(4, trainer)
+        options = ("--parts", "trainer", "--health-file", str(at_work))
+        trainer = processes.start("train", str(file), *options, **streams)
+        processes.wait_for_announcements(5, trainer)
+        explorers[1].send_signal(signal.SIGSTOP)
+        try:
+            status = ("status", processes.run_id, "--redis-url", processes.redis_url)
+
+            def waits():
+                waits = json.loads(cli(*status, "--json").stdout).get("waits", {}).values()
+                return [one for one in waits if one["by"] == "trainer-0"]
+
+            [told] = waited_for(
+                lambda: [one for one in waits() if one["waits_for"] == ["explorer-1"]]
+            )
+            assert told["what"].startswith("the rollouts of ")
+            assert 0 < time.time() - told["since"] < 200
+            shown = cli(*status, env={"COLUMNS": "400"}).stdout
+            [line] = [one for one in shown.splitlines() if one.strip().startswith("trainer-0  ")]
+            assert f"{told['what']}  explorer-1" in line
+            assert healthy(compose, "trainer", at_work, 60)
+            trainer.send_signal(signal.SIGSTOP)
+            for service, health in (("explorer", files[1]), ("trainer", at_work)):
+                waited_for(lambda one=(service, health): not healthy(compose, *one, 10))
+            assert healthy(compose, "explorer", files[0], 60)
+        finally:
+            for process in (trainer, explorers[1]):
+                process.send_signal(signal.SIGCONT)
+        waited_for(lambda: not waits())
+        waited_for(lambda: healthy(compose, "explorer", files[1], 10))
     assert trainer.wait(PATIENCE) == 128 + signal.SIGHUP
     assert processes.closed() == ["interrupted"]
-    assert ended(explorer)[0] == 0
+    assert not at_work.exists()
+    for explorer in explorers:
+        assert ended(explorer)[0] == 0
     reducer.terminate()
     assert ended(reducer)[0] == 0
 
 
+@pytest.fixture(scope="module")
+def collective(tmp_path_factory, redis_url, weights_url, policy_folder):
+    """A run with a collective group, one of whose explorers was killed and started again.
+
+    It writes no checkpoints, so that its reducer may have another root.
+    """
+    folder = tmp_path_factory.mktemp("collective")
+    run = Processes(folder, f"collective-{os.getpid()}", redis_url, weights_url)
+    explorer = {"count": 2, "groups_per_claim": 1}
+    sync = {"method": "nccl"}
+    file = small_run(folder, policy_folder, steps=15, explorer=explorer, sync=sync)
+    try:
+        reducer = run.start("reducer", "--checkpoint-root", str(folder / "theirs"))
+        explorers = [run.start("explorer", "--rank", rank, "--json") for rank in "01"]
+        trainer = run.start("train", str(file), "--parts", "trainer", "--json")
+        run.wait_for_announcements(4, trainer)
+        explorers[1].kill()
+        explorers[1] = run.start("explorer", "--rank", "1", "--json")
+        found = {"trainer": ended(trainer, 2 * PATIENCE)}
+        found |= {f"explorer-{rank}": ended(one) for rank, one in enumerate(explorers)}
+        reducer.terminate()
+        yield SeparateRun(run, found | {"reducer": ended(reducer)})
+    finally:
+        run.end()
+
+
+def test_explorers_of_a_collective_group_come_and_go(collective):
+    """The trainer waits for experiences of one that died; who takes its place asks for weights."""
+    status, out, error = collective.ended["trainer"]
+    assert status == 0, error
+    assert "weights travel by a collective group" in error
+    summary = json.loads(out)
+    assert summary["transport"] == "collective"
+    assert summary["log"]["versions_published"] == 16
+    assert summary["log"]["versions_unaccounted"] == 0
+    for rank in (0, 1):
+        status, out, error = collective.ended[f"explorer-{rank}"]
+        assert status == 0, error
+        assert json.loads(out)["rank"] == rank
+    assert collective.ended["reducer"][0] == 0
+
+
+def test_the_trainer_tells_on_the_terminal_that_the_reducer_uses_another_folder(collective):
+    run = collective.processes
+    _, _, error = collective.ended["trainer"]
+    told = " ".join(error.split())
+    assert "warning: the reducer of run" in told
+    assert "--checkpoint-root" in told
+    squeezed = told.replace(" ", "")  # lines end where the terminal does
+    assert str(run.folder / "theirs" / run.run_id) in squeezed
+    assert str(run.folder / run.run_id) in squeezed
+
+
 def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     reducer = processes.start("reducer")
-    trainer = processes.start("trainer")
+    trainer = processes.start("trainer", "--json")
     with connect_sync(processes.redis_url) as client:
         give_up = time.monotonic() + 2 * PATIENCE
         while not client.exists(RunKeys.of(processes.run_id).events):
@@ -408,7 +433,8 @@ def test_sigterm_while_the_trainer_starts_is_no_failure(processes):
     trainer.terminate()
     status, out, error = ended(trainer)
     assert status == 143, error
-    assert "INTERRUPTED" in out
+    told = json.loads(out)
+    assert (told["outcome"], told["error"], told["training_seconds"]) == ("interrupted", None, None)
     assert "was interrupted" in error
     assert processes.closed() == ["interrupted"]
     reducer.terminate()

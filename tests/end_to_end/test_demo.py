@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.tensor  # to load sharded tensors
 
-from tests.support.sessions import session_members
+from tests.support.run_processes import small_run
 from tests.support.waits import PATIENCE, child, wait_until
 from trinity_events.server import connect_sync
 from trinity_events.weights.transports.shared_memory.segments import users_folder
@@ -25,7 +25,6 @@ from trinity_workers.launch.ray_reaper import processes_of
 from trinity_workers.launch.transport import chosen_transport
 
 STEPS = 12
-INTERRUPTED = f"interrupted-demo-{os.getpid()}"
 
 
 def demo(*args: str, **options):
@@ -171,41 +170,12 @@ def test_nothing_is_left_running(finished):
     assert children(finished[0]) == []
 
 
-def test_weights_go_by_the_transport_that_is_asked_for_to_the_end(home, cli):
-    run_id = "ray-demo"
-    with demo(
-        *("--run", run_id, "--steps", "3", "--save-interval", "0", "--explorers", "2"),
-        *("--weights", "ray"),
-    ) as process:
-        out, error = process.communicate(timeout=240)
-    assert process.returncode == 0, error
-    assert f"run {run_id}: weights travel by " in error
-    summary = json.loads(out)
-    assert summary["transport"] == "ray"
-    assert summary["log"]["versions_published"] == 4
-    assert summary["log"]["versions_unaccounted"] == 0
-    state = json.loads(cli("status", run_id, "--json").stdout)
-    digests = {name: one["digest"] for name, one in state["explorers"].items()}
-    newest = state["ready"]["weights"]["digest"]
-    assert digests == {"explorer-0": newest, "explorer-1": newest}
-    assert children(run_id) == []
-
-
 def test_refused_weights_are_in_the_table_and_in_the_exit_status_and_training_goes_on(
-    home, cli, redis_url, weights_url
+    cli, run_id, redis_url, weights_url, policy_folder, tmp_path
 ):
-    run_id = f"damaged-demo-{os.getpid()}"
-    command = [sys.executable, "-m", "trinity_events", "demo", "--run", run_id]
-    command += [
-        "--steps",
-        "12",
-        "--save-interval",
-        "0",
-        "--max-staleness",
-        "4",
-        "--weights",
-        "redis",
-    ]
+    offset = {"transport": "redis", "max_staleness": 4}
+    file = small_run(tmp_path, policy_folder, steps=12, sync=offset)
+    command = [sys.executable, "-m", "trinity_events", "train", str(file), "--run", run_id]
     wide = {**os.environ, "COLUMNS": "400"}
     running = child(command, stdout=PIPE, stderr=PIPE, text=True, env=wide)
     with connect_sync(weights_url) as client, running as process:
@@ -234,28 +204,6 @@ def damage_every_other_version(client, run_id: str, until) -> None:
                 damaged.add(key)
                 client.setrange(key, 5, b"\x55")
         time.sleep(0.002)  # the server and a core are the demo's too
-
-
-def test_an_interrupted_demo_ends_everything_and_leaves_a_log_that_replays(cli, redis_url):
-    """By a signal that is sent again while it ends, as from a terminal and by what waits there."""
-    run_id = INTERRUPTED
-    running = demo("--run", run_id, "--steps", "100000", start_new_session=True)
-    key = RunKeys.of(run_id).announcements
-    with connect_sync(redis_url) as client, running as process:
-        wait_until(lambda: client.xlen(key) > 3 or process.poll() is not None)
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143
-    told = json.loads(out)
-    assert (told["outcome"], told["error"], told["training_seconds"]) == ("interrupted", None, None)
-    assert f"run {run_id} was interrupted" in error
-    assert "Traceback" not in error
-    assert "SIGTERM received" not in error, "Ray has no last words"
-    state = json.loads(cli("replay", run_id, "--json").stdout)
-    assert state["closed"] == "interrupted"
-    wait_until(lambda: not session_members(process.pid) + children(INTERRUPTED))
 
 
 LOCAL_RAY = """

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_processes import small_run
+from tests.support.sessions import session_members
+from tests.support.waits import wait_until
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, StepReady, decode_envelope
 from trinity_workers.launch.again import again_command
@@ -20,13 +23,13 @@ from trinity_workers.launch.again import again_command
 DEADLINE = 240
 
 
-class Demo:
-    """A demo in a session of its own, and what it has said so far."""
+class Run:
+    """A run of all parts in a session of its own, and what it has said so far."""
 
-    def __init__(self, *args: str):
+    def __init__(self, file: Path, *args: str):
         self.said: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trinity_events", "demo", "--steps", "100000", *args],
+            [sys.executable, "-m", "trinity_events", "train", str(file), *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -74,38 +77,56 @@ class Demo:
 
 
 @pytest.fixture
-def start():
+def start(tmp_path, policy_folder, run_id, redis_url):
+    """Starts a run on two ranks that saves a checkpoint after every other step."""
     started = []
+    file = small_run(
+        tmp_path,
+        policy_folder,
+        steps=100_000,
+        trainer={"ranks": 2},
+        checkpoints={"interval": 2, "root": str(tmp_path)},
+    )
 
-    def demo(*args: str) -> Demo:
-        started.append(Demo(*args))
+    def run(*args: str) -> Run:
+        started.append(Run(file, "--run", run_id, *args))
         return started[-1]
 
-    yield demo
+    yield run
     for one in started:
         one.close()
 
 
-def test_a_failed_checkpoint_is_a_line_at_once_and_the_table_is_printed(start, tmp_path, run_id):
+def test_a_failed_checkpoint_is_a_line_at_once_and_in_the_table_of_an_interrupted_run(
+    start, tmp_path, run_id, cli
+):
+    """By a signal that is sent again while it ends, as from a terminal and by what waits there."""
     (tmp_path / run_id).mkdir()
     (tmp_path / run_id / ".staging").touch()  # where folders of saves are to be made
-    demo = start("--run", run_id, "--save-interval", "2", "--checkpoint-root", str(tmp_path))
+    run = start()
     told = f"in {tmp_path / run_id}/.staging/epoch_1_step_2_"
-    lines = demo.until(lambda: [line for line in demo.said if "FAILED" in line])
+    lines = run.until(lambda: [line for line in run.said if "FAILED" in line])
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 2: ", lines[0])
     assert "NotADirectoryError: [Errno 20] Not a directory" in lines[0]
     assert told.replace("in ", "(writing ") in lines[0]
-    demo.until(lambda: [line for line in demo.said if re.search(r"staleness .* FAILED \d+", line)])
-    demo.process.send_signal(signal.SIGTERM)
-    status, out, _ = demo.ended()
+    run.until(lambda: [line for line in run.said if re.search(r"staleness .* FAILED \d+", line)])
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGINT)
+    status, out, said = run.ended()
     assert status == 143
+    assert f"run {run_id} was interrupted" in said
+    assert "Traceback" not in said
+    assert "SIGTERM received" not in said, "Ray has no last words"
     rows = dict(re.findall(r"^(\S+(?: \S+)*)  +(\S.*?) *$", out, re.MULTILINE))
     assert rows["run"] == run_id
     assert "INTERRUPTED" in rows
     assert re.match(r"of step \d+ \(checkpoint", rows["FAILED saves"])
     assert rows["newest ready"] == "no checkpoint"
-    again = f"from step 1: TRINITY_HOME={os.environ['TRINITY_HOME']} trinity-events demo"
-    assert f"{again} --steps 100000 --run {run_id} " in " ".join(out.split())
+    again = f"from step 1: TRINITY_HOME={os.environ['TRINITY_HOME']} trinity-events train"
+    assert f"{again} {tmp_path}/small.yaml --run {run_id}" in " ".join(out.split())
+    assert json.loads(cli("replay", run_id, "--json").stdout)["closed"] == "interrupted"
+    wait_until(lambda: not session_members(run.process.pid))
 
 
 @pytest.mark.parametrize(
@@ -114,9 +135,7 @@ def test_a_failed_checkpoint_is_a_line_at_once_and_the_table_is_printed(start, t
 def test_a_process_that_is_killed_leaves_one_object_with_the_next_step(
     start, tmp_path, run_id, redis_url, cli, actor, who
 ):
-    demo = start(
-        *("--run", run_id, "--save-interval", "2", "--json", "--checkpoint-root", str(tmp_path))
-    )
+    run = start("--json")
 
     def ready():
         with connect_sync(redis_url) as client:
@@ -124,10 +143,10 @@ def test_a_process_that_is_killed_leaves_one_object_with_the_next_step(
         events = [decode_envelope(fields[b"e"]).event for _, fields in found]
         return [one for one in events if isinstance(one, StepReady) and one.kind == "checkpoint"]
 
-    demo.until(ready)
-    victim = demo.actor(actor)
+    run.until(ready)
+    victim = run.actor(actor)
     os.kill(victim, signal.SIGKILL)
-    status, out, said = demo.ended()
+    status, out, said = run.ended()
     assert status == 1
     [line] = out.splitlines()
     told = json.loads(line)
@@ -141,7 +160,7 @@ def test_a_process_that_is_killed_leaves_one_object_with_the_next_step(
     newest = told["newest_checkpoint"]
     assert newest["folder"] == str(tmp_path / run_id / f"global_step_{newest['step']}")
     assert Path(newest["folder"]).is_dir()
-    assert f"demo --steps 100000 --run {run_id} " in told["next_command"]
+    assert f"train {tmp_path}/small.yaml --run {run_id} --json" in told["next_command"]
     assert told["log"]["steps"] >= newest["step"]
     shown = cli("status", run_id, env={"COLUMNS": "300"}).stdout
     [explorer] = [line for line in shown.splitlines() if line.startswith("explorer-0")]

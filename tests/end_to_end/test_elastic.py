@@ -1,6 +1,5 @@
 """Explorers that join a run, and die in it, while it goes on."""
 
-import json
 import os
 import signal
 
@@ -10,16 +9,15 @@ pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from tests.support.rollout_histories import count_raw
-from tests.support.run_processes import ended
+from tests.support.run_processes import ended, small_run
 from tests.support.waits import PATIENCE, wait_until
 from trinity_events.server import connect_sync
 from trinity_schemas import RolloutsDispatched, RunKeys, StepTrained
 
 SETTINGS = {
     "steps": 1_000_000,
-    "explorer": {"count": 1, "held_out_questions": 0, "groups_per_claim": 4},
-    "rollouts": {"prompts_per_step": 16, "samples_per_prompt": 4, "claim_lease": 6.0},
-    "checkpoints": {"interval": 0},
+    "explorer": {"groups_per_claim": 4},
+    "rollouts": {"prompts_per_step": 16, "claim_lease": 6.0},
 }
 
 
@@ -59,15 +57,16 @@ def killed_in_the_middle(processes, explorers) -> dict[str, int]:
     return killed
 
 
-def test_explorers_join_and_die_and_no_step_waits_beyond_a_claim(processes, tmp_path):
-    file = tmp_path / "elastic.yaml"
-    file.write_text(json.dumps(SETTINGS))
+def test_explorers_join_and_die_and_no_step_waits_beyond_a_claim(
+    processes, policy_folder, tmp_path
+):
+    file = small_run(tmp_path, policy_folder, **SETTINGS)
     reducer = processes.start("reducer")
     trainer = processes.start("train", str(file), "--parts", "trainer")
     explorers = {"explorer-0": processes.start("explorer", "--rank", "0")}
     wait_until(lambda: trained(processes) >= 3, patience=3 * PATIENCE)
 
-    for rank in range(1, 5):
+    for rank in range(1, 4):
         explorers[f"explorer-{rank}"] = processes.start("explorer", "--rank", str(rank))
     joined: set[str] = set()
     wait_until(

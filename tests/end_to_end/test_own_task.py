@@ -62,15 +62,6 @@ def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("h")
 
 
-def test_a_users_model_questions_and_reward_are_trained_from_three_files(folder, home):
-    done = run(folder, settings(), home)
-    assert done.returncode == 0, done.stderr[-4000:]
-    summary = msgspec.json.decode(done.stdout.splitlines()[-1])
-    assert (summary["outcome"], summary["warm_up_steps"]) == ("finished", 0)
-    assert 0.0 <= summary["held_out_before"] <= 1.0
-    assert summary["reward_first_third"] < 1.0
-
-
 REWARD_OF_TURNS = """
 def reward(question, answer):
     tools = sum(message["role"] == "tool" for message in answer.messages)
@@ -90,7 +81,7 @@ def make(options):
 """
 
 
-def test_episodes_with_tools_and_an_engine_of_ones_own_are_part_of_a_run(folder, home):
+def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folder, home):
     (folder / "reward.py").write_text(REWARD_OF_TURNS)
     (folder / "tool.py").write_text(ENVIRONMENT)
     (folder / "engine.py").write_text(ENGINE)
@@ -101,12 +92,14 @@ def test_episodes_with_tools_and_an_engine_of_ones_own_are_part_of_a_run(folder,
     done = run(folder, chosen, home)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = msgspec.json.decode(done.stdout.splitlines()[-1])
+    assert (summary["outcome"], summary["warm_up_steps"]) == ("finished", 0)
     assert 0.0 < summary["score_first_third"] <= 1.0, "finished turns were answered by the tool"
+    assert 0.0 <= summary["held_out_before"] <= 1.0
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, home):
     (folder / "reward.py").write_text("def reward(question, answer):\n    return 1 / 0\n")
-    done = run(folder, settings(), home)
+    done = run(folder, settings() | {"trainer": {"ranks": 1}}, home)
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(told) == 1, done.stderr[-4000:]

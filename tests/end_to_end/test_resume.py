@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +9,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from tests.support.pipeline import events_of  # noqa: E402
-from tests.support.saved_checkpoints import ready_checkpoints, tensors_of  # noqa: E402
+from tests.support.run_processes import small_run  # noqa: E402
+from tests.support.saved_checkpoints import ready_checkpoints  # noqa: E402
 from tests.support.sessions import kill_session  # noqa: E402
-from tests.support.tensors import assert_equal  # noqa: E402
 from tests.support.waits import PATIENCE, child, wait_until  # noqa: E402
 from trinity_events.checkpoint_layout import final_name  # noqa: E402
 from trinity_events.log import RedisEventLog  # noqa: E402
@@ -25,32 +24,47 @@ from trinity_schemas import (  # noqa: E402
 )
 from trinity_workers.engines.state_files import read_state  # noqa: E402
 
+pytestmark = pytest.mark.timeout(1200)
 
-def demo(run_id: str, steps: int, root: Path, *more: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "trinity_events", "demo", "--run", run_id, "--steps", str(steps)),
-        *("--save-interval", "3", "--checkpoint-root", str(root), *more),
-    ]
+
+@pytest.fixture
+def train(tmp_path, policy_folder, run_id, redis_url):
+    """Returns the command that trains so many steps on two ranks, with these settings."""
+    saving = {"interval": 3, "root": str(tmp_path)}
+    file = small_run(tmp_path, policy_folder, trainer={"ranks": 2}, checkpoints=saving)
+
+    def command(steps: int, *settings: str) -> list[str]:
+        chosen = [word for one in (f"steps={steps}", *settings) for word in ("--set", one)]
+        return [
+            sys.executable,
+            "-m",
+            "trinity_events",
+            "train",
+            str(file),
+            "--run",
+            run_id,
+            *chosen,
+        ]
+
+    return command
 
 
 async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
-    redis_url, run_id, tmp_path
+    train, redis_url, run_id, tmp_path
 ):
-    with child(
-        demo(run_id, 100_000, tmp_path), stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        wait_until(lambda: ready_checkpoints(redis_url, run_id))
+    with child(train(100_000), stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        wait_until(lambda: ready_checkpoints(redis_url, run_id), patience=3 * PATIENCE)
         kill_session(process.pid)
         process.wait(PATIENCE)
     saved = ready_checkpoints(redis_url, run_id)[-1].step
     steps = saved + 4
     # Fewer ranks than before, and more explorers.
     again = subprocess.run(
-        demo(run_id, steps, tmp_path, "--trainers", "1", "--explorers", "2"),
+        train(steps, "trainer.ranks=1", "explorer.count=2"),
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * PATIENCE,
+        timeout=3 * PATIENCE,
     )
     assert again.returncode == 0, again.stderr
     said = " ".join(again.stderr.split())
@@ -75,23 +89,22 @@ async def test_a_run_goes_on_from_its_checkpoint_after_everything_was_killed(
 
 @pytest.mark.megatron
 def test_a_run_on_megatron_goes_on_at_the_same_layout_after_everything_was_killed(
-    redis_url, run_id, tmp_path
+    train, redis_url, run_id, tmp_path
 ):
     pytest.importorskip("megatron.core")
-    options = ("--engine", "megatron", "--trainers", "2")
-    with child(
-        demo(run_id, 100_000, tmp_path, *options), stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        wait_until(lambda: ready_checkpoints(redis_url, run_id))
+    megatron = "trainer.engine=megatron"
+    command = train(100_000, megatron)
+    with child(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        wait_until(lambda: ready_checkpoints(redis_url, run_id), patience=3 * PATIENCE)
         kill_session(process.pid)
         process.wait(PATIENCE)
     steps = ready_checkpoints(redis_url, run_id)[-1].step + 4
     again = subprocess.run(
-        demo(run_id, steps, tmp_path, *options),
+        train(steps, megatron),
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * PATIENCE,
+        timeout=3 * PATIENCE,
     )
     assert again.returncode == 0, again.stderr
     assert "resumes from the checkpoint of step" in " ".join(again.stderr.split())
@@ -100,20 +113,3 @@ def test_a_run_on_megatron_goes_on_at_the_same_layout_after_everything_was_kille
         assert {"python", "numpy", "torch"} <= set(
             read_state(training / f"rank_{rank}.pt")["random"]
         )
-
-
-def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(run_id, tmp_path):
-    """On-policy, with the same explorers and ranks, and one batch for each explorer's requests."""
-    names = f"{run_id}-a", f"{run_id}-b"
-    for name, steps in ((names[0], 6), (names[1], 3), (names[1], 6)):
-        command = demo(name, steps, tmp_path, "--max-staleness", "0")
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=2 * PATIENCE
-        )
-        assert done.returncode == 0, done.stderr
-    assert "resumes from the checkpoint of step 3" in " ".join(done.stderr.split())
-    undisturbed, resumed = (tmp_path / name / final_name(6) / "actor" for name in names)
-    files = sorted(path.name for path in undisturbed.glob("*.pt"))
-    assert len(files) == 4, "model and training state of two ranks"
-    for name in files:
-        assert_equal(tensors_of(undisturbed / name), tensors_of(resumed / name))

@@ -23,7 +23,17 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
     said = cli("train", str(EXAMPLES / f"{engine}.yaml"), *settings, *place, "--json", timeout=500)
     assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout)["log"]["steps"] == 2
+    log_of_run = json.loads(said.stdout)["log"]
+    assert (log_of_run["steps"], log_of_run["versions_published"]) == (2, 3)
+    assert (log_of_run["versions_unaccounted"], log_of_run["failures"]) == (0, 0)
+    assert log_of_run["checkpoints_ready"] == 1
+    folder = tmp_path / log.run_id
+    for name in ("latest_checkpointed_iteration.txt", "latest_state_dict_iteration.txt"):
+        assert (folder / name).read_text() == "2"
+    if engine == "megatron":
+        actor = folder / "global_step_2" / "actor"
+        assert {one.name for one in actor.iterdir()} == {"model", "training", "huggingface"}
+        assert (actor / "model" / "metadata.json").is_file()
 
     entries = await log.read()
     [opened] = [
@@ -32,6 +42,6 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
         if isinstance(event := decode_envelope(entry.payload).event, RunOpened)
     ]
     logged = TrainConfig.from_text(opened.config)
-    kept = read_config(tmp_path / log.run_id / "config.yaml").checked()
+    kept = read_config(folder / "config.yaml").checked()
     assert logged == kept
     assert (kept.steps, kept.trainer.engine, kept.rollouts.prompts_per_step) == (2, engine, 2)

@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.support.event_histories import committed
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, wait_until
 from trinity_events.errors import BufferFull, PermissionDenied, PublishError
 from trinity_events.log import (
     AsyncPublisher,
@@ -28,7 +28,7 @@ from trinity_events.log import (
 from trinity_events.log.outbox import Outbox
 from trinity_events.log.retry import CONNECTION_ERRORS, backoff_delays, is_transient
 from trinity_events.server import EmbeddedServer
-from trinity_schemas import ContractError, decode_envelope
+from trinity_schemas import ContractError, decode_envelope, heartbeat_key
 
 
 @pytest.fixture
@@ -563,3 +563,18 @@ async def test_opening_a_run_ends_at_its_deadline_or_at_a_refusal(server, admin,
     admin.execute_command("ACL", "SETUSER", "default", "-xadd")
     with pytest.raises(PermissionDenied, match=f"run {run_id} was not opened: .*xadd"):
         await open_run(patient, run_id)
+
+
+def test_a_closed_log_keeps_no_connection_of_a_thread_that_ends_its_heartbeat_later(
+    redis_url, sync_client, run_id
+):
+    def connected():
+        return run_id in [one["name"] for one in sync_client.client_list()]
+
+    log = SyncEventLog(redis.Redis.from_url(redis_url, client_name=run_id), run_id)
+    log.beat("a", 9.0)
+    assert connected()
+    log.close()
+    log.rest("a")
+    wait_until(lambda: not connected())
+    assert not sync_client.exists(heartbeat_key(run_id, "a"))

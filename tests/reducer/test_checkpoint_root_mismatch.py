@@ -2,13 +2,10 @@
 
 import logging
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.support.pipeline import folded, reducer_process, reducer_task, until
-from tests.support.waits import PATIENCE, child
+from tests.support.pipeline import folded, reducer_task, until
 from trinity_events import CheckpointCoordinator
 from trinity_events.checkpoint_layout import REDUCER_MARK
 from trinity_events.log import Publisher, SyncEventLog, new_producer
@@ -74,29 +71,3 @@ async def test_a_folder_that_cannot_be_marked_stops_nothing(log, redis_url, run_
     async with reducer_task(redis_url, run_id, tmp_path):
         await folded(log)
     assert [path.name for path in (tmp_path / run_id).glob(f"{REDUCER_MARK}*")] == [REDUCER_MARK]
-
-
-def test_the_command_says_so_on_the_terminal(redis_url, run_id, tmp_path):
-    with (
-        reducer_process(redis_url, run_id, tmp_path / "theirs"),
-        child(
-            [
-                *(sys.executable, "-m", "trinity_events", "trainer", "--run", run_id),
-                *("--redis-url", redis_url, "--weights-redis-url", redis_url),
-                *("--checkpoint-root", str(tmp_path / "ours")),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process,
-    ):
-        said = ""
-        for line in process.stderr:
-            said += " " + line.strip()
-            if "--checkpoint-root" in said:
-                break
-        assert "warning: the reducer of run" in said
-        squeezed = said.replace(" ", "")  # lines end where the terminal does
-        assert str(tmp_path / "theirs" / run_id) in squeezed
-        assert str(tmp_path / "ours" / run_id) in squeezed
-        process.terminate()
-        process.communicate(timeout=PATIENCE)

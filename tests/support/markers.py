@@ -27,10 +27,12 @@ NEEDS = {
 """Marker to the modules and functions that it stands for."""
 URLS = {"redis_url", "weights_url"}
 """Fixtures that start the session's servers."""
+WHOLE_RUNS = {"benchmarks", "crashes", "end_to_end"}
+"""Folders whose tests with processes start whole runs."""
 
 
 def mark_by_needs(items: list[pytest.Item]) -> None:
-    """Add the markers ``server``, ``processes``, ``ray`` and ``megatron`` to the tests they fit."""
+    """Add the markers of ``pyproject.toml`` to the tests that they fit."""
     for item in items:
         if isinstance(item, pytest.Function):
             for name in _needs(item):
@@ -50,6 +52,9 @@ def _needs(item: pytest.Function) -> set[str]:
     # Helpers that know each transport mention Ray: only a test's own words count.
     if "ray_cluster" in item.fixturenames or "ray" in given or _imports_ray(item):
         found.add("ray")
+    whole = "processes" in found and item.path.parent.name in WHOLE_RUNS
+    if whole or found & {"ray", "megatron"} or "rank_processes" in fixtures:
+        found.add("heavy")
     return found
 
 

@@ -1,5 +1,6 @@
 """Processes of one run, each started by its command, as Compose starts them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,31 @@ from typing import Any
 from tests.support.waits import PATIENCE
 from trinity_events.server import connect_sync
 from trinity_schemas import Envelope, RunClosed, RunKeys, decode_envelope
+
+
+def small_run(folder: Path, model: Path, **sections: Any) -> Path:
+    """Write the configuration of a small run in a folder, for what is no matter of learning.
+
+    Its one rank and its explorer start from the model as it is. It measures and saves nothing.
+
+    Args:
+        folder: Folder of the file.
+        model: Hugging Face folder of the policy.
+        sections: Settings that are laid over the small ones, by section.
+    """
+    settings: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "trainer": {"ranks": 1},
+        "explorer": {"held_out_questions": 0},
+        "rollouts": {"prompts_per_step": 4, "samples_per_prompt": 4},
+        "checkpoints": {"interval": 0},
+    }
+    for name, section in sections.items():
+        within = settings.get(name, {})
+        settings[name] = {**within, **section} if isinstance(section, dict) else section
+    file = folder / "small.yaml"
+    file.write_text(json.dumps(settings))  # JSON is YAML
+    return file
 
 
 class Processes:

@@ -1,6 +1,7 @@
-"""Print the slowest fifty tests of a report of durations: make slowest.
+"""Print the slowest fifty tests of a report of durations as a table: make slowest.
 
-The report is the output of ``pytest --durations=0``. Its times are those of one run.
+The report is the output of ``pytest --durations=0``. Its times are those of one run. The name
+of a test is its claim.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def slowest(report: Iterable[str]) -> list[tuple[float, str, str]]:
 def main() -> None:
     """Print the table, of reports that are named or of the standard input."""
     lines = [Path(name).read_text().splitlines() for name in sys.argv[1:]] or [sys.stdin]
+    print("| seconds | test | claim |\n|---:|---|---|")
     for seconds, file, function in slowest(chain(*lines)):
-        print(f"{seconds:6.0f} s  {file}  {function.removeprefix('test_').replace('_', ' ')}")
+        claim = function.removeprefix("test_").replace("_", " ")
+        print(f"| {seconds:.0f} | `{file}` | `{claim}` |")
 
 
 if __name__ == "__main__":

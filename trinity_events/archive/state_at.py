@@ -20,10 +20,9 @@ from ..replay import (
     Folded,
     UntilNotFound,
     checked_entry,
-    envelope_of,
     fold,
+    fold_one,
     is_about,
-    set_aside,
 )
 from .export import whole_stream
 from .format import Header, events_from, read_lines
@@ -230,13 +229,7 @@ class StateAt:
         monitor = Monitor(state)
         async with aclosing(self._events_after(state)) as events:
             async for entry in events:
-                try:
-                    envelope = envelope_of(self.source.run_id, entry.payload, self._decode)
-                except ContractError as error:
-                    set_aside(monitor, entry, error)
-                    yield state, Folded(entry, None, [])
-                else:
-                    yield state, Folded(entry, envelope, monitor.apply(entry.id, envelope))
+                yield state, fold_one(monitor, entry, self._decode)
 
     async def _folded_to(self, until: tuple[int, int], number: int | None) -> MonitorState:
         """Fold the entries up to a position and up to a number, from the last kept state on."""

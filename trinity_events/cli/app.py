@@ -33,6 +33,7 @@ from .serve import serve
 from .status import status
 from .tail import tail
 from .verify import verify
+from .watch import watch
 
 PLUGINS = "trinity_events.commands"
 """Entry point group of commands of other packages, which this package does not import."""
@@ -82,7 +83,7 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     listing = (
-        *(serve, reducer, runs, status, explain, tail, dashboard, replay),
+        *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
         *(diff, bisect, audit, export, import_, verify, delete),
     )
     for command in listing:

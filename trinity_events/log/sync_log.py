@@ -37,6 +37,7 @@ class SyncEventLog:
         self.keys = RunKeys.of(run_id)
         self._redis: Any = client
         self._run = Scripts(client)
+        self._closed = False
 
     def append(self, payload: bytes) -> str:
         """Append an event; return its entry id."""
@@ -48,7 +49,7 @@ class SyncEventLog:
         """Append events in this order, all or none; return their entry ids."""
         if not payloads:
             return []
-        with self._naming():
+        with self._used(), self._naming():
             found = self._run("append_many", keys=[self.keys.events], args=payloads)
         return [entry_id.decode() for entry_id in found]
 
@@ -63,11 +64,14 @@ class SyncEventLog:
 
     def beat(self, incarnation: str, lease: float) -> None:
         """Renew a process's heartbeat for ``lease`` seconds."""
-        self._redis.set(heartbeat_key(self.run_id, incarnation), b"", px=max(1, int(lease * 1000)))
+        key = heartbeat_key(self.run_id, incarnation)
+        with self._used() as client:
+            client.set(key, b"", px=max(1, int(lease * 1000)))
 
     def rest(self, incarnation: str) -> None:
         """End a process's heartbeat, once it has no running save that could fail."""
-        self._redis.delete(heartbeat_key(self.run_id, incarnation))
+        with self._used() as client:
+            client.delete(heartbeat_key(self.run_id, incarnation))
 
     def granted(self, save_id: str, seconds: float) -> bool:
         """Wait until a save is granted its turn; return False if it is not in time.
@@ -77,10 +81,10 @@ class SyncEventLog:
         until = time.monotonic() + seconds
         while True:
             left = max(0.001, min(_LONGEST_WAIT, until - time.monotonic()))
-            if self._redis.xread(
-                {grant_key(self.run_id, save_id): ORIGIN}, count=1, block=max(1, int(left * 1000))
-            ):
-                return True
+            waited = max(1, int(left * 1000))
+            with self._used() as client:
+                if client.xread({grant_key(self.run_id, save_id): ORIGIN}, count=1, block=waited):
+                    return True
             if time.monotonic() >= until:
                 return False
 
@@ -93,8 +97,21 @@ class SyncEventLog:
         return of_leader(*self._redis.mget(self.keys.leader, self.keys.folder))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections.
+
+        A thread that still has to end a heartbeat may open another, which it closes after its use.
+        """
+        self._closed = True
         self._redis.close()
+
+    @contextmanager
+    def _used(self) -> Iterator[Any]:
+        """Yield the client; if the log is closed by then, close the connections of the block."""
+        try:
+            yield self._redis
+        finally:
+            if self._closed:
+                self._redis.close()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

@@ -29,6 +29,16 @@ _MOVED: dict[str, Any] = {"retry_on_error": [redis.ReadOnlyError]}
 reach the new primary, if its address moved. Clients of a cluster find the primary themselves."""
 
 
+class _Cluster(redis.cluster.RedisCluster):
+    """Client of a cluster that ends its connections when it is closed; redis-py's leaves them."""
+
+    def close(self) -> None:
+        """Close the client, and the connections to all nodes."""
+        if getattr(self, "nodes_manager", None) is not None:  # None if no node was found
+            self.disconnect_connection_pools()  # type: ignore[no-untyped-call]
+        super().close()
+
+
 def _settings() -> dict[str, Any]:
     return {
         "protocol": 2,
@@ -53,7 +63,7 @@ def cluster_client(url: ServerUrl) -> redis.Redis:
     _check(url)
     node: Any = redis.cluster.ClusterNode
     nodes = [node(*one) for one in url.more]
-    client: Any = redis.cluster.RedisCluster.from_url(
+    client: Any = _Cluster.from_url(
         url.url, startup_nodes=nodes, retry=Retry(_backoff(), _RETRIES), **_settings()
     )
     return client  # type: ignore[no-any-return] # it has the methods that callers use

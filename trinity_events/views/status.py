@@ -46,9 +46,9 @@ def runs_table(runs: Iterable[tuple[MonitorState, int | None]]) -> Table:
             state.run_id,
             date_and_time(state.opened_at),
             str(state.epoch),
-            _trainer(state, silent=silent_since is not None),
+            trainer_status(state, silent=silent_since is not None),
             str(state.trainer_step),
-            *(_pointer(state, kind) for kind in KINDS),
+            *(ready_step(state, kind) for kind in KINDS),
             *(visible(_prompts(state), lines=False) for _ in prompts),
         )
     return table
@@ -72,7 +72,7 @@ def status_panel(
         ("  epoch ", "dim"),
         str(state.epoch),
         ("  trainer ", "dim"),
-        f"{_trainer(state, silent=silent)} at step {state.trainer_step}",
+        f"{trainer_status(state, silent=silent)} at step {state.trainer_step}",
         ("  entries ", "dim"),
         f"{state.entries}",
         ("  opened ", "dim"),
@@ -80,7 +80,7 @@ def status_panel(
     )
     about: list[Text] = []
     if now is not None and state.closed is None and state.entries:
-        heard = _ago(now - position(state.position)[0])
+        heard = ago(now - position(state.position)[0])
         about.append(Text.assemble(("last event ", "dim"), heard))
     if state.transport is not None:
         chosen = f"{state.transport.name}: {state.transport.reason}"
@@ -121,7 +121,7 @@ def _ready(state: MonitorState) -> Table:
         pointer = state.ready.get(kind)
         if pointer is not None:
             since = date_and_time(position(pointer.entry_id)[0])
-            table.add_row(kind, _pointer(state, kind), since, (pointer.digest or "")[:20])
+            table.add_row(kind, ready_step(state, kind), since, (pointer.digest or "")[:20])
     return table
 
 
@@ -137,7 +137,7 @@ def _explorers(state: MonitorState, now: int | None, *, silent: bool) -> Table:
         serves = "nothing yet" if explorer.version is None else f"step {explorer.version.step}"
         heard = date_and_time(explorer.heard_at)
         if now is not None and explorer.heard_at is not None and state.closed is None:
-            heard = _ago(now - explorer.heard_at)
+            heard = ago(now - explorer.heard_at)
         status = _explorer_status(state, name, explorer, silent=silent)
         table.add_row(name, status, serves, date_and_time(explorer.applied_at), heard)
     return table
@@ -153,7 +153,7 @@ def _waits_table(state: MonitorState, now: int) -> list[RenderableType]:
         table.add_column(column, overflow="fold", no_wrap=column in ("WAITS", "GIVES UP"))
     for wait, depth in links[:_TABLED]:
         left = seconds_left(wait, now)
-        cells = (wait.what, culprits(wait) or "-", _ago(now - wait.since))
+        cells = (wait.what, culprits(wait) or "-", ago(now - wait.since))
         table.add_row(
             "  " * min(depth, _DEEPEST) + visible(wait.by, lines=False),
             *(visible(one, lines=False) for one in cells),
@@ -232,8 +232,8 @@ def _first_names(names: tuple[str, ...]) -> list[str]:
 
 def _moment(milliseconds: int, now: int | None) -> str:
     """Return a moment, and its age if ``now`` is known."""
-    ago = "" if now is None else f" ({_ago(now - milliseconds)})"
-    return f"{date_and_time(milliseconds)}{ago}"
+    age = "" if now is None else f" ({ago(now - milliseconds)})"
+    return f"{date_and_time(milliseconds)}{age}"
 
 
 def _next_step(state: MonitorState) -> str:
@@ -249,14 +249,16 @@ def _next_step(state: MonitorState) -> str:
     )
 
 
-def _pointer(state: MonitorState, kind: Kind) -> str:
+def ready_step(state: MonitorState, kind: Kind) -> str:
+    """Return the newest ready step of a kind; a dash without one."""
     pointer = state.ready.get(kind)
     if pointer is None:
         return "-"
     return f"{pointer.at.step}" + (f" (epoch {pointer.at.epoch})" if pointer.at.epoch > 1 else "")
 
 
-def _ago(milliseconds: int) -> str:
+def ago(milliseconds: int) -> str:
+    """Return an age in words."""
     seconds = max(0, milliseconds) // 1000
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -264,5 +266,6 @@ def _ago(milliseconds: int) -> str:
     return f"{seconds} s ago"
 
 
-def _trainer(state: MonitorState, *, silent: bool) -> str:
+def trainer_status(state: MonitorState, *, silent: bool = False) -> str:
+    """Return the status of the trainer, or the reason with which the run was closed."""
     return "silent" if silent else state.closed or state.trainer or "-"

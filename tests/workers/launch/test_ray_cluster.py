@@ -89,12 +89,19 @@ def sentence_of(said):
 
 @pytest.mark.timeout(600)
 async def test_ranks_and_explorers_run_on_a_cluster_that_is_still_there_afterwards(
-    train, log, nodes
+    train, log, nodes, cli
 ):
-    said = train("trainer.cpus=1.5", "explorer.cpus=0.5")  # a node has no room for two ranks
+    # A node has no room for two ranks.
+    said = train("trainer.cpus=1.5", "explorer.cpus=0.5", "sync.transport=ray")
     assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout)["log"]["steps"] == 2
     assert f"joining the Ray cluster at {nodes.address}" in said.stderr
+    assert f"run {log.run_id}: weights travel by " in said.stderr
+    summary = json.loads(said.stdout)
+    assert summary["transport"] == "ray"
+    told = summary["log"]
+    assert (told["steps"], told["versions_published"], told["versions_unaccounted"]) == (2, 3, 0)
+    state = json.loads(cli("status", log.run_id, "--json").stdout)
+    assert state["explorers"]["explorer-0"]["digest"] == state["ready"]["weights"]["digest"]
 
     senders = [decode_envelope(entry.payload).producer for entry in await log.read()]
     hosts = {

@@ -1,0 +1,92 @@
+"""Measurement of a policy on held-out questions, by the exact text of its answers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trinity_schemas import Sampling, StepRef
+from trinity_workers.config import TrainConfig
+from trinity_workers.engines.state_files import read_state
+from trinity_workers.learning.policy import encode_prompt
+from trinity_workers.rollout_engines.base import GenerationRequest
+from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
+from trinity_workers.tasks import Answer, built_in_task
+
+from .results import Measured
+
+QUESTIONS = 256
+SAMPLES = 4
+"""Answers that are sampled to each question."""
+_SEED = 2**40
+"""Seed of the samples, the same at every step, which no run's seed is."""
+
+
+class Ruler:
+    """Measure of one task; questions and random numbers are the same for every policy.
+
+    Args:
+        config: Settings of the run.
+        tokenizer: The policy's tokenizer.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._task = built_in_task(config.task.name, config.seed)
+        self._asked = [
+            question for question in self._task.held_out(QUESTIONS) for _ in range(SAMPLES)
+        ]
+        sampling = Sampling(max_new_tokens=config.rollouts.max_new_tokens, seed=_SEED)
+        self._requests = [
+            GenerationRequest(
+                tokens=encode_prompt(tokenizer, question.prompt),
+                sampling=sampling,
+                ordinal=place // SAMPLES,
+                sample=place % SAMPLES,
+                turn=0,
+            )
+            for place, question in enumerate(self._asked)
+        ]
+
+    def measure(self, model: PreTrainedModel, step: int) -> Measured:
+        """Return the shares of sampled answers that are exactly right, and that are rewarded."""
+        training = model.training
+        model.train(False)
+        engine = HuggingFaceEngine(model, self._tokenizer, serves=StepRef(1, step))
+        exact = rewarded = 0.0
+        found = engine.generate_here(self._requests)
+        for question, one in zip(self._asked, found, strict=True):
+            said = one.tokens[:-1] if one.finished else one.tokens
+            text = str(self._tokenizer.decode(said, skip_special_tokens=False))
+            answer = Answer(text=text, finished=one.finished, messages=[], tokens=len(one.tokens))
+            exact += one.finished and text == question.answer
+            rewarded += self._task.reward(question, answer)["reward"]
+        model.train(training)
+        return Measured(
+            step=step, exact=exact / len(found), rewarded=rewarded / len(found), answers=len(found)
+        )
+
+
+def load_shards(model: PreTrainedModel, folder: Path, ranks: int) -> None:
+    """Load the model's shards of all ranks of a checkpoint, in this process alone."""
+    # It warns of each shard that it reads without a process group.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    states = [
+        read_state(folder / f"model_world_size_{ranks}_rank_{rank}.pt") for rank in range(ranks)
+    ]
+    model.load_state_dict({name: _whole([state[name] for state in states]) for name in states[0]})
+
+
+def _whole(shards: list[Any]) -> torch.Tensor:
+    """Return a tensor that FSDP cut by rows; a plain one is the same on every rank."""
+    first: torch.Tensor = shards[0]
+    if not isinstance(first, DTensor):
+        return first
+    rows = torch.cat([one.to_local() for one in shards])
+    assert rows.shape == first.shape, "FSDP shards by rows"
+    return rows

@@ -1,0 +1,154 @@
+"""The full-screen view, by textual's own pilot over a real log, and once in a real terminal."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+
+import anyio.to_thread
+import pytest
+import redis
+
+from tests.support.event_histories import committed, failed, opened, part, registration, started
+from tests.support.pipeline import publish_steps
+from tests.support.waits import PATIENCE, until, wait_until
+from trinity_events.log import AsyncPublisher, new_producer
+from trinity_events.replay import follow_state
+from trinity_events.views.watch import WatchApp
+from trinity_schemas import (
+    AppliedPhases,
+    ExplorerStatusChanged,
+    StepRef,
+    WaitStarted,
+    WeightsApplied,
+)
+
+
+def text_of(app):
+    """The screen as lines of text."""
+    strips = app.screen._compositor.render_strips()
+    return ["".join(segment.text for segment in strip) for strip in strips]
+
+
+def shows(app, *wanted):
+    return lambda: all(one in "\n".join(text_of(app)) for one in wanted)
+
+
+@pytest.fixture
+async def run(publisher, log):
+    """A run with an explorer that is behind, a running save, a wait and a failure."""
+    actor = AsyncPublisher(log, publisher.epoch, new_producer("actor"))
+    explorer = AsyncPublisher(log, publisher.epoch, new_producer("explorer", 3))
+    await publish_steps(publisher, [1, 2, 3])
+    await explorer.publish(ExplorerStatusChanged(status="running"))
+    await explorer.publish(
+        WeightsApplied(
+            version=StepRef(publisher.epoch, 1),
+            digest="sha256:" + "0" * 64,
+            bytes=8,
+            verified_at=1.0,
+            phases=AppliedPhases(fetch=0.1, pause=0.1),
+        )
+    )
+    await publisher.publish(committed(2, "state_dict", registration(expected=2)))
+    await actor.publish(started(2, "a"))
+    await actor.publish(failed(2, "b", rank=1))
+    await publisher.publish(opened(4, 0, 1))
+    await publisher.publish(part(4))
+    await publisher.publish(
+        WaitStarted(wait_id="w", what="rollouts of step 4", waits_for=("explorer-3",), seconds=9.0)
+    )
+    return log
+
+
+async def test_it_shows_what_is_wrong_what_travels_and_who_is_behind_in_80_columns(run):
+    app = WatchApp(run.run_id, partial(follow_state, run))
+    async with app.run_test(size=(80, 50)) as pilot:
+        await until(shows(app, "explorer-3", "rollouts of step 4"))
+        await pilot.pause()
+        lines = text_of(app)
+    screen = "\n".join(lines)
+    assert max(map(len, lines)) == 80
+    assert "weights 3" in screen
+    assert "trainer-0 waits for rollouts of step 4 from explorer-3" in screen
+    assert "FAILED" in screen
+    assert "1/2 parts" in screen
+    [explorer] = [line for line in lines if line.strip("│ ").startswith("explorer-3  running")]
+    assert explorer.split()[3:5] == [f"{1}/1", "2"]
+    assert screen.index("Waits and errors") < screen.index("Explorers")
+
+
+async def test_it_goes_on_with_the_run_and_can_be_held_still(run, publisher):
+    app = WatchApp(run.run_id, partial(follow_state, run))
+    async with app.run_test(size=(80, 50)) as pilot:
+        await until(shows(app, "rollouts of step 4"))
+        await publish_steps(publisher, [7])
+        await until(shows(app, "weights 7"))
+        await pilot.press("space")
+        await until(shows(app, "held still"))
+        await publish_steps(publisher, [8])
+        await until(lambda: app._state.trainer_step == 8 or "weights" in app._state.ready)
+        assert "weights 8" not in "\n".join(text_of(app)).partition("Events")[0]
+        await pilot.press("space")
+        await until(shows(app, "weights 8"))
+
+
+async def test_a_server_that_goes_away_is_told_and_asked_again(run):
+    asked = []
+
+    async def follow():
+        asked.append(1)
+        if len(asked) == 1:
+            raise redis.ConnectionError("it is away")
+        async for one in follow_state(run):
+            yield one
+
+    app = WatchApp(run.run_id, follow)
+    async with app.run_test(size=(80, 50)):
+        await until(shows(app, "the server does not answer (it is away)"))
+        await until(shows(app, "explorer-3"))
+        await until(lambda: not app.fault)
+
+
+def test_without_a_terminal_it_names_other_commands(cli):
+    shown = cli("watch", "any")
+    assert shown.returncode == 1
+    assert shown.stderr == (
+        "error: watch needs a terminal: elsewhere use status, or tail --follow\n"
+    )
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+async def test_it_works_in_a_real_terminal(run, redis_url):
+    with tempfile.TemporaryDirectory(prefix="tmux-") as folder:  # a socket's path must be short
+        await anyio.to_thread.run_sync(_in_tmux, run.run_id, redis_url, f"{folder}/socket")
+
+
+def _in_tmux(run_id, redis_url, socket):
+    def tmux(*arguments):
+        command = ["tmux", "-S", socket, *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=PATIENCE
+        ).stdout
+
+    command = f"{sys.executable} -m trinity_events watch {run_id} --redis-url {redis_url}"
+    tmux("-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "40", command)
+    try:
+        wait_until(
+            lambda: "rollouts of step 4" in tmux("capture-pane", "-p"), "it never showed the run"
+        )
+        screen = tmux("capture-pane", "-p")
+        assert run_id in screen and "explorer-3" in screen
+        tmux("send-keys", "q")
+        wait_until(lambda: _is_over(tmux), "it did not quit")
+    finally:
+        subprocess.run(["tmux", "-S", socket, "kill-server"], capture_output=True, check=False)
+
+
+def _is_over(tmux):
+    try:
+        tmux("list-sessions")
+    except subprocess.CalledProcessError:
+        return True
+    return False

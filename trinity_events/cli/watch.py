@@ -1,0 +1,48 @@
+"""``trinity-events watch``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from ..errors import TrinityError
+from ..log import RedisEventLog, require_run
+from ..replay import follow_state
+from ..server import server_clock
+from .options import OptionalRun, RedisUrl, client_of
+
+if TYPE_CHECKING:
+    from ..views.watch import WatchApp
+
+
+class CannotWatch(TrinityError):
+    """There is no terminal, or the extra is not installed."""
+
+
+def watch(run: OptionalRun = None, redis_url: RedisUrl = None) -> None:
+    """Watch a run in a full-screen terminal view: its state, waits, saves, explorers and events.
+
+    Keys: q quits, space holds the screen still, e shows or hides the events. It only reads.
+
+    Example: trinity-events watch demo-1
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise CannotWatch("watch needs a terminal: elsewhere use status, or tail --follow")
+    try:
+        from ..views.watch import WatchApp
+    except ImportError:
+        raise CannotWatch(
+            "watch needs the package textual: pip install 'trinity-events[watch]'"
+        ) from None
+    anyio.run(_watch, WatchApp, redis_url, run)
+
+
+async def _watch(app: type[WatchApp], redis_url: str | None, run: str | None) -> None:
+    async with client_of(redis_url) as client:
+        log = RedisEventLog(client, await require_run(client, run))
+        ahead = await server_clock(client, log.keys.events) - time.time() * 1000
+        await app(log.run_id, partial(follow_state, log), ahead).run_async()

@@ -1,0 +1,143 @@
+"""Panels of the full-screen view of a run, for 80 columns and more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..core import MonitorState, failures, unfinished
+from ..core.fold_state import describe_slot
+from ..core.refusals import suspects
+from ..core.state import KINDS
+from ..core.waits import chains_of_waits
+from ..log import position
+from .status import ago, ready_step, trainer_status
+from .terminal import visible
+
+_LINES = 12
+"""Maximum lines of a panel's list; the others are counted."""
+_BAR = 20
+"""Columns of a progress bar."""
+_NO_TIME = "-"
+
+
+def head_panel(state: MonitorState, now: int) -> RenderableType:
+    """Return the panel of the run: its step, its ready steps and its last event."""
+    heard = ago(now - position(state.position)[0]) if state.entries else _NO_TIME
+    ready = "  ".join(f"{kind} {ready_step(state, kind)}" for kind in KINDS)
+    lines = [
+        Text.assemble(
+            (visible(state.run_id), "bold"),
+            f"  epoch {state.epoch}  {trainer_status(state)} at step ",
+            (str(state.trainer_step), "bold"),
+            ("  last event ", "dim"),
+            heard,
+        ),
+        Text.assemble(("ready: ", "dim"), ready),
+    ]
+    if state.ledger is not None:
+        lines.append(Text.assemble(("prompts: ", "dim"), visible(state.ledger.in_words)))
+    return Group(*lines)
+
+
+def trouble_panel(state: MonitorState, now: int) -> RenderableType:
+    """Return the panel of errors, waits and steps that are not ready."""
+    lines = [Text(visible(one.sentence, lines=False), "red") for one in failures(state)]
+    if state.closed_error is not None:
+        lines.append(Text(visible(state.closed_error, lines=False), "red"))
+    lines += [Text(visible(one, lines=False), "red") for one in suspects(state.refusals)]
+    if state.anomaly_counts:
+        counts = ", ".join(f"{name} {count}" for name, count in state.anomaly_counts.items())
+        lines.append(Text(f"Anomalies: {counts}.", "red"))
+    for name, one in state.detached.items():
+        lines.append(Text(f"Group {visible(name)} was detached, {one.pending} pending.", "red"))
+    told = [*chains_of_waits(state, now), *unfinished(state, now=now)]
+    lines += [Text(visible(one, lines=False), "yellow") for one in told]
+    return _first(lines, "Nothing waits, and nothing failed.")
+
+
+def transfers_panel(state: MonitorState, now: int) -> RenderableType:
+    """Return the panel of running saves and of versions that are being published."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    rows = 0
+    for step, found in sorted(state.steps.items()):
+        version = found.version
+        kind = found.kinds.get("weights")
+        if version is None or (kind is not None and kind.settled):
+            continue
+        rows += 1
+        have, wanted = len(version.parts), max(1, len(version.ranks))
+        bar = ProgressBar(total=wanted, completed=have, width=_BAR)
+        age = ago(now - version.opened_at)
+        table.add_row(f"weights {step}", bar, f"{have}/{wanted} parts", age)
+    for attempt in list(state.attempts.values())[: max(0, _LINES - rows)]:
+        if attempt.slot.kind == "weights":
+            continue
+        rows += 1
+        stage = "runs" if attempt.started else "waits for its turn"
+        written = _written(state, attempt.slot.step, attempt.slot.kind)
+        about = visible(describe_slot(attempt.slot), lines=False)
+        table.add_row(about, stage, written, ago(now - attempt.since))
+    if not rows:
+        return Text("No save and no publication is under way.", "dim")
+    more = len(state.attempts) - rows
+    return Group(table, Text(f"and {more} more attempts", "dim")) if more > 0 else table
+
+
+def explorers_panel(state: MonitorState, now: int) -> RenderableType:
+    """Return the panel of versions by explorer: those that are furthest behind first."""
+    pointer = state.ready.get("weights")
+    newest = pointer.at if pointer is not None else None
+    table = Table(box=None, pad_edge=False)
+    for column in ("EXPLORER", "STATUS", "SERVES", "BEHIND", "SINCE", "HEARD"):
+        table.add_column(column, no_wrap=True)
+    behind: dict[str, int] = {}
+    for name, one in state.explorers.items():
+        served = one.version
+        behind[name] = 0
+        if newest is not None:
+            behind[name] = newest.step - (served.step if served is not None else 0)
+    order = sorted(state.explorers, key=lambda name: (-behind[name], name))
+    for name in order[:_LINES]:
+        one = state.explorers[name]
+        late = behind[name]
+        table.add_row(
+            visible(name, lines=False),
+            one.status,
+            "-" if one.version is None else f"{one.version.epoch}/{one.version.step}",
+            Text(str(late), "yellow" if late > 1 else ""),
+            _age(one.applied_at, now),
+            _age(one.heard_at, now),
+        )
+    if not order:
+        return Text("No explorer was heard of.", "dim")
+    versions = Counter(
+        "none" if one.version is None else f"{one.version.step}" for one in state.explorers.values()
+    )
+    told = ", ".join(f"{count} serve step {step}" for step, count in versions.most_common(4))
+    more = f"; {len(order) - _LINES} more" if len(order) > _LINES else ""
+    return Group(table, Text(f"{told}{more}", "dim"))
+
+
+def _written(state: MonitorState, step: int, kind: str) -> str:
+    """Return the bytes that the running saves of a kind reported, in MB."""
+    found = state.steps.get(step)
+    kinds = {} if found is None else found.kinds
+    slots = next((one.slots.values() for name, one in kinds.items() if name == kind), ())
+    written = sum(max(slot.progress.values(), default=0) for slot in slots)
+    return f"{written / 1e6:,.0f} MB" if written else ""
+
+
+def _age(at: int | None, now: int) -> str:
+    return _NO_TIME if at is None else ago(now - at)
+
+
+def _first(lines: list[Text], otherwise: str) -> RenderableType:
+    if not lines:
+        return Text(otherwise, "green")
+    more = len(lines) - _LINES
+    return Group(*lines[:_LINES], *([Text(f"and {more} more", "dim")] if more > 0 else []))
