@@ -26,12 +26,14 @@ from .delete import delete
 from .diff import diff
 from .explain import explain
 from .export import export, import_
+from .plot import plot
 from .reducer import reducer
 from .replay import replay
 from .runs import runs
 from .serve import serve
 from .status import status
 from .tail import tail
+from .track import track
 from .verify import verify
 from .watch import watch
 
@@ -84,7 +86,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, delete),
+        *(diff, bisect, audit, export, import_, verify, track, plot, delete),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

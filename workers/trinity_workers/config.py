@@ -217,6 +217,17 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """Folder with one checkpoint directory per run. Null is `checkpoints` below TRINITY_HOME."""
 
 
+class TrackingConfig(Section, frozen=True, kw_only=True):
+    """Trackers of experiments, which get the run's metrics."""
+
+    trackers: tuple[str, ...] = ()
+    """Trackers: jsonl, tensorboard, wandb, mlflow, an entry point or `module:attribute`."""
+    folder: str | None = None
+    """Folder for the trackers' files. Null is `metrics` below TRINITY_HOME."""
+    project: str = "trinity-events"
+    """Project of Weights & Biases, and experiment of MLflow."""
+
+
 class TrainConfig(Section, frozen=True, kw_only=True):
     """Settings of a run that are the same on every host."""
 
@@ -234,6 +245,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     rollouts: RolloutsConfig = RolloutsConfig()
     sync: SyncConfig = SyncConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     def version_wanted(self, step: int) -> int:
         """Return the oldest version whose tokens step ``step`` may train on; any if negative."""

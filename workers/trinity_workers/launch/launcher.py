@@ -32,6 +32,7 @@ from trinity_events.server import (
     warn_of_eviction,
 )
 from trinity_events.server.connect import redacted
+from trinity_events.trackers import find_tracker
 from trinity_events.weights.transports.shared_memory import sweep
 from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_envelope
 
@@ -64,6 +65,7 @@ from .summary import (
     RunFacts,
     summarize,
 )
+from .tracking import tracked
 from .transport import chosen_transport
 
 logger = logging.getLogger(__name__)
@@ -134,6 +136,8 @@ async def _run(options: LaunchOptions, report: Report) -> None:
     )
     transport = chosen.name
     await check_user_task(options.settings)
+    for name in options.settings.tracking.trackers:
+        find_tracker(name)
     settings = options.settings
     if settings.sync.method == "memory":
         settings = settings.replaced("sync", transport=transport)
@@ -187,7 +191,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         view.say(
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
-        async with _summarized(job, log, report), closing(client, config):
+        async with _summarized(job, log, report), tracked(config), closing(client, config):
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
             view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")

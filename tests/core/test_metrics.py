@@ -1,0 +1,85 @@
+"""Metrics of a run by step, from its events."""
+
+import pytest
+
+from tests.support.event_histories import DIGEST, History, committed, opened, part
+from trinity_events.core.metrics import MetricsReader, grouped
+from trinity_schemas import AppliedPhases, StepRef, StepTrained, WeightsApplied
+
+
+def metrics_of(history):
+    reader = MetricsReader()
+    found = [reader.add(envelope) for _, envelope in history.entries]
+    return [(one.step, one.values) for one in found if one is not None]
+
+
+def applied(step, pause):
+    phases = AppliedPhases(fetch=0.1, pause=pause)
+    return WeightsApplied(
+        version=StepRef(1, step), digest=DIGEST, bytes=8, verified_at=1.5, phases=phases
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("loss", "train/loss"),
+        ("critic/vf_loss", "train/critic/vf_loss"),
+        ("reward", "rollout/reward"),
+        ("rollout_corr/kl", "off_policy/kl"),
+        ("mixed_versions", "off_policy/mixed_versions"),
+        ("eval/sums", "eval/sums"),
+    ],
+)
+def test_each_metric_has_one_group(name, shown):
+    assert grouped(name) == shown
+
+
+def test_a_trained_step_tells_its_metrics_and_the_staleness_of_its_samples():
+    history = History()
+    history.add(
+        StepTrained(
+            step=1,
+            trained=((0, 1),),
+            dropped={"filtered": ((2, 4),)},
+            staleness={0: 3, 2: 1},
+            metrics={"loss": 0.5},
+        )
+    )
+    assert metrics_of(history) == [
+        (
+            1,
+            {
+                "train/loss": 0.5,
+                "rollout/dropped_prompts": 3.0,
+                "off_policy/staleness": 0.5,
+                "off_policy/staleness_max": 2.0,
+            },
+        )
+    ]
+
+
+def test_the_time_of_a_step_is_told_within_one_epoch_only():
+    history = History()
+    for step, epoch in ((1, 1), (2, 1), (2, 2), (3, 2)):
+        history.add(StepTrained(step=step), epoch=epoch)
+    assert metrics_of(history) == [(2, {"perf/step_seconds": 0.0}), (3, {"perf/step_seconds": 0.0})]
+
+
+def test_a_version_tells_its_size_and_the_stall_of_its_slowest_rank():
+    history = History()
+    history.add(opened(1, 0, 1))
+    slow = part(1, 1)
+    for one in (part(1, 0), slow):
+        history.add(one, rank=one.rank)
+    history.add(committed(1, "weights"))
+    [(step, values)] = metrics_of(history)
+    assert (step, values["perf/published_bytes"]) == (1, 2.0 * slow.bytes)
+    assert values["perf/stall_seconds"] == slow.seconds
+
+
+def test_an_applied_version_tells_the_pause_and_the_time_since_it_was_opened():
+    history = History()
+    history.add(opened(1, 0))
+    history.add(applied(1, pause=0.25), by="explorer")
+    assert metrics_of(history) == [(1, {"perf/pause_seconds": 0.25, "perf/transfer_seconds": 0.5})]

@@ -1,0 +1,185 @@
+"""Trackers of experiments: what each wrote is read with the tracker's own reader."""
+
+import json
+import logging
+import os
+import struct
+
+import pytest
+
+from tests.support.waits import PATIENCE
+from trinity_events.core.metrics import StepMetrics
+from trinity_events.trackers import Tracked, TrackerUnusable, find_tracker, open_trackers
+from trinity_events.trackers.follow import track_live
+from trinity_schemas import RunClosed, StepTrained
+
+LEVELDB_BLOCK = 32 * 1024
+REWARDS = {1: 0.25, 2: 0.5, 3: 1.0}
+
+
+async def publish(publisher, steps=REWARDS):
+    for step in steps:
+        metrics = {"loss": 1.0 / step, "reward": REWARDS[step]}
+        await publisher.publish(StepTrained(step=step, staleness={1: 4}, metrics=metrics))
+
+
+def tracked(folder, resumed_after=None):
+    return Tracked(
+        run_id="run-1",
+        folder=folder,
+        project="checks",
+        config='{"steps": 3}',
+        resumed_after=resumed_after,
+    )
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+async def given(cli, publisher, run_id, tmp_path):
+    """Let the command give a run's metrics to every tracker; return what it printed."""
+    for library in ("mlflow", "tensorboard", "tensorboardX", "wandb"):
+        pytest.importorskip(library)
+    await publish(publisher)
+    trackers = ("jsonl", "tensorboard", "wandb", "mlflow")
+    shown = cli(
+        "track",
+        run_id,
+        *(word for name in trackers for word in ("--to", name)),
+        "--folder",
+        str(tmp_path),
+        "--project",
+        "checks",
+        timeout=PATIENCE,
+        env={
+            **os.environ,
+            "WANDB_MODE": "offline",
+            "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns",
+            "MLFLOW_ALLOW_FILE_STORE": "true",
+        },
+    )
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
+async def test_every_tracker_gets_a_runs_metrics_by_step(given, run_id, tmp_path, monkeypatch):
+    assert "3 measurements given to jsonl, tensorboard, wandb, mlflow" in given
+
+    lines = lines_of(tmp_path / f"{run_id}.metrics.jsonl")
+    assert {one["step"]: one["values"]["rollout/reward"] for one in lines} == REWARDS
+
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard" / run_id)).Reload()
+    assert {one.step: one.value for one in events.Scalars("rollout/reward")} == REWARDS
+    assert events.Scalars("off_policy/staleness")[0].value == 1.0
+
+    assert wandb_rewards(tmp_path) == REWARDS
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracking = pytest.importorskip("mlflow.tracking")
+    client = tracking.MlflowClient(f"file:{tmp_path}/mlruns")
+    experiment = client.get_experiment_by_name("checks")
+    [found] = client.search_runs([experiment.experiment_id])
+    assert found.data.tags["trinity.run"] == run_id
+    history = client.get_metric_history(found.info.run_id, "rollout/reward")
+    assert {one.step: one.value for one in history} == REWARDS
+
+
+def wandb_rewards(folder):
+    """Return rewards by step from the file of Weights & Biases' offline run."""
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    [path] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    rewards = {}
+    for payload in leveldb_records(path.read_bytes()):
+        record = records.Record()
+        record.ParseFromString(payload)
+        row = {
+            "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        if "rollout/reward" in row:
+            rewards[row["step"]] = row["rollout/reward"]
+    return rewards
+
+
+def leveldb_records(content):
+    """Yield the records of a log in LevelDB's format, whose header has 7 bytes.
+
+    A record is in one piece (type 1), or in a first, middle and last piece (2, 3, 4).
+    """
+    place, parts = 7, []
+    while place + 7 <= len(content):
+        left = LEVELDB_BLOCK - place % LEVELDB_BLOCK
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        parts.append(content[place + 7 : place + 7 + length])
+        place += 7 + length
+        if kind in (1, 4):
+            yield b"".join(parts)
+            parts = []
+
+
+async def test_a_live_run_is_tracked_until_it_is_closed(publisher, redis_url, run_id, tmp_path):
+    await publish(publisher)
+    await publisher.publish(RunClosed(reason="finished", step=3))
+    with open_trackers(["jsonl"], tracked(tmp_path)) as trackers:
+        await track_live(run_id, publisher.epoch, trackers, redis_url=redis_url)
+    lines = lines_of(tmp_path / "run-1.metrics.jsonl")
+    assert [one["step"] for one in lines] == [1, 2, 3]
+
+
+async def test_a_tracker_that_fails_leaves_the_others_alone(
+    publisher, redis_url, run_id, tmp_path, caplog
+):
+    class Failing:
+        calls = 0
+
+        def log(self, metrics):
+            self.calls += 1
+            raise RuntimeError("its server is gone")
+
+        def close(self):
+            pass
+
+    await publish(publisher)
+    await publisher.publish(RunClosed(reason="finished", step=3))
+    failing = Failing()
+    with open_trackers(["jsonl"], tracked(tmp_path)) as trackers:
+        both = {"failing": failing, **trackers}
+        with caplog.at_level(logging.WARNING):
+            await track_live(run_id, publisher.epoch, both, redis_url=redis_url)
+    assert failing.calls == 1
+    assert "tracker failing gets nothing more: its server is gone" in caplog.text
+    assert len(lines_of(tmp_path / "run-1.metrics.jsonl")) == 3
+
+
+def test_a_resumed_run_appends_lines_and_purges_steps_that_do_not_stand(tmp_path):
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for epoch, resumed_after, steps in ((1, None, (1, 2, 3)), (2, 1, (2,))):
+        run = tracked(tmp_path, resumed_after)
+        with open_trackers(["jsonl", "tensorboard"], run) as trackers:
+            for step in steps:
+                metrics = StepMetrics(epoch, step, 1e9 + step, {"train/loss": float(epoch)})
+                for one in trackers.values():
+                    one.log(metrics)
+    assert [one["step"] for one in lines_of(tmp_path / "run-1.metrics.jsonl")] == [1, 2, 3, 2]
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard" / "run-1")).Reload()
+    losses = {one.step: one.value for one in events.Scalars("train/loss")}
+    assert losses == {1: 1.0, 2: 2.0}
+
+
+def test_an_unknown_tracker_is_refused_with_the_nearest_name():
+    with pytest.raises(TrackerUnusable, match=r"no tracker tensorbord: did you mean tensorboard\?"):
+        find_tracker("tensorbord")
+
+
+def test_a_tracker_of_ones_own_is_found_by_module_and_attribute():
+    own = find_tracker("trinity_events.trackers.jsonl:JsonLines")
+    assert own is find_tracker("jsonl")
+    with pytest.raises(TrackerUnusable, match="cannot be loaded"):
+        find_tracker("trinity_events.trackers.jsonl:Nothing")

@@ -1,0 +1,75 @@
+"""``trinity-events plot``."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+from trinity_schemas import ContractError, RunResumed, decode_envelope
+
+from ..core.metrics import MetricsReader
+from ..views.plot import Curves, PlotUnusable, draw
+from ..views.terminal import say
+from .options import CheckpointRoot, RedisUrl
+from .sources import RunOrFile, states_of
+
+DRAWN = (
+    "rollout/reward",
+    "train/loss",
+    "off_policy/staleness",
+    "perf/stall_seconds",
+    "perf/transfer_seconds",
+    "perf/pause_seconds",
+)
+"""Metrics that are drawn unless others are asked for, as far as the run has them."""
+
+
+def plot(
+    run: RunOrFile,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            "-m",
+            help="Metric, or group of metrics such as perf; may be given several times. By "
+            "default reward, loss, staleness and times of synchronisation.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Picture to write: svg, png or pdf. By default RUN.svg."
+        ),
+    ] = None,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Draw a run's metrics over its steps, from its log alone.
+
+    Example: trinity-events plot demo-1 --output demo-1.png
+    """
+    run_id, curves = anyio.run(_curves, run, root, redis_url)
+    drawn = metrics or [name for name in DRAWN if name in curves.names]
+    if not drawn:
+        raise PlotUnusable(f"run {run_id} has no metrics to draw yet")
+    path = output or Path(f"{run_id}.svg")
+    draw(run_id, curves.matching(drawn), path)
+    say(str(path))
+
+
+async def _curves(run: str, root: Path | None, redis_url: str | None) -> tuple[str, Curves]:
+    curves, reader = Curves(), MetricsReader()
+    async with states_of(run, root, redis_url) as states:
+        async for entry in states.source.events():
+            with suppress(ContractError):  # a dead letter, which the reducer has reported
+                envelope = decode_envelope(entry.payload)
+                if isinstance(envelope.event, RunResumed):
+                    curves.cut_after(envelope.event.step)
+                if (found := reader.add(envelope)) is not None:
+                    curves.add(found.step, found.values)
+        return states.source.run_id, curves

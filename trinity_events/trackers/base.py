@@ -1,0 +1,44 @@
+"""Port of trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct
+
+from ..core.metrics import StepMetrics
+from ..errors import TrinityError
+
+
+class TrackerUnusable(TrinityError):
+    """A tracker that was asked for cannot be used."""
+
+
+class Tracked(Struct, frozen=True, kw_only=True):
+    """Run that a tracker is opened for."""
+
+    run_id: str
+    folder: Path
+    """Folder for the files of trackers; each has a file or folder of its own in it."""
+    project: str
+    """Project of Weights & Biases, or experiment of MLflow."""
+    config: str | None = None
+    """Configuration of the run as JSON; None where the log tells none."""
+    resumed_after: int | None = None
+    """Last step of earlier epochs that stands; None for the metrics of the whole run."""
+
+
+class Tracker(Protocol):
+    """Receiver of a run's metrics; one thread at a time calls it."""
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Take metrics of one step; later metrics may be of an earlier step."""
+
+    def close(self) -> None:
+        """Write out everything that was taken."""
+
+
+OpenTracker = Callable[[Tracked], Tracker]
+"""Function that opens a tracker. Raises TrackerUnusable with a way out."""

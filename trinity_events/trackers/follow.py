@@ -1,0 +1,83 @@
+"""Feeding trackers from a run's log: never in the way of the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterable, Mapping
+from contextlib import suppress
+
+from anyio import to_thread
+
+from trinity_schemas import (
+    ContractError,
+    RunClosed,
+    StepCommitted,
+    StepTrained,
+    VersionOpened,
+    VersionPartPublished,
+    WeightsApplied,
+    decode_envelope,
+)
+
+from ..core.metrics import MetricsReader, StepMetrics
+from ..log import Entry
+from ..subscriptions import subscribe
+from .base import Tracker
+
+logger = logging.getLogger(__name__)
+
+MEASURED = (
+    StepTrained,
+    VersionOpened,
+    VersionPartPublished,
+    StepCommitted,
+    WeightsApplied,
+)
+"""Types of the events that tell metrics."""
+
+
+async def track_live(
+    run_id: str, epoch: int, trackers: Mapping[str, Tracker], *, redis_url: str
+) -> None:
+    """Give trackers the metrics of one epoch as they come, until it is closed.
+
+    A tracker that fails is told of once, and gets nothing more; the others go on.
+    """
+    reader, feed = MetricsReader(), _Feed(trackers)
+    async with subscribe(
+        run_id, *MEASURED, RunClosed, start="beginning", redis_url=redis_url
+    ) as events:
+        async for delivered in events:
+            if delivered.envelope.epoch != epoch:
+                continue
+            if isinstance(delivered.event, RunClosed):
+                return
+            await feed.give(reader.add(delivered.envelope))
+
+
+async def track_recorded(entries: AsyncIterable[Entry], trackers: Mapping[str, Tracker]) -> int:
+    """Give trackers the metrics of recorded entries; return the number of measurements."""
+    reader, feed = MetricsReader(), _Feed(trackers)
+    async for entry in entries:
+        with suppress(ContractError):  # a dead letter, which the reducer has reported
+            await feed.give(reader.add(decode_envelope(entry.payload)))
+    return feed.given
+
+
+class _Feed:
+    """Calls trackers in a thread, and leaves those out that failed."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+        self.given = 0
+
+    async def give(self, metrics: StepMetrics | None) -> None:
+        if metrics is None:
+            return
+        self.given += 1
+        for name, tracker in list(self._trackers.items()):
+            try:
+                await to_thread.run_sync(tracker.log, metrics)
+            except Exception as error:  # the library's own: none may end a run
+                del self._trackers[name]
+                logger.warning("tracker %s gets nothing more: %s", name, error)

@@ -1,0 +1,38 @@
+"""Tracker that writes event files of TensorBoard."""
+
+from __future__ import annotations
+
+import msgspec
+from tensorboardX import SummaryWriter
+
+from ..core.metrics import StepMetrics
+from .base import Tracked
+
+
+class TensorBoard:
+    """Tracker that writes event files in ``FOLDER/tensorboard/RUN``.
+
+    Steps of earlier epochs that do not stand any more are purged, as TensorBoard calls it.
+    """
+
+    def __init__(self, run: Tracked) -> None:
+        folder = run.folder / "tensorboard" / run.run_id
+        first = 0 if run.resumed_after is None else run.resumed_after + 1
+        self._writer = SummaryWriter(
+            str(folder),
+            purge_step=first if folder.exists() else None,
+            filename_suffix=f".{first}",  # files are named by seconds, and an epoch may be short
+        )
+        if run.config is not None:
+            indented = msgspec.json.format(run.config, indent=2)
+            self._writer.add_text("config", f"```json\n{indented}\n```")
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Write scalars."""
+        for name, value in metrics.values.items():
+            self._writer.add_scalar(name, value, metrics.step, walltime=metrics.occurred_at)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()

@@ -1,0 +1,46 @@
+"""Tracker of Weights & Biases."""
+
+from __future__ import annotations
+
+import msgspec
+import wandb
+
+from ..core.metrics import GROUPS, StepMetrics
+from .base import Tracked, TrackerUnusable
+
+
+class WeightsAndBiases:
+    """Tracker that logs to the run of this id in a project of Weights & Biases.
+
+    Metrics are drawn over ``step``, so that a resumed run may go back. Its own settings, such as
+    ``WANDB_MODE=offline``, are taken from the environment.
+    """
+
+    def __init__(self, run: Tracked) -> None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=run.project,
+                id=run.run_id,
+                name=run.run_id,
+                resume="allow",
+                dir=run.folder,
+                config=None if run.config is None else msgspec.json.decode(run.config),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except (wandb.Error, OSError) as error:
+            raise TrackerUnusable(
+                f"Weights & Biases cannot be used: {error}: log in with `wandb login`, or set "
+                "WANDB_MODE=offline"
+            ) from None
+        self._run.define_metric("step")
+        for group in GROUPS:
+            self._run.define_metric(f"{group}/*", step_metric="step")
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Log a row."""
+        self._run.log({**metrics.values, "step": metrics.step, "epoch": metrics.epoch})
+
+    def close(self) -> None:
+        """Upload what is left, and finish the run."""
+        self._run.finish()

@@ -1,0 +1,84 @@
+"""Picture of a run's metrics over its steps; it needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import TrinityError
+
+Points = Sequence[tuple[int, float]]
+"""Steps and values, by step."""
+_PANEL = (6.4, 2.6)
+"""Inches of one panel."""
+
+
+class PlotUnusable(TrinityError):
+    """The picture cannot be drawn."""
+
+
+class Curves:
+    """Points by metric; a resumed run replaces the steps that do not stand any more."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, dict[int, float]] = {}
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values of a step; the largest of several stays, which is of the slowest process."""
+        for name, value in values.items():
+            known = self._points.setdefault(name, {})
+            known[step] = max(value, known.get(step, value))
+
+    def cut_after(self, step: int) -> None:
+        """Forget all points after a step."""
+        for name, known in self._points.items():
+            self._points[name] = {at: value for at, value in known.items() if at <= step}
+
+    def matching(self, names: Sequence[str]) -> dict[str, Points]:
+        """Return the metrics of these names, or of these groups, in the given order.
+
+        Raises:
+            PlotUnusable: The run has no such metric.
+        """
+        found: dict[str, Points] = {}
+        for wanted in names:
+            ours = [one for one in self._points if one == wanted or one.startswith(f"{wanted}/")]
+            if not ours:
+                known = ", ".join(sorted(self._points)) or "none"
+                raise PlotUnusable(f"there are no metrics {wanted}: this run has {known}")
+            found |= {one: sorted(self._points[one].items()) for one in sorted(ours)}
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics."""
+        return sorted(self._points)
+
+
+def draw(title: str, curves: Mapping[str, Points], path: Path) -> None:
+    """Draw one panel a metric, in two columns; the file's ending is its format.
+
+    Raises:
+        PlotUnusable: Matplotlib is not installed, or does not know the file's format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PlotUnusable("plot needs matplotlib: pip install matplotlib") from None
+    rows = -(-len(curves) // 2)
+    figure = Figure(figsize=(2 * _PANEL[0], rows * _PANEL[1] + 0.6), layout="constrained")
+    figure.suptitle(title)
+    panels: Any = figure.subplots(rows, 2, squeeze=False)
+    for panel, (name, points) in zip(panels.flat, curves.items(), strict=False):
+        steps, values = zip(*points, strict=True)
+        panel.plot(steps, values, linewidth=1.2, marker="." if len(points) < 20 else None)
+        panel.set_title(name, loc="left", fontsize="medium")
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
+    for panel in list(panels.flat)[len(curves) :]:
+        panel.remove()
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise PlotUnusable(f"{path}: {error}") from None
