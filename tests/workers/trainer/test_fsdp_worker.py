@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -109,6 +111,8 @@ async def test_ppo_with_a_critic_resumes_to_the_bit_and_at_another_number_of_ran
 
     rest, resumed = trained(2, (3, 4), loads=folder)[0]
     assert rest == whole[2:]
+    config = json.loads((folder / "critic" / "huggingface" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForTokenClassification"], "what veRL's merger makes"
     assert_equal(resumed, expected)
     _, alone = trained(1, (), loads=folder)[0]
     assert_equal(alone, saved)
