@@ -153,8 +153,10 @@ class VersionInstaller:
     @asynccontextmanager
     async def _prefetched_into_engine(self, step: int) -> AsyncIterator[None]:
         """Let arriving chunks go into the engine's own module while it has to wait for them."""
-        if self._versions.has(step) or self._config.sync.full_every > 1:
-            yield  # Deltas need the module as it is.
+        sync = self._config.sync
+        # Deltas need the module as it is, and no chunks of files arrive.
+        if self._versions.has(step) or sync.full_every > 1 or sync.method == "checkpoint":
+            yield
             return
         with self._prefetcher.into(await self._engine.release()):
             yield
