@@ -10,6 +10,8 @@
       global_step_STEP/                    files of a ready step
         .made_from                         staged folder that these files were saved to
         actor/                             files of model and optimizer
+          huggingface/                     configuration, tokenizer and, if they were saved, weights
+            XXH128SUMS                     digests of its files, which xxhsum -c reads too
         trainer_state.json                 state of the trainer's loop
       .staging/
         epoch_EPOCH_step_STEP_TOKEN/       files of a step that is not ready yet
@@ -37,6 +39,10 @@ MADE_FROM = ".made_from"
 """File in a final folder with the relative path of the staged folder that it was."""
 BELONGS_TO = ".belongs_to"
 """File that identifies the log of the run."""
+MODEL_FOLDER = ("actor", "huggingface")
+"""Folder of a step with the model in Hugging Face's format, by the names on the way to it."""
+FILE_DIGESTS = "XXH128SUMS"
+"""File of a folder with the digest of each of its other files; its own digest seals the folder."""
 TRAINER_STATE = "trainer_state.json"
 """File of a checkpoint with the state of the trainer's loop."""
 REDUCER_MARK = ".reducer"

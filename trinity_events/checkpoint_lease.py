@@ -14,6 +14,7 @@ import redis.asyncio
 from trinity_schemas import check_run_id
 
 from .checkpoint_layout import final_name
+from .error_text import ungrouped
 from .errors import CheckpointHeld, InvalidRunId, KeyConflict
 from .log import RedisEventLog, new_producer
 from .log.retry import CONNECTION_ERRORS, is_transient
@@ -58,16 +59,47 @@ async def hold_checkpoint(
 
 
 @asynccontextmanager
+async def hold_step(run: str, step: int, *, redis_url: str | None = None) -> AsyncIterator[None]:
+    """Hold a lease on a step during the block, wherever its files lie.
+
+    It is for a reader that checks the files itself: the reducer may still move them to their final
+    folder. Raises CheckpointHeld if they are being removed.
+    """
+    with serving(redis_url) as url:
+        async with connect(url) as client:
+            log, who = RedisEventLog(client, run), new_producer("reader").incarnation
+            with ungrouped():
+                async with _leased(log, step, who), anyio.create_task_group() as tasks:
+                    tasks.start_soon(_lost, log, step, who)
+                    yield
+                    tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _leased(log: RedisEventLog, step: int, who: str) -> AsyncIterator[None]:
+    """Acquire the lease, and release it at the end. Raises CheckpointHeld if it is refused."""
+    if not await log.acquire_lease(step, who, LEASE):
+        raise CheckpointHeld(
+            f"the checkpoint of step {step} of run {log.run_id} is being removed: take a newer one"
+        )
+    try:
+        yield
+    finally:
+        with (
+            anyio.CancelScope(shield=True),
+            suppress(redis.RedisError, KeyConflict, *CONNECTION_ERRORS),
+        ):
+            with anyio.move_on_after(5):
+                await log.release_lease(step, who)
+
+
+@asynccontextmanager
 async def _held(
     client: redis.asyncio.Redis, run: str, step: int, folder: Path
 ) -> AsyncIterator[None]:
     log, who = RedisEventLog(client, run), new_producer("reader").incarnation
-    if not await log.acquire_lease(step, who, LEASE):
-        raise CheckpointHeld(
-            f"the checkpoint of step {step} of run {run} is being removed: take a newer one"
-        )
     lost, failure = False, None
-    try:
+    async with _leased(log, step, who):
         found = await _identity(folder)
         if found is None:
             raise CheckpointHeld(
@@ -87,13 +119,6 @@ async def _held(
             except Exception as error:
                 failure = error  # the caller's own error, raised outside of the task group
             tasks.cancel_scope.cancel()
-    finally:
-        with (
-            anyio.CancelScope(shield=True),
-            suppress(redis.RedisError, KeyConflict, *CONNECTION_ERRORS),
-        ):
-            with anyio.move_on_after(5):
-                await log.release_lease(step, who)
     if failure is not None:
         raise failure
     left = await _identity(folder)

@@ -160,7 +160,11 @@ def learned(way: str, folder: Path, more: dict) -> LearningResult:
 
 @pytest.mark.timeout(600)
 def test_one_process_learns(tmp_path):
-    steps = {"steps": 30, "rollouts": {"prompts_per_step": 16, "samples_per_prompt": 16}}
+    steps = {
+        "steps": 30,
+        "trainer": {"schedule": "constant"},
+        "rollouts": {"prompts_per_step": 16, "samples_per_prompt": 16},
+    }
     done = learned(ALONE, tmp_path, merged(steps, {"checkpoints": {"interval": 30}}))
     start, end = done.curve
     assert (start.step, end.step, end.answers) == (0, 30, 1024)
@@ -169,9 +173,6 @@ def test_one_process_learns(tmp_path):
     assert end.exact > start.exact + 0.02
 
 
-@pytest.mark.server
-@pytest.mark.processes
-@pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_the_pipeline_on_policy_learns_what_one_process_learns(tmp_path):
     piped, alone = (learned(way, tmp_path / way, {}) for way in ("fixed", ALONE))

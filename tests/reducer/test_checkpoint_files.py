@@ -70,6 +70,28 @@ def test_a_checkpoint_takes_the_place_of_the_state_dict_of_its_step(files):
     assert list((files.folder / ".staging").iterdir()) == []
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["alone", "beside an earlier epoch's"])
+def test_a_checkpoint_takes_over_a_state_dict_that_has_no_name_yet(files, older):
+    """Both may be ready before the folder of the first one is renamed."""
+    if older:
+        write(files.folder, "global_step_7/actor/old.pt")
+        write(files.folder, "global_step_7/.made_from")
+    history = History()
+    history.add(committed(7, "state_dict", registration()))
+    history.add(finished(7, path=".staging/a/actor/model.pt"))
+    history.add(committed(7, "checkpoint", registration("checkpoint")))
+    history.add(finished(7, kind="checkpoint", path=".staging/b/actor/optim.pt"))
+    write(files.folder, ".staging/a/actor/model.pt")
+    write(files.folder, ".staging/b/actor/optim.pt")
+    plan = plan_files(history.fold()[0].state)
+    files.reconcile(plan)
+    files.reconcile(plan)
+    actor = files.folder / "global_step_7/actor"
+    assert sorted(path.name for path in actor.iterdir()) == ["model.pt", "optim.pt"]
+    left = [path.name for path in (files.folder / ".staging").iterdir()]
+    assert left == (["b.replaced_global_step_7"] if older else [])
+
+
 def test_what_a_late_writer_leaves_replaces_nothing(files):
     history = History()
     checkpoint(history, 7, "a")

@@ -21,6 +21,7 @@ NEEDS = {
         "anyio.open_process",
         "trinity_workers.launch.launcher",
         "trinity_workers.launch.processes",
+        "benchmarks.learning.running.perform",
     ),
     "megatron": ("megatron", "mbridge", "tests.support.megatron_ranks"),
 }

@@ -23,7 +23,7 @@ from trinity_schemas import (
     ThreadCountRegistered,
 )
 
-from ..checkpoint_layout import STAGING, staged_name
+from ..checkpoint_layout import FILE_DIGESTS, STAGING, staged_name
 from ..errors import PublishError, SaveError, StaleEpoch
 from ..log import Publisher
 from ..reducer_root import other_folder
@@ -339,9 +339,13 @@ def staged_path(run_folder: Path | str, epoch: int, step: int) -> Path:
 
 
 def _measure(path: Path) -> tuple[int, str | None]:
-    """Return the bytes of a file or folder, and a file's digest. Raises OSError if absent."""
-    if path.is_dir():
+    """Return the bytes and the digest of a file or folder. Raises OSError if absent.
+
+    The digest of a folder is that of its list of digests; a folder without one has none.
+    """
+    digested = path / FILE_DIGESTS if path.is_dir() else path
+    if digested != path and not digested.is_file():
         return size_of(path), None
-    with path.open("rb") as file:
+    with digested.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return size_of(path), f"sha256:{digest}"

@@ -12,14 +12,14 @@ from .state import MonitorState
 class Promotion(Struct, frozen=True, order=True):
     """Complete folder of saves, and the step that gives it its final name.
 
-    A folder that has the name already is kept aside, with two exceptions. With ``adds_to`` it is
-    the state dict of the same step, and its files are taken over. With ``only_if_absent`` it is
-    newer, and stays.
+    A folder that has the name already is kept aside, with two exceptions. If it was made from
+    ``adds``, the staged folder of the step's state dict, its files are taken over; they are taken
+    from there if it has no name yet. With ``only_if_absent`` it is newer, and stays.
     """
 
     step: int
     staged: str
-    adds_to: bool = False
+    adds: str | None = None
     only_if_absent: bool = False
 
 
@@ -59,8 +59,9 @@ def plan_files(state: MonitorState) -> FilePlan:
             if folder is not None:
                 promotions.pop(folder, None)
         if chosen is not None:
-            two = len(set(folders.values()) - {None}) > 1
-            promotions[chosen] = Promotion(step, chosen, adds_to=two)
+            other = folders.get("state_dict")
+            adds = other if other != chosen else None
+            promotions[chosen] = Promotion(step, chosen, adds=adds)
     iterations = tuple(
         IterationFile(name, pointer.at.step, final_name(pointer.at.step) if pointer.named else None)
         for kind, name in ITERATION_FILES.items()

@@ -12,6 +12,8 @@ from trinity_schemas import (
     Envelope,
     RolloutsDispatched,
     RunResumed,
+    SaveStarted,
+    Slot,
     StepCommitted,
     StepFailed,
     StepReady,
@@ -24,6 +26,7 @@ from trinity_schemas import (
     WeightsApplied,
 )
 
+from .file_versions import WEIGHTS_SAVE, weights_save
 from .limits import KEPT_REFUSALS
 from .refusals import refusal_of, suspects
 from .state import Refusal
@@ -96,6 +99,8 @@ class _Version(Struct):
     ready: bool = False
     applied: bool = False
     refused: bool = False
+    saved: int = 0
+    """Bytes of a version that is files."""
     parts: dict[int, VersionPartPublished] = field(default_factory=dict)
 
     @property
@@ -104,11 +109,13 @@ class _Version(Struct):
 
     @property
     def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts.values())
+        return self.saved + sum(part.bytes for part in self.parts.values())
 
     @property
     def whole(self) -> int:
-        return sum(part.delta.whole if part.delta else part.bytes for part in self.parts.values())
+        return self.saved + sum(
+            part.delta.whole if part.delta else part.bytes for part in self.parts.values()
+        )
 
 
 class Summarizer:
@@ -117,6 +124,8 @@ class Summarizer:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self._versions: dict[StepRef, _Version] = {}
+        self._saving: dict[StepRef, float] = {}
+        """Versions in files that are being saved, to the Unix seconds at which they began."""
         self._transfers: list[float] = []
         self._pauses: list[float] = []
         self._first_steps: dict[int, int] = {}
@@ -162,6 +171,25 @@ class Summarizer:
                 self._checkpoints += 1
             case StepFailed():
                 self._failures += 1
+            case _:
+                pass
+        self._add_file_version(envelope)
+
+    def _add_file_version(self, envelope: Envelope) -> None:
+        """Count an entry about a version that is files."""
+        match event := envelope.event:
+            case SaveStarted(slot=Slot(name=name, step=step)) if name == WEIGHTS_SAVE:
+                self._version(envelope.epoch, step).opened = envelope.occurred_at
+                self._saving[StepRef(envelope.epoch, step)] = envelope.occurred_at
+            case StepCommitted(step=step, kind="state_dict"):
+                began = self._saving.pop(StepRef(envelope.epoch, step), None)
+                if began is not None:
+                    version = self._version(envelope.epoch, step)
+                    version.stall = max(0.0, envelope.occurred_at - began)
+            case StepReady(epoch=epoch, step=step):
+                if (saved := weights_save(event)) is not None:
+                    version = self._version(epoch, step)
+                    version.ready, version.saved = True, saved.bytes
             case _:
                 pass
 

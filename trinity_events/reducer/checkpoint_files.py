@@ -115,20 +115,31 @@ class CheckpointFiles:
         # Promoted before: a late writer has made the staged folder again.
         if there and (promotion.only_if_absent or made_from(run, final) == promotion.staged):
             return
+        added = self._added(run, staging, promotion)
         with staging.below(name) as staged:
-            if there and promotion.adds_to:
-                with run.below(final) as target:
-                    _link_missing(target, staged)
+            if added is not None:
+                above, last = added
+                with above.below(last) as source:
+                    _link_missing(source, staged)
             staged.write(MADE_FROM, promotion.staged.encode())
+        old = replaced_name(name, final)
         if there:
-            old = replaced_name(name, final)
             run.rename(final, staging, old)
-            staging.rename(name, run, final)
-            if promotion.adds_to:
-                staging.remove(old)
-        else:
-            staging.rename(name, run, final)
+        staging.rename(name, run, final)
+        if added is not None:
+            staging.remove(old if added[0] is run else added[1])
         run.sync()
+
+    def _added(
+        self, run: OpenFolder, staging: OpenFolder, promotion: Promotion
+    ) -> tuple[OpenFolder, str] | None:
+        """Find the state dict that a promotion adds: a staged folder, or one with its name."""
+        if promotion.adds is None:
+            return None
+        name, final = parts_of(promotion.adds, self.folder)[-1], final_name(promotion.step)
+        if staging.is_folder(name):
+            return staging, name
+        return (run, final) if made_from(run, final) == promotion.adds else None
 
     def _point(self, iteration: IterationFile) -> None:
         if iteration.needs is not None and not (self.folder / iteration.needs).is_dir():

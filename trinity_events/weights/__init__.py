@@ -3,6 +3,7 @@
 from .fit import Fit, check_fit
 from .install import adopt, install
 from .load import load_version
+from .model_folder import list_digests, pull_folder
 from .model_update import ModelUpdateGroup
 from .publication import Publication
 from .publish import PartWriter, PublishedPartReport
@@ -45,7 +46,9 @@ __all__ = [
     "check_fit",
     "check_installed",
     "install",
+    "list_digests",
     "load_version",
     "model_digest",
+    "pull_folder",
     "pull_version",
 ]

@@ -39,7 +39,7 @@ class Session:
     def events(self) -> Publisher:
         """Publisher of this process's events."""
         settings = self.settings
-        log = SyncEventLog(open_client(self._log_url), settings.run_id)
+        log = SyncEventLog(open_client(self.log_url), settings.run_id)
         self._publishers.callback(log.close)
         publisher = Publisher(log, settings.epoch, new_producer(settings.role, settings.rank))
         self._publishers.callback(publisher.close)
@@ -63,11 +63,12 @@ class Session:
             pass  # closed from the right: the publisher first, the servers last
 
     @cached_property
-    def _log_url(self) -> str:
+    def log_url(self) -> str:
+        """URL of the log's server."""
         return self._servers.enter_context(serving(self.settings.redis_url))
 
     def _connect_weights(self) -> redis.Redis:
         """Connect to the server of the chunks."""
-        log = self._log_url
+        log = self.log_url
         url = self._servers.enter_context(serving_weights(self.settings.weights_url, log))
         return open_client(url, setting=LOG_SERVER if url == log else WEIGHTS_SERVER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -29,6 +30,7 @@ class SynchronizerSettings(Struct, frozen=True, kw_only=True):
     tensor_digests: bool
     dtype: torch.dtype | None
     lease: float
+    checkpoint_folder: Path | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from msgspec.structs import asdict, replace
@@ -63,6 +64,8 @@ class Synchronizer:
             version digests its model's own tensors before it reports the version.
         dtype: Floating-point dtype to publish in; by default each tensor keeps its own.
         lease: Seconds without a heartbeat after which a publisher is taken for dead.
+        checkpoint_folder: The run's checkpoint directory, for versions that are ready state dicts:
+            :meth:`pull`, :meth:`apply` and :meth:`load` take their announcements too.
 
     Raises ValueError for an unknown transport.
     """
@@ -83,6 +86,7 @@ class Synchronizer:
         tensor_digests: bool = False,
         dtype: torch.dtype | None = None,
         lease: float = LEASE,
+        checkpoint_folder: Path | None = None,
     ) -> None:
         self._open(
             SynchronizerSettings(
@@ -99,6 +103,7 @@ class Synchronizer:
                 tensor_digests=tensor_digests,
                 dtype=dtype,
                 lease=lease,
+                checkpoint_folder=checkpoint_folder,
             )
         )
 

@@ -28,6 +28,7 @@ from .deltas.apply import InstalledBases, ModelDiffers
 from .fit import check_fit
 from .install import install
 from .load import BaseRequired, load_version
+from .model_folder import pull_folder
 from .partial_loads import PartialLoads
 from .pull import pull_version
 from .pulled_version import PulledVersion, Selection
@@ -94,12 +95,19 @@ class VersionReader:
     ) -> Iterator[PulledVersion]:
         """Implement :meth:`Synchronizer.pull`."""
         self._speculative.abandon()
-        store = self._session.stores.of(ready.transport or RedisChunkStore.name)
-        with (
-            self._telling_refusals(ready),
-            pull_version(store, self._run_id, ready, wanted, have) as version,
-        ):
+        with self._telling_refusals(ready), self._pulled(ready, wanted, have) as version:
             yield version
+
+    def _pulled(
+        self, ready: StepReady, wanted: Selection | None, have: Collection[str]
+    ) -> AbstractContextManager[PulledVersion]:
+        if ready.kind != "state_dict":
+            store = self._session.stores.of(ready.transport or RedisChunkStore.name)
+            return pull_version(store, self._run_id, ready, wanted, have)
+        folder = self._session.settings.checkpoint_folder
+        if folder is None:
+            raise ValueError("versions that are files need the Synchronizer's checkpoint_folder")
+        return pull_folder(folder, self._run_id, ready, wanted, redis_url=self._session.log_url)
 
     def apply(
         self,
@@ -147,7 +155,7 @@ class VersionReader:
                 pause = time.monotonic() - held_at
             if cast and is_cast(targets_of(module), manifests):
                 self._speculative.forget()
-            elif wanted is None:
+            elif wanted is None and ready.kind == "weights":
                 self._installed.note(module, ready, version)
                 self._speculative.note(module, manifests)
         phases = AppliedPhases(fetch=fetched - began, pause=pause)
@@ -176,6 +184,8 @@ class VersionReader:
         cast: bool = False,
     ) -> AppliedPhases:
         """Implement :meth:`Synchronizer.load`."""
+        if ready.kind == "state_dict":  # mapped files need no memory of their own
+            return self.apply(module, ready, wanted, cast=cast)
         began = time.monotonic()
         store = self._session.stores.of(ready.transport or RedisChunkStore.name)
         self._installed.forget()

@@ -38,7 +38,7 @@ from trinity_events.views.terminal import say, tell
 from .config import TrainConfig
 from .config_files import Reading, read_config, to_yaml, typed_setting
 from .config_options import overlaid, overlay_parameters
-from .convertible import becomes_megatron
+from .convertible import source_of
 from .launch.again import again_command
 from .launch.results import Failure, Outcome, results_alone
 
@@ -370,15 +370,18 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Convert a Hugging Face folder to a Megatron checkpoint, or back.
+    """Convert a checkpoint to a Hugging Face folder, or such a folder to a Megatron checkpoint.
 
-    The content of the source decides the direction. Loading a Megatron checkpoint unpickles it, and
-    so can run code: convert only checkpoints from people that you trust.
+    The content of the source decides the direction: FSDP's shard files, a Megatron checkpoint, or
+    the folder of a step, global_step_N. Loading a Megatron checkpoint unpickles it, and so can run
+    code: convert only checkpoints from people that you trust.
 
     Example: trinity-events convert ./Qwen2-0.5B ./qwen2-megatron
     """
-    _require("torch", "transformers", "safetensors", *_MODULES["megatron"])
-    becomes_megatron(source, target)  # raises before the heavy imports
+    form = source_of(source, target).form  # raises before the heavy imports
+    _require("torch", "transformers", "safetensors")
+    if form in {"huggingface", "megatron"}:
+        _require(*_MODULES["megatron"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion only copies: it needs no GPU
     # Apex and Transformer Engine may be missing; copying does not need them.
     warnings.filterwarnings("ignore", module=r"(megatron|mbridge)\.")

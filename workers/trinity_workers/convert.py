@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face folders and Megatron checkpoints, both ways, streaming.
+"""Conversion of checkpoints to Hugging Face folders, and of these to Megatron, streaming.
 
 It runs in one process without a GPU. A checkpoint does not depend on the layout, so one rank reads
 and writes it, parameter by parameter. Memory holds a few of the largest parameters, whatever the
@@ -8,10 +8,9 @@ number of layers.
 from __future__ import annotations
 
 import ctypes
-import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,23 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.open_folder import partial_folder
 
-from .convertible import ConversionRefused, becomes_megatron
+from .convertible import ConversionRefused, SourceForm, source_of
 from .engines.base import NamedTensors
+from .engines.buffers import saved_buffers
 from .engines.megatron import leave
 from .engines.megatron.meta_model import MetaModel
 from .engines.megatron.model_description import Description, read_description, write_description
-from .engines.megatron.stream import FolderReader
-from .engines.state_files import make_folder, sync, sync_tree
+from .engines.model_folder import INDEX, SHARD_BYTES, FolderReader, write_model_folder
+from .engines.reshard import tensors_of_shards
+from .engines.state_files import make_folder, sync
 
-SHARD_BYTES = 512 << 20
 _READ_BYTES = 16 << 20  # bytes read before memory-mapped files are closed
+_CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _M_MMAP_THRESHOLD = -3  # value in glibc's malloc.h
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 
 
 class Conversion(Struct, frozen=True, kw_only=True):
@@ -58,10 +54,10 @@ def convert(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> Conversion:
-    """Convert a folder to the other format; its content decides the direction.
+    """Convert a Hugging Face folder to a Megatron checkpoint, or any checkpoint to the former.
 
-    A Megatron folder has the form that :meth:`MegatronEngine.save_checkpoint` writes: ``model`` and
-    ``huggingface``. Megatron's checkpoints are unpickled on load.
+    A checkpoint has the form that an engine's ``save_checkpoint`` writes, or is the folder of a
+    step. Megatron's checkpoints are unpickled on load.
 
     Args:
         source: Folder to convert.
@@ -73,15 +69,16 @@ def convert(
         UnsupportedModel: if megatron-core has no model of this configuration.
         IncompatibleWeights: if the weights do not match the configuration.
     """
-    to_megatron = becomes_megatron(source, target)
+    folder, form = source_of(source, target)
     _map_large_blocks()
     make_folder(target.parent)
     with partial_folder(target) as staging:
-        with _alone():
-            if to_megatron:
-                sizes = _to_megatron(source, staging / "result")
+        with _alone() if form in {"huggingface", "megatron"} else nullcontext():
+            if form == "huggingface":
+                sizes = _to_megatron(folder, staging / "result")
             else:
-                sizes = _to_huggingface(source, staging / "result", shard_bytes)
+                tensors = _TENSORS[form](folder)
+                sizes = _to_huggingface(folder, tensors, staging / "result", shard_bytes)
         if target.is_dir():
             target.rmdir()
         (staging / "result").rename(target)
@@ -89,7 +86,7 @@ def convert(
     return Conversion(
         source=str(source),
         target=str(target),
-        to="megatron" if to_megatron else "huggingface",
+        to="megatron" if form == "huggingface" else "huggingface",
         tensors=len(sizes),
         bytes=sum(sizes),
     )
@@ -135,88 +132,65 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
     return [tensor.nbytes for _, tensor in _planned(outline)]
 
 
-def _to_huggingface(source: Path, target: Path, shard_bytes: int) -> list[int]:
+def _to_huggingface(
+    source: Path, tensors: NamedTensors, target: Path, shard_bytes: int
+) -> list[int]:
+    sizes: list[int] = []
+
+    def counted() -> NamedTensors:
+        for name, tensor in tensors:
+            sizes.append(tensor.nbytes)
+            yield name, tensor
+            del tensor
+
+    write_model_folder(
+        target,
+        lambda folder: copy_files(source / "huggingface", folder),
+        counted(),
+        shard_bytes=shard_bytes,
+    )
+    return sizes
+
+
+def _of_megatron(source: Path) -> NamedTensors:
     # Use the checkpoint's dtypes: a model may be trained in another one than its configuration's.
     outline = MetaModel(_description(source / "huggingface").config)
     for name, dtype in outline.saved_dtypes(source / "model"):
         outline.set_dtype([name], _checked([dtype], name, source))
-    tensors = (
-        one
-        for name, whole in outline.load(source / "model")
-        for one in outline.mapping.to_huggingface(name, whole)
-    )
-    shutil.copytree(source / "huggingface", target)
-    planned = list(_planned(outline))
-    write_safetensors(planned, tensors, target, shard_bytes)
-    sync_tree(target)
-    return [tensor.nbytes for _, tensor in planned]
+    for name, whole in outline.load(source / "model"):
+        yield from outline.mapping.to_huggingface(name, whole)
 
 
-def write_safetensors(
-    planned: Sequence[tuple[str, torch.Tensor]],
-    tensors: NamedTensors,
-    folder: Path,
-    shard_bytes: int,
-) -> None:
-    """Write tensors in Hugging Face's format, in files of at most ``shard_bytes``, with an index.
+def _of_shards(source: Path) -> NamedTensors:
+    """Yield the tensors of FSDP's shard files, a tied one under its first name alone."""
+    from transformers import AutoModelForCausalLM
 
-    Args:
-        planned: Names and shapes of the tensors, in order; a file begins with its table of
-            contents.
-        tensors: The tensors; none is kept in memory.
-        folder: Folder to write to.
-        shard_bytes: Maximum bytes of a file's tensors, unless one tensor is larger.
-    """
-    files = list(_dealt_out(planned, shard_bytes))
-    coming = iter(tensors)
-    where: dict[str, str] = {}
-    for index, held in enumerate(files):
-        file = f"model-{index + 1:05}-of-{len(files):05}.safetensors"
-        if len(files) == 1:
-            file = "model.safetensors"
-        with (folder / file).open("wb") as out:
-            out.write(_header(held))
-            for name, _ in held:
-                found, tensor = next(coming)
-                assert found == name, "they come as planned"
-                flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-                out.write(flat.numpy().data)
-                del tensor, flat
-                where[name] = file
-    if len(files) > 1:
-        total = sum(tensor.nbytes for _, tensor in planned)
-        index_of = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=2))
+    make: Any = AutoModelForCausalLM  # its methods have no annotations
+    with torch.device("meta"):
+        model = make.from_config(_description(source / "huggingface").config)
+    names = [name for name, _ in (*model.named_parameters(), *saved_buffers(model))]
+    return tensors_of_shards(source, names)
 
 
-def _dealt_out(
-    planned: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    held: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in planned:
-        if held and size + tensor.nbytes > shard_bytes:
-            yield held
-            held, size = [], 0
-        held.append((name, tensor))
-        size += tensor.nbytes
-    yield held
+def _of_folder(source: Path) -> NamedTensors:
+    reader = _reader(source / "huggingface")
+    for name in reader.names():
+        yield name, reader.tensor(name)
+        reader.forget()
 
 
-def _header(held: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Return the header of a safetensors file: its length, and the offset of each tensor."""
-    said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in held:
-        begin, end = end, end + tensor.nbytes
-        said[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(said).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # aligns the tensors to eight bytes
-    return len(text).to_bytes(8, "little") + text
+_TENSORS: dict[SourceForm, Callable[[Path], NamedTensors]] = {
+    "megatron": _of_megatron,
+    "fsdp": _of_shards,
+    "exported": _of_folder,
+}
+"""Full tensors of a checkpoint, by its form."""
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a folder, except for weights and the list of digests."""
+    left_out = shutil.ignore_patterns("*.safetensors", INDEX, FILE_DIGESTS)
+    shutil.copytree(source, target, ignore=left_out, dirs_exist_ok=True)
 
 
 def _planned(outline: MetaModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -243,10 +217,10 @@ def _checked(found: Sequence[torch.dtype], key: str, source: Path) -> torch.dtyp
             f"{source}: the tensors of {key}, over all layers, have several dtypes "
             f"({_listed(found)}), and a Megatron checkpoint stores them in one: save the model so"
         )
-    if dtype not in _NAMES:
+    if dtype not in _CONVERTED:
         raise ConversionRefused(
             f"{source}: {key} is {_listed([dtype])}, which cannot be converted: save it in one of "
-            f"{_listed(_NAMES)}"
+            f"{_listed(_CONVERTED)}"
         )
     return dtype
 

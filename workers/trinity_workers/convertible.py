@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+from trinity_events.checkpoint_layout import FILE_DIGESTS, MODEL_FOLDER
 from trinity_events.errors import TrinityError
+
+SourceForm = Literal["huggingface", "megatron", "fsdp", "exported"]
 
 
 class ConversionRefused(TrinityError):
     """Raised if there is no source to convert, or the target exists."""
 
 
-def becomes_megatron(source: Path, target: Path) -> bool:
-    """Return True if the source is to become a Megatron checkpoint.
+class Source(NamedTuple):
+    """Folder to convert, and its form."""
 
-    Raises ConversionRefused if it is neither format, or the target exists.
+    folder: Path
+    form: SourceForm
+    """A Hugging Face folder becomes a Megatron checkpoint, and every other form the former. A
+    checkpoint is `exported` if it has its model in Hugging Face's format."""
+
+
+def source_of(source: Path, target: Path) -> Source:
+    """Return the folder to convert: the source, or the model's folder in a checkpoint of a step.
+
+    Raises ConversionRefused if it is of no known form, or the target exists.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConversionRefused(f"{target} exists already: give another folder, or remove it")
     if not source.is_dir():
         raise ConversionRefused(f"{source} is no folder: give the folder of the model")
-    if (source / "config.json").is_file():
-        return True
-    if not (source / "model" / "metadata.json").is_file():
+    inner, described = MODEL_FOLDER
+    folder = source / inner if (source / inner).is_dir() else source
+    if (folder / "config.json").is_file():
+        return Source(folder, "huggingface")
+    form: SourceForm | None = None
+    if (folder / described / FILE_DIGESTS).is_file():
+        form = "exported"
+    elif (folder / "model" / "metadata.json").is_file():
+        form = "megatron"
+    elif any(folder.glob("model_world_size_*_rank_0.pt")):
+        form = "fsdp"
+    if form is None:
         raise ConversionRefused(
             f"{source} is neither a Hugging Face folder (config.json) nor a Megatron checkpoint "
-            "(model/metadata.json)"
+            "(model/metadata.json) nor one of FSDP (model_world_size_N_rank_0.pt)"
         )
-    if not (source / "huggingface" / "config.json").is_file():
+    if not (folder / described / "config.json").is_file():
         raise ConversionRefused(
-            f"{source} lacks huggingface/config.json, which says what its weights are of: "
+            f"{folder} lacks huggingface/config.json, which says what its weights are of: "
             "copy the model's there"
         )
-    return False
+    return Source(folder, form)

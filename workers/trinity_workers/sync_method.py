@@ -1,15 +1,25 @@
-"""Methods of weight sync: their names in Trinity-RFT, and settings that do not go with them."""
+"""Methods of weight sync: their names in Trinity-RFT, their announcements, and what they refuse."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from trinity_events.core.file_versions import weights_save
+from trinity_schemas import StepReady
+
 if TYPE_CHECKING:
-    from .config import SyncConfig
+    from .config import SyncConfig, SyncMethod
 
 METHOD_ALIASES = {"online": "nccl", "offline": "checkpoint"}
 """Names that Trinity-RFT has for methods, and the methods."""
+
+
+def is_version(event: StepReady, method: SyncMethod) -> bool:
+    """Return True if a run of this sync method announces a weight version by the event."""
+    if method == "checkpoint":
+        return weights_save(event) is not None
+    return event.kind == "weights"
 
 
 def contradictions(

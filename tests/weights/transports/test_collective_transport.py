@@ -437,7 +437,7 @@ async def test_an_explorer_that_comes_too_late_asks_and_the_weights_are_sent_aga
         await off(sent, trainer, 1, trained.named_parameters())
 
     resends = ExplorerRequests(places.run_id, places.redis_url, ResendRequested, send)
-    versions = VersionFollower(places.run_id, places.epoch, places.redis_url, sent=True)
+    versions = VersionFollower(places.run_id, places.epoch, places.redis_url, method="nccl")
     began = await log.last_id()
     async with reducer_task(places.redis_url, places.run_id):
         await send()

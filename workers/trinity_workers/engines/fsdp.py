@@ -18,11 +18,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from trinity_events.checkpoint_layout import MODEL_FOLDER
+
 from ..collectives import together
 from .buffers import saved_buffers
 from .learning_rate import LearningRate, learning_rate_of
+from .model_folder import FolderReader, has_weights
 from .random_states import random_states, set_random_states
-from .reshard import resharded_model, resharded_optimizer, saved_world, shard_file
+from .reshard import (
+    model_from_folder,
+    resharded_model,
+    resharded_optimizer,
+    saved_world,
+    shard_file,
+)
 from .state_files import copied, make_folder, read_state, sync_tree, write_json, write_state
 
 # Below this number of parameters, one all-gather is faster than one per layer.
@@ -114,9 +123,20 @@ class FSDPEngine:
 
         A tied tensor appears once, under its first name. Buffers of the state dict come last.
         """
+        return self._full_tensors(self.published_dtypes)
+
+    def master_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors as :meth:`get_per_tensor_param`, in the dtype of the optimizer."""
+        return self._full_tensors({})
+
+    def _full_tensors(self, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in chain(self.module.named_parameters(), saved_buffers(self.module)):
-            value = tensor.detach().to(self.published_dtypes.get(name, tensor.dtype))
+            value = tensor.detach().to(dtypes.get(name, tensor.dtype))
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def write_description(self, folder: Path) -> None:
+        """Write configuration, generation defaults and tokenizer; durable on return."""
+        write_huggingface(folder, self.module, self.tokenizer)
 
     def training_state(self) -> dict[str, Any]:
         """Return this rank's optimizer, scheduler and random generator state, copied to the CPU."""
@@ -147,8 +167,8 @@ class FSDPEngine:
     ) -> None:
         """Load files of :meth:`save_checkpoint`, at this or another number of ranks. Collective.
 
-        At another number of ranks, a rank continues the random states of the same rank; ranks
-        that were not there keep their own.
+        The model may also be a Hugging Face folder with weights. At another number of ranks, a
+        rank continues the random states of the same rank; ranks that were not there keep their own.
 
         Raises:
             FileNotFoundError: if a shard is missing.
@@ -167,21 +187,32 @@ class FSDPEngine:
 
     def _read_shards(self, folder: Path, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return this rank's model and training state, from shards of ``world`` ranks."""
-        rank = dist.get_rank()
+        return self._read_model(folder, world), self._read_training(folder, world)
+
+    def _read_model(self, folder: Path, world: int) -> dict[str, Any]:
+        whole = folder / MODEL_FOLDER[-1]
+        if not shard_file(folder, "model", world, 0).is_file() and has_weights(whole):
+            return model_from_folder(FolderReader(whole), self.module)
         if world == dist.get_world_size():
-            model = read_state(folder / shard_name("model"))
-            return model, read_state(folder / shard_name("optim"))
-        models, trainings = (
-            [read_state(shard_file(folder, what, world, one), mapped=True) for one in range(world)]
-            for what in ("model", "optim")
-        )
-        training = {name: trainings[0][name] for name in ("scheduler",)}
+            return read_state(folder / shard_name("model"))
+        return resharded_model(_every_shard(folder, "model", world), self.module)
+
+    def _read_training(self, folder: Path, world: int) -> dict[str, Any]:
+        if world == dist.get_world_size():
+            return read_state(folder / shard_name("optim"))
+        rank, found = dist.get_rank(), _every_shard(folder, "optim", world)
+        training: dict[str, Any] = {"scheduler": found[0]["scheduler"]}
         training["optimizer"] = resharded_optimizer(
-            [one["optimizer"] for one in trainings], self.optimizer
+            [one["optimizer"] for one in found], self.optimizer
         )
         if rank < world:
-            training["random"] = trainings[rank]["random"]
-        return resharded_model(models, self.module), training
+            training["random"] = found[rank]["random"]
+        return training
+
+
+def _every_shard(folder: Path, what: str, world: int) -> list[dict[str, Any]]:
+    files = (shard_file(folder, what, world, rank) for rank in range(world))
+    return [read_state(one, mapped=True) for one in files]
 
 
 def frozen_policy(folder: Path, *, device: torch.device, dtype: str = "float32") -> Any:
@@ -209,16 +240,20 @@ def write_description(folder: Path, module: Any, tokenizer: Any) -> None:
         folder / "fsdp_config.json",
         {"FSDP_version": 1 if is_fsdp1 else 2, "world_size": dist.get_world_size()},
     )
-    huggingface = folder / "huggingface"
-    make_folder(huggingface)
-    module.config.save_pretrained(huggingface)
+    write_huggingface(folder / MODEL_FOLDER[-1], module, tokenizer)
+
+
+def write_huggingface(folder: Path, module: Any, tokenizer: Any) -> None:
+    """Write configuration, generation defaults and tokenizer; durable on return. For one rank."""
+    make_folder(folder)
+    module.config.save_pretrained(folder)
     generation = getattr(module, "generation_config", None)
     if generation is not None:
         # save_pretrained() refuses generation defaults that released models have.
-        generation.to_json_file(huggingface / "generation_config.json")
+        generation.to_json_file(folder / "generation_config.json")
     if tokenizer is not None:
-        tokenizer.save_pretrained(huggingface)
-    sync_tree(huggingface)
+        tokenizer.save_pretrained(folder)
+    sync_tree(folder)
 
 
 def _is_large(model: Any) -> bool:

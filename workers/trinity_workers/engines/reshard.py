@@ -6,8 +6,10 @@ full tensor, and nothing is gathered.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_events.errors import TrinityError
 
-_SHARD_FILE = re.compile(r"model_world_size_(\d{1,6})_rank_0\.pt")
+from .model_folder import FolderReader
+from .state_files import read_state
+
+_SHARD_FILE = re.compile(r"(?:model|optim)_world_size_(\d{1,6})_rank_0\.pt")
 
 
 class ReshardRefused(TrinityError):
@@ -35,22 +40,87 @@ def saved_world(folder: Path) -> int:
     It is this group's number of ranks if the folder has shards of it, or no shards at all.
     """
     world = dist.get_world_size()
-    if not folder.is_dir() or shard_file(folder, "model", world, 0).is_file():
+    here = any(shard_file(folder, what, world, 0).is_file() for what in ("model", "optim"))
+    if not folder.is_dir() or here:
         return world
-    found = [_SHARD_FILE.fullmatch(path.name) for path in sorted(folder.iterdir())]
-    worlds = [int(match[1]) for match in found if match]
+    worlds = _worlds(folder)
     if len(worlds) > 1:
-        numbers = " and ".join(str(one) for one in sorted(worlds))
-        raise ReshardRefused(
-            f"{folder} has shards of {numbers} ranks: start as many ranks as one of them"
-        )
+        raise _several(folder, worlds)
     return worlds[0] if worlds else world
+
+
+def _worlds(folder: Path) -> list[int]:
+    """Return the numbers of ranks that a folder has shards of."""
+    found = (_SHARD_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return sorted({int(match[1]) for match in found if match})
+
+
+def _several(folder: Path, worlds: Sequence[int]) -> ReshardRefused:
+    numbers = " and ".join(map(str, worlds))
+    return ReshardRefused(
+        f"{folder} has shards of {numbers} ranks: start as many ranks as one of them"
+    )
+
+
+def tensors_of_shards(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield full tensors from the shard files of all ranks, without a process group.
+
+    Raises:
+        FileNotFoundError: if a shard file is missing.
+        ReshardRefused: if files of several numbers of ranks are there, or a tensor is missing.
+    """
+    [world, *others] = _worlds(folder)
+    if others:
+        raise _several(folder, [world, *others])
+    with _no_mesh_warnings():
+        files = [shard_file(folder, "model", world, rank) for rank in range(world)]
+        states = [read_state(one, mapped=True) for one in files]
+    for name in names:
+        if name not in states[0]:
+            raise ReshardRefused(f"{folder} has no tensor {name}: is its config.json another's?")
+        yield name, _joined([state[name] for state in states])
+
+
+def _joined(values: Sequence[Any]) -> torch.Tensor:
+    """Return a full tensor of the shards of all ranks."""
+    first = values[0]
+    if not isinstance(first, DTensor):
+        whole: torch.Tensor = first
+        return whole
+    if list(first.placements) != [Shard(0)]:
+        raise ReshardRefused("only tensors that FSDP shards by rows can be joined")
+    return torch.cat([value.to_local() for value in values])
+
+
+@contextmanager
+def _no_mesh_warnings() -> Iterator[None]:
+    """Silence torch, which warns of each sharded tensor that is read without its process group."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def resharded_model(states: Sequence[dict[str, Any]], module: Any) -> dict[str, Any]:
     """Return this rank's state dict, from the state dicts of all ranks that saved."""
     return {
         name: _resharded([state[name] for state in states], like)
+        for name, like in module.state_dict().items()
+    }
+
+
+def model_from_folder(reader: FolderReader, module: Any) -> dict[str, Any]:
+    """Return this rank's state dict, from the full tensors of a Hugging Face folder.
+
+    A tied tensor is read under whichever of its names the folder has.
+    """
+    parameters = {name: id(one) for name, one in module.named_parameters(remove_duplicate=False)}
+    saved = {parameters.get(name, name): name for name in reader.names()}
+    return {
+        name: _of_whole(reader.tensor(saved.get(parameters.get(name, name), name)), like)
         for name, like in module.state_dict().items()
     }
 
@@ -79,11 +149,21 @@ def _resharded(values: Sequence[Any], like: Any) -> Any:
         raise ReshardRefused(
             "only tensors that FSDP shards by rows load at another number of ranks"
         )
-    local = torch.empty_like(like.to_local(), dtype=values[0].dtype, device="cpu")
+    return _laid_out([value.to_local() for value in values], like)
+
+
+def _of_whole(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's share of a full tensor, laid out as ``like`` and in its dtype."""
+    value = value.to(like.dtype)
+    return _laid_out([value], like) if isinstance(like, DTensor) else value
+
+
+def _laid_out(shards: Sequence[torch.Tensor], like: DTensor) -> DTensor:
+    """Return this rank's rows of consecutive shards."""
+    local = torch.empty_like(like.to_local(), dtype=shards[0].dtype, device="cpu")
     first = _first_row(like)
     offset = 0
-    for value in values:
-        rows: torch.Tensor = value.to_local()
+    for rows in shards:
         begin, end = max(first, offset), min(first + len(local), offset + len(rows))
         if begin < end:
             local[begin - first : end - first] = rows[begin - offset : end - offset]

@@ -90,6 +90,7 @@ class Explorer:
             weights_url=config.weights_url,
             role=ROLE,
             rank=rank,
+            checkpoint_folder=config.checkpoint_folder,
         )
 
     @classmethod
@@ -186,7 +187,7 @@ class Explorer:
     async def _run(self) -> ExplorationResult:
         config = self.config
         versions = VersionFollower(
-            config.run_id, config.epoch, config.redis_url, sent=config.transport == "collective"
+            config.run_id, config.epoch, config.redis_url, method=config.sync.method
         )
         installer = VersionInstaller(
             config, self._engine, self._synchronizer, versions, self._prefetcher

@@ -15,6 +15,9 @@ from trinity_schemas import (
     VersionPartPublished,
 )
 
+from ..config import SyncMethod
+from ..sync_method import is_version
+
 _KEPT = 4
 """Announced versions that are remembered; a reducer retires all but two."""
 
@@ -30,14 +33,17 @@ class VersionFollower:
         run_id: The run.
         epoch: The epoch.
         redis_url: The server of the log.
-        sent: True if versions are sent to a collective group, which may send one again.
+        method: The run's sync method. Versions are files with `checkpoint`; with `nccl`, one may be
+            sent again.
     """
 
-    def __init__(self, run_id: str, epoch: int, redis_url: str, *, sent: bool = False) -> None:
+    def __init__(
+        self, run_id: str, epoch: int, redis_url: str, *, method: SyncMethod = "memory"
+    ) -> None:
         self._run_id = run_id
         self._epoch = epoch
         self._redis_url = redis_url
-        self._sent = sent
+        self._method = method
         self._changed = anyio.Condition()
         self.newest: StepReady | None = None
         self._announced: dict[int, StepReady] = {}
@@ -49,12 +55,12 @@ class VersionFollower:
         """Follow until cancelled."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._follow_end)
-            if self._sent:
+            if self._method == "nccl":
                 tasks.start_soon(self._follow_sent)
             async with subscribe(self._run_id, StepReady, redis_url=self._redis_url) as events:
                 async for delivered in events:
                     event = delivered.event
-                    if event.kind == "weights" and event.epoch == self._epoch:
+                    if event.epoch == self._epoch and is_version(event, self._method):
                         async with self._changed:
                             self.newest = event
                             self._announced[event.step] = event

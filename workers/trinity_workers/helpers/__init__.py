@@ -1,6 +1,7 @@
 """Engine helpers, with the names and signatures that the mission prescribes."""
 
 from .fsdp import fsdp_save_state_dict, fsdp_sync_weight_nccl, fsdp_upload_state_dict
+from .huggingface import SaveTarget, save_huggingface
 from .megatron import (
     megatron_save_state_dict,
     megatron_sync_weight_nccl,
@@ -17,6 +18,7 @@ __all__ = [
     "PublishShards",
     "PublishSnapshot",
     "PublishStrategy",
+    "SaveTarget",
     "ShardsRefused",
     "fsdp_save_state_dict",
     "fsdp_sync_weight_nccl",
@@ -24,5 +26,6 @@ __all__ = [
     "megatron_save_state_dict",
     "megatron_sync_weight_nccl",
     "megatron_upload_state_dict",
+    "save_huggingface",
     "strategy_for",
 ]

@@ -64,7 +64,7 @@ def megatron_save_state_dict(
     folder = Path(local_path)
 
     def write() -> None:
-        with _only(engine, ["model"]):
+        with only(engine, ["model"]):
             engine.save_checkpoint(local_path, global_step=global_step)
         with together():
             if dist.get_rank() == 0:
@@ -180,7 +180,7 @@ def megatron_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGro
 
 
 @contextmanager
-def _only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
+def only(engine: Any, contents: Sequence[str]) -> Iterator[None]:
     """Restrict the engine's saves in the block to these contents, without async saving."""
     # veRL's Megatron engine uses this attribute name.
     manager = getattr(engine, "checkpoint_manager", None) or getattr(

@@ -21,6 +21,7 @@ from ..config import RunConfig, TrainConfig
 from ..explorer import ExplorationResult, Explorer
 from ..explorer.versions import RunEnded
 from ..health import beating
+from ..sync_method import is_version
 from .lifecycle import interruptible
 from .openings import Opening, Openings
 from .ranks import claimed_rank
@@ -150,7 +151,8 @@ async def _first_version(config: RunConfig) -> None:
         with anyio.fail_after(config.sync.timeout):
             async with weights:
                 async for delivered in weights:
-                    if delivered.event.kind == "weights" and delivered.event.epoch == config.epoch:
+                    event = delivered.event
+                    if event.epoch == config.epoch and is_version(event, config.sync.method):
                         break
     except TimeoutError:
         raise DeadlineExceeded(

@@ -98,7 +98,7 @@ class ProgressView:
             return
         recent = self._rewards[-_SMOOTHING:]
         served = [e.version.step for e in state.explorers.values() if e.version is not None]
-        weights = state.ready.get("weights")
+        weights = state.ready.get("weights") or state.ready.get("state_dict")
         shown = "  ".join(
             (
                 f"reward {sum(recent) / len(recent):.2f}" if recent else "reward -",

@@ -10,7 +10,7 @@ from trinity_events.errors import GroupBroken, RayUnusable, SharedMemoryUnusable
 from trinity_events.weights.transports.shared_memory import SHARED_MEMORY, available, free_bytes
 from trinity_schemas import ChosenTransport
 
-from ..config import BadSettings, SyncConfig, WeightsPath
+from ..config import SyncConfig, WeightsPath
 
 ENOUGH = 1 << 30
 """Free bytes below which shared memory is not chosen unasked; a container often has 64 MiB."""
@@ -42,7 +42,7 @@ def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool =
         GroupBroken: when a collective group was asked for, and torch was built without one.
     """
     if sync.method == "checkpoint":
-        raise BadSettings("sync.method checkpoint is not there yet: choose memory or nccl")
+        return Chosen("files", "as sync.method says")
     if sync.method == "nccl":
         if not torch.distributed.is_available():
             raise GroupBroken(

@@ -7,14 +7,15 @@ import logging
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from anyio import to_thread
 
 from trinity_events import CheckpointCoordinator, Synchronizer
-from trinity_events.checkpoint_layout import TRAINER_STATE
+from trinity_events.checkpoint_layout import MODEL_FOLDER, TRAINER_STATE
 from trinity_events.coordinator import staged_path
+from trinity_events.core.file_versions import WEIGHTS_SAVE
 from trinity_events.errors import GroupBroken, TrinityError
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
@@ -22,6 +23,7 @@ from trinity_schemas import Experience, Process
 
 from ..collectives import CollectiveBroken
 from ..config import RunConfig
+from ..engines.model_folder import has_weights
 from ..placement import rank_options
 from ..process_exit import ExitWatch, named
 from .state import TrainerState, write_trainer_state
@@ -42,6 +44,14 @@ class WorkerDied(TrinityError):
     """A worker process ended while it was needed."""
 
 
+class Saves(NamedTuple):
+    """Saves of the ranks that a checkpoint has."""
+
+    state_dicts: int
+    others: int
+    """Saves of the kind `checkpoint`."""
+
+
 class RayTrainerFleet(TrainEngineWrapper):
     """One Ray actor a rank, each with its own engine."""
 
@@ -51,6 +61,8 @@ class RayTrainerFleet(TrainEngineWrapper):
         self._processes: list[Process] = []
         self._deaths = ExitWatch()
         self._step = 0
+        self._version_saved: int | None = None
+        """Step whose weights were last saved as a version in files."""
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer("trainer"))
         self._coordinator = CheckpointCoordinator(
@@ -107,30 +119,60 @@ class RayTrainerFleet(TrainEngineWrapper):
         state: TrainerState | None = None,
     ) -> None:
         """Save the whole checkpoint: each part of it has slots of its own."""
-        if save_as_hf:
-            raise ValueError("saving as one Hugging Face model is not there yet")
-        step, saves = self._step, self._saves
+        step = self._step
         folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
         if state is not None:
             path = folder / TRAINER_STATE
             save = partial(write_trainer_state, path, state)
             self._coordinator.save_async("trainer_state", save, step, path=path)
-        await self._ask_all("save_checkpoint", str(folder / "actor"), step)
+        saves = await self._save_parts(str(folder / MODEL_FOLDER[0]), save_as_hf=save_as_hf)
         await self._coordinator.register_and_monitor(
             step,
-            state_dict_thread_count=saves,
-            checkpoint_thread_count=saves + self._critic_saves + (state is not None),
+            state_dict_thread_count=saves.state_dicts,
+            checkpoint_thread_count=saves.others + self._critic_saves + (state is not None),
         )
         if block_until_saved:
             await self.wait_for_save()
 
-    async def save_state_dict(self) -> None:
-        """Save the model's state dict alone."""
-        step = self._step
-        folder = staged_path(self._config.checkpoint_folder, self._config.epoch, step)
-        await self._ask_all("save_state_dict", str(folder / "actor"), step)
+    async def _save_parts(self, path: str, *, save_as_hf: bool) -> Saves:
+        """Let every rank save its part of a checkpoint; return the saves to expect."""
+        step, in_files = self._step, self._config.sync.method == "checkpoint"
+        if not in_files and not save_as_hf:
+            await self._ask_all("save_checkpoint", path, step)
+            return Saves(state_dicts=self._saves, others=self._saves)
+        is_saved = self._version_saved == step
+        if not is_saved:
+            # No state dict, if the run's versions are those: explorers would wait for it.
+            save = partial(self._ask_all, "save_weights", path, step, masters=True)
+            await save(name="huggingface_model", is_state_dict=not in_files)
+        await self._ask_all("save_training_state", path, step)
+        models = int(not is_saved)
+        return Saves(
+            state_dicts=0 if in_files else models,
+            others=self._saves + (models if in_files else 0),
+        )
+
+    async def save_state_dict(self, metrics: dict[str, float] | None = None) -> None:
+        """Save the weights as a Hugging Face folder, and commit them as a version.
+
+        A checkpoint of the same step rests on it. The version that a resumed run begins with is
+        that of its checkpoint, whose folder is completed where it is.
+        """
+        config, step = self._config, self._step
+        folder = staged_path(config.checkpoint_folder, config.epoch, step)
+        if step == config.resumed_step:
+            folder = config.resumed_folder
+        weights = folder.joinpath(*MODEL_FOLDER)
+        if await to_thread.run_sync(has_weights, weights):
+            save = partial(self._coordinator.save_sync, lambda: None, step, is_state_dict=True)
+            await to_thread.run_sync(partial(save, name=WEIGHTS_SAVE, path=weights))
+        else:
+            masters = config.is_save_step(step)
+            path = str(folder / MODEL_FOLDER[0])
+            await self._ask_all("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
+        self._version_saved = step
         await self._coordinator.register_and_monitor(
-            step, is_state_dict=True, state_dict_thread_count=self._saves
+            step, is_state_dict=True, state_dict_thread_count=1, metrics=metrics
         )
 
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
@@ -194,13 +236,14 @@ class RayTrainerFleet(TrainEngineWrapper):
         """Return the saves of the critic: its shard and its training state on each rank."""
         return 2 * len(self._workers) if self._config.algorithm.critic.use else 0
 
-    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+    async def _ask_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
         ranks = range(len(self._workers))
-        return await answers_or_cause([self._ask(rank, method, *args) for rank in ranks])
+        asked = [self._ask(rank, method, *args, **options) for rank in ranks]
+        return await answers_or_cause(asked)
 
-    async def _ask(self, rank: int, method: str, *args: Any) -> Any:
+    async def _ask(self, rank: int, method: str, *args: Any, **options: Any) -> Any:
         try:
-            return await getattr(self._workers[rank], method).remote(*args)
+            return await getattr(self._workers[rank], method).remote(*args, **options)
         except ray.exceptions.RayActorError:
             step = self._step + (method == "train_step")  # which is not taken yet
             process = self._processes[rank] if self._processes else None

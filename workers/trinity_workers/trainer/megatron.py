@@ -12,6 +12,7 @@ import torch
 from msgspec import Struct
 
 from ..collectives import together
+from ..engines.base import NamedTensors
 from ..engines.megatron import (
     MegatronEngine,
     ModelOptions,
@@ -24,12 +25,13 @@ from ..helpers.megatron import (
     megatron_save_state_dict,
     megatron_sync_weight_nccl,
     megatron_upload_state_dict,
+    only,
     save_as_one,
 )
+from ..learning.teacher import checked_teacher
 from .background_saves import BackgroundSaves
 from .megatron_step import MegatronTrainingStep
 from .rates import policy_rate
-from .teacher import teacher_folder
 from .worker import TrainWorker
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,18 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
         One checkpoint's copies are held at a time: one under way is waited for.
         """
+        self._begin_saves(local_path, global_step)
+
+    def save_training_state(self, local_path: str, global_step: int) -> None:
+        """Copy optimizer and extra state, and save them in the background."""
+        with only(self._engine, ["optimizer", "extra"]):
+            self._begin_saves(local_path, global_step)
+
+    def _master_params(self) -> NamedTensors | None:
+        """Return None: the optimizer's state has its own copies of the parameters."""
+        return None
+
+    def _begin_saves(self, local_path: str, global_step: int) -> None:
         self._settle()
         group = self._saves.group
         for part, write in self._engine.prepare_checkpoint(local_path, group=group).items():
@@ -176,8 +190,8 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         reference = teacher = None
         if "reference_logprobs" in settings.needed_fields:
             reference = make(config.model_folder)
-        if settings.asks_teacher:
-            teacher = make(teacher_folder(config, self._policy.tokenizer))
+        if config.teacher_folder is not None:
+            teacher = make(checked_teacher(config.teacher_folder, config.model_folder))
         return MegatronTrainingStep(
             self._policy,
             settings,

@@ -13,6 +13,7 @@ from trinity_schemas import StepReady, StepRef
 from ..algorithms.filters import is_informative
 from ..algorithms.settings import FiltersConfig
 from ..config import RunConfig
+from ..sync_method import is_version
 from ..sync_schedule import prompts_open
 
 
@@ -58,7 +59,7 @@ class RolloutSupply:
         async with subscribe(config.run_id, StepReady, redis_url=config.redis_url) as events:
             async for delivered in events:
                 ready = delivered.event
-                if ready.kind == "weights" and ready.epoch == config.epoch:
+                if ready.epoch == config.epoch and is_version(ready, config.sync.method):
                     await self.ask(ready.step)
                     async with self._announced:
                         self._ready = ready.step

@@ -26,6 +26,7 @@ from trinity_schemas import (
     LedgerRestored,
     Process,
     ResendRequested,
+    StepFailed,
     StepReady,
     SyncRequested,
     TrainerStatusChanged,
@@ -132,6 +133,8 @@ class Trainer:
         tasks: list[Callable[[], Any]] = []
         if self.config.rollouts.keep_answers == "checkpoint":
             tasks.append(self._free_covered_answers)
+        if self.config.sync.method == "checkpoint":
+            tasks.append(self._raise_failed_saves)
         if self._is_fully_async:
             tasks.append(self._supply.ask_when_ready)
         async with AsyncExitStack() as exits:
@@ -253,6 +256,16 @@ class Trainer:
                 if event.kind == "checkpoint" and event.epoch == self.config.epoch:
                     await self._dispatcher.checkpointed(event.step)
 
+    async def _raise_failed_saves(self) -> None:
+        """Raise what failed in the save of a version, for which explorers wait in vain."""
+        async with subscribe(
+            self.config.run_id, StepFailed, redis_url=self.config.redis_url
+        ) as events:
+            async for delivered in events:
+                event = delivered.event
+                if event.kind == "state_dict" and event.epoch == self.config.epoch:
+                    await self.engine.wait_for_save()  # one that only was slow ends well
+
     def need_sync(self) -> bool:
         """Return True if the weights of the present step are to be published."""
         if self._is_explorer_driven and self.train_step_num < self.config.steps:
@@ -271,6 +284,8 @@ class Trainer:
                 requests.publishing(self._published)
             if self._sends:
                 await self.engine.sync_weight_nccl(metrics)
+            elif self.config.sync.method == "checkpoint":
+                await self.engine.save_state_dict(metrics)
             else:
                 await self.engine.upload_state_dict(metrics)
 

@@ -24,13 +24,16 @@ from trinity_schemas import Experience, Process
 from ..algorithms.collate import collate, padding_row
 from ..collectives import together
 from ..config import RunConfig
+from ..engines.base import NamedTensors
 from ..engines.fsdp import shard_name
 from ..engines.state_files import write_state
 from ..garbage import exempt_loaded_objects
 from ..helpers import (
+    SaveTarget,
     fsdp_save_state_dict,
     fsdp_sync_weight_nccl,
     fsdp_upload_state_dict,
+    save_huggingface,
     strategy_for,
 )
 from ..network import meet_through
@@ -148,6 +151,44 @@ class TrainWorker:
     def save_checkpoint(self, local_path: str, global_step: int) -> None:
         """Save the sharded model and the training state, both in the background."""
         self.save_state_dict(local_path, global_step)
+        self.save_training_state(local_path, global_step)
+
+    def save_weights(
+        self,
+        local_path: str,
+        global_step: int,
+        *,
+        name: str,
+        is_state_dict: bool = True,
+        masters: bool = False,
+    ) -> None:
+        """Save the weights as a Hugging Face folder, written in the background by rank 0.
+
+        Args:
+            local_path: Folder of the step's files.
+            global_step: The training step.
+            name: Name of the save.
+            is_state_dict: True for a state dict, False for a part of a checkpoint.
+            masters: Save the optimizer's copies of the parameters, for a checkpoint to rest on.
+        """
+        save_huggingface(
+            self._engine,
+            local_path,
+            global_step,
+            self._coordinator,
+            logger,
+            target=SaveTarget(name, is_state_dict),
+            tensors=self._master_params() if masters else None,
+            deadline=self._config.sync.timeout,
+        )
+
+    def _master_params(self) -> NamedTensors | None:
+        """Return the parameters in the optimizer's dtype; None if they are served in it."""
+        params: NamedTensors = self._engine.master_params()
+        return params
+
+    def save_training_state(self, local_path: str, global_step: int) -> None:
+        """Save optimizer, scheduler and random states, and the critic, in the background."""
         self._save_training_state("training_state", self._engine, Path(local_path), global_step)
         if self._models.critic is None:
             return

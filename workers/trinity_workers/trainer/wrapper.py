@@ -39,11 +39,15 @@ class TrainEngineWrapper(ABC):
         save_as_hf: bool = False,
         state: TrainerState | None = None,
     ) -> None:
-        """Save the whole checkpoint: model, optimizer, random states, and the loop's own state."""
+        """Save the whole checkpoint: model, optimizer, random states, and the loop's own state.
+
+        The model is saved as a Hugging Face folder if ``save_as_hf`` is set, or if the step's
+        weights are a version in files.
+        """
 
     @abstractmethod
-    async def save_state_dict(self) -> None:
-        """Save the model's state dict alone, for checkpoint-based weight sync."""
+    async def save_state_dict(self, metrics: dict[str, float] | None = None) -> None:
+        """Save the weights in files, for checkpoint-based weight sync, and commit the version."""
 
     @abstractmethod
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:

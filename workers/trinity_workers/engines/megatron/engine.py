@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
 
 from ...algorithms.batch import Batch
 from ...collectives import together
 from ..base import LocalShard
 from ..learning_rate import LearningRate, learning_rate_of
+from ..model_folder import has_weights
 from . import checkpoint
 from .cpu import adapted
-from .layout import ParallelLayout, join
+from .layout import LayoutRefused, ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .model_description import read_description, write_description
 from .rank_state import rank_state, restore_rank_state
@@ -118,6 +120,7 @@ class MegatronEngine:
         if load_weights:
             with together():
                 load_folder(self._chunks, model_folder, names)
+        self._names = names
         self._stream = WeightStream(self._chunks, names, tied=tied, device=device)
         self.module: list[Any] = self._chunks
         self.optimizer: Any = None
@@ -136,6 +139,7 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         parts: int | None = None,
+        entropy: bool = False,
     ) -> tuple[list[Any], float]:
         """Take one optimizer step on this replica's batch. Collective.
 
@@ -146,11 +150,20 @@ class MegatronEngine:
             temperature: Divisor of the logits.
             parts: Micro-batches, at least; with a pipeline, their number is a multiple of its
                 stages. By default the engine's own number.
+            entropy: Give entropies to the loss too. The vocabulary must not be split.
 
         Returns:
             What the loss returns beside it of every micro-batch, on the last pipeline stage
             alone, and the gradients' norm before clipping.
+
+        Raises:
+            LayoutRefused: for entropies of a split vocabulary.
         """
+        if entropy and self.layout.tensor > 1:
+            raise LayoutRefused(
+                "entropies of a vocabulary that tensor-parallel ranks share are not computed: "
+                "take a layout with tensor 1, or no entropy"
+            )
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -161,6 +174,7 @@ class MegatronEngine:
             loss,
             vocabulary=self.config.vocab_size,
             temperature=temperature,
+            entropy=entropy,
         )
         with adapted():
             self._set_learning_rate()
@@ -212,6 +226,10 @@ class MegatronEngine:
         )
 
     # --- checkpoints -----------------------------------------------------------------------
+
+    def write_description(self, folder: Path) -> None:
+        """Write configuration, generation defaults and tokenizer; durable on return."""
+        write_description(folder, self._description)
 
     def save_checkpoint(
         self,
@@ -280,7 +298,8 @@ class MegatronEngine:
         """Load files of :meth:`save_checkpoint`, at this or another layout. Collective.
 
         At the layout of the checkpoint, every rank gets its random states back too.
-        Megatron's checkpoints are unpickled on load: see :mod:`.checkpoint`.
+        The model may also be a Hugging Face folder with weights. Megatron's checkpoints are
+        unpickled on load: see :mod:`.checkpoint`.
 
         Raises:
             CheckpointRefused: if it is missing, or this layout cannot load its optimizer state.
@@ -288,15 +307,23 @@ class MegatronEngine:
         del hdfs_path
         folder = Path(local_path)
         self._check_optimizer_loads(folder)
-        loaded = checkpoint.load(self._model_state(), folder / "model")
-        for key, chunk in self._keyed_chunks():
-            chunk.load_state_dict(loaded[key], strict=False)
+        self._load_model(folder)
         if self.optimizer is not None and (folder / "training").is_dir():
             self._load_training_state(folder / "training")
         if del_local_after_load:
             with together():
                 if dist.get_rank() == 0:
                     shutil.rmtree(folder)
+
+    def _load_model(self, folder: Path) -> None:
+        whole = folder / MODEL_FOLDER[-1]
+        if not (folder / "model").exists() and has_weights(whole):
+            with together():
+                load_folder(self._chunks, whole, self._names)
+            return
+        loaded = checkpoint.load(self._model_state(), folder / "model")
+        for key, chunk in self._keyed_chunks():
+            chunk.load_state_dict(loaded[key], strict=False)
 
     # --- what it stands on -----------------------------------------------------------------
 

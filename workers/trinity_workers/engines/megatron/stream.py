@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from trinity_events.errors import IncompatibleWeights
 
 from ...collectives import gather_bytes
 from ..base import LocalShard
+from ..model_folder import FolderReader
 from .weights import WeightMapping, local_mapping
 
 _EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")
@@ -138,55 +138,6 @@ def load_folder(chunks: Sequence[Any], folder: Path, mapping: WeightMapping) -> 
                 )
             with torch.no_grad():
                 parameter.copy_(shard)
-
-
-class FolderReader:
-    """Reader of tensors by name from the safetensors files of a Hugging Face folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            self._where = {
-                name: path.name
-                for path in sorted(folder.glob("*.safetensors"))
-                for name in self._open(path.name).keys()  # noqa: SIM118  # no dictionary
-            }
-        if not self._where:
-            raise FileNotFoundError(f"{folder} has no *.safetensors files to load weights from")
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._where)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor. Raises IncompatibleWeights if the folder has none of that name."""
-        if name not in self._where:
-            raise IncompatibleWeights(
-                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?"
-            )
-        found: torch.Tensor = self._open(self._where[name]).get_tensor(name)
-        return found
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the tensor's dtype without reading values."""
-        return self.tensor(name).dtype
-
-    def forget(self) -> None:
-        """Close the memory-mapped files: the pages that were read count as memory until then."""
-        self._files.clear()
-
-    def _open(self, file: str) -> Any:
-        from safetensors import safe_open
-
-        if file not in self._files:
-            # only the file name: an index must not point outside of the folder
-            path = self._folder / Path(file).name
-            self._files[file] = safe_open(path, framework="pt", device="cpu")
-        return self._files[file]
 
 
 def local_shards(

@@ -1,0 +1,73 @@
+"""The method checkpoint, short but whole: explorers load each version from its files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from tests.support.run_processes import ended
+from tests.support.waits import wait_until
+from trinity_events.checkpoint_layout import parse_final_name
+from trinity_events.core.file_versions import WEIGHTS_SAVE
+from trinity_schemas import SaveFinished, WeightsApplied
+
+STEPS, INTERVAL = 8, 4
+OF_A_CHECKPOINT = {
+    "fsdp": {"huggingface", "optim_world_size_2_rank_0.pt", "optim_world_size_2_rank_1.pt"},
+    "megatron": {"huggingface", "training"},
+}
+
+
+@pytest.mark.parametrize("engine", ["fsdp"])
+def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(processes, engine):
+    if engine == "megatron":
+        pytest.importorskip("megatron.core")
+    processes.start("reducer")
+    first = processes.start("explorer", "--rank", "0")
+    trainer = processes.start(
+        *("trainer", "--sync", "checkpoint", "--engine", engine, "--explorers", "2"),
+        *("--steps", str(STEPS), "--save-interval", str(INTERVAL), "--json"),
+    )
+    processes.wait_for_announcements(3, trainer)
+    first.kill()  # the trainer waits for the late one, which answers the rest
+    late = processes.start("explorer", "--rank", "1", "--json")
+
+    status, out, error = ended(trainer, 300)
+    assert status == 0, error
+    assert "weights travel by files" in error
+    summary = json.loads(out)
+    log = summary["log"]
+    assert (summary["transport"], log["versions_published"]) == ("files", STEPS + 1)
+    assert (log["versions_unaccounted"], log["failures"], log["checkpoints_ready"]) == (0, 0, 2)
+    result = json.loads(ended(late)[1])
+    assert result["applied"]
+    assert result["groups"]
+
+    events = [one.event for one in processes.log()]
+    saved = {
+        one.slot.step: one.digest
+        for one in events
+        if isinstance(one, SaveFinished) and one.slot.name == WEIGHTS_SAVE
+    }
+    applied = [one for one in events if isinstance(one, WeightsApplied)]
+    assert saved.keys() == set(range(STEPS + 1)), "the weights of each step are saved once"
+    assert all(one.digest == saved[one.version.step] for one in applied)
+    assert {STEPS} <= {one.version.step for one in applied} <= saved.keys()
+
+    run = processes.folder / processes.run_id
+    actor = run / f"global_step_{STEPS}" / "actor"
+    assert {one.name for one in actor.iterdir()} == OF_A_CHECKPOINT[engine]
+    AutoModelForCausalLM.from_pretrained(actor / "huggingface")
+    wait_until(lambda: steps_of(run) <= {INTERVAL, STEPS})
+
+
+def steps_of(run) -> set[int]:
+    """Return the steps whose folders are there: those of versions go as newer ones are ready."""
+    found = {parse_final_name(one.name) for one in run.iterdir()}
+    return {step for step in found if step is not None}

@@ -1,0 +1,188 @@
+"""The one writer of Hugging Face folders, and what reads them: libraries, and our engines."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from tests.support.rank_processes import Rank  # noqa: E402
+from tests.support.tensors import assert_equal, identical  # noqa: E402
+from tests.support.weight_versions import awkward  # noqa: E402
+from trinity_events.errors import IncompatibleWeights  # noqa: E402
+from trinity_workers.convert import convert, copy_files  # noqa: E402
+from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines import model_folder as written  # noqa: E402
+from trinity_workers.engines.model_folder import (  # noqa: E402
+    INDEX,
+    FolderReader,
+    has_weights,
+    write_model_folder,
+)
+from trinity_workers.helpers.full_tensors import full_tensors  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def nothing_more(folder: Path) -> None:
+    del folder
+
+
+@pytest.mark.parametrize(("shard_bytes", "files"), [(1 << 30, 1), (300, None)])
+def test_the_librarys_own_reader_gets_every_tensor(tmp_path, shard_bytes, files):
+    nbytes = write_model_folder(tmp_path, nothing_more, awkward().items(), shard_bytes=shard_bytes)
+    found = {}
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    for path in paths:
+        found |= load_file(path)
+    assert nbytes == sum(one.nbytes for one in awkward().values())
+    assert sorted(found) == sorted(awkward())
+    assert all(identical(found[name], one) for name, one in awkward().items())
+    assert has_weights(tmp_path)
+    if files == 1:
+        assert [one.name for one in paths] == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["metadata"]["total_size"] == nbytes
+        assert set(index["weight_map"].values()) == {one.name for one in paths}
+        assert paths[-1].name == f"model-{len(paths):05}-of-{len(paths):05}.safetensors"
+
+
+def test_a_file_ends_where_its_header_would_outgrow_its_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "_HEADER_ROOM", 1024)
+    tensors = {f"layer.{number}.weight": torch.full((2,), number) for number in range(40)}
+    write_model_folder(tmp_path, nothing_more, tensors.items())
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    reader = FolderReader(tmp_path)
+    assert_equal({name: reader.tensor(name) for name in tensors}, tensors)
+
+
+def test_writing_a_folder_again_leaves_no_file_of_the_first_time(tmp_path):
+    write_model_folder(tmp_path, nothing_more, awkward().items(), shard_bytes=300)
+    write_model_folder(tmp_path, nothing_more, {"a": torch.ones(2)}.items())
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["XXH128SUMS", "model.safetensors"]
+
+
+def test_a_folder_whose_writing_fails_has_no_weights(tmp_path):
+    def tensors():
+        yield "a", torch.ones(2)
+        yield "b", torch.ones(2, dtype=torch.complex64)
+
+    with pytest.raises(IncompatibleWeights, match=r"b is of torch\.complex64"):
+        write_model_folder(tmp_path, nothing_more, tensors(), shard_bytes=1)
+    assert list(tmp_path.iterdir()) == []
+    assert not has_weights(tmp_path)
+
+
+# --- FSDP --------------------------------------------------------------------------------------
+
+
+def begin(rank: Rank, policy: Path, dtype: str = "float32") -> None:
+    rank.held.engine = FSDPEngine(
+        policy, device=torch.device("cpu"), learning_rate=1e-3, ramp_steps=4, dtype=dtype
+    )
+    rank.held.engine.module.train()
+
+
+def take_step(rank: Rank, seed: int) -> None:
+    tokens = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(seed))
+    loss = rank.held.engine.module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    rank.held.engine.optimizer_step(loss)
+
+
+def save(rank: Rank, folder: Path) -> None:
+    """Save a checkpoint whose model is a Hugging Face folder, in the optimizer's dtype."""
+    engine = rank.held.engine
+    tensors = engine.master_params()
+    if rank.number == 0:
+        write_model_folder(folder / "huggingface", engine.write_description, tensors)
+    else:
+        list(tensors)
+    engine.save_checkpoint(str(folder))
+    for path in folder.glob("model_world_size_*.pt"):
+        path.unlink(missing_ok=True)
+
+
+def load(rank: Rank, folder: Path) -> None:
+    rank.held.engine.load_checkpoint(str(folder))
+
+
+def masters(rank: Rank) -> dict[str, torch.Tensor]:
+    return {name: one.clone() for name, one in rank.held.engine.master_params()}
+
+
+def published(rank: Rank) -> dict[str, torch.Tensor]:
+    return {name: one.clone() for name, one in full_tensors(rank.held.engine)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("loaded_with", [2, 1])
+def test_fsdp_goes_on_bit_for_bit_from_a_checkpoint_whose_model_is_a_hugging_face_folder(
+    rank_group, policy_folder, tmp_path, dtype, loaded_with
+):
+    group = rank_group(2)
+    group(begin, policy_folder, dtype)
+    for seed in (1, 2):
+        group(take_step, seed)
+    group(save, tmp_path)
+    assert not list(tmp_path.glob("model_*"))
+    expected = group(masters)[0]
+    served = group(published)[0]
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", dtype=dtype)
+    for name, tensor in model.named_parameters():
+        assert identical(tensor.detach(), served[name]), name
+
+    group = rank_group(loaded_with)
+    group(begin, policy_folder, dtype)
+    group(load, tmp_path)
+    for found in group(masters):
+        assert_equal(found, expected)
+    group(take_step, 3)
+
+
+def shards(rank: Rank, folder: Path) -> None:
+    rank.held.engine.save_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_shards_of_fsdp_convert_to_a_folder_that_transformers_loads(
+    rank_group, policy_folder, tmp_path, world
+):
+    group = rank_group(world)
+    group(begin, policy_folder)
+    group(take_step, 1)
+    group(shards, tmp_path / "step" / "actor")
+    expected = group(masters)[0]
+    done = convert(tmp_path / "step", tmp_path / "converted", shard_bytes=200_000)
+    assert (done.to, done.tensors) == ("huggingface", len(expected))
+    assert done.bytes == sum(one.nbytes for one in expected.values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert_equal({name: one.detach() for name, one in model.named_parameters()}, expected)
+    (tmp_path / "step" / "actor" / f"model_world_size_{world}_rank_{world - 1}.pt").unlink()
+    if world > 1:
+        with pytest.raises(FileNotFoundError, match="rank_2"):
+            convert(tmp_path / "step", tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+
+
+def test_a_checkpoint_whose_model_is_a_hugging_face_folder_converts_to_that(
+    tmp_path, policy_folder
+):
+    """Only the folder of digests tells such a checkpoint from one whose model is elsewhere."""
+    actor = tmp_path / "global_step_3" / "actor"
+    tensors = load_file(policy_folder / "model.safetensors")
+    describe = partial(copy_files, policy_folder)
+    write_model_folder(actor / "huggingface", describe, tensors.items())
+    done = convert(tmp_path / "global_step_3", tmp_path / "converted")
+    assert (done.to, done.tensors) == ("huggingface", len(tensors))
+    assert load_file(tmp_path / "converted" / "model.safetensors").keys() == tensors.keys()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "converted")

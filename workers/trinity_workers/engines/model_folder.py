@@ -1,0 +1,231 @@
+"""Hugging Face folders: the one writer of their weights, and a reader of tensors by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from trinity_events.checkpoint_layout import FILE_DIGESTS
+from trinity_events.errors import IncompatibleWeights
+from trinity_events.open_folder import OpenFolder
+from trinity_events.weights.model_folder import FILE_DTYPES, list_digests
+from trinity_events.weights.tensors import DTYPES, as_bytes
+
+from .state_files import make_folder, sync_tree
+
+SHARD_BYTES = 512 << 20
+"""Maximum bytes of a file's tensors, unless one tensor is larger."""
+INDEX = "model.safetensors.index.json"
+DTYPE_NAMES = {DTYPES[dtype]: name for name, dtype in FILE_DTYPES.items()}
+"""Names of the dtypes in safetensors files."""
+_HEADER_ROOM = 64 << 10
+"""Bytes that a file reserves for its header, which is written last: the tensors to come are not
+known. A file ends where its header would take more."""
+
+
+def write_model_folder(
+    folder: Path,
+    describe: Callable[[Path], None],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write a Hugging Face folder durably, its list of digests last; return the tensors' bytes.
+
+    Memory holds one tensor. Without the list of digests, the folder is not complete.
+
+    Args:
+        folder: Folder to write to; files that it has are replaced.
+        describe: Writes all files but those of the weights: configuration and tokenizer.
+        tensors: Full tensors by Hugging Face name.
+        shard_bytes: Maximum bytes of a file's tensors, unless one tensor is larger.
+    """
+    make_folder(folder)
+    (folder / FILE_DIGESTS).unlink(missing_ok=True)
+    describe(folder)
+    with WeightsWriter(folder, shard_bytes) as writer:
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+            del tensor
+    seal(folder)
+    return writer.nbytes
+
+
+def seal(folder: Path) -> None:
+    """Make a folder durable, and then write the list of its files' digests."""
+    sync_tree(folder)
+    with OpenFolder.at(folder) as opened:
+        opened.write(FILE_DIGESTS, list_digests(folder))
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if the folder was written to its end by :func:`write_model_folder`."""
+    return (folder / FILE_DIGESTS).is_file()
+
+
+class WeightsWriter:
+    """Writer of safetensors files with an index, to be used in a ``with`` block.
+
+    Files get their names at the end of the block, when their number is known. A block that raises
+    removes them.
+
+    Args:
+        folder: Folder to write to.
+        shard_bytes: Maximum bytes of a file's tensors, unless one tensor is larger.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._file: _File | None = None
+        self._files: list[list[str]] = []
+        """Names of the tensors in each file."""
+        self.nbytes = 0
+        """Bytes of all tensors so far."""
+
+    def __enter__(self) -> WeightsWriter:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is None:
+            self._finish()
+            return
+        if self._file is not None:
+            self._file.close()
+        for number in range(len(self._files)):
+            self._partial(number).unlink(missing_ok=True)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append a tensor. Raises IncompatibleWeights for a dtype that the format lacks."""
+        if tensor.dtype not in DTYPE_NAMES:
+            raise IncompatibleWeights(f"{name} is of {tensor.dtype}, which cannot be saved")
+        if self._file is None or not self._file.has_room(name, tensor, self._shard_bytes):
+            self._next_file()
+        assert self._file is not None
+        self._file.add(name, tensor)
+        self._files[-1].append(name)
+        self.nbytes += tensor.nbytes
+
+    def _next_file(self) -> None:
+        if self._file is not None:
+            self._file.finish()
+        self._files.append([])
+        self._file = _File(self._partial(len(self._files) - 1).open("wb"))
+
+    def _finish(self) -> None:
+        if self._file is None:  # a model without tensors has a file too
+            self._next_file()
+        assert self._file is not None
+        self._file.finish()
+        for stale in (*self._folder.glob("model*.safetensors"), self._folder / INDEX):
+            stale.unlink(missing_ok=True)
+        count, where = len(self._files), dict[str, str]()
+        for number, names in enumerate(self._files):
+            file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            if count == 1:
+                file = "model.safetensors"
+            self._partial(number).replace(self._folder / file)
+            where |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": where}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2))
+
+    def _partial(self, number: int) -> Path:
+        return self._folder / f".weights-{number}.tmp"
+
+
+class _File:
+    """One safetensors file: room for its header, then the tensors one after the other."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        file.seek(8 + _HEADER_ROOM)
+        self._entries = ['"__metadata__":{"format":"pt"}']
+        self._header = len(self._entries[0]) + 2
+        self._end = 0
+
+    def has_room(self, name: str, tensor: torch.Tensor, shard_bytes: int) -> bool:
+        """Return True if the tensor may be appended."""
+        entry = len(self._entry(name, tensor).encode()) + 1
+        fits = not self._end or self._end + tensor.nbytes <= shard_bytes
+        return fits and self._header + entry <= _HEADER_ROOM
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append a tensor."""
+        entry = self._entry(name, tensor)
+        self._entries.append(entry)
+        self._header += len(entry.encode()) + 1
+        self._file.write(as_bytes(tensor))
+        self._end += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the header, padded with spaces as the format allows, and close the file."""
+        self._file.seek(0)
+        self._file.write(_HEADER_ROOM.to_bytes(8, "little"))
+        self._file.write(f"{{{','.join(self._entries)}}}".encode().ljust(_HEADER_ROOM))
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _entry(self, name: str, tensor: torch.Tensor) -> str:
+        described = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._end, self._end + tensor.nbytes],
+        }
+        return f"{json.dumps(name)}:{json.dumps(described, separators=(',', ':'))}"
+
+
+class FolderReader:
+    """Reader of tensors by name from the safetensors files of a Hugging Face folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        index = folder / INDEX
+        if index.is_file():
+            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            self._where = {
+                name: path.name
+                for path in sorted(folder.glob("*.safetensors"))
+                for name in self._open(path.name).keys()  # noqa: SIM118  # no dictionary
+            }
+        if not self._where:
+            raise FileNotFoundError(f"{folder} has no *.safetensors files to load weights from")
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._where)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor. Raises IncompatibleWeights if the folder has none of that name."""
+        if name not in self._where:
+            raise IncompatibleWeights(
+                f"{self._folder} has no tensor {name}: is its config.json the one of its weights?"
+            )
+        found: torch.Tensor = self._open(self._where[name]).get_tensor(name)
+        return found
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the tensor's dtype without reading values."""
+        return self.tensor(name).dtype
+
+    def forget(self) -> None:
+        """Close the memory-mapped files: the pages that were read count as memory until then."""
+        self._files.clear()
+
+    def _open(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._files:
+            # only the file name: an index must not point outside of the folder
+            path = self._folder / Path(file).name
+            self._files[file] = safe_open(path, framework="pt", device="cpu")
+        return self._files[file]

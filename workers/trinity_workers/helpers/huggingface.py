@@ -1,0 +1,194 @@
+"""Save of the weights as a Hugging Face folder, from any engine, while training continues."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from logging import Logger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trinity_events.checkpoint_layout import MODEL_FOLDER
+from trinity_events.core.file_versions import WEIGHTS_SAVE
+from trinity_events.errors import DeadlineExceeded
+
+from ..collectives import CollectiveBroken, raise_together, rank_and_world
+from ..engines.base import NamedTensors, TrainEngine
+from ..engines.fsdp import write_huggingface
+from ..engines.model_folder import write_model_folder
+from .full_tensors import full_tensors
+from .publishing import drain
+
+if TYPE_CHECKING:
+    from trinity_events import CheckpointCoordinator
+
+QUEUED_BYTES = 256 << 20
+"""Maximum bytes of gathered tensors that wait for the disk, unless one tensor is larger."""
+DEADLINE = 300.0
+"""Seconds that the training loop waits for the disk to take one tensor."""
+
+
+class SaveTarget(NamedTuple):
+    """Name of a save, and its kind."""
+
+    name: str
+    is_state_dict: bool = True
+    """False for a part of a checkpoint."""
+
+
+VERSION = SaveTarget(WEIGHTS_SAVE)
+"""Save that explorers take for a version."""
+
+
+def save_huggingface(
+    engine: TrainEngine,
+    local_path: str,
+    global_step: int,
+    coordinator: CheckpointCoordinator,
+    logger: Logger,
+    *,
+    target: SaveTarget = VERSION,
+    tensors: NamedTensors | None = None,
+    deadline: float = DEADLINE,
+) -> None:
+    """Save the weights as the Hugging Face folder of a step, as one save of rank 0. Collective.
+
+    All ranks gather the tensors one by one. Rank 0 copies them to a bounded queue, from which a
+    thread writes, so that the call returns before the files are durable. The folder is
+    ``huggingface`` below ``local_path``, and the save's digest is that of its list of digests.
+
+    Args:
+        engine: The engine.
+        local_path: Folder of the step's files.
+        global_step: The training step.
+        coordinator: Runs the save and publishes its events.
+        logger: Logs the folder of the save.
+        target: Name and kind of the save; by default those of a version.
+        tensors: Full tensors; by default those of ``engine.get_per_tensor_param()``.
+        deadline: Seconds to wait for the disk to take one tensor.
+
+    Raises:
+        DeadlineExceeded: on rank 0, if the disk, or the save's turn, took longer.
+        PeerFailed: on the other ranks then.
+        CollectiveBroken: if a rank died or was too slow.
+    """
+    folder = Path(local_path) / MODEL_FOLDER[-1]
+    queue: TensorQueue | None = None
+    error: Exception | None = None
+    if rank_and_world()[0] == 0:
+        queue = TensorQueue(QUEUED_BYTES, deadline)
+        try:
+            coordinator.save_async(
+                target.name,
+                partial(_write, engine, folder, queue),
+                global_step,
+                is_state_dict=target.is_state_dict,
+                path=folder,
+            )
+            logger.info("step %d: saves %s in the background", global_step, folder)
+        except Exception as caught:
+            error = caught
+    try:
+        error = drain(full_tensors(engine) if tensors is None else tensors, queue, error)
+    except BaseException as caught:
+        broken = CollectiveBroken(
+            f"the weights of step {global_step} could not be gathered, because a rank died or was "
+            f"too slow: {caught}"
+        )
+        if queue is not None:
+            queue.end(broken)
+        if isinstance(caught, Exception):
+            raise broken from caught
+        raise
+    if queue is not None:
+        queue.end(error)
+    raise_together(error)
+
+
+def _write(engine: Any, folder: Path, queue: TensorQueue) -> None:
+    with queue:
+        write_model_folder(folder, lambda into: _describe(engine, into), queue)
+
+
+def _describe(engine: Any, folder: Path) -> None:
+    """Write configuration and tokenizer, of this project's engines and of veRL's."""
+    own = getattr(engine, "write_description", None)
+    if own is not None:
+        own(folder)
+        return
+    manager = getattr(engine, "checkpoint_manager", None)
+    tokenizer = getattr(engine, "tokenizer", None) or getattr(manager, "processing_class", None)
+    write_huggingface(folder, engine.module, tokenizer)
+
+
+class TensorQueue:
+    """Bounded queue of copied tensors, from the training thread to the thread of a save.
+
+    The consumer iterates over it in a ``with`` block; after the block, tensors are discarded.
+
+    Args:
+        limit: Maximum bytes in the queue, unless one tensor is larger.
+        deadline: Seconds that the producer waits for room.
+    """
+
+    def __init__(self, limit: int, deadline: float) -> None:
+        self._limit = limit
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._tensors: deque[tuple[str, torch.Tensor]] = deque()
+        self._bytes = 0
+        self._error: Exception | None = None
+        self._ended = self._left = False
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append a copy on the CPU, once there is room. Raises DeadlineExceeded."""
+        give_up = time.monotonic() + self._deadline
+        with self._changed:
+            while self._bytes and self._bytes + tensor.nbytes > self._limit and not self._left:
+                if not self._changed.wait(give_up - time.monotonic()):
+                    raise DeadlineExceeded(
+                        f"{name} waited {self._deadline:g} s to be written: is the disk slow, or "
+                        "does the save wait for its turn (see trinity-events explain)?"
+                    )
+            if self._left:
+                return  # the save failed, and has said so; the other ranks gather on
+        copy = tensor.detach().to("cpu", copy=True)
+        with self._changed:
+            self._tensors.append((name, copy))
+            self._bytes += copy.nbytes
+            self._changed.notify_all()
+
+    def end(self, error: Exception | None = None) -> None:
+        """End the tensors; the consumer raises the error, if there is one."""
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    def __enter__(self) -> TensorQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._left = True
+            self._tensors.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tensors or self._ended)
+                if self._error is not None:
+                    raise self._error
+                if not self._tensors:
+                    return
+                name, tensor = self._tensors.popleft()
+                self._bytes -= tensor.nbytes
+                self._changed.notify_all()
+            yield name, tensor
+            del tensor
