@@ -18,6 +18,7 @@ from trinity_events.signals import exit_on_signals
 
 from . import (
     control_plane,
+    dashboard,
     fold,
     growth,
     latency,
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "fold": fold,
     "replay": replay,
     "control_plane": control_plane,
+    "dashboard": dashboard,
     "growth": growth,
     "rollouts": rollouts,
     "weights": weights,

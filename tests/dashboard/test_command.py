@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import http.client
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from msgspec import structs
@@ -20,15 +23,20 @@ from tests.support.waits import PATIENCE
 from trinity_events.archive import Header, write_lines
 from trinity_events.archive.format import bare_line
 from trinity_events.archive.segments import Archive
+from trinity_events.core import MonitorState
+from trinity_events.core.fold import Monitor
+from trinity_events.dashboard.html_export import html_of
 from trinity_events.dashboard.simulated_run import simulated_run
+from trinity_events.dashboard.sources import RecordedSource
 from trinity_events.log import Stream
+from trinity_events.replay import fold
 from trinity_events.server import connect
 
 pytestmark = pytest.mark.processes
 
 
 @contextmanager
-def command(*arguments, **environment):
+def command(*arguments, stop=signal.SIGINT, **environment):
     """Run the command until the block ends; yield the address that it prints."""
     with subprocess.Popen(
         [sys.executable, "-m", "trinity_events", "dashboard", "--port", "0", *arguments],
@@ -40,9 +48,10 @@ def command(*arguments, **environment):
         try:
             yield process.stdout.readline()
         finally:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(stop)
             _, errors = process.communicate(timeout=PATIENCE)
-            assert "Traceback" not in errors
+            assert process.returncode == 0
+            assert errors == ""
 
 
 def ask(address, path, token=None):
@@ -66,7 +75,7 @@ def test_an_exported_file_is_served(tmp_path):
     path = tmp_path / "small.jsonl"
     lines = (bare_line("events", entry) for entry in simulated_run(SMALL))
     write_lines(path, Header(run_id=SMALL.run_id), lines)
-    with command(str(path)) as address:
+    with command(str(path), stop=signal.SIGTERM) as address:
         assert ask(address, f"/api/runs/{SMALL.run_id}/now")[0] == 200
 
 
@@ -130,3 +139,57 @@ async def test_the_rights_of_a_viewer_are_enough(tmp_path, run_id):
             assert now["step"] == SMALL.steps
             for page in ("lanes", "overview", "versions", "figures", "dead", "timeline", "events"):
                 await at.json(f"/api/runs/{run_id}/{page}")
+
+
+def held_by(path):
+    """The data inside of an exported page."""
+    [packed] = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', path.read_text()
+    )
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+async def test_a_run_is_exported_as_one_page_with_its_states(
+    client, cli, redis_url, run_id, tmp_path
+):
+    plan = structs.replace(SMALL, run_id=run_id)
+    entries = list(simulated_run(plan))
+    await put_run(client, run_id, entries)
+    path = tmp_path / "run.html"
+    ended = cli("export", run_id, "--html", "--output", str(path), "--redis-url", redis_url)
+    assert ended.returncode == 0, ended.stderr
+    data = held_by(path)
+    assert data["now"]["step"] == plan.steps
+    assert data["states"][-1]["number"] == len(entries)
+    for state in data["states"][:: len(data["states"]) // 5]:
+        monitor = Monitor(MonitorState(run_id=run_id))
+        fold(monitor, entries[: state["number"]])
+        assert state["step"] == monitor.state.trainer_step
+        assert state["position"] == monitor.state.position
+        assert state["announced"] == monitor.state.announced
+
+
+def test_a_crashed_run_is_exported_from_the_files_in_its_folder(cli, tmp_path):
+    folder = tmp_path / SMALL.run_id
+    folder.mkdir()
+    Archive(folder, SMALL.run_id).add(Stream.EVENTS, list(simulated_run(SMALL)))
+    path = tmp_path / "run.html"
+    ended = cli("export", str(folder), "--html", "-o", str(path), env={"TRINITY_REDIS_URL": "x"})
+    assert ended.returncode == 0, ended.stderr
+    assert held_by(path)["now"]["step"] == SMALL.steps
+
+
+async def test_an_exported_page_may_run_its_own_script_alone():
+    with closing(RecordedSource(SMALL.run_id, simulated_run(SMALL))) as source:
+        page = await html_of(source)
+    [policy] = re.findall(r'content-security-policy" content="([^"]*)"', page)
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "connect-src" not in policy
+    assert set(re.findall(r"https?://[^\s\"'`]+", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_two_forms_of_an_export_are_refused(cli):
+    ended = cli("export", "demo-1", "--html", "--pytest")
+    assert ended.returncode == 1
+    assert "one file" in ended.stderr

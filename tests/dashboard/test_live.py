@@ -74,10 +74,9 @@ async def test_commands_do_not_grow_with_the_number_of_viewers(client, log, run_
                     await one.until(partial(_is_at, step))
             return await _commands(client) - before
 
-    one, many = await commands(1), await commands(25)
-    # Each event is read once. A slower machine looks at the groups a few times more.
-    assert many < one + 150, (one, many)
-    assert many < 25 * 10
+    # Each event is read once, however many viewers there are; a few reads more end without one.
+    assert await commands(1) < 25 * 10 / 2
+    assert await commands(25) < 25 * 10 / 2
 
 
 def _is_at(step, state):
@@ -89,10 +88,9 @@ def _has(number, state):
 
 
 async def _commands(client):
-    """The commands that the server has been sent, but those of this test itself."""
+    """The reads of events that the server was asked for."""
     found = await client.info("commandstats")
-    asked = ("xread", "xrange", "xrevrange", "xinfo|groups", "xinfo|stream", "get", "mget")
-    return sum(found.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in asked)
+    return sum(found.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("xread", "xrange"))
 
 
 async def test_a_viewer_that_never_reads_is_dropped_and_others_go_on(

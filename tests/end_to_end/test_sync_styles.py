@@ -3,6 +3,7 @@
 from functools import partial
 
 import anyio
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,8 +15,8 @@ from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
 from tests.support.style_properties import PROPERTIES, reissued, stalest  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.error_text import ungrouped  # noqa: E402
-from trinity_events.log import Stream, position  # noqa: E402
-from trinity_schemas import StepTrained, WeightsApplied, decode_envelope  # noqa: E402
+from trinity_events.log import Stream, open_run, position  # noqa: E402
+from trinity_schemas import RunResumed, StepRef, StepTrained, WeightsApplied, decode_envelope  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
 from trinity_workers.trainer import Trainer  # noqa: E402
 
@@ -40,8 +41,8 @@ async def whole_log(log):
     return [decode_envelope(payload) for _, payload in sorted(found)]
 
 
-async def run(config, log, *, late_after=2):
-    """Train with two explorers, and one that joins after some steps; return their results."""
+async def run(config, log):
+    """Train with two explorers, and one that joins after two steps; return their results."""
     trainer, results = Trainer(config, LocalEngine(config)), {}
 
     async def train():
@@ -58,13 +59,23 @@ async def run(config, log, *, late_after=2):
         async with anyio.create_task_group() as tasks:
             for task in (train, partial(explore, 0), partial(explore, 1)):
                 tasks.start_soon(task)
-            await until(lambda: trained(log, late_after))
+            await until(lambda: trained(log, config.epoch, 2))
             tasks.start_soon(explore, 2)
     return results
 
 
-async def trained(log, steps):
-    return len(await events_of(log, StepTrained)) >= steps
+async def trained(log, epoch, steps):
+    found = [one for one in await events_of(log, StepTrained) if one.epoch == epoch]
+    return len(found) >= steps
+
+
+def small(make_config, **settings):
+    """Return the configuration of a run that takes seconds."""
+    return make_config(
+        rollouts={"prompts_per_step": PROMPTS, "samples_per_prompt": 2, "claim_lease": PATIENCE},
+        explorer={"held_out_questions": 0, "groups_per_claim": 1},
+        **settings,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,19 +84,15 @@ async def trained(log, steps):
         ("fixed", {"interval": 2, "offset": 1}),
         ("trainer_driven", {}),
         ("explorer_driven", {"max_staleness": 2}),
+        ("explorer_driven", {"interval": 3, "max_staleness": 2}),
         ("fully_async", {"max_staleness": 2}),
     ],
 )
 async def test_a_run_of_a_style_has_its_property_and_no_other(
     make_config, redis_url, run_id, log, style, sync
 ):
-    config = make_config(
-        steps=STEPS,
-        rollouts={"prompts_per_step": PROMPTS, "samples_per_prompt": 2, "claim_lease": PATIENCE},
-        explorer={"held_out_questions": 0, "groups_per_claim": 1},
-        checkpoints={"interval": 0},
-        sync={"style": style, "timeout": PATIENCE, **sync},
-    )
+    sync = {"style": style, "timeout": PATIENCE, **sync}
+    config = small(make_config, steps=STEPS, checkpoints={"interval": 0}, sync=sync)
     async with reducer_task(redis_url, run_id):
         results = await run(config, log)
     found = await whole_log(log)
@@ -98,3 +105,25 @@ async def test_a_run_of_a_style_has_its_property_and_no_other(
     served = {one.producer.rank: one.event.version for one in await events_of(log, WeightsApplied)}
     assert {version.step for version in served.values()} == {STEPS}
     assert sorted(served) == [0, 1, 2], "the one that joined late ends with the last version too"
+
+
+@pytest.mark.parametrize("style", ["fixed", "explorer_driven", "fully_async"])
+async def test_a_run_that_resumes_between_two_synchronisations_keeps_to_its_style(
+    make_config, client, redis_url, run_id, log, style
+):
+    offset = {"offset": 1} if style == "fixed" else {}
+    sync = {"style": style, "interval": 2, "timeout": PATIENCE, **offset}
+    first = small(make_config, steps=3, checkpoints={"interval": 3}, sync=sync)
+    async with reducer_task(redis_url, run_id):
+        await run(first, log)
+        epoch = await open_run(client, run_id, resume_from=StepRef(first.epoch, 3))
+        config = msgspec.structs.replace(first, steps=8, epoch=epoch, resumed_step=3)
+        config = config.replaced("checkpoints", interval=0)
+        await run(config, log)
+    whole = await whole_log(log)
+    [began] = [at for at, one in enumerate(whole) if isinstance(one.event, RunResumed)]
+    found = whole[began:]  # Explorers are of no epoch.
+    trained = [one.event.step for one in found if isinstance(one.event, StepTrained)]
+    assert trained == [4, 5, 6, 7, 8]
+    assert PROPERTIES[style](found)
+    assert stalest(found) <= config.staleness_bound

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trinity_schemas import RunOpened, decode_envelope
+from tests.support.pipeline import events_of
+from trinity_schemas import RunOpened, StepTrained, decode_envelope
 from trinity_workers.config import TrainConfig
 from trinity_workers.config_files import read_config
 
@@ -45,3 +46,22 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     kept = read_config(folder / "config.yaml").checked()
     assert logged == kept
     assert (kept.steps, kept.trainer.engine, kept.rollouts.prompts_per_step) == (2, engine, 2)
+
+
+@pytest.mark.timeout(600)
+async def test_ppo_trains_a_critic_that_is_saved_and_not_published(
+    cli, log, redis_url, tmp_path, policy_folder
+):
+    few = (*FEW, "explorer.held_out_questions=0", "algorithm.critic.warmup_steps=1")
+    settings = [word for one in (*few, f"model.path={policy_folder}") for word in ("--set", one)]
+    place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
+    said = cli("train", str(EXAMPLES / "ppo.yaml"), *settings, *place, timeout=500)
+    assert said.returncode == 0, said.stderr
+    first, second = [one.event.metrics for one in await events_of(log, StepTrained)]
+    assert "critic/vf_loss" in first
+    assert "pg_loss" not in first, "the critic is trained alone first"
+    assert {"critic/vf_explained_var", "pg_loss"} <= second.keys()
+    checkpoint = tmp_path / log.run_id / "global_step_2"
+    shards = sorted(path.name for path in (checkpoint / "critic").glob("*.pt"))
+    assert shards == sorted(path.name for path in (checkpoint / "actor").glob("*.pt"))
+    assert len(shards) == 4, "model and optimizer of two ranks"

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from tests.support.rollout_parts import LEASE, answer, samples_of
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, until
 from trinity_events.core.ledger import Ledger, LedgerError
 from trinity_events.errors import DeadlineExceeded, TrinityError
 from trinity_events.rollouts import RolloutsFailed
@@ -311,3 +311,63 @@ async def test_requests_to_come_name_the_newest_version(parts):
         [group] = await dispatcher.take(1, deadline=PATIENCE)
         tasks.cancel_scope.cancel()
     assert group.experiences[0].oldest_version == newer
+
+
+# --- staleness --------------------------------------------------------------------------------
+
+
+async def test_every_answer_that_is_too_old_is_asked_for_again_before_its_step_comes(parts):
+    dispatcher = await parts.dispatcher()
+    await dispatcher.dispatch(4, parts.version)
+    explorer = parts.explorer()
+    await answer(explorer, 4)
+    newer = StepRef(parts.version.epoch, 2)
+    await dispatcher.dispatch(0, newer)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(keep_answering, explorer)
+        groups = await dispatcher.take(1, deadline=PATIENCE, oldest=2)
+        tasks.cancel_scope.cancel()
+    assert [(group.ordinal, group.attempt, group.oldest_step) for group in groups] == [(0, 2, 2)]
+    reissued = [one for event in await events(parts, RolloutsDispatched) for one in event.reissued]
+    assert {(one.ordinal, one.reason) for one in reissued} == {(at, "stale") for at in range(4)}
+
+
+@pytest.mark.parametrize(("when_stale", "taken"), [("wait", [0, 2]), ("drop", [1, 2])])
+async def test_a_step_waits_for_what_the_next_one_could_not_use_or_goes_on(
+    parts, when_stale, taken
+):
+    dispatcher = await parts.dispatcher(order="arrival", when_stale=when_stale)
+    explorer = parts.explorer()
+    await dispatcher.dispatch(1, parts.version)
+    await dispatcher.dispatch(3, StepRef(parts.version.epoch, 1))
+    [slow, *others] = await explorer.claim(4, seconds=PATIENCE)
+    for claim in others[1:2] + others[:1]:
+        await explorer.answer(claim, samples_of(claim))
+
+    async def answer_late():
+        if when_stale == "wait":
+            await until(lambda: dispatcher.waits_for(2))
+            await explorer.answer(slow, samples_of(slow))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(answer_late)
+        groups = await dispatcher.take(2, deadline=PATIENCE, oldest=0)
+    assert ordinals(groups) == taken
+
+
+async def test_a_request_that_is_given_back_as_superseded_names_the_newest_version(parts):
+    dispatcher = await parts.dispatcher(max_attempts=1)
+    await dispatcher.dispatch(1, parts.version, exact=True)
+    newer = StepRef(parts.version.epoch, 2)
+    await dispatcher.dispatch(0, newer, exact=True)
+    explorer = parts.explorer()
+    [claim] = await explorer.claim(1, seconds=PATIENCE)
+    assert claim.request.oldest == parts.version
+    await explorer.give_back(claim)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(keep_answering, explorer)
+        [group] = await dispatcher.take(1, deadline=PATIENCE)
+        tasks.cancel_scope.cancel()
+    assert (group.attempt, group.experiences[0].oldest_version) == (2, newer)
+    [told] = [one for event in await events(parts, RolloutsDispatched) for one in event.reissued]
+    assert told.reason == "superseded", "it is no failed attempt, of which there was but one"

@@ -12,15 +12,18 @@ import torch
 
 from tests.support.weight_versions import publish
 from trinity_events import Synchronizer
+from trinity_events.checkpoint_layout import TRAINER_STATE, final_name
 from trinity_schemas import Experience
 from trinity_workers.config import RunConfig
 from trinity_workers.learning.policy import load_policy
-from trinity_workers.trainer.state import TrainerState
+from trinity_workers.trainer.state import TrainerState, write_trainer_state
 from trinity_workers.trainer.wrapper import TrainEngineWrapper
 
 
 class LocalEngine(TrainEngineWrapper):
     """Engine whose steps shift the parameters of a real policy, which it publishes for real.
+
+    Its checkpoints hold the loop's own state alone.
 
     Args:
         config: The run.
@@ -36,7 +39,7 @@ class LocalEngine(TrainEngineWrapper):
         self._model, _ = load_policy(self._config.model_folder)
 
     async def load_checkpoint(self, folder: Path, step: int) -> None:
-        raise NotImplementedError
+        self._step = step
 
     @property
     def train_step_num(self) -> int:
@@ -68,7 +71,10 @@ class LocalEngine(TrainEngineWrapper):
         save_as_hf: bool = False,
         state: TrainerState | None = None,
     ) -> None:
-        raise NotImplementedError
+        folder = self._config.checkpoint_folder / final_name(self._step)
+        folder.mkdir(parents=True)
+        assert state is not None
+        write_trainer_state(folder / TRAINER_STATE, state)
 
     async def save_state_dict(self) -> None:
         raise NotImplementedError

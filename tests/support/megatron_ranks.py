@@ -177,8 +177,8 @@ def train(rank: Rank, batches: list[Batch]) -> list[float]:
         mine = batch.rows(len(batch) * share // shares, len(batch) * (share + 1) // shares)
         tokens = batch.token_count
 
-        def loss(logprobs, _, tokens=tokens):
-            value = -logprobs.sum() / tokens
+        def loss(current, _, tokens=tokens):
+            value = -current.logprobs.sum() / tokens
             return value * shares, {"loss": float(value.detach())}
 
         metrics, norm = engine.train_batch(mine, loss)

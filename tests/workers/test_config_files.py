@@ -55,7 +55,7 @@ MISTAKES = [
     ("trainer: {schedule: step}", "must be one of constant, linear, cosine"),
     (
         "{trainer: {engine: megatron}, algorithm: {entropy_coefficient: 1}}",
-        "trainer.engine megatron computes no entropy yet",
+        "trainer.engine megatron computes no entropy of a vocabulary that 2 ranks share",
     ),
     ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),
     ("sync: {tensor_digests: 1}", "must be true or false"),

@@ -18,6 +18,7 @@ from ..errors import TrinityError
 from ..server import connect, serving
 from ..views.terminal import say
 from .options import CheckpointRoot, RedisUrl, checkpoint_root, log_to_stderr
+from .reducer import until_stopped
 
 if TYPE_CHECKING:
     from ..dashboard.board import Board
@@ -94,7 +95,9 @@ def dashboard(
         listening = exits.enter_context(web.listening_socket(host, port))
         page = web.page_url(host, listening.getsockname()[1], token)
         started = partial(_say_at_once, f"dashboard at {page} (Ctrl-C stops)")
-        anyio.run(web.serve_board, opened, listening, token, [*(allow_host or ()), host], started)
+        hosts = [*(allow_host or ()), host]
+        serve = partial(web.serve_board, opened, listening, token, hosts, started)
+        anyio.run(until_stopped, serve)
 
 
 def _web() -> ModuleType:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import anyio
 import typer
@@ -13,9 +14,10 @@ import typer
 from ..archive import NotWritten, Recording, import_recording, read_recording, record_run
 from ..archive.format import file_written, write_file
 from ..archive.segments import Archive
+from ..checkpoint_layout import ARCHIVE
 from ..core.timeline import Timeline
 from ..errors import TrinityError
-from ..log import Entry, position
+from ..log import Entry, position, require_run
 from ..testing.history import as_test_file
 from ..views.perfetto import Trace
 from ..views.terminal import say
@@ -27,7 +29,10 @@ from .options import (
     client_of,
     log_of,
 )
-from .sources import states_of
+from .sources import recorded_file, states_of
+
+if TYPE_CHECKING:
+    from ..dashboard.sources import Source
 
 
 class OutputUnusable(TrinityError):
@@ -53,6 +58,10 @@ def export(
             "--perfetto", help="Write a trace instead: RUN.pftrace, which ui.perfetto.dev opens."
         ),
     ] = False,
+    as_html: Annotated[
+        bool,
+        typer.Option("--html", help="Write the dashboard's pages instead, as one file: RUN.html."),
+    ] = False,
     until: Annotated[
         str | None,
         typer.Option(
@@ -66,11 +75,14 @@ def export(
 ) -> None:
     """Write a run's whole log to a file of JSON lines, with the archived entries.
 
-    With --pytest and --perfetto, RUN may be a file that export wrote.
+    With --pytest, --perfetto and --html, RUN may be a file that export wrote. With --html it may
+    also be a run's folder.
 
     Example: trinity-events export demo-1 --output demo-1.jsonl
 
     Example: trinity-events export demo-1 --pytest --until 4
+
+    Example: trinity-events export demo-1 --html
     """
     if until is not None and not as_pytest:
         raise OutputUnusable(
@@ -78,11 +90,13 @@ def export(
         )
     if str(output) == "-":
         raise OutputUnusable("export writes a file, whole or not at all: name one with --output")
-    if as_pytest and as_perfetto:
-        raise OutputUnusable("export writes one file: give --pytest or --perfetto, not both")
+    if as_pytest + as_perfetto + as_html > 1:
+        raise OutputUnusable("export writes one file: give --pytest, --perfetto or --html alone")
     try:
         if as_pytest:
             anyio.run(_export_pytest, run, root, redis_url, until, output)
+        elif as_html:
+            anyio.run(_export_html, run, checkpoint_root(root), redis_url, output)
         elif as_perfetto:
             anyio.run(_export_perfetto, run, root, redis_url, output)
         else:
@@ -109,6 +123,33 @@ def import_(path: File, redis_url: RedisUrl = None) -> None:
 async def _export(redis_url: str | None, run: str, path: Path, root: Path) -> int:
     async with log_of(redis_url, run) as log:
         return await record_run(log, path, Archive(root / run, run))
+
+
+async def _export_html(run: str, root: Path, redis_url: str | None, output: Path | None) -> None:
+    from ..dashboard.html_export import html_of
+
+    async with _source_of(run, root, redis_url) as source:
+        page = await html_of(source)
+    path = output or Path(f"{source.run_id}.html")
+    write_file(path, page.encode())
+    say(f"run {source.run_id} in {path}: open it in a browser")
+
+
+@asynccontextmanager
+async def _source_of(run: str, root: Path, redis_url: str | None) -> AsyncIterator[Source]:
+    """Open the log of a file, of a run's folder, or of a run on a server."""
+    from ..dashboard.sources import RecordedSource, ServerSource
+
+    path, is_folder = Path(run), (Path(run) / ARCHIVE).is_dir()
+    if is_folder or recorded_file(run) is not None:
+        with closing(
+            (RecordedSource.of_archive if is_folder else RecordedSource.of_file)(path)
+        ) as one:
+            yield one
+        return
+    async with client_of(redis_url) as client:
+        run_id = await require_run(client, run)
+        yield ServerSource(client, run_id, Archive(root / run_id, run_id))
 
 
 async def _export_pytest(

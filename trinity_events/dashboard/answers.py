@@ -17,7 +17,6 @@ from ..errors import TrinityError
 from ..log import Entry, before, position
 from ..replay import envelope_of, set_aside
 from ..views import event_line, state_as_json
-from .blocks import BLOCK
 from .categories import BIT_OF_TAG, CATEGORIES, TYPES, category_of, step_of
 from .history import OTHERS, History, Lane
 from .run_reader import RunReader
@@ -107,7 +106,12 @@ def digests(history: History) -> dict[StepRef, str]:
 
 
 async def state_at(
-    reader: RunReader, *, number: int | None, entry: str | None, time: int | None, whole: bool
+    reader: RunReader,
+    *,
+    number: int | None = None,
+    entry: str | None = None,
+    time: int | None = None,
+    whole: bool = False,
 ) -> dict[str, Any]:
     """Return the state after an entry, given by its number, its id or a moment."""
     if entry is not None:
@@ -211,14 +215,14 @@ async def timeline(
     rows = rows or [Row(one.name, one.role, one.rank, one.rank) for one in history.lanes[:ROWS]]
     answer: dict[str, Any] = {"begin": begin, "end": end, "rows": [one.name for one in rows]}
     if history.blocks.count_between(begin, end) > DETAILED:
-        cells = await anyio.to_thread.run_sync(_counts, history, begin, end, rows)
+        cells = await anyio.to_thread.run_sync(counts, history, begin, end, rows)
         return answer | {"mode": "counts", "width": history.activity.width, "cells": cells}
-    spans = await _spans(reader, history, begin, end)
+    spans = await spans_of(reader, begin, end)
     resolution = (end - begin) / max(100, pixels)
-    return answer | {"mode": "spans"} | _rows_of_spans(spans, rows, history, begin, resolution)
+    return answer | {"mode": "spans"} | rows_of_spans(spans, rows, history, begin, resolution)
 
 
-def _counts(history: History, begin: int, end: int, rows: Sequence[Row]) -> list[list[Any]]:
+def counts(history: History, begin: int, end: int, rows: Sequence[Row]) -> list[list[Any]]:
     """Return the counts of each row: row, milliseconds, category, count."""
     activity, found = history.activity, []
     for number, row in enumerate(rows):
@@ -232,13 +236,14 @@ def _counts(history: History, begin: int, end: int, rows: Sequence[Row]) -> list
     return found
 
 
-async def _spans(reader: RunReader, history: History, begin: int, end: int) -> list[Span]:
+async def spans_of(reader: RunReader, begin: int, end: int) -> list[Span]:
     """Group the entries of a window; what began before it comes from the state at its begin."""
+    history = await reader.indexed()
     first = await reader.number_at(begin - 1) if begin > history.begin else history.first
     start = await reader.at(max(first, history.first))
     state, entries = start.state, []
     after = state.position
-    async for page in reader.pages(after, f"{end}-{2**64 - 1}", DETAILED + BLOCK):
+    async for page in reader.pages(after, f"{end}-{2**64 - 1}"):
         entries += page
     return await anyio.to_thread.run_sync(_grouped, start.state, entries, begin, end)
 
@@ -259,10 +264,15 @@ def _grouped(state: Any, entries: list[Entry], begin: int, end: int) -> list[Spa
     return grouping.finish(max(last, begin) if last < end else end)
 
 
-def _rows_of_spans(
-    spans: list[Span], rows: Sequence[Row], history: History, begin: int, resolution: float
+def rows_of_spans(
+    spans: list[Span],
+    rows: Sequence[Row],
+    history: History,
+    begin: int,
+    resolution: float,
+    most: int = SPANS,
 ) -> dict[str, Any]:
-    """Return the spans of rows of one lane, and the counts of rows of several."""
+    """Return the spans of rows of one lane, at most so many, and the counts of rows of several."""
     row_of: dict[str, int] = {}
     grouped: set[int] = set()
     for number, row in enumerate(rows):
@@ -282,8 +292,8 @@ def _rows_of_spans(
             sums[cell] = sums.get(cell, 0) + 1
     return {
         "width": width,
-        "spans": [_span(row_of[one.lane], one) for one in shown[:SPANS]],
-        "left_out": max(0, len(shown) - SPANS),
+        "spans": [_span(row_of[one.lane], one) for one in shown[:most]],
+        "left_out": max(0, len(shown) - most),
         "cells": [
             [number, begin + bucket * width, category, count]
             for (number, bucket, category), count in sums.items()

@@ -45,6 +45,8 @@ _SILENCE = 10.0
 """Seconds after which a live stream says that nothing changed."""
 SEND_DEADLINE = 15.0
 """Seconds for which a viewer may leave a message unread, before it is dropped."""
+_GOODBYE = 0.5
+"""Seconds that the last message of a stream may take."""
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (BadQuestion, 400),
     (UnknownEntry, 404),
@@ -86,15 +88,18 @@ def application(
         board: Board = request.app.state.board
         return _json(request, {"runs": await board.listed()})
 
+    live = _Live(drop)
     routes = [
         Route("/api/runs", _answering(runs)),
-        Route("/api/runs/{run}/live", _Live(drop)),
+        Route("/api/runs/{run}/live", live),
         *(Route(f"/api/runs/{{run}}/{name}", _of_run(one)) for name, one in _ANSWERS.items()),
         Route("/", _file("index.html")),
         *(Route(f"/{path.name}", _file(path.name)) for path in STATIC.iterdir() if path.is_file()),
     ]
     guard = Middleware(Guard, token=token, hosts=hosts)
-    return Starlette(routes=routes, middleware=[guard], lifespan=lifespan)
+    app = Starlette(routes=routes, middleware=[guard], lifespan=lifespan)
+    app.state.stop_streams = live.stop
+    return app
 
 
 def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -237,6 +242,7 @@ class _Live:
 
     def __init__(self, drop: Drop | None) -> None:
         self._drop = drop
+        self._stopping = anyio.Event()
         self._frames: dict[str, tuple[RunReader, int, bytes]] = {}
         self._encoding = anyio.Lock()
 
@@ -253,7 +259,8 @@ class _Live:
         reader.viewers += 1
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._stream, reader, scope, send, tasks.cancel_scope)
+                tasks.start_soon(self._stream, reader, scope, send)
+                tasks.start_soon(self._end, send, tasks.cancel_scope)
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 tasks.cancel_scope.cancel()
@@ -263,9 +270,17 @@ class _Live:
             if not reader.viewers:
                 self._frames.pop(reader.source.run_id, None)
 
-    async def _stream(
-        self, reader: RunReader, scope: Scope, send: Send, done: anyio.CancelScope
-    ) -> None:
+    def stop(self) -> None:
+        """End all streams, as the server stops."""
+        self._stopping.set()
+
+    async def _end(self, send: Send, stream: anyio.CancelScope) -> None:
+        await self._stopping.wait()
+        stream.cancel()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_GOODBYE):
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _stream(self, reader: RunReader, scope: Scope, send: Send) -> None:
         start = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         version = -1
         try:
@@ -286,8 +301,7 @@ class _Live:
             if self._drop is not None:
                 self._drop(scope)
         except OSError:
-            pass  # the viewer went away
-        done.cancel()
+            pass  # the viewer went away, which ends the stream
 
     async def _frame(self, reader: RunReader) -> tuple[int, bytes]:
         """Return the message of the newest state, which is made once for all viewers."""

@@ -298,16 +298,16 @@ class RunReader:
             )
         return history
 
-    async def pages(self, after: str, through: str, most: int) -> AsyncIterator[list[Entry]]:
-        """Yield pages of entries between two positions, at most ``most`` entries."""
-        left = most
-        while left > 0:
-            found = await self.source.read(after, through=through, limit=min(PAGE, left))
-            if not found:
-                return
+    async def pages(self, after: str, through: str) -> AsyncIterator[list[Entry]]:
+        """Yield pages of the entries between two positions."""
+        while found := await self.source.read(after, through=through, limit=PAGE):
             yield found
-            left -= len(found)
             after = found[-1].id
+
+    async def looked_around(self) -> None:
+        """Wait until groups and dead letters were read once."""
+        while self.around is None and self.problem is None:
+            await self.changed(self.version, 1.0)
 
 
 def _fold_last(monitor: Monitor, entry: Entry) -> At:

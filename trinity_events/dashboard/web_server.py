@@ -7,10 +7,12 @@ import ipaddress
 import secrets
 import socket
 from asyncio import Transport
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import anyio
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import TrinityError
@@ -111,11 +113,7 @@ async def serve_board(
         hosts: Names that the server is known by.
         started: Called once it answers.
     """
-    await serve_app(application(opened, token=token, hosts=hosts, drop=drop), listening, started)
-
-
-async def serve_app(app: ASGIApp, listening: socket.socket, started: Callable[[], None]) -> None:
-    """Serve an application at a listening socket, until cancelled or interrupted."""
+    app = application(opened, token=token, hosts=hosts, drop=drop)
     config = uvicorn.Config(
         app,
         http=_Connection,
@@ -131,27 +129,39 @@ async def serve_app(app: ASGIApp, listening: socket.socket, started: Callable[[]
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=32 << 10,
     )
-    server = _Server(config, started)
+    server = _Server(config, started, app.state.stop_streams)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     try:
         await asyncio.shield(serving)
-    except asyncio.CancelledError:
+    finally:
         server.should_exit = True
-        await serving  # it closes its connections
-        raise
+        with anyio.CancelScope(shield=True):
+            await serving  # it closes its connections
 
 
 class _Server(uvicorn.Server):
-    """Server that tells when it answers."""
+    """Server that tells when it answers, and when it is about to stop."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, started: Callable[[], None], stopping: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._tell = started
+        self._stopping = stopping
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the command, which cancels the server."""
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._tell()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping()
+        await super().shutdown(sockets)
 
 
 def page_url(host: str, port: int, token: str | None) -> str:

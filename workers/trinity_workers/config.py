@@ -262,6 +262,12 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         return self.algorithm.with_limit(self.rollouts.max_new_tokens)
 
     @property
+    def teacher_folder(self) -> Path | None:
+        """Return the Hugging Face folder of the teacher, if the algorithm asks one."""
+        path = self.algorithm.teacher.path
+        return Path(path) if path is not None and self.algorithm.asks_teacher else None
+
+    @property
     def prompts_in_flight(self) -> int:
         """Prompts that are asked for at a time, of all steps that one version may serve."""
         return self.rollouts.prompts_per_step * last_step_served(self.sync, 0)
@@ -501,11 +507,14 @@ def _beyond_the_trainer(
             f"{engine} megatron splits the vocabulary, and {loss} divergence compares all of it: "
             f"set {advantage} teacher with another {loss}, or {engine} fsdp",
         )
-    if algorithm.entropy_coefficient:
+    trainer = config.trainer
+    tensor = trainer.tensor_parallel or trainer.ranks // trainer.pipeline_parallel
+    if algorithm.entropy_coefficient and tensor > 1:
         yield (
-            ("trainer.engine", "algorithm.entropy_coefficient"),
-            f"{engine} megatron computes no entropy yet: set "
-            f"{named('algorithm.entropy_coefficient')} 0, or {engine} fsdp",
+            ("trainer.engine", "trainer.tensor_parallel", "algorithm.entropy_coefficient"),
+            f"{engine} megatron computes no entropy of a vocabulary that {tensor} ranks share: set "
+            f"{named('trainer.tensor_parallel')} 1, {named('algorithm.entropy_coefficient')} 0, or "
+            f"{engine} fsdp",
         )
 
 

@@ -80,6 +80,10 @@ async def check_user_task(config: TrainConfig) -> None:
             f"model.dtype is {config.model.dtype}, and the built-in model is float32: set "
             "model.path, or leave model.dtype out"
         )
+    if config.model.path is not None and config.teacher_folder is not None:
+        await anyio.to_thread.run_sync(
+            _check_teacher, config.teacher_folder, Path(config.model.path)
+        )
     if not built_in:
         await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
     if config.explorer.engine not in ENGINES:
@@ -92,6 +96,12 @@ async def check_user_task(config: TrainConfig) -> None:
         ):
             pass
     await (await start_rewards(config)).aclose()
+
+
+def _check_teacher(folder: Path, policy: Path) -> None:
+    from .learning.teacher import checked_teacher
+
+    checked_teacher(folder, policy)
 
 
 def _check_model(folder: Path) -> None:

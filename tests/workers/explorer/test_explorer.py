@@ -157,6 +157,35 @@ async def test_a_request_for_a_version_to_come_waits_for_it(config, trainer):
         await trainer.publish(STEPS)
 
 
+async def test_requests_of_several_exact_versions_are_each_served_by_their_own(config, trainer):
+    config = config.replaced("explorer", groups_per_claim=4)
+    dispatcher = await trainer.dispatcher()
+    await dispatcher.dispatch(2, trainer.version(0), exact=True)
+    await dispatcher.dispatch(2, trainer.version(1), exact=True)
+    await trainer.publish(0)
+    async with exploring(Explorer(config, 0)):
+        first = await dispatcher.take(2, deadline=PATIENCE)
+        await trainer.publish(1)
+        second = await dispatcher.take(2, deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    served = [[one.oldest_step for one in groups] for groups in (first, second)]
+    assert served == [[0, 0], [1, 1]]
+    assert all(group.attempt == 1 for group in (*first, *second))
+
+
+async def test_an_exact_request_of_an_earlier_version_comes_back_with_the_newest(config, trainer):
+    dispatcher = await trainer.dispatcher(max_attempts=1)
+    await trainer.publish(0)
+    await trainer.publish(1)
+    async with exploring(Explorer(config, 0)):
+        await until(lambda: trainer.served(1))
+        await dispatcher.dispatch(1, trainer.version(0), exact=True)
+        await dispatcher.dispatch(0, trainer.version(1), exact=True)
+        [group] = await dispatcher.take(1, deadline=PATIENCE)
+        await trainer.publish(STEPS)
+    assert (group.attempt, group.oldest_step) == (2, 1)
+
+
 async def dispatcher_sees_a_claim(trainer):
     keys, epoch = RunKeys.of(trainer.config.run_id), trainer.config.epoch
     return (await trainer.client.xpending(keys.rollouts, f"explorers-{epoch}"))["pending"]

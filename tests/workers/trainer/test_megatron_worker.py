@@ -107,22 +107,27 @@ DIVIDED = {
 }
 
 
+WHOLE_VOCABULARY = {"entropy_coefficient": 0.01}
+
+
 @pytest.mark.parametrize(
-    ("world", "settings"),
-    [(1, {"micro_batch_rows": 3}), (2, {"pipeline_parallel": 2, "micro_batch_rows": 2}), (4, {})],
+    ("world", "settings", "more"),
+    [
+        (1, {"micro_batch_rows": 3}, WHOLE_VOCABULARY),
+        (2, {"pipeline_parallel": 2, "micro_batch_rows": 2}, WHOLE_VOCABULARY),
+        (4, {"tensor_parallel": 2}, {}),
+    ],
+    ids=["one rank", "pipeline", "replicas of two ranks"],
 )
 def test_several_updates_with_a_reference_on_megatron_are_those_on_fsdp(
-    trained, run_id, world, settings
+    trained, run_id, world, settings, more
 ):
     steps = [make_groups(run_id, seed) for seed in (1, 2)]
-    settings = settings | {"schedule": "cosine"}
-    if world == 4:  # two replicas, with a mini-batch of each
-        settings["tensor_parallel"] = 2
-    alone = {"schedule": "cosine"}
-    (expected, expected_weights), *_ = trained(
-        2 if world == 4 else 1, steps, algorithm=DIVIDED, **alone
-    )
-    for metrics, weights in trained(world, steps, algorithm=DIVIDED, engine="megatron", **settings):
+    algorithm, schedule = DIVIDED | more, {"schedule": "cosine"}
+    replicas = 2 if world == 4 else 1  # a mini-batch has rows of each
+    (expected, expected_weights), *_ = trained(replicas, steps, algorithm=algorithm, **schedule)
+    found = trained(world, steps, algorithm=algorithm, engine="megatron", **schedule, **settings)
+    for metrics, weights in found:
         for mine, theirs in zip(metrics, expected, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-3, rel=1e-3)
         assert metrics[-1]["learning_rate"] < metrics[0]["learning_rate"]

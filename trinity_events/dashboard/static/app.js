@@ -94,6 +94,7 @@ async function openRun(run) {
   renderHead();
   await told(await ask("now"));
   await loadLanes();
+  shown();
   stop = source.follow(run, (data) => told(data), (why) => { state.problem = why; renderHead(); });
 }
 
@@ -181,6 +182,10 @@ function renderHead() {
     h("div", { class: "head-tools" }, h("button", { class: "tool", title: `Colours: ${theme} (T)`, "aria-label": `Colours: ${theme}`, onclick: () => { setTheme(next); renderHead(); } }, { auto: "◐", light: "☀", dark: "☾" }[theme] ?? "◐"), h("button", { class: "tool", title: "Keys (?)", "aria-label": "Keys", onclick: keys }, "?")));
 }
 
+function showTab() {
+  document.querySelector("nav a.on")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+}
+
 function logo() {
   return h("span", { class: "mark-box", "aria-hidden": "true" }, h("i", {}), h("i", {}), h("i", {}));
 }
@@ -191,6 +196,7 @@ function go(page) {
   if (!location.hash.startsWith(`${address(page)}`)) history.pushState(null, "", address(page));
   hideTip();
   renderHead();
+  showTab();
   renderPage();
 }
 

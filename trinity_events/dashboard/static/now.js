@@ -89,11 +89,12 @@ function stepsPanel(view) {
     return h("tr", { title: kind.failure ?? "" }, h("td", { class: "number" }, count(step)), h("td", {}, kind.kind.replace("_", " ")),
       h("td", { class: "wide" }, kind.compacted ? meter(1, mood) : meter(kind.expected ? kind.have / kind.expected : 0, mood)), h("td", { class: `state ${mood}` }, word));
   });
-  const saves = view.saves.slice(0, 8).map((one) => h("li", {}, h("span", { class: "strong" }, one.holder), ` on ${one.node} ${one.started ? "saves" : "waits to save"} `, one.slot,
+  const more = view.saves.length - 5;
+  const saves = view.saves.slice(0, more > 0 ? 4 : 5).map((one) => h("li", {}, h("span", { class: "strong" }, one.holder), ` on ${one.node} ${one.started ? "saves" : "waits to save"} `, one.slot,
     h("span", { class: "muted" }, ` · ${duration(view.now - one.since)}${one.bytes ? ` · ${bytes(one.bytes)}` : ""}`)));
   return panel("Steps", view.saves.length ? `${view.saves.length} under way` : "",
     rows.length ? h("table", { class: "steps" }, h("thead", {}, h("tr", {}, h("th", {}, "step"), h("th", {}, "kind"), h("th", {}, "saves or parts"), h("th", {}, ""))), h("tbody", {}, rows)) : empty("No step yet."),
-    saves.length ? h("ul", { class: "plain" }, saves) : null,
+    saves.length ? h("ul", { class: "plain" }, saves, more > 0 ? h("li", { class: "muted" }, `and ${more + 1} more`) : null) : null,
     view.unfinished.length ? h("ul", { class: "plain words" }, view.unfinished.slice(0, 4).map((line) => h("li", {}, line))) : null);
 }
 
@@ -146,10 +147,10 @@ export function renderHealth(view, dead, actions) {
   const { scrub } = actions;
   const link = (entry) => h("button", { class: "link", onclick: () => scrub({ entry }) }, entry);
   const groups = view.groups ?? [];
-  const behind = view.committed && view.position ? Number(view.position.split("-")[0]) - Number(view.committed.split("-")[0]) : null;
+  const behind = view.live && view.committed ? Number(view.position.split("-")[0]) - Number(view.committed.split("-")[0]) : null;
   const list = (rows, none) => (rows.length ? h("table", { class: "list" }, h("tbody", {}, rows)) : empty(none));
   return [
-    panel("Reducer and consumer groups", behind === null ? "" : behind > 0 ? `the reducer is ${duration(behind)} behind` : "the reducer has folded everything",
+    panel("Reducer and consumer groups", behind === null ? "" : behind > 1000 ? `the reducer is ${duration(behind)} behind` : "the reducer has folded everything",
       groups.length ? h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["group", "stream", "members", "pending", "oldest pending", "idle", ""].map((one) => h("th", {}, one)))), h("tbody", {}, groups.map((one) => h("tr", {}, h("td", { class: "strong" }, one[1]), h("td", {}, one[0]), h("td", { class: "number" }, one[2]), h("td", { class: "number" }, count(one[3])), h("td", {}, one[5] ?? "–"), h("td", { class: "number" }, duration(one[6] * 1000)), h("td", { class: `state ${one[7] ? "ok" : "going"}` }, one[7] ? "✓ caught up" : "behind"))))) : empty("No consumer group reads this run now."),
       view.detached.length ? h("ul", { class: "plain" }, view.detached.map((one) => h("li", {}, `Group ${one[0]} was idle for ${duration(one[3] * 1000)} and was detached at `, link(one[1]), `, with ${count(one[2])} entries not acknowledged.`))) : null),
     panel("Failures", "", list(view.failures.map((line) => h("tr", {}, h("td", {}, line))), "No step is failed.")),

@@ -23,7 +23,7 @@ export class Scrubber {
   }
 
   step(by) {
-    if (this.view) this.scrub({ number: Math.max(this.first, Math.min(this.last, this.view.number + by)) });
+    if (this.view) this.scrub({ number: Math.max(this.first, Math.min(this.last, this.view.number + by)), by });
   }
 
   setOverview(overview, marks, categories) {

@@ -78,8 +78,13 @@ class FileSource {
 
   follow() { return () => {}; }
 
-  _at({ number, entry, time }) {
+  // Of the past, a file has some states alone: a step leads to the next of them.
+  _at({ number, entry, time, by }) {
     const states = this.data.states;
+    if (by) {
+      const at = states.findLastIndex((one) => one.number <= number - by);
+      return states[Math.max(0, Math.min(states.length - 1, at + by))];
+    }
     if (entry) number = states.find((one) => one.position === entry)?.number ?? this.numberOf(entry);
     let found = states[0];
     for (const one of states) {
@@ -94,13 +99,21 @@ class FileSource {
   }
 
   _timeline({ from, to, rows }) {
-    const names = rows.split(",");
     const { timeline } = this.data;
-    const place = new Map(timeline.rows.map((name, at) => [name, names.indexOf(name)]));
-    const at = (row) => place.get(timeline.rows[row]);
-    const spans = (timeline.spans ?? []).filter((one) => at(one[0]) >= 0 && one[2] >= from && one[1] <= to).map((one) => [at(one[0]), ...one.slice(1)]);
-    const cells = (timeline.cells ?? []).filter((one) => at(one[0]) >= 0 && one[1] >= from - timeline.width && one[1] <= to).map((one) => [at(one[0]), ...one.slice(1)]);
-    return { ...timeline, begin: from, end: to, rows: names, spans, cells };
+    const names = rows.split(",");
+    const ranges = names.map((name) => /^([\w.-]+):(\d+)-(\d+)$/.exec(name));
+    const rowOf = timeline.rows.map((name) => {
+      const [, role, rank] = /^(.*)-(\d+)$/.exec(name) ?? [];
+      const single = names.indexOf(name);
+      return single >= 0 ? single : ranges.findIndex((one) => one && one[1] === role && rank >= Number(one[2]) && rank <= Number(one[3]));
+    });
+    const placed = (all) => all.map((one) => [rowOf[one[0]], ...one.slice(1)]).filter((one) => one[0] >= 0);
+    const cells = placed(timeline.cells).filter((one) => one[1] >= from - timeline.width && one[1] <= to);
+    // Spans are of the newest events; a window that begins long before them shows numbers.
+    const detailed = to > timeline.since && to - timeline.since > (to - from) / 2;
+    if (!detailed) return { mode: "counts", width: timeline.width, cells };
+    const spans = placed(timeline.spans).filter((one) => one[2] >= from && one[1] <= to && !ranges[one[0]]);
+    return { mode: "spans", width: timeline.width, spans, cells: cells.filter((one) => ranges[one[0]] || one[1] < timeline.since - timeline.width) };
   }
 
   _events({ type, producer, step, since, until, before, limit }) {

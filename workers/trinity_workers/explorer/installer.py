@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from trinity_events import Synchronizer
 from trinity_events.errors import CorruptVersion, DeadlineExceeded, TrinityError, VersionUnavailable
-from trinity_schemas import StepReady, StepRef
+from trinity_schemas import StepReady, StepRef, SyncRequested
 
 from ..config import RunConfig
 from ..rollout_engines import RolloutEngine
@@ -84,12 +84,22 @@ class VersionInstaller:
                 logger.warning("the explorer waits for newer weights: %s", error)
                 reason = error
                 self._versions.skip(newest)
-                await anyio.to_thread.run_sync(self._synchronizer.request_resend, ready)
+                await anyio.to_thread.run_sync(self._ask_for_another, ready)
                 if self._serves(step):
                     return  # The trainer may wait for answers, and these weights will do.
             else:
                 self.installed += 1
                 return
+
+    def _ask_for_another(self, failed: StepReady) -> None:
+        """Ask for a version in the place of one that could not be installed, where that is usual.
+
+        A trainer that publishes on request may wait for this explorer.
+        """
+        if self._config.sync.style == "explorer_driven":
+            wanted = StepRef(failed.epoch, failed.step + 1)
+            self._synchronizer.tell(SyncRequested(wanted=wanted))
+        self._synchronizer.request_resend(failed)
 
     async def install_exactly(self, step: int) -> bool:
         """Install the version of ``step``; return False if a newer one has taken its place.

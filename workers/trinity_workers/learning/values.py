@@ -26,6 +26,10 @@ class ValueModel(nn.Module):
         self.model = policy.base_model
         self.config = copy.deepcopy(policy.config)
         self.config.num_labels = 1
+        self.config.architectures = [
+            name.replace("CausalLM", "TokenClassification")
+            for name in policy.config.architectures or ()
+        ]
         self._no_split_modules = policy._no_split_modules
         head = policy.get_output_embeddings().weight
         self.score = nn.Linear(head.shape[1], 1, dtype=head.dtype)

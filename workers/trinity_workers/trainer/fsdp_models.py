@@ -10,10 +10,10 @@ import torch
 from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
+from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
 from .fsdp_step import Models
 from .rates import critic_rate, policy_rate
-from .teacher import teacher_folder
 
 
 def load_models(config: RunConfig, device: torch.device) -> Models:
@@ -38,6 +38,6 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
         return frozen_policy(path, device=device, dtype=config.model.dtype)
 
     reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
-    asks = settings.asks_teacher
-    teacher = frozen(teacher_folder(config, policy.tokenizer)) if asks else None
+    path = config.teacher_folder
+    teacher = None if path is None else frozen(checked_teacher(path, folder))
     return Models(policy, critic, reference, teacher)

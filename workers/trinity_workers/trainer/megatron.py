@@ -28,10 +28,10 @@ from ..helpers.megatron import (
     only,
     save_as_one,
 )
+from ..learning.teacher import checked_teacher
 from .background_saves import BackgroundSaves
 from .megatron_step import MegatronTrainingStep
 from .rates import policy_rate
-from .teacher import teacher_folder
 from .worker import TrainWorker
 
 logger = logging.getLogger(__name__)
@@ -190,8 +190,8 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         reference = teacher = None
         if "reference_logprobs" in settings.needed_fields:
             reference = make(config.model_folder)
-        if settings.asks_teacher:
-            teacher = make(teacher_folder(config, self._policy.tokenizer))
+        if config.teacher_folder is not None:
+            teacher = make(checked_teacher(config.teacher_folder, config.model_folder))
         return MegatronTrainingStep(
             self._policy,
             settings,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..algorithms.aggregation import Means
 from ..algorithms.batch import Batch
+from ..algorithms.logits import TokenStatistics
 from ..algorithms.prepare import prepare
 from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.update import policy_update
@@ -72,6 +73,7 @@ class MegatronTrainingStep:
                 self._loss(counts[index], replicas.size()),
                 temperature=self._temperature,
                 parts=division.parts_of_update,
+                entropy=settings.entropy_coefficient > 0,
             )
             parts += found
             norms.append(norm)
@@ -87,15 +89,15 @@ class MegatronTrainingStep:
 
     def _loss(
         self, count: Tensor, replicas: int
-    ) -> Callable[[Tensor, Batch], tuple[Tensor, Means]]:
+    ) -> Callable[[TokenStatistics, Batch], tuple[Tensor, Means]]:
         """Return the loss of micro-batches; ``count`` is the denominator of all of them."""
         settings = self._settings
 
-        def loss(logprobs: Tensor, part: Batch) -> tuple[Tensor, Means]:
+        def loss(current: TokenStatistics, part: Batch) -> tuple[Tensor, Means]:
             if settings.updates == 1:
                 # The policy before a step's only update is the current one.
-                part = replace(part, proximal_logprobs=logprobs.detach())
-            update = policy_update(part, logprobs, settings)
+                part = replace(part, proximal_logprobs=current.logprobs.detach())
+            update = policy_update(part, current.logprobs, settings, entropy=current.entropy)
             # Megatron averages gradients over replicas.
             return update.loss(count, replicas), update.means()
 

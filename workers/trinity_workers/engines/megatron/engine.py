@@ -21,7 +21,7 @@ from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
 from . import checkpoint
 from .cpu import adapted
-from .layout import ParallelLayout, join
+from .layout import LayoutRefused, ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .model_description import read_description, write_description
 from .rank_state import rank_state, restore_rank_state
@@ -139,6 +139,7 @@ class MegatronEngine:
         *,
         temperature: float = 1.0,
         parts: int | None = None,
+        entropy: bool = False,
     ) -> tuple[list[Any], float]:
         """Take one optimizer step on this replica's batch. Collective.
 
@@ -149,11 +150,20 @@ class MegatronEngine:
             temperature: Divisor of the logits.
             parts: Micro-batches, at least; with a pipeline, their number is a multiple of its
                 stages. By default the engine's own number.
+            entropy: Give entropies to the loss too. The vocabulary must not be split.
 
         Returns:
             What the loss returns beside it of every micro-batch, on the last pipeline stage
             alone, and the gradients' norm before clipping.
+
+        Raises:
+            LayoutRefused: for entropies of a split vocabulary.
         """
+        if entropy and self.layout.tensor > 1:
+            raise LayoutRefused(
+                "entropies of a vocabulary that tensor-parallel ranks share are not computed: "
+                "take a layout with tensor 1, or no entropy"
+            )
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -164,6 +174,7 @@ class MegatronEngine:
             loss,
             vocabulary=self.config.vocab_size,
             temperature=temperature,
+            entropy=entropy,
         )
         with adapted():
             self._set_learning_rate()

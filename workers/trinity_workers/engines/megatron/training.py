@@ -11,10 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...algorithms.batch import Batch
+from ...algorithms.logits import TokenStatistics, token_statistics
 from .cpu import adapted
 
-LossFunction: TypeAlias = Callable[[Tensor, Batch], tuple[Tensor, Any]]
-"""Returns loss (0-dim) and metrics of a micro-batch from its log-probabilities [B, R]."""
+LossFunction: TypeAlias = Callable[[TokenStatistics, Batch], tuple[Tensor, Any]]
+"""Returns loss (0-dim) and metrics of a micro-batch from its log-probabilities [B, R], and from
+entropies if they were asked for."""
 
 
 def response_logprobs(
@@ -23,7 +25,7 @@ def response_logprobs(
     """Return log-probabilities [B, R] of every micro-batch; empty before the last stage."""
 
     def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
-        found = _logprobs(logits, row, vocabulary, temperature)
+        found = _statistics(logits, row, vocabulary, temperature).logprobs
         return found.sum(), found
 
     with torch.no_grad():
@@ -37,6 +39,7 @@ def accumulate_gradients(
     *,
     vocabulary: int,
     temperature: float,
+    entropy: bool = False,
 ) -> list[Any]:
     """Accumulate the gradients of the micro-batches' losses; their mean over replicas.
 
@@ -45,7 +48,8 @@ def accumulate_gradients(
     """
 
     def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Any]:
-        value, metrics = loss(_logprobs(logits, row, vocabulary, temperature), row.batch)
+        found = _statistics(logits, row, vocabulary, temperature, entropy=entropy)
+        value, metrics = loss(found, row.batch)
         # The schedule divides by the number of micro-batches, as if losses were means.
         return value * len(parts), metrics
 
@@ -125,8 +129,13 @@ def _run_schedule(
     return found
 
 
-def _logprobs(logits: Tensor, row: _Rows, vocabulary: int, temperature: float) -> Tensor:
-    """Return log-probabilities [B, R] of response tokens, 0 on padding, from split logits."""
+def _statistics(
+    logits: Tensor, row: _Rows, vocabulary: int, temperature: float, *, entropy: bool = False
+) -> TokenStatistics:
+    """Return log-probabilities [B, R] of response tokens, 0 on padding, from split logits.
+
+    Entropies need logits that are not split.
+    """
     from megatron.core import parallel_state as state
     from megatron.core import tensor_parallel
 
@@ -137,11 +146,17 @@ def _logprobs(logits: Tensor, row: _Rows, vocabulary: int, temperature: float) -
     places = (before[None] - row.firsts[:, None]) % columns
     mine = logits.shape[-1]
     logits = logits.gather(1, places[..., None].expand(-1, -1, mine))
+    answers = row.tokens.gather(1, (places + 1) % columns)
+    masked = ~row.batch.response_mask
+    if entropy:
+        found = token_statistics(
+            logits[..., :vocabulary], answers, temperature=temperature, entropy=True
+        )
+        return TokenStatistics(*(one.masked_fill(masked, 0.0) for one in found if one is not None))
     logits = logits.float() / temperature
     real = vocabulary - mine * state.get_tensor_model_parallel_rank()
     if real < mine:  # the last columns are padding of the vocabulary
         real = max(0, real)
         logits = F.pad(logits[..., :real], (0, mine - real), value=-1e9)
-    answers = row.tokens.gather(1, (places + 1) % columns)
     logprobs: Tensor = -tensor_parallel.vocab_parallel_cross_entropy(logits, answers)
-    return logprobs.masked_fill(~row.batch.response_mask, 0.0)
+    return TokenStatistics(logprobs.masked_fill(masked, 0.0), None)

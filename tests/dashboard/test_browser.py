@@ -1,0 +1,162 @@
+"""The pages in a real browser: by keyboard, narrow and wide, live and from a file."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from tests.support.browser import browser
+from tests.support.dashboards import (
+    SMALL,
+    dashboard,
+    dashboard_of,
+    put_run,
+    server_runs,
+    shared_dashboard,
+)
+from trinity_events.dashboard import html_export
+from trinity_events.dashboard.html_export import bundle, html_of, imports_of
+from trinity_events.dashboard.simulated_run import Plan, simulated_run
+from trinity_events.dashboard.sources import RecordedSource
+from trinity_events.log import AsyncPublisher, new_producer
+from trinity_schemas import RunClosed, TrainerStatusChanged
+
+DEMO = Plan()
+LAST = 12_457
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address():
+    with shared_dashboard(DEMO) as found:
+        yield f"http://127.0.0.1:{found.port}/"
+
+
+PAINTED = """(() => {
+  const canvas = document.querySelector(".lanes canvas");
+  if (!canvas) return false;
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const colors = new Set();
+  for (let at = 0; at < data.length; at += 4) if (data[at + 3] > 200)
+    colors.add(data[at] << 16 | data[at + 1] << 8 | data[at + 2]);
+  return colors.size > 8;
+})()"""
+
+
+def test_the_demo_is_read_and_scrubbed_by_keyboard_alone(page, address):
+    page.open(address)
+    page.wait_for("document.querySelector('.headline h1')?.innerText.includes('trainer-0 waits')")
+    assert "reward-1" in page.text(".headline")
+    assert page.evaluate("document.querySelectorAll('.cells button').length") == DEMO.explorers
+    page.wait_for(PAINTED)
+    page.press(",")
+    page.wait_for(f"document.querySelector('.banner')?.innerText.includes('{LAST - 1:,}')")
+    page.wait_for("location.hash.includes('/overview/')")
+    page.press("l")
+    page.wait_for("!document.querySelector('.banner')")
+    page.press("2")
+    page.wait_for("document.querySelectorAll('.matrix tbody tr').length === 47")
+    assert page.text(".matrix tbody th") == "explorer-20"
+    page.press("3")
+    page.wait_for("document.querySelectorAll('svg.chart').length === 9")
+    page.press("4")
+    page.wait_for("document.querySelector('.equation')?.innerText.includes('dispatched =')")
+    page.press("5")
+    page.wait_for("document.body.innerText.includes('points to failing memory of node-06')")
+    page.press("6")
+    page.wait_for("document.querySelectorAll('.found tbody tr').length === 50")
+    page.press("?")
+    page.wait_for("document.querySelector('dialog[open]')")
+    assert page.problems == []
+
+
+def test_an_address_leads_to_the_state_after_an_event(page, address):
+    page.open(f"{address}#/{DEMO.run_id}/overview/1767258806917-0")
+    page.wait_for("document.querySelector('.headline.bad h1')")
+    assert "Step 40 checkpoint FAILED" in page.text(".headline")
+    assert "lease-expired" in page.text(".page-top")
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_is_wider_than_a_narrow_screen(page, address, scheme):
+    page.open(f"{address}#/{DEMO.run_id}/overview", wide=400, scheme=scheme)
+    for name in ("overview", "versions", "figures", "ledger", "health", "search"):
+        page.evaluate(f"location.hash = '#/{DEMO.run_id}/{name}'")
+        page.wait_for(f"document.querySelector('main')?.dataset.page === '{name}'")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    red = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
+    assert (int(red) > 200) == (scheme == "light")
+    assert page.problems == []
+
+
+async def test_a_running_run_is_followed(client, log, run_id, page):
+    plan = structs.replace(SMALL, run_id=run_id)
+    await put_run(client, run_id, simulated_run(plan))
+    async with dashboard(server_runs(client)) as at:
+        await _in_thread(page.open, f"http://127.0.0.1:{at.port}/#/{run_id}")
+        await _in_thread(page.wait_for, "document.querySelector('.pill.ok')")
+        publisher = AsyncPublisher(log, 1, new_producer("trainer"))
+        await publisher.publish(TrainerStatusChanged(status="running", step=4321))
+        await _in_thread(
+            page.wait_for, "document.querySelector('.tiles')?.innerText.includes('4,321')"
+        )
+        await publisher.publish(RunClosed(reason="failed", error=HOSTILE))
+        await _in_thread(page.wait_for, "document.querySelector('.headline.bad')")
+        assert HOSTILE in await _in_thread(page.text, ".headline")
+        assert await _in_thread(page.evaluate, "document.title") != "taken"
+        assert page.problems == []
+
+
+async def _in_thread(call, *arguments):
+    import anyio.to_thread
+
+    return await anyio.to_thread.run_sync(call, *arguments)
+
+
+async def test_a_token_in_the_address_opens_the_page_and_leaves_it(page):
+    async with dashboard_of(SMALL, token="a-token-of-the-tests-own") as at:
+        url = f"http://127.0.0.1:{at.port}/#token="
+        await _in_thread(page.open, f"{url}another-token-of-the-tests")
+        await _in_thread(page.wait_for, "document.body.innerText.includes('token is missing')")
+        await _in_thread(page.open, f"{url}a-token-of-the-tests-own")
+        await _in_thread(page.wait_for, "document.querySelector('.headline h1')")
+        assert "token" not in await _in_thread(page.evaluate, "location.href")
+
+
+async def test_an_exported_page_shows_the_run_from_its_file_alone(tmp_path, page):
+    source = RecordedSource(DEMO.run_id, simulated_run(DEMO))
+    path = tmp_path / "demo.html"
+    path.write_text(await html_of(source))
+    source.close()
+    assert path.stat().st_size < 2_000_000
+    await _in_thread(page.open, path.as_uri())
+    await _in_thread(
+        page.wait_for,
+        "document.querySelector('.headline h1')?.innerText.includes('trainer-0 waits')",
+    )
+    await _in_thread(page.wait_for, PAINTED)
+    for name in ("versions", "figures", "ledger", "health", "search"):
+        await _in_thread(page.evaluate, f"location.hash = '#/{DEMO.run_id}/{name}'")
+        await _in_thread(page.wait_for, f"document.querySelector('main').dataset.page === '{name}'")
+    await _in_thread(page.press, ",")
+    await _in_thread(page.wait_for, "document.body.classList.contains('past')")
+    assert page.problems == []
+    loaded = "performance.getEntriesByType('resource').map((one) => one.name)"
+    assert await _in_thread(page.evaluate, loaded) == []
+
+
+def test_modules_of_the_pages_can_be_joined_into_one():
+    seen = []
+    for name in html_export.MODULES:
+        assert set(imports_of(name)) <= set(seen)
+        seen.append(name)
+    assert {path.name for path in html_export.STATIC.glob("*.js")} == set(seen)
+    assert "\nimport " not in bundle()
+    assert "\nexport " not in bundle()

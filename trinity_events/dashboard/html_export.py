@@ -1,0 +1,177 @@
+"""One file with the pages of a run and their data, which a browser opens without a server."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from . import answers
+from .answers import Row, Search
+from .run_reader import RunReader
+from .sources import Source
+
+STATIC = Path(__file__).parent / "static"
+MODULES = (
+    *("format.js", "source.js", "now.js", "charts.js", "versions.js"),
+    *("search.js", "timeline.js", "scrubber.js", "app.js"),
+)
+"""Modules of the pages: each imports those before it alone."""
+_STATES = 160
+_STATE_BYTES = 16 << 20
+"""Most states of the past, and their bytes before compression."""
+_EVENTS = 3000
+"""Last events that can be searched for; failures of the whole run are there too."""
+_SPANNED = 20_000
+"""Last entries whose spans the timeline has; the rest of it has numbers of events by time."""
+_SPANS = 40_000
+_PIXELS = 8000
+_FAILURES = ("save-failed", "step-failed", "version-refused", "lease-expired", "deadline-reached")
+
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
+
+
+async def html_of(source: Source) -> str:
+    """Return the pages of a run with summaries of its log, as one file.
+
+    Raises:
+        NotIndexed: if the log cannot be read.
+    """
+    reader = RunReader(source)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reader.run)
+        await reader.indexed()
+        while not reader.caught_up and reader.problem is None:
+            await reader.changed(reader.version, 1.0)
+        await reader.looked_around()
+        data = await _data(reader)
+        tasks.cancel_scope.cancel()
+    return _page(data)
+
+
+async def _data(reader: RunReader) -> dict[str, Any]:
+    now = await answers.now_view(reader)
+    return {
+        "now": now | {"live": False, "note": _note(now)},
+        "lanes": await answers.lanes(reader),
+        "overview": await answers.overview(reader),
+        "versions": await answers.versions(reader),
+        "figures": await answers.figures(reader),
+        "dead": await answers.dead_letters(reader),
+        "timeline": await _timeline(reader),
+        "states": await _states(reader),
+        "found": await _found(reader),
+    }
+
+
+def _note(now: dict[str, Any]) -> str:
+    return (
+        "A file with summaries of this run: it has its newest events, all failures, and states of "
+        f"the past at some of its {now['number']:,} events."
+    )
+
+
+async def _timeline(reader: RunReader) -> dict[str, Any]:
+    """Return the spans of the last entries, and the counts of all, by lane."""
+    history = await reader.indexed()
+    begin, end = history.begin, max(reader.end, history.last)
+    rows = [Row(one.name, one.role, one.rank, one.rank) for one in history.lanes]
+    first = max(history.first, history.number - _SPANNED)
+    since = begin
+    if first > history.first:
+        since = (await answers.state_at(reader, number=first))["at"]
+    spans = await answers.spans_of(reader, since, end)
+    resolution = (end - since) / _PIXELS
+    return {
+        "rows": [one.name for one in rows],
+        "since": since,
+        "width": history.activity.width,
+        "cells": answers.counts(history, begin, end, rows),
+        "spans": answers.rows_of_spans(spans, rows, history, since, resolution, _SPANS)["spans"],
+    }
+
+
+async def _states(reader: RunReader) -> list[dict[str, Any]]:
+    """Return states of the past: around what stands out, and at even distances."""
+    history = await reader.indexed()
+    last = await answers.state_at(reader, number=history.number)
+    size = len(msgspec.json.encode(last))
+    most = max(8, min(_STATES, _STATE_BYTES // max(1, size)))
+    marks = [mark.number for mark in history.marks][-most // 3 :]
+    wanted = {number for mark in marks for number in (mark - 1, mark)}
+    left = max(2, most - len(wanted))
+    length = history.number - history.first
+    wanted |= {history.first + length * part // left for part in range(left + 1)}
+    numbers = sorted(one for one in wanted if history.first <= one <= history.number)
+    return [await answers.state_at(reader, number=one) for one in numbers]
+
+
+async def _found(reader: RunReader) -> list[list[Any]]:
+    """Return the last events and all failures that stand out, newest first."""
+    rows: dict[tuple[int, str, str], list[Any]] = {}
+    for types, most in (((), _EVENTS), (_FAILURES, _EVENTS)):
+        before, count = None, 0
+        while count < most:
+            asked = Search(types=types, before=before, limit=answers.FOUND)
+            page = await answers.search(reader, asked)
+            count += len(page["found"]) + 1
+            rows |= {(row[0], row[3], row[4]): row for row in page["found"]}
+            before = page["before"]
+            if before is None:
+                break
+    return sorted(rows.values(), key=lambda row: row[0], reverse=True)
+
+
+def _page(data: dict[str, Any]) -> str:
+    """Return the file: the page with its style, its script and the data inside."""
+    style, script = (STATIC / "style.css").read_text(), bundle()
+    icon = base64.b64encode((STATIC / "icon.svg").read_bytes()).decode()
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), 9)).decode()
+    page = (STATIC / "index.html").read_text()
+    for written, instead in (
+        ('<meta charset="utf-8">', f'<meta charset="utf-8">\n{_meta(policy)}'),
+        ('href="icon.svg"', f'href="data:image/svg+xml;base64,{icon}"'),
+        ('<link rel="stylesheet" href="style.css">', f"<style>{style}</style>"),
+        ('<script type="module" src="app.js"></script>\n', ""),
+        (
+            "</body>",
+            f'<script type="application/json" id="data">{packed}</script>\n'
+            f'<script type="module">{script}</script>\n</body>',
+        ),
+    ):
+        assert page.count(written) == 1, written
+        page = page.replace(written, instead)
+    return page
+
+
+def bundle() -> str:
+    """Return all modules as one: their names are different, and their imports are left out."""
+    parts = []
+    for name in MODULES:
+        text = _IMPORT.sub("", (STATIC / name).read_text())
+        parts.append(f"// {name}\n{_EXPORT.sub('', text)}")
+    return "\n".join(parts)
+
+
+def imports_of(name: str) -> list[str]:
+    """Return the modules that a module imports."""
+    return _IMPORT.findall((STATIC / name).read_text())
+
+
+def _meta(policy: str) -> str:
+    return f'<meta http-equiv="content-security-policy" content="{policy}">'
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
