@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # Processes of pytest-xdist, whose tests run side by side; 0 runs one test at a time. Tests wait more than
 # they compute: three processes keep two cores busy, and two of whole runs.
 WORKERS ?= 3
-HEAVY_WORKERS ?= 0
+HEAVY_WORKERS ?= 2
 LIGHT_TESTS = -n $(WORKERS) --dist worksteal
 # By files in their order, the longest of which come first, so that the tests of a file share its runs.
 HEAVY_TESTS = -n $(HEAVY_WORKERS) --dist loadfile --no-loadscope-reorder

@@ -79,7 +79,9 @@ def test_the_file_keeps_to_what_compose_1_29_knows(compose):
 
 
 def test_every_service_is_checked_and_hears_signals(compose):
-    assert set(compose["services"]) == {"events", "chunks", "reducer", "trainer", "explorer"}
+    assert set(compose["services"]) == {
+        *("events", "chunks", "reducer", "trainer", "explorer", "dashboard")
+    }
     for name, service in compose["services"].items():
         assert service["healthcheck"]["test"][0] == "CMD", name
         assert service["init"] is True, name
@@ -103,8 +105,8 @@ def test_no_container_can_fill_the_host_or_do_what_it_need_not(compose):
 
 def test_nothing_is_published_beyond_loopback(compose):
     published = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
-    assert list(published) == ["events"]
-    assert all(port.startswith("127.0.0.1:") for port in published["events"])
+    assert set(published) == {"events", "dashboard"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert not keys(compose) & {"network_mode", "privileged"}
 
 
@@ -123,7 +125,8 @@ def test_the_checkpoints_are_shared_and_ray_has_memory(compose):
     services = compose["services"]
     for name in ("reducer", "trainer"):
         assert services[name]["volumes"] == ["checkpoints:/checkpoints"]
-    assert services["explorer"]["volumes"] == ["checkpoints:/checkpoints:ro"]
+    for name in ("explorer", "dashboard"):
+        assert services[name]["volumes"] == ["checkpoints:/checkpoints:ro"]
     assert "shm_size" in services["trainer"]
     assert "--fresh" not in services["trainer"]["command"]  # `up` after `stop` resumes
     assert "container_name" not in services["explorer"]  # it could not be scaled

@@ -63,7 +63,7 @@ def finished(home, redis_url, weights_url):
         # A demo is short: hold the reducer up first, so that it is killed with work to do.
         [reducer] = children(f"reducer\0--lifeline\0--verbose\0--run\0{run_id}\0")
         os.kill(reducer, signal.SIGKILL)
-        out, error = process.communicate(timeout=240)
+        out, error = process.communicate(timeout=3 * PATIENCE)
     assert process.returncode == 0, error
     return run_id, json.loads(out)
 

@@ -15,12 +15,14 @@ import pytest
 
 from tests.support.run_processes import small_run
 from tests.support.sessions import session_members
-from tests.support.waits import wait_until
+from tests.support.waits import PATIENCE, wait_until
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, StepReady, decode_envelope
 from trinity_workers.launch.again import again_command
 
-DEADLINE = 240
+DEADLINE = 3 * PATIENCE
+
+pytestmark = pytest.mark.timeout(1200)
 
 
 class Run:
