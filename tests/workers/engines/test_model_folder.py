@@ -19,7 +19,7 @@ from tests.support.tensors import assert_equal, identical  # noqa: E402
 from tests.support.weight_versions import awkward  # noqa: E402
 from trinity_events.errors import IncompatibleWeights  # noqa: E402
 from trinity_workers.convert import convert, copy_files  # noqa: E402
-from trinity_workers.engines import FSDPEngine  # noqa: E402
+from trinity_workers.engines import FSDPEngine, LearningRate  # noqa: E402
 from trinity_workers.engines import model_folder as written  # noqa: E402
 from trinity_workers.engines.model_folder import (  # noqa: E402
     INDEX,
@@ -86,8 +86,9 @@ def test_a_folder_whose_writing_fails_has_no_weights(tmp_path):
 
 
 def begin(rank: Rank, policy: Path, dtype: str = "float32") -> None:
+    rate = LearningRate(highest=1e-3, ramp_steps=4)
     rank.held.engine = FSDPEngine(
-        policy, device=torch.device("cpu"), learning_rate=1e-3, ramp_steps=4, dtype=dtype
+        policy, device=torch.device("cpu"), learning_rate=rate, dtype=dtype
     )
     rank.held.engine.module.train()
 
