@@ -19,6 +19,7 @@ from typer.main import get_group
 from typer.testing import CliRunner
 
 from trinity_events.cli.app import build
+from trinity_events.views.documents import DOCUMENTS, document_schema
 from trinity_workers.config import (
     EngineName,
     SyncConfig,
@@ -145,6 +146,20 @@ def _refused(engine: str, method: str, style: str) -> str | None:
     return "; ".join(said) or None
 
 
+SCHEMAS = Path(__file__).parents[1] / "schemas" / "json" / "commands"
+
+
+def command_schemas() -> dict[Path, str]:
+    """Return the JSON Schema of what each command prints with --json, by its file."""
+    from trinity_workers.documents import DOCUMENTS as OF_WORKERS  # it loads torch
+
+    documents = DOCUMENTS | OF_WORKERS
+    return {
+        SCHEMAS / f"{name}.json": json.dumps(document_schema(one), indent=2, sort_keys=True) + "\n"
+        for name, one in documents.items()
+    }
+
+
 def main() -> None:
     """Write what lags behind; exits 1 when there is a page of no command."""
     known = commands()
@@ -159,6 +174,11 @@ def main() -> None:
     if SYNC.read_text() != (page_of_sync := sync_page()):
         SYNC.write_text(page_of_sync)
         sys.stdout.write("docs/sync.md written\n")
+    SCHEMAS.mkdir(exist_ok=True)
+    for path, text in command_schemas().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            sys.stdout.write(f"schemas/json/commands/{path.name} written\n")
     strays = {page.name for page in PAGES.glob("*.md")} - {f"{one}.md" for one in (*known, "index")}
     if strays:
         sys.exit(f"of no command that is installed: docs/commands/{', '.join(sorted(strays))}")

@@ -21,21 +21,21 @@ def json_schemas() -> dict[str, Schema]:
     types = {"envelope": Envelope} | {event_tag(event): event for event in EVENT_TYPES}
     types |= {"weight-manifest": WeightManifest}
     types |= {"rollout-request": RolloutRequest, "experience": Experience}
-    return {name: {"$schema": DIALECT} | _tidy(msgspec.json.schema(t)) for name, t in types.items()}
+    return {name: {"$schema": DIALECT} | tidy(msgspec.json.schema(t)) for name, t in types.items()}
 
 
 def components(ref_template: str) -> dict[str, Schema]:
     """Return the schemas of all messages by struct name; they refer to each other by template."""
     types = [Envelope, RolloutRequest, Experience, *EVENT_TYPES]
     _, found = msgspec.json.schema_components(types, ref_template=ref_template)
-    return {name: _tidy(schema) for name, schema in found.items()}
+    return {name: tidy(schema) for name, schema in found.items()}
 
 
-def _tidy(schema: Schema) -> Schema:
+def tidy(schema: Schema) -> Schema:
     """Remove the indentation of docstrings, as Python 3.13 and later do by themselves."""
     for value in schema.values():
         if isinstance(value, dict):
-            _tidy(value)
+            tidy(value)
     # A property may be called "description": then it is a schema, not a text.
     if isinstance(schema.get("description"), str):
         schema["description"] = inspect.cleandoc(schema["description"])

@@ -37,7 +37,7 @@ from trinity_schemas import (
 
 COMMANDS = (
     *("demo", "serve", "reducer", "runs", "status", "explain", "tail", "replay"),
-    *("diff", "bisect", "track", "plot", "delete", "watch", "dashboard"),
+    *("diff", "bisect", "track", "plot", "delete", "watch", "metrics", "dashboard"),
     *("audit", "export", "import", "verify", "train", "trainer", "explorer", "convert"),
 )
 

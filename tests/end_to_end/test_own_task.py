@@ -21,15 +21,15 @@ pytestmark = pytest.mark.timeout(600)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_task"
 
 
-def run(folder: Path, settings: dict, home: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, settings: dict, own_home: Path) -> subprocess.CompletedProcess[str]:
     """Train as a configuration in a folder of the user's files says, from another one."""
     (folder / "own.yaml").write_text(msgspec.json.encode(settings).decode())  # JSON is YAML
     command = [sys.executable, "-m", "trinity_events", "train", str(folder / "own.yaml"), "--json"]
     return subprocess.run(
         command,
         check=False,
-        cwd=home,
-        env=os.environ | {"TRINITY_HOME": str(home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+        cwd=own_home,
+        env=os.environ | {"TRINITY_HOME": str(own_home), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
         capture_output=True,
         text=True,
         timeout=500,
@@ -58,7 +58,7 @@ def settings(**task) -> dict:
 
 
 @pytest.fixture
-def home(tmp_path_factory) -> Path:
+def own_home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("h")
 
 
@@ -73,23 +73,25 @@ class Tool:
         return f"turn {len(messages)}"
 """
 ENGINE = """
+from trinity_workers.rollout_engines import updates_amid_turns
 from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine
 
+@updates_amid_turns("keep_cache")
 def make(options):
     print("an engine of one's own", options.options, flush=True)
     return HuggingFaceEngine.open(options)
 """
 
 
-def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folder, home):
+def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folder, own_home):
     (folder / "reward.py").write_text(REWARD_OF_TURNS)
     (folder / "tool.py").write_text(ENVIRONMENT)
     (folder / "engine.py").write_text(ENGINE)
     chosen = settings(environment="./tool.py:Tool")
-    chosen["rollouts"] |= {"max_turns": 2, "max_new_tokens": 64}
+    chosen["rollouts"] |= {"max_turns": 2, "max_new_tokens": 64, "on_update": "keep_cache"}
     chosen["explorer"] |= {"engine": "./engine.py:make", "engine_options": {"max_batch": 7}}
     chosen["steps"] = 2
-    done = run(folder, chosen, home)
+    done = run(folder, chosen, own_home)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = msgspec.json.decode(done.stdout.splitlines()[-1])
     assert (summary["outcome"], summary["warm_up_steps"]) == ("finished", 0)
@@ -97,9 +99,9 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     assert 0.0 <= summary["held_out_before"] <= 1.0
 
 
-def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, home):
+def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, own_home):
     (folder / "reward.py").write_text("def reward(question, answer):\n    return 1 / 0\n")
-    done = run(folder, settings() | {"trainer": {"ranks": 1}}, home)
+    done = run(folder, settings() | {"trainer": {"ranks": 1}}, own_home)
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(told) == 1, done.stderr[-4000:]
@@ -118,9 +120,9 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, home)
         ({"environment": "./tool.py:Tool"}, "tool.py with the environment"),
     ],
 )
-def test_a_mistake_is_told_before_the_run_is_opened(folder, home, task, told):
-    done = run(folder, settings(**task), home)
+def test_a_mistake_is_told_before_the_run_is_opened(folder, own_home, task, told):
+    done = run(folder, settings(**task), own_home)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert told in done.stderr.splitlines()[-1]
-    assert not list(home.glob("checkpoints/own/*"))
+    assert not list(own_home.glob("checkpoints/own/*"))

@@ -24,7 +24,7 @@ OF_A_CHECKPOINT = {
 }
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
 def test_explorers_load_versions_from_files_and_so_does_one_that_joins_late(processes, engine):
     if engine == "megatron":
         pytest.importorskip("megatron.core")

@@ -26,6 +26,7 @@ from .delete import delete
 from .diff import diff
 from .explain import explain
 from .export import export, import_
+from .metrics import metrics
 from .plot import plot
 from .reducer import reducer
 from .replay import replay
@@ -86,6 +87,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
+        *(diff, bisect, audit, export, import_, verify, delete, metrics),
         *(diff, bisect, audit, export, import_, verify, track, plot, delete),
     )
     for command in listing:

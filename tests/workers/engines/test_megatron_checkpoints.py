@@ -14,12 +14,15 @@ pytest.importorskip("megatron.core")
 
 from tests.support import megatron_ranks as at  # noqa: E402
 from trinity_workers.engines import LearningRate  # noqa: E402
+from trinity_workers.engines.base import per_tensor_params  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     CheckpointRefused,
     OptimizerOptions,
     ParallelLayout,
     rank_state,
 )
+from trinity_workers.engines.model_folder import write_model_folder  # noqa: E402
+from trinity_workers.helpers.megatron import only  # noqa: E402
 
 ONE = ParallelLayout()
 TENSOR = ParallelLayout(tensor=2)
@@ -311,3 +314,31 @@ def test_the_tracker_of_cudas_generators_gets_its_states_back(engine_ranks, tmp_
     ranks(track, True)
     ranks(load, tmp_path / "checkpoint")
     assert ranks(tracked) == expected
+
+
+def save_in_huggingfaces_format(rank, folder):
+    """Save a checkpoint whose model is a Hugging Face folder, as a version in files is."""
+    engine = rank.held.engine
+    with only(engine, ["optimizer", "extra"]):
+        for write in engine.prepare_checkpoint(str(folder), copy=False).values():
+            write()
+    tensors = per_tensor_params(engine)
+    if rank.number == 0:
+        write_model_folder(folder / "huggingface", engine.write_description, tensors)
+    else:
+        list(tensors)
+
+
+def test_a_checkpoint_whose_model_is_a_hugging_face_folder_loads_bit_for_bit(
+    engine_ranks, tmp_path
+):
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED)
+    ranks(at.train, batches(2))
+    ranks(save_in_huggingfaces_format, tmp_path)
+    assert {one.name for one in tmp_path.iterdir()} == {"training", "huggingface"}
+    expected = ranks(at.full_weights)[0]
+    ranks = engine_ranks("qwen3", 2, PIPELINE, TRAINED)
+    ranks(load, tmp_path)
+    for found in ranks(at.full_weights):
+        at.assert_same(found, expected)
+    ranks(at.train, batches(1))

@@ -19,6 +19,7 @@ function headlineOf(view) {
   if (worst) return ["held", `${worst.by} waits for ${worst.what}.`];
   if (view.failures.length) return ["bad", view.failures.at(-1)];
   if (view.epoch === 0) return ["idle", "The run was not opened yet."];
+  if (!view.step) return ["idle", "The run is open, and no step is trained yet."];
   return ["ok", `Step ${count(view.step)} is trained; nothing is reported to wait.`];
 }
 

@@ -60,7 +60,7 @@ export class Scrubber {
     strip.height = high * scale;
     const pen = strip.getContext("2d");
     pen.scale(scale, scale);
-    const span = Math.max(1, overview.end - overview.begin);
+    const span = Math.max(1000, overview.end - overview.begin);
     const x = (at) => 8 + ((at - overview.begin) / span) * (wide - 16);
     const columns = new Map();
     for (const [bucket, category, number] of overview.cells) {

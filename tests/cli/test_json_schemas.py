@@ -1,0 +1,101 @@
+"""What commands print with ``--json``, held to the schemas in ``schemas/json/commands``."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from typer import Context
+from typer.main import get_group
+
+from tests.support.event_histories import committed, failed, registration, started
+from tests.support.pipeline import folded, publish_steps, reducer_task
+from trinity_events.cli.app import build
+from trinity_events.log import AsyncPublisher, new_producer
+from trinity_schemas import (
+    ExplorerStatusChanged,
+    RolloutsDispatched,
+    StepTrained,
+    SyncRequested,
+    WaitStarted,
+)
+
+SCHEMAS = Path(__file__).parents[2] / "schemas" / "json" / "commands"
+FAILURES = str(Path(__file__).parents[1] / "recorded" / "failures.jsonl")
+
+
+def schema_of(name):
+    schema = json.loads((SCHEMAS / f"{name}.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture
+async def run(publisher, log, redis_url, run_id):
+    """A run with something of everything: waits, saves, failures, prompts and garbage."""
+    explorer = AsyncPublisher(log, publisher.epoch, new_producer("explorer", 0))
+    actor = AsyncPublisher(log, publisher.epoch, new_producer("actor"))
+    async with reducer_task(redis_url, run_id):
+        await publish_steps(publisher, [1, 2])
+        await explorer.publish(ExplorerStatusChanged(status="running"))
+        await explorer.publish(SyncRequested())
+        await publisher.publish(RolloutsDispatched(ordinals=((0, 7),)))
+        await publisher.publish(StepTrained(step=2, trained=((0, 3),), metrics={"loss": 0.5}))
+        await publisher.publish(committed(3, "state_dict", registration(expected=2)))
+        await actor.publish(started(3, "a"))
+        await actor.publish(failed(3, "b", rank=1))
+        await publisher.publish(WaitStarted(wait_id="w", what="rollouts", seconds=9.0))
+        await log.append(b"\xff garbage")
+        await folded(log)
+    return run_id
+
+
+COMMANDS = {
+    "runs": ("runs", "--json"),
+    "status": ("status", "RUN", "--json"),
+    "explain": ("explain", "RUN", "3", "--proof", "--json"),
+    "tail": ("tail", "RUN", "--json"),
+    "tail-cloudevents": ("tail", "RUN", "--format", "cloudevents"),
+    "replay": ("replay", "RUN", "--json"),
+    "replay-step": ("replay", "RUN", "--step", "--json"),
+    "diff": ("diff", "RUN", "1", "2", "--json"),
+    "bisect": ("bisect", "RUN", "trainer_step == 2", "--json"),
+    "audit": ("audit", "RUN", "--json"),
+    "verify": ("verify", FAILURES, "--json"),
+}
+LINE_BY_LINE = ("tail", "tail-cloudevents", "replay-step")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+async def test_what_a_command_prints_is_what_its_schema_says(cli, run, name):
+    validator = schema_of(name)
+    shown = cli(*(run if one == "RUN" else one for one in COMMANDS[name]))
+    lines = shown.stdout.splitlines()
+    assert lines and shown.stderr == ""
+    assert len(lines) == 1 or name in LINE_BY_LINE
+    for line in lines:
+        validator.validate(json.loads(line))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_schema_refuses_what_no_command_prints(name):
+    assert not schema_of(name).is_valid({"nonsense": 1})
+    assert not schema_of(name).is_valid("text")
+
+
+def test_the_effective_configuration_is_what_its_schema_says(cli, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("")
+    shown = cli("train", str(config), "--check", "--json")
+    assert shown.returncode == 0, shown.stderr
+    schema_of("train-check").validate(json.loads(shown.stdout))
+
+
+def test_every_command_with_json_has_a_schema():
+    group = get_group(build())
+    with_json = {
+        name
+        for name in group.list_commands(Context(group))
+        if any("--json" in one.opts for one in group.get_command(Context(group), name).params)
+    }
+    assert with_json <= {path.stem for path in SCHEMAS.glob("*.json")}

@@ -1,0 +1,52 @@
+"""A run's own engine is loaded, and refused where it cannot do what is asked, before the run."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from trinity_workers.config import (
+    ExplorerConfig,
+    ModelConfig,
+    OnUpdate,
+    RolloutsConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from trinity_workers.rollout_engines import RolloutEngineError
+from trinity_workers.tasks import TaskError
+from trinity_workers.user_task import check_user_task
+
+FILES = {
+    "engine.py": "def make(options):\n    raise AssertionError('no engine is made yet')\n",
+    "reward.py": "def reward(question, answer):\n    return 1.0\n",
+    "questions.jsonl": '{"prompt": "a", "answer": "b"}\n' * 40,
+}
+
+
+@pytest.fixture
+def config(tmp_path, own_model_folder):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+
+    def make(engine: str, on_update: OnUpdate = "finish") -> TrainConfig:
+        return TrainConfig(
+            model=ModelConfig(path=str(own_model_folder())),
+            task=TaskConfig(
+                questions=f"{tmp_path}/questions.jsonl", reward=f"{tmp_path}/reward.py:reward"
+            ),
+            explorer=ExplorerConfig(engine=f"{tmp_path}/{engine}"),
+            rollouts=RolloutsConfig(on_update=on_update),
+        )
+
+    return make
+
+
+async def test_an_engine_that_is_not_there_is_named(config):
+    with pytest.raises(TaskError, match="has no 'makes': did you mean 'make'"):
+        await check_user_task(config("engine.py:makes"))
+
+
+async def test_an_engine_that_only_finishes_its_answers_is_refused_where_they_are_to_go_on(config):
+    with pytest.raises(RolloutEngineError, match=r"on_update is keep_cache, and .* finish only"):
+        await check_user_task(config("engine.py:make", "keep_cache"))
