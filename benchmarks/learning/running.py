@@ -84,8 +84,6 @@ def _through_pipeline(file: Path, config: TrainConfig, home: Path, log: Path) ->
     users = {name for name in os.environ if name.startswith("TRINITY_")} | {"RAY_ADDRESS"}
     environment = {name: os.environ[name] for name in os.environ.keys() - users}
     environment["TRINITY_HOME"] = str(home)
-    # Ray's workers, which it starts at niceness 15, get the turns of the process that starts them.
-    environment.setdefault("RAY_worker_niceness", "0")
     with log.open("w") as errors:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors)
         try:

@@ -201,18 +201,20 @@ def _kept(archive):
 async def test_a_folder_that_takes_the_place_of_the_runs_meanwhile_is_not_touched(
     publisher, redis_url, run_id, tmp_path, caplog
 ):
-    root, other = tmp_path / "root", tmp_path / "other"
+    root, other, theirs = tmp_path / "root", tmp_path / "other", tmp_path / "theirs"
     folder = root / run_id
     async with reducer_task(redis_url, run_id, root, Policy(keep_checkpoints=1)):
         await save(publisher, folder, 3)
         await until(lambda: steps(root / run_id) == [3])
-        (root / run_id).rename(other)
-        (root / run_id / "global_step_1").mkdir(parents=True)
-        (root / run_id / "global_step_1" / ".made_from").touch()
-        mark = msgspec.json.decode((other / BELONGS_TO).read_bytes())
+        # It comes whole: the reducer would mark a folder that has no mark yet.
+        (theirs / "global_step_1").mkdir(parents=True)
+        (theirs / "global_step_1" / ".made_from").touch()
+        mark = msgspec.json.decode((folder / BELONGS_TO).read_bytes())
         text = msgspec.json.encode({**mark, "log": "1700000000000-0.0123456789abcdef"})
-        (root / run_id / BELONGS_TO).write_bytes(text)
-        before = content(root / run_id)
+        (theirs / BELONGS_TO).write_bytes(text)
+        folder.rename(other)
+        theirs.rename(folder)
+        before = content(folder)
         await save(publisher, folder, 4)
         await until(lambda: ANOTHER in caplog.text)
         await anyio.sleep(1.5)

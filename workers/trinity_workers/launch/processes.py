@@ -145,6 +145,8 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Its handler of last words would dump stacks on SIGTERM, and abort us in the middle of our end.
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    # Its workers would begin at niceness 15: beside other work they hardly get a turn.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_TMPDIR", _room_for_ray())
     import ray
 
