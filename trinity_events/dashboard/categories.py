@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import Struct
 
 from trinity_schemas import (
     EVENT_TYPES,
     ConsumerDetached,
     DeadlineReached,
+    Event,
     ExplorerStatusChanged,
     LeaseExpired,
     LedgerRestored,
+    ResendRequested,
     RolloutsDispatched,
     RunClosed,
     RunOpened,
@@ -41,6 +41,8 @@ from trinity_schemas import (
     event_tag,
 )
 
+from ..core.event_filter import steps_of
+
 CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "failure", "ready")
 """Names of the categories; their places are the numbers in all answers."""
 
@@ -51,7 +53,7 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
     "publish": (VersionOpened, VersionPartPublished, VersionRetired),
     "apply": (WeightsApplied,),
-    "wait": (WaitStarted, WaitEnded, SyncRequested, ExplorerStatusChanged),
+    "wait": (WaitStarted, WaitEnded, SyncRequested, ResendRequested, ExplorerStatusChanged),
     "failure": (SaveFailed, VersionRefused, LeaseExpired, DeadlineReached, StepFailed),
     "ready": (StepReady, StepSuperseded),
 }
@@ -76,10 +78,6 @@ def category_of(event: Struct) -> int:
     return CATEGORY[type(event)]
 
 
-def step_of(event: Any) -> int | None:
-    """Return the step that an event is about, if it is about one."""
-    for named in (event, getattr(event, "slot", None), getattr(event, "version", None)):
-        step = getattr(named, "step", None)
-        if step is not None:
-            return int(step)
-    return None
+def step_of(event: Event) -> int | None:
+    """Return the step that an event is about, the last one of several; None if it has none."""
+    return max(steps_of(event), default=None)
