@@ -11,6 +11,7 @@ from trinity_schemas import (
     ContractError,
     Envelope,
     EnvelopeReader,
+    Event,
     RunClosed,
     RunOpened,
     RunResumed,
@@ -171,11 +172,11 @@ class History:
         self.marks.append(Mark(milliseconds, self.number, entry_id, name, text[:240]))
 
 
-def _words(event: object) -> str:
+def _words(event: Event) -> str:
     """Return the words of a failure, or of the begin or end of an epoch."""
     for name in ("reason", "message", "error", "error_type"):
         text = getattr(event, name, None)
         if text:
             return str(text)
-    step = step_of(event) if isinstance(event, Struct) else None
+    step = step_of(event)
     return "" if step is None else f"step {step}"
