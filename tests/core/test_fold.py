@@ -263,6 +263,8 @@ def test_a_slow_checkpoint_is_superseded_not_an_error():
     [superseded] = of(said, StepSuperseded)
     assert (superseded.step, superseded.by) == (1, StepRef(1, 2))
     assert monitor.state.ready["checkpoint"].at == StepRef(1, 2)
+    told = "Step 1 checkpoint is superseded: step 2 of epoch 1 is ready."
+    assert explain(monitor.state, 1) == told
 
 
 def test_events_of_an_older_epoch_change_nothing():

@@ -17,7 +17,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 CODE = ("schemas", "trinity_events", "workers", "benchmarks", "examples")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
-OPENERS = ("What", "Whether", "Which", "Who", "Whom", "Whose", "Where", "Of", "So", "That")
+OPENERS = (
+    *("What", "Whether", "Which", "Who", "Whom", "Whose", "Where"),
+    *("How", "Of", "So", "That", "As"),
+)
 _OPENER = re.compile(rf"\s*(?:{'|'.join(OPENERS)})\b")
 _SUBJECT = re.compile(
     r"\b(?:whoever|whomever|nobody|somebody|anybody|everybody|those who|he who)\b"

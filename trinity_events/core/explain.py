@@ -80,12 +80,20 @@ def _follows(step: StepState, kind: Kind) -> bool:
     )
 
 
+def _newer(state: MonitorState, step: int, kind: Kind) -> str:
+    """Return the newer step that is ready, for a kind that it superseded."""
+    pointer = state.ready.get(kind)
+    if state.steps[step].kinds[kind].outcome != "superseded" or pointer is None:
+        return ""
+    return f": step {pointer.at.step} of epoch {pointer.at.epoch} is ready"
+
+
 def _explain_kind(state: MonitorState, step: int, kind: Kind, now: int, named: int | None) -> str:
     found = state.steps[step]
     kind_state = found.kinds[kind]
     subject = f"Step {step} {kind}"
     if kind_state.outcome is not None:
-        return f"{subject} is {kind_state.outcome}."
+        return f"{subject} is {kind_state.outcome}{_newer(state, step, kind)}."
     if kind_state.failure is not None and _follows(found, kind):
         return f"{subject} FAILED with its state_dict."
     wanting = ", ".join(missing(found, kind, now, named)) or "nothing"

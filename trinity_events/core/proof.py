@@ -79,6 +79,8 @@ class Proof:
             what = event.version_digest or f"{event.save_count} saves"
         elif isinstance(event, StepFailed):
             what = event.reason
+        elif isinstance(event, StepSuperseded):
+            what = f"by step {event.by.step} of epoch {event.by.epoch}"
         self._note(entry_id, envelope, event.kind, "announces", what, stream="announcements")
 
     def add(self, entry_id: str, envelope: Envelope) -> None:

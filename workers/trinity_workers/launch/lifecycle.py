@@ -1,4 +1,4 @@
-"""How the processes of a run begin and end: signals, the end of the log, errors to be read."""
+"""End of a run's processes: signals, the close of the log, errors as sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the weights of a run are to travel, by where its processes are."""
+"""Choice of the transport of the weights, by the places of a run's processes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ ENOUGH = 1 << 30
 
 
 class Chosen(NamedTuple):
-    """A transport, and one sentence on why."""
+    """Chosen transport, and one sentence with the reason."""
 
     name: WeightsPath
     reason: str
 
     def told(self) -> ChosenTransport:
-        """As the event says it that opens the run."""
+        """Return the choice as a field of the event that opens the run."""
         return ChosenTransport(name=self.name, reason=self.reason)
 
 
 def chosen_transport(sync: SyncConfig, *, explorers_here: bool, one_host: bool = True) -> Chosen:
-    """The transport asked for, or the fastest that is sure to reach every explorer.
+    """Return the transport that was asked for, or the fastest that every explorer can use.
 
     Args:
         sync: The run's method, and the transport that was asked for.

@@ -13,13 +13,13 @@ from trinity_events.errors import DeadlineExceeded, SaveError
 
 
 class BackgroundSaves:
-    """One thread of this rank, and a process group of its own for what saves have to agree on.
+    """Thread for the saves of one rank, with a process group of their own.
 
     Saves run one after the other, in the order in which they were begun, which must be the same on
     all ranks. Making one is collective.
 
     Args:
-        timeout: How long ranks wait for each other in a save, and this one for all of its own.
+        timeout: Maximum time that ranks wait for each other in a save, and for all of their saves.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -33,10 +33,10 @@ class BackgroundSaves:
         self._begun.append((what, self._thread.submit(save)))
 
     def settle(self) -> None:
-        """Wait until all have ended, in whichever way.
+        """Wait until all saves have succeeded or failed.
 
         Raises:
-            DeadlineExceeded: when they have not, in the time that they are given.
+            DeadlineExceeded: Some have done neither within the timeout.
         """
         began = time.monotonic()
         _, left = wait([one for _, one in self._begun], self._seconds)
@@ -48,7 +48,7 @@ class BackgroundSaves:
             )
 
     def wait(self) -> None:
-        """Wait until all have ended.
+        """Wait until all saves have succeeded.
 
         Raises:
             DeadlineExceeded: as :meth:`settle`.
@@ -61,5 +61,5 @@ class BackgroundSaves:
             raise SaveError.of(failed)
 
     def close(self) -> None:
-        """Take no more of them."""
+        """Refuse further saves."""
         self._thread.shutdown(wait=False)

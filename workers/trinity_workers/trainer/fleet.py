@@ -33,7 +33,7 @@ from .wrapper import TrainEngineWrapper
 logger = logging.getLogger(__name__)
 
 SENDING_ATTEMPTS = 4
-"""How often a version is sent through a group that breaks, before the run is given up."""
+"""Attempts to send a version through a group that breaks, before the run fails."""
 
 
 DEATH_KNOWN = 5.0

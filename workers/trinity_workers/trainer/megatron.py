@@ -76,7 +76,7 @@ class MegatronWorker:
         )
 
     def get_megatron_rank_info(self) -> DistRankInfo:
-        """This rank's place in each of them."""
+        """Return the place of this rank in each dimension of the layout."""
         from megatron.core import parallel_state as state
 
         return DistRankInfo(
@@ -88,14 +88,14 @@ class MegatronWorker:
 
 
 class MegatronTrainWorker(MegatronWorker, TrainWorker):
-    """A rank of the training loop; nothing but the engine is another one than FSDP's."""
+    """Rank of the training loop with a Megatron engine."""
 
     def data_share(self) -> tuple[int, int]:
-        """The share of the replica that this rank is of: its ranks all get the same groups."""
+        """Return the share of this rank's replica; all ranks of a replica get the same groups."""
         return self.get_megatron_rank_info().dp_rank, self.get_megatron_global_info().dp_size
 
     def setup(self, host: str, port: int) -> None:
-        """As FSDP's, and be ready to save in the background."""
+        """Set up the rank, and its saves in the background."""
         super().setup(host, port)
         self._saves = BackgroundSaves(self._timeout)
 
