@@ -70,7 +70,7 @@ async def test_metrics_follow_the_log(scraped, publisher, log, run_id):
     assert scraped("trinity_step_failures_total", kind="state_dict") == [1]
     assert scraped("trinity_saves_under_way", stage="running") == [1]
     assert scraped("trinity_open_waits") == [1]
-    assert scraped("trinity_oldest_wait_seconds")[0] >= 9
+    assert scraped("trinity_oldest_wait_seconds")[0] > 8.9  # since it was told, and is rounded
     assert scraped("trinity_dead_letters") == [1]
 
 

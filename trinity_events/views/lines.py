@@ -62,7 +62,7 @@ def _details(fields: dict[str, Any]) -> list[str]:
     return [
         f"{name}={_value(value)}"
         for name, value in fields.items()
-        if name not in _LEFT_OUT and value not in (None, "", (), {})
+        if name not in _LEFT_OUT and value is not False and value not in (None, "", (), {})
     ]
 
 
