@@ -35,6 +35,8 @@ class Folded(NamedTuple):
     entry: Entry
     envelope: Envelope | None
     announcements: list[Envelope]
+    problem: str | None = None
+    """Reason for which a dead letter could not be decoded."""
 
 
 class SnapshotUnreadable(TrinityError):
@@ -291,7 +293,7 @@ def fold_one(monitor: Monitor, entry: Entry, decode: Decode = decode_envelope) -
         envelope = envelope_of(monitor.state.run_id, entry.payload, decode)
     except ContractError as error:
         set_aside(monitor, entry, error)
-        return Folded(entry, None, [])
+        return Folded(entry, None, [], str(error))
     return Folded(entry, envelope, monitor.apply(entry.id, envelope))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.waits import PATIENCE
 from trinity_events.core.metrics import StepMetrics
-from trinity_events.trackers import Tracked, TrackerUnusable, find_tracker, open_trackers
+from trinity_events.trackers import TrackedRun, TrackerUnusable, find_tracker, open_trackers
 from trinity_events.trackers.follow import track_live
 from trinity_schemas import RunClosed, StepTrained
 
@@ -24,7 +24,7 @@ async def publish(publisher, steps=REWARDS):
 
 
 def tracked(folder, resumed_after=None):
-    return Tracked(
+    return TrackedRun(
         run_id="run-1",
         folder=folder,
         project="checks",

@@ -17,7 +17,14 @@ from ..archive import Archive
 from ..errors import TrinityError
 from ..server import connect, serving
 from ..views.terminal import say
-from .options import CheckpointRoot, RedisUrl, checkpoint_root, log_to_stderr
+from .options import (
+    CheckpointRoot,
+    ListenHost,
+    ListenPort,
+    RedisUrl,
+    checkpoint_root,
+    log_to_stderr,
+)
 from .reducer import until_stopped
 
 if TYPE_CHECKING:
@@ -50,10 +57,8 @@ def dashboard(
     demo: Annotated[
         bool, typer.Option("--demo", help="Show a recorded run of 64 workers with faults.")
     ] = False,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65_535)
-    ] = PORT,
+    host: ListenHost = "127.0.0.1",
+    port: ListenPort = PORT,
     token: Annotated[
         str | None,
         typer.Option(

@@ -177,11 +177,11 @@ async def _export_perfetto(
         with file_written(path) as file:
             trace, timeline = Trace(states.source.run_id, file), Timeline()
             async with aclosing(states.folded()) as entries:
-                async for _, (entry, envelope, announcements) in entries:
-                    if envelope is not None:
-                        trace.add_all(timeline.add(entry.id, envelope))
-                    for one in announcements:
-                        trace.add_all(timeline.add(entry.id, one))
+                async for _, folded in entries:
+                    if folded.envelope is not None:
+                        trace.add_all(timeline.add(folded.entry.id, folded.envelope))
+                    for one in folded.announcements:
+                        trace.add_all(timeline.add(folded.entry.id, one))
             trace.add_all(timeline.finish())
     say(f"{trace.spans} spans of run {states.source.run_id} in {path}: open it in ui.perfetto.dev")
 

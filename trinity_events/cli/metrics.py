@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import anyio
 import redis
-import typer
 
 from ..errors import TrinityError
 from ..log import RedisEventLog, require_run
@@ -17,7 +16,7 @@ from ..replay import follow_state
 from ..server import server_clock
 from ..signals import cancelled_by_signals
 from ..views.terminal import say, tell
-from .options import OptionalRun, RedisUrl, client_of
+from .options import ListenHost, ListenPort, OptionalRun, RedisUrl, client_of
 
 if TYPE_CHECKING:
     from ..views.metrics import RunMetrics
@@ -38,10 +37,8 @@ class CannotListen(TrinityError):
 
 def metrics(
     run: OptionalRun = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65_535)
-    ] = PORT,
+    host: ListenHost = "127.0.0.1",
+    port: ListenPort = PORT,
     redis_url: RedisUrl = None,
 ) -> None:
     """Serve the metrics of a run to Prometheus, at /metrics, until stopped.

@@ -44,6 +44,10 @@ CheckpointRoot = Annotated[
         show_default=False,
     ),
 ]
+ListenHost = Annotated[str, typer.Option("--host", help="Address to listen at.")]
+ListenPort = Annotated[
+    int, typer.Option("--port", help="Port to listen at; 0 takes a free one.", min=0, max=65_535)
+]
 PIPE_WIDTH = 160
 """Columns of output that is no terminal."""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every announcement.")]

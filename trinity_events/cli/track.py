@@ -12,8 +12,7 @@ import typer
 from trinity_schemas import ContractError, RunOpened, decode_envelope
 
 from ..archive.state_at import Source
-from ..server import trinity_home
-from ..trackers import Tracked, open_trackers, track_recorded
+from ..trackers import TrackedRun, open_trackers, track_recorded, tracking_folder
 from ..views.terminal import say
 from .options import CheckpointRoot, RedisUrl
 from .sources import RunOrFile, states_of
@@ -45,9 +44,7 @@ def track(
 
     Example: trinity-events track demo-1 --to tensorboard --folder metrics
     """
-    given = anyio.run(
-        _track, run, to, folder or trinity_home() / "metrics", project, root, redis_url
-    )
+    given = anyio.run(_track, run, to, tracking_folder(folder), project, root, redis_url)
     say(f"{given} measurements given to {', '.join(to)}")
 
 
@@ -60,7 +57,7 @@ async def _track(
     redis_url: str | None,
 ) -> int:
     async with states_of(run, root, redis_url) as states:
-        tracked = Tracked(
+        tracked = TrackedRun(
             run_id=states.source.run_id,
             folder=folder,
             project=project,

@@ -20,6 +20,14 @@ from .ordinal_ranges import count
 
 GROUPS = ("train", "rollout", "eval", "perf", "off_policy")
 """Groups of metrics; a metric's name is ``GROUP/NAME``."""
+MEASURED = (
+    StepTrained,
+    VersionOpened,
+    VersionPartPublished,
+    StepCommitted,
+    WeightsApplied,
+)
+"""Types of the events that tell metrics."""
 _OF_ROLLOUTS = frozenset({"reward", "score", "response_tokens", "response_length"})
 _OFF_POLICY = ("rollout_corr/", "staleness", "mixed_versions")
 _OPENED = 64

@@ -9,13 +9,13 @@ import anyio.to_thread
 import msgspec
 from msgspec import Struct
 
-from trinity_schemas import ContractError, Envelope, EnvelopeReader, StepRef, event_tag
+from trinity_schemas import Envelope, EnvelopeReader, StepRef, event_tag
 
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
 from ..errors import TrinityError
 from ..log import Entry, before, position
-from ..replay import envelope_of, set_aside
+from ..replay import fold_one
 from ..views import event_line, state_as_json
 from .categories import BIT_OF_TAG, CATEGORIES, TYPES, category_of, step_of
 from .history import OTHERS, History, Lane
@@ -253,12 +253,7 @@ def _grouped(state: Any, entries: list[Entry], begin: int, end: int) -> list[Spa
     monitor, decode = Monitor(state), EnvelopeReader().decode
     for entry in entries:
         grouping.feed([entry])
-        try:
-            envelope = envelope_of(state.run_id, entry.payload, decode)
-        except ContractError as error:
-            set_aside(monitor, entry, error)
-            continue
-        for one in monitor.apply(entry.id, envelope):
+        for one in fold_one(monitor, entry, decode).announcements:
             grouping.announced(entry.id, one)
     last = position(entries[-1].id)[0] if entries else begin
     return grouping.finish(max(last, begin) if last < end else end)
@@ -396,17 +391,15 @@ def _matching(state: Any, entries: list[Entry], asked: Search) -> list[list[Any]
     monitor, decode, found = Monitor(state), EnvelopeReader().decode, []
     for entry in entries:
         milliseconds = position(entry.id)[0]
-        try:
-            envelope = envelope_of(state.run_id, entry.payload, decode)
-        except ContractError as error:
-            set_aside(monitor, entry, error)
+        folded = fold_one(monitor, entry, decode)
+        if folded.envelope is None:
             if not (asked.types or asked.producer) and asked.step is None:
-                reason = str(error)[:300]
+                reason = str(folded.problem)[:300]
                 found.append([state.entries, entry.id, milliseconds, "", "", None, -1, reason])
             continue
         found += [
             _found(state.entries, entry.id, one)
-            for one in (envelope, *monitor.apply(entry.id, envelope))
+            for one in (folded.envelope, *folded.announcements)
             if asked.wants(one, milliseconds)
         ]
     return found

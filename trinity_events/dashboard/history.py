@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from trinity_schemas import (
-    ContractError,
     Envelope,
     EnvelopeReader,
     Event,
@@ -22,7 +21,7 @@ from ..core import MonitorState
 from ..core.fold import Monitor
 from ..core.fold_state import describe_producer
 from ..log import Entry, position
-from ..replay import envelope_of, set_aside
+from ..replay import fold_one
 from .activity import Activity
 from .blocks import BLOCK, Block, Blocks
 from .categories import FAILURE, TYPE_BIT, category_of, step_of
@@ -97,22 +96,19 @@ class History:
 
     def feed(self, entries: Sequence[Entry]) -> None:
         """Fold entries, in the order of the log."""
-        apply, state, decode = self.monitor.apply, self.monitor.state, self._decode
+        state = self.monitor.state
         for entry in entries:
             milliseconds = position(entry.id)[0]
             self.last = max(self.last, milliseconds)
             block = self._block_of(entry.id, milliseconds)
-            try:
-                envelope = envelope_of(state.run_id, entry.payload, decode)
-            except ContractError as error:
-                set_aside(self.monitor, entry, error)
+            folded = fold_one(self.monitor, entry, self._decode)
+            if folded.envelope is None:
                 self._count(block, REDUCER, FAILURE, milliseconds)
-                self._mark(entry.id, milliseconds, "dead letter", str(error))
+                self._mark(entry.id, milliseconds, "dead letter", str(folded.problem))
             else:
-                announcements = apply(entry.id, envelope)
-                self._take(entry.id, milliseconds, block, envelope)
-                for one in announcements:
-                    self._announced(entry.id, milliseconds, block, one)
+                self._take(entry.id, milliseconds, block, folded.envelope)
+            for one in folded.announcements:
+                self._announced(entry.id, milliseconds, block, one)
             if self.states.wants(state.entries):
                 self.states.keep(state.entries, state)
 

@@ -11,15 +11,16 @@ import anyio
 import anyio.lowlevel
 import redis
 
-from trinity_schemas import ContractError, Envelope
+from trinity_schemas import Envelope
 
 from ..core import MonitorState
 from ..core.fold import Monitor
+from ..error_text import leaf_errors
 from ..errors import TrinityError
 from ..log import Entry, before, position
 from ..log.page_size import PageSize, in_turns
 from ..log.retry import backoff_delays, is_transient
-from ..replay import PAGE, envelope_of, fold, set_aside
+from ..replay import PAGE, fold, fold_one
 from .history import History
 from .sources import Source, Surroundings
 
@@ -97,7 +98,7 @@ class RunReader:
                     tasks.start_soon(self._look_around)
                     await self._follow()
             except* (redis.RedisError, OSError, TrinityError) as group:
-                error = _first(group)
+                error = leaf_errors(group)[0]
             if error is not None:
                 logger.warning("run %s: %s", self.source.run_id, error)
                 self.problem = str(error)
@@ -270,7 +271,7 @@ class RunReader:
         if not entries:
             return At(monitor.state, number, None, None, [], None)
         fold(monitor, entries[:-1])
-        return _fold_last(monitor, entries[-1])
+        return At(monitor.state, number, *fold_one(monitor, entries[-1]))
 
     async def _exactly(self, after: str, count: int) -> list[Entry]:
         """Return ``count`` entries after a position."""
@@ -308,23 +309,3 @@ class RunReader:
         """Wait until groups and dead letters were read once."""
         while self.around is None and self.problem is None:
             await self.changed(self.version, 1.0)
-
-
-def _fold_last(monitor: Monitor, entry: Entry) -> At:
-    """Fold one entry, and return it with its announcements."""
-    state = monitor.state
-    try:
-        envelope = envelope_of(state.run_id, entry.payload)
-    except ContractError as error:
-        set_aside(monitor, entry, error)
-        return At(state, state.entries, entry, None, [], str(error))
-    announcements = monitor.apply(entry.id, envelope)
-    return At(state, state.entries, entry, envelope, announcements, None)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

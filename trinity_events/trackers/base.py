@@ -10,13 +10,14 @@ from msgspec import Struct
 
 from ..core.metrics import StepMetrics
 from ..errors import TrinityError
+from ..server import trinity_home
 
 
 class TrackerUnusable(TrinityError):
     """A tracker that was asked for cannot be used."""
 
 
-class Tracked(Struct, frozen=True, kw_only=True):
+class TrackedRun(Struct, frozen=True, kw_only=True):
     """Run that a tracker is opened for."""
 
     run_id: str
@@ -40,5 +41,10 @@ class Tracker(Protocol):
         """Write out everything that was taken."""
 
 
-OpenTracker = Callable[[Tracked], Tracker]
+def tracking_folder(given: Path | str | None) -> Path:
+    """Return the folder of the trackers' files: the given one, or that of ``TRINITY_HOME``."""
+    return trinity_home() / "metrics" if given is None else Path(given)
+
+
+OpenTracker = Callable[[TrackedRun], Tracker]
 """Function that opens a tracker. Raises TrackerUnusable with a way out."""

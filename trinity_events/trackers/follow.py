@@ -11,29 +11,15 @@ from anyio import to_thread
 from trinity_schemas import (
     ContractError,
     RunClosed,
-    StepCommitted,
-    StepTrained,
-    VersionOpened,
-    VersionPartPublished,
-    WeightsApplied,
     decode_envelope,
 )
 
-from ..core.metrics import MetricsReader, StepMetrics
+from ..core.metrics import MEASURED, MetricsReader, StepMetrics
 from ..log import Entry
 from ..subscriptions import subscribe
 from .base import Tracker
 
 logger = logging.getLogger(__name__)
-
-MEASURED = (
-    StepTrained,
-    VersionOpened,
-    VersionPartPublished,
-    StepCommitted,
-    WeightsApplied,
-)
-"""Types of the events that tell metrics."""
 
 
 async def track_live(

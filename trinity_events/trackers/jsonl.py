@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..core.metrics import StepMetrics
-from .base import Tracked
+from .base import TrackedRun
 
 
 class JsonLines:
@@ -14,7 +14,7 @@ class JsonLines:
     Metrics of a resumed epoch are appended. Lines of later steps of an earlier epoch do not stand.
     """
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         mode = "wb" if run.resumed_after is None else "ab"
         self._file = (run.folder / f"{run.run_id}.metrics.jsonl").open(mode)

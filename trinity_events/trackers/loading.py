@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import EntryPoint, entry_points
 
-from .base import OpenTracker, Tracked, Tracker, TrackerUnusable
+from .base import OpenTracker, TrackedRun, Tracker, TrackerUnusable
 
 ENTRY_POINTS = "trinity_events.trackers"
-"""Group of entry points, each of which is a function from `Tracked` to a `Tracker`."""
+"""Group of entry points, each of which is a function from `TrackedRun` to a `Tracker`."""
 _OWN = {
     "jsonl": (".jsonl:JsonLines", None),
     "tensorboard": (".tensorboard:TensorBoard", "tensorboardX"),
@@ -21,7 +21,7 @@ _OWN = {
 
 
 @contextmanager
-def open_trackers(names: Sequence[str], run: Tracked) -> Iterator[dict[str, Tracker]]:
+def open_trackers(names: Sequence[str], run: TrackedRun) -> Iterator[dict[str, Tracker]]:
     """Open trackers by name, and close them after the block.
 
     Raises:

@@ -8,7 +8,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from ..core.metrics import StepMetrics
-from .base import Tracked, TrackerUnusable
+from .base import TrackedRun, TrackerUnusable
 
 _LONGEST_PARAMETER = 500
 """Characters of a parameter that every version of MLflow takes."""
@@ -20,7 +20,7 @@ class MLflow:
     A resumed run goes on with the run of this tag. The server is that of MLFLOW_TRACKING_URI.
     """
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         try:
             self._client = MlflowClient()
             found = self._found(run)
@@ -31,7 +31,7 @@ class MLflow:
             ) from None
         self._id: str = found.info.run_id
 
-    def _found(self, run: Tracked) -> Run:
+    def _found(self, run: TrackedRun) -> Run:
         experiment = self._client.get_experiment_by_name(run.project)
         name = (
             self._client.create_experiment(run.project)

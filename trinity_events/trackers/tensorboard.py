@@ -6,7 +6,7 @@ import msgspec
 from tensorboardX import SummaryWriter
 
 from ..core.metrics import StepMetrics
-from .base import Tracked
+from .base import TrackedRun
 
 
 class TensorBoard:
@@ -15,7 +15,7 @@ class TensorBoard:
     Steps of earlier epochs that do not stand any more are purged, as TensorBoard calls it.
     """
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard" / run.run_id
         first = 0 if run.resumed_after is None else run.resumed_after + 1
         self._writer = SummaryWriter(

@@ -6,7 +6,7 @@ import msgspec
 import wandb
 
 from ..core.metrics import GROUPS, StepMetrics
-from .base import Tracked, TrackerUnusable
+from .base import TrackedRun, TrackerUnusable
 
 
 class WeightsAndBiases:
@@ -16,7 +16,7 @@ class WeightsAndBiases:
     ``WANDB_MODE=offline``, are taken from the environment.
     """
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import anyio
 from anyio import to_thread
 
-from trinity_events.server import trinity_home
-from trinity_events.trackers import Tracked, open_trackers, track_live
+from trinity_events.trackers import TrackedRun, open_trackers, track_live, tracking_folder
 
 from ..beside import beside
 from ..config import RunConfig
@@ -35,10 +33,9 @@ async def tracked(config: RunConfig) -> AsyncIterator[None]:
     if not settings.trackers:
         yield
         return
-    folder = Path(settings.folder) if settings.folder else trinity_home() / "metrics"
-    run = Tracked(
+    run = TrackedRun(
         run_id=config.run_id,
-        folder=folder,
+        folder=tracking_folder(settings.folder),
         project=settings.project,
         config=config.to_text(),
         resumed_after=config.resumed_step,
