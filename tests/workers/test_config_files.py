@@ -226,12 +226,14 @@ def test_paths_are_relative_to_the_file(tmp_path):
 model: {path: policy}
 task: {questions: q.jsonl, reward: "./r.py:exact"}
 checkpoints: {root: ../kept}
+tracking: {folder: metrics}
 """
     config = read_config(written(tmp_path, text)).checked()
     assert config.model.path == str(tmp_path / "policy")
     assert config.task.questions == str(tmp_path / "q.jsonl")
     assert config.task.reward == f"{tmp_path}/r.py:exact"
     assert config.checkpoints.root == str(tmp_path.parent / "kept")
+    assert config.tracking.folder == str(tmp_path / "metrics")
     named = read_config(written(tmp_path, "task: {questions: 'reasoning-gym:spell'}")).checked()
     assert named.task.questions == "reasoning-gym:spell"
     text = "task: {name: mine.py:Sums, reward: 'pkg.r:exact', options: {evaluation: held.jsonl}}"
