@@ -87,8 +87,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, delete, metrics),
-        *(diff, bisect, audit, export, import_, verify, track, plot, delete),
+        *(diff, bisect, audit, export, import_, verify, delete, metrics, track, plot),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
@@ -16,7 +15,6 @@ import typer
 from ..archive import Archive
 from ..errors import TrinityError
 from ..server import connect, serving
-from ..views.terminal import say
 from .options import (
     CheckpointRoot,
     ListenHost,
@@ -24,6 +22,7 @@ from .options import (
     RedisUrl,
     checkpoint_root,
     log_to_stderr,
+    say_at_once,
 )
 from .reducer import until_stopped
 
@@ -99,7 +98,7 @@ def dashboard(
             opened = partial(_on_server, url, checkpoint_root(root))
         listening = exits.enter_context(web.listening_socket(host, port))
         page = web.page_url(host, listening.getsockname()[1], token)
-        started = partial(_say_at_once, f"dashboard at {page} (Ctrl-C stops)")
+        started = partial(say_at_once, f"dashboard at {page} (Ctrl-C stops)")
         hosts = [*(allow_host or ()), host]
         serve = partial(web.serve_board, opened, listening, token, hosts, started)
         anyio.run(until_stopped, serve)
@@ -149,9 +148,3 @@ async def _on_server(url: str, root: Path) -> AsyncIterator[Board]:
         runs = ServerRuns(client, lambda run: Archive(root / run, run))
         async with board(runs) as opened:
             yield opened
-
-
-def _say_at_once(text: str) -> None:
-    """Print text and flush it, since the command runs on."""
-    say(text)
-    sys.stdout.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -15,8 +14,8 @@ from ..log import RedisEventLog, require_run
 from ..replay import follow_state
 from ..server import server_clock
 from ..signals import cancelled_by_signals
-from ..views.terminal import say, tell
-from .options import ListenHost, ListenPort, OptionalRun, RedisUrl, client_of
+from ..views.terminal import tell
+from .options import ListenHost, ListenPort, OptionalRun, RedisUrl, client_of, say_at_once
 
 if TYPE_CHECKING:
     from ..views.metrics import RunMetrics
@@ -71,8 +70,7 @@ async def _serve(
                 f"port {port} of {host} cannot be listened at ({error.strerror}): name another "
                 "with --port"
             ) from None
-        say(f"metrics of run {log.run_id} at http://{host}:{server.server_port}/metrics")
-        sys.stdout.flush()
+        say_at_once(f"metrics of run {log.run_id} at http://{host}:{server.server_port}/metrics")
         try:
             async with cancelled_by_signals():
                 ahead = await server_clock(client, log.keys.events) - time.time() * 1000

@@ -88,6 +88,12 @@ async def log_of(redis_url: str | None, run: str | None) -> AsyncIterator[RedisE
         yield RedisEventLog(client, await require_run(client, run))
 
 
+def say_at_once(text: str) -> None:
+    """Print text and flush it, for a command that runs on."""
+    say(text)
+    sys.stdout.flush()
+
+
 def console(out: TextIO | None = None) -> Terminal:
     """Return a console on standard output; a pipe or file gets wide, uncut lines."""
     out = out or sys.stdout

@@ -9,7 +9,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from trinity_schemas import ContractError, RunResumed, decode_envelope
+from trinity_schemas import ContractError, EnvelopeReader, RunResumed
 
 from ..core.metrics import MetricsReader
 from ..views.plot import Curves, PlotUnusable, draw
@@ -63,11 +63,11 @@ def plot(
 
 
 async def _curves(run: str, root: Path | None, redis_url: str | None) -> tuple[str, Curves]:
-    curves, reader = Curves(), MetricsReader()
+    curves, reader, decode = Curves(), MetricsReader(), EnvelopeReader().decode
     async with states_of(run, root, redis_url) as states:
         async for entry in states.source.events():
             with suppress(ContractError):  # a dead letter, which the reducer has reported
-                envelope = decode_envelope(entry.payload)
+                envelope = decode(entry.payload)
                 if isinstance(envelope.event, RunResumed):
                     curves.cut_after(envelope.event.step)
                 if (found := reader.add(envelope)) is not None:

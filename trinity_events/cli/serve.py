@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated
@@ -13,8 +12,7 @@ import typer
 from ..reducer import Policy, reduce_all, tune_process, writable_root
 from ..reducer.policy import GROUP_IDLE, KEEP_CHECKPOINTS, STEP_DEADLINE
 from ..server import EmbeddedServer, trinity_home
-from ..views.terminal import say
-from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr
+from .options import CheckpointRoot, Verbose, checkpoint_root, log_to_stderr, say_at_once
 from .reducer import AdoptFolders, GroupIdle, KeepCheckpoints, StepDeadline, until_stopped
 
 
@@ -52,12 +50,6 @@ def serve(
         url = shown = exits.enter_context(server.attached())
         if port:
             shown = exits.enter_context(server.listening(port))
-        started = partial(_say_at_once, f"serving at {shown} (Ctrl-C stops)")
+        started = partial(say_at_once, f"serving at {shown} (Ctrl-C stops)")
         reduce = partial(reduce_all, url, run_id=None, root=folder, started=started, policy=policy)
         anyio.run(until_stopped, reduce)
-
-
-def _say_at_once(text: str) -> None:
-    """Print text and flush it, since the command runs on."""
-    say(text)
-    sys.stdout.flush()

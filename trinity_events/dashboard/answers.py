@@ -22,7 +22,7 @@ from .history import OTHERS, History, Lane
 from .run_reader import RunReader
 from .series import Version
 from .spans import Grouping, Span, merged
-from .state_view import step_in_words, view_of
+from .state_view import proof_of, step_in_words, view_of
 
 DETAILED = 6000
 """Maximum entries of a window whose events are grouped; a longer one is answered with counts."""
@@ -241,19 +241,20 @@ async def spans_of(reader: RunReader, begin: int, end: int) -> list[Span]:
     history = await reader.indexed()
     first = await reader.number_at(begin - 1) if begin > history.begin else history.first
     start = await reader.at(max(first, history.first))
-    state, entries = start.state, []
-    after = state.position
-    async for page in reader.pages(after, f"{end}-{2**64 - 1}"):
+    entries: list[Entry] = []
+    async for page in reader.pages(start.state.position, f"{end}-{2**64 - 1}"):
         entries += page
     return await anyio.to_thread.run_sync(_grouped, start.state, entries, begin, end)
 
 
 def _grouped(state: Any, entries: list[Entry], begin: int, end: int) -> list[Span]:
-    grouping = Grouping(state.run_id, state, begin)
+    grouping = Grouping(state, begin)
     monitor, decode = Monitor(state), EnvelopeReader().decode
     for entry in entries:
-        grouping.feed([entry])
-        for one in fold_one(monitor, entry, decode).announcements:
+        folded = fold_one(monitor, entry, decode)
+        if folded.envelope is not None:
+            grouping.add(entry.id, folded.envelope)
+        for one in folded.announcements:
             grouping.announced(entry.id, one)
     last = position(entries[-1].id)[0] if entries else begin
     return grouping.finish(max(last, begin) if last < end else end)
@@ -440,7 +441,7 @@ async def versions(reader: RunReader) -> dict[str, Any]:
                 applied.fetch,
                 applied.pause,
                 applied.digest,
-                _verdict(applied.digest, one.digest),
+                proof_of(applied.digest, one.digest),
             ]
             for column, one in enumerate(last)
             for name, applied in one.applied.items()
@@ -451,12 +452,6 @@ async def versions(reader: RunReader) -> dict[str, Any]:
             for name, reason in one.refused.items()
         ],
     }
-
-
-def _verdict(applied: str, announced: str) -> str:
-    if not announced:
-        return "unknown"
-    return "proven" if applied == announced else "differs"
 
 
 def _version(version: Version) -> list[Any]:

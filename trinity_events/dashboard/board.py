@@ -15,7 +15,7 @@ from ..archive import Archive
 from ..core import MonitorState
 from ..errors import KeyConflict, RunNotFound, TrinityError
 from ..liveness import abandoned_since
-from ..log import RedisEventLog, list_runs
+from ..log import RedisEventLog, list_runs, require_run
 from ..replay import SnapshotUnreadable, current_state
 from .run_reader import RunReader
 from .sources import RecordedSource, ServerSource, Source
@@ -86,8 +86,7 @@ class ServerRuns:
 
     async def source(self, run_id: str) -> Source:
         """Return the log of a run. Raises RunNotFound."""
-        if run_id not in await list_runs(self._client):
-            raise RunNotFound(f"there is no run {run_id!r} on this server")
+        await require_run(self._client, run_id)
         return ServerSource(self._client, run_id, self._archive_of(run_id))
 
 

@@ -15,6 +15,7 @@ from trinity_schemas import (
     RunOpened,
     RunResumed,
     StepFailed,
+    event_tag,
 )
 
 from ..core import MonitorState
@@ -145,9 +146,8 @@ class History:
             block.greatest_step = max(block.greatest_step, step)
         self.figures.add(milliseconds / 1000, envelope)
         if category == FAILURE or isinstance(event, (RunOpened, RunResumed, RunClosed)):
-            tag = event.__struct_config__.tag
             who = describe_producer(producer)
-            self._mark(entry_id, milliseconds, str(tag), f"{who}: {_words(event)}")
+            self._mark(entry_id, milliseconds, event_tag(event), f"{who}: {_words(event)}")
 
     def _announced(
         self, entry_id: str, milliseconds: int, block: Block, announcement: Envelope

@@ -239,15 +239,13 @@ class RunReader:
                 raise UnknownEntry(f"the log has no entry {wanted[0]}-{wanted[1]}")
             return history.first
         block = blocks[at]
-        number, last = block.number, None
         entries = await self.source.read(
             before(block.first), through=f"{wanted[0]}-{wanted[1]}", limit=block.entries
         )
-        number += len(entries)
         last = position(entries[-1].id) if entries else None
         if exact and last != wanted:
             raise UnknownEntry(f"the log has no entry {wanted[0]}-{wanted[1]}")
-        return number
+        return block.number + len(entries)
 
     async def at(self, number: int) -> At:
         """Return the state after so many entries, folded from the last kept state before it.

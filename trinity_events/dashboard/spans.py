@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
 
 from trinity_schemas import (
-    ContractError,
     Envelope,
-    EnvelopeReader,
     LeaseExpired,
     SaveFailed,
     SaveFinished,
@@ -29,7 +27,7 @@ from trinity_schemas import (
 
 from ..core import MonitorState
 from ..core.fold_state import describe_producer
-from ..log import Entry, position
+from ..log import position
 from .categories import CATEGORIES, FAILURE, READY, category_of, step_of
 
 SAVE, PUBLISH = CATEGORIES.index("save"), CATEGORIES.index("publish")
@@ -58,15 +56,12 @@ class Grouping:
     """Grouping of the entries of one window of time.
 
     Args:
-        run_id: The run.
         state: State before the first entry of the window: what is under way begins there.
         begin: Milliseconds at which the window begins.
     """
 
-    def __init__(self, run_id: str, state: MonitorState, begin: int) -> None:
+    def __init__(self, state: MonitorState, begin: int) -> None:
         self.spans: list[Span] = []
-        self._run_id = run_id
-        self._decode = EnvelopeReader().decode
         self._open: dict[str, Span] = {}
         """Spans under way, by save id or wait."""
         self._trained: dict[str, int] = {}
@@ -88,18 +83,10 @@ class Grouping:
                 wait.by, wait.since, begin, WAIT, f"waits for {wait.what}", state.position
             )
 
-    def feed(self, entries: Iterable[Entry]) -> None:
-        """Group entries, in the order of the log; those that cannot be decoded are left out."""
-        for entry in entries:
-            try:
-                envelope = self._decode(entry.payload)
-            except ContractError:
-                continue
-            if envelope.run_id == self._run_id:
-                at = position(entry.id)[0]
-                _GROUP.get(type(envelope.event), Grouping._instant)(
-                    self, entry.id, at, envelope, envelope.event
-                )
+    def add(self, entry_id: str, envelope: Envelope) -> None:
+        """Take an event, in the order of the log."""
+        group = _GROUP.get(type(envelope.event), Grouping._instant)
+        group(self, entry_id, position(entry_id)[0], envelope, envelope.event)
 
     def announced(self, entry_id: str, announcement: Envelope) -> None:
         """Add an announcement that followed from an entry."""

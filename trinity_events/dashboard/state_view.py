@@ -171,7 +171,7 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
             None if one.version is None else one.version.epoch,
             None if one.version is None else one.version.step,
             one.digest,
-            _proof(one, digests),
+            proof_of(one.digest, digests.get(one.version) if one.version else None),
             _staleness(one, None if newest is None else newest.at),
             one.applied_at,
             one.heard_at,
@@ -181,12 +181,11 @@ def _explorers(state: MonitorState, digests: Mapping[StepRef, str]) -> list[list
     ]
 
 
-def _proof(explorer: ExplorerState, digests: Mapping[StepRef, str]) -> str:
-    """Return whether an explorer's digest is that of the announced version."""
-    announced = None if explorer.version is None else digests.get(explorer.version)
-    if not announced or explorer.digest is None:
+def proof_of(applied: str | None, announced: str | None) -> str:
+    """Return whether an applied digest is that of the announced version."""
+    if not announced or applied is None:
         return "unknown"
-    return "proven" if announced == explorer.digest else "differs"
+    return "proven" if applied == announced else "differs"
 
 
 def _staleness(explorer: ExplorerState, newest: StepRef | None) -> int | None:

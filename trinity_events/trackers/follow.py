@@ -10,8 +10,8 @@ from anyio import to_thread
 
 from trinity_schemas import (
     ContractError,
+    EnvelopeReader,
     RunClosed,
-    decode_envelope,
 )
 
 from ..core.metrics import MEASURED, MetricsReader, StepMetrics
@@ -43,10 +43,10 @@ async def track_live(
 
 async def track_recorded(entries: AsyncIterable[Entry], trackers: Mapping[str, Tracker]) -> int:
     """Give trackers the metrics of recorded entries; return the number of measurements."""
-    reader, feed = MetricsReader(), _Feed(trackers)
+    reader, feed, decode = MetricsReader(), _Feed(trackers), EnvelopeReader().decode
     async for entry in entries:
         with suppress(ContractError):  # a dead letter, which the reducer has reported
-            await feed.give(reader.add(decode_envelope(entry.payload)))
+            await feed.give(reader.add(decode(entry.payload)))
     return feed.given
 
 

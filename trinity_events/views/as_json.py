@@ -44,7 +44,9 @@ def fields_as_json(state: MonitorState, names: Iterable[str]) -> dict[str, Any]:
     chosen = {name: getattr(state, name) for name in own}
     built = state_as_json(MonitorState(**chosen))
     return {
-        one: built.get(one, msgspec.to_builtins(getattr(state, encoded[one]), str_keys=True))
+        one: built[one]
+        if one in built
+        else msgspec.to_builtins(getattr(state, encoded[one]), str_keys=True)
         for one in names
         if one in encoded
     }
@@ -53,7 +55,7 @@ def fields_as_json(state: MonitorState, names: Iterable[str]) -> dict[str, Any]:
 def waits_as_json(state: MonitorState, now: int) -> dict[str, Any]:
     """Return the waits that are open at a moment, as the item ``waits``; nothing without any."""
     shown = {id(one) for one in open_waits(state, now)}
-    built = state_as_json(state).get("waits", {})
+    built = fields_as_json(state, ("waits",))["waits"]
     waits = {
         name: built[name]
         | {
