@@ -1,5 +1,6 @@
 """How long parts last on a server: as long as they are published, and read."""
 
+import threading
 from contextlib import closing
 from unittest import mock
 
@@ -10,6 +11,7 @@ import redis
 from tests.support.pipeline import until
 from tests.support.published_parts import put
 from tests.support.transport_processes import CHUNK, Where
+from tests.support.waits import PATIENCE
 from trinity_events.server import open_client
 from trinity_events.weights.transports.redis import expiry
 from trinity_events.weights.transports.redis.leases import LONGEST
@@ -197,3 +199,28 @@ async def test_what_cannot_be_renewed_is_tried_again(often, weights_url, part, c
             await until(lambda: renew.call_count > 1)
         client.expire(manifest_key(*part), 100)
         await until(lambda: client.ttl(manifest_key(*part)) > 100)
+
+
+def test_no_renewal_is_under_way_once_they_are_stopped(part):
+    begun, released = threading.Event(), threading.Event()
+    client = mock.MagicMock()
+
+    def execute():
+        begun.set()
+        assert released.wait(PATIENCE)
+
+    client.pipeline.return_value.__enter__.return_value.execute.side_effect = execute
+    renewal = expiry.ExpiryRenewal(client, 6)
+    with mock.patch.object(expiry, "SHARE", 600):
+        renewal.add(part, 1, None)
+        assert begun.wait(PATIENCE)
+        closer = threading.Thread(target=renewal.close)
+        closer.start()
+        closer.join(0.05)
+        assert closer.is_alive()
+        released.set()
+        closer.join(PATIENCE)
+    assert not closer.is_alive()
+    used = client.pipeline.call_count
+    renewal._renew(part)
+    assert client.pipeline.call_count == used

@@ -56,8 +56,10 @@ class ExpiryRenewal:
             self._parts.pop(part, None)
 
     def close(self) -> None:
-        """Stop all renewals."""
+        """Stop all renewals, after the one that is under way: the client may be closed then."""
         self._stop.set()
+        with self._lock:
+            pass
 
     def _needed(self) -> set[PartRef]:
         """Return the newest parts of each rank, and all their bases."""
@@ -82,7 +84,7 @@ class ExpiryRenewal:
     def _renew(self, part: PartRef) -> None:
         with self._lock:  # a part that is deleted meanwhile is not renewed
             kept = self._parts.get(part)
-            if kept is None:
+            if kept is None or self._stop.is_set():
                 return
             with self._redis.pipeline(transaction=False) as pipe:
                 for key in (manifest_key(*part), *chunk_keys(part, kept.chunks)):
