@@ -5,12 +5,17 @@ import shutil
 from functools import partial
 
 import pytest
+from msgspec import structs
 
+from tests.support.event_histories import History, finished
 from tests.support.pipeline import folded, reducer_task
 from tests.support.waits import until
 from trinity_events import CheckpointCoordinator
 from trinity_events.archive import Archive, record_run
+from trinity_events.archive.checkpoint_digests import CheckedFiles, SavedFiles
+from trinity_events.checkpoint_layout import FILE_DIGESTS
 from trinity_events.coordinator import staged_path
+from trinity_events.coordinator.coordinator import _measure
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 
 FILE, FOLDER = "actor/model.pt", "actor/optimizer"
@@ -100,3 +105,23 @@ async def test_the_log_may_be_in_a_file(verified, run_folder, log, cli, tmp_path
     shown = cli("verify", str(path), "--files", "--checkpoint-root", str(tmp_path))
     assert shown.returncode == 1
     assert shown.stderr.startswith(f"error: {run_folder} is not there: name the folder")
+
+
+def test_a_folder_with_a_list_of_digests_is_checked_by_that_list(tmp_path):
+    model = tmp_path / "actor" / "huggingface"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights" * 100)
+    (model / FILE_DIGESTS).write_text("0123  model.safetensors\n")
+    nbytes, digest = _measure(model)
+    history = History()
+    saved = structs.replace(
+        finished(2), path="actor/huggingface", bytes=nbytes, digest=digest, seconds=1.0
+    )
+    history.add(saved)
+    files = SavedFiles()
+    for _, envelope in history.entries:
+        files.add(envelope)
+    assert files.check(tmp_path) == CheckedFiles(digests=1, sizes=0, gone=0, mismatches=[])
+    (model / FILE_DIGESTS).write_text("3210  model.safetensors\n")
+    [mismatch] = files.check(tmp_path).mismatches
+    assert "was changed: its digest is sha256:" in mismatch

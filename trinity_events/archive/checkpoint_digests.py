@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trinity_schemas import Envelope, SaveFinished
 
-from ..checkpoint_layout import MADE_FROM, STAGING, parse_final_name, staged_in
+from ..checkpoint_layout import FILE_DIGESTS, MADE_FROM, STAGING, parse_final_name, staged_in
 from ..errors import TrinityError
 from ..open_folder import OpenFolder, parts_of
 
@@ -21,9 +21,9 @@ class CheckedFiles(NamedTuple):
     """Result of :meth:`SavedFiles.check`."""
 
     digests: int
-    """Files whose digest was compared."""
+    """Files, and lists of the digests of a folder, whose digest was compared."""
     sizes: int
-    """Folders whose bytes were compared: no digest of a folder is recorded."""
+    """Folders without a list of digests, whose bytes were compared."""
     gone: int
     """Saves whose folder is there no more; the reducer deletes old checkpoints."""
     mismatches: list[str]
@@ -97,16 +97,24 @@ def _compare(run: OpenFolder, path: str, save: SaveFinished) -> str | None:
 
 
 def _measure(run: OpenFolder, path: str, *, digested: bool) -> tuple[int, str | None]:
-    """Return the bytes of a file or folder, and the digest of a file. No link is followed."""
+    """Return the bytes of a file or folder, and its digest as the coordinator takes it.
+
+    The digest of a folder is that of its list of digests. No link is followed.
+    """
     *folders, name = parts_of(path, run.path)
     with run.below(*folders) as folder:
-        if folder.is_folder(name) and not digested:
-            with folder.below(name) as saved:
-                return sum(_sizes(saved)), None
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest() if digested else None
-            return os.fstat(file.fileno()).st_size, digest and f"sha256:{digest}"
+        if not folder.is_folder(name):
+            return _measure_file(folder, name, digested=digested)
+        with folder.below(name) as saved:
+            listed = _measure_file(saved, FILE_DIGESTS, digested=True)[1] if digested else None
+            return sum(_sizes(saved)), listed
+
+
+def _measure_file(folder: OpenFolder, name: str, *, digested: bool) -> tuple[int, str | None]:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if digested else None
+        return os.fstat(file.fileno()).st_size, digest and f"sha256:{digest}"
 
 
 def _sizes(folder: OpenFolder) -> Iterator[int]:
