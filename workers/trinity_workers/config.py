@@ -20,6 +20,7 @@ from .section import Section
 from .sync_method import contradictions as method_contradictions
 from .sync_schedule import contradictions as sync_contradictions
 from .sync_schedule import last_step_served, oldest_usable, staleness_bound
+from .trainer_layout import contradictions as layout_contradictions
 
 EngineName = Literal["fsdp", "megatron"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
@@ -32,6 +33,7 @@ PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 WhenStale = Literal["drop", "wait", "pace"]
+DtypeName = Literal["float32", "bfloat16"]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -49,9 +51,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: str | None = None
     """Hugging Face folder of the policy. Null makes a small policy, and warms it up on the
     built-in task that the run has."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which the policy computes, and is published and served. The optimizer works on
-    float32 copies of the parameters."""
+    dtype: DtypeName = "float32"
+    """Data type in which the policy computes while it is trained. The optimizer works on float32
+    copies of the parameters."""
 
 
 class TaskConfig(Section, frozen=True, kw_only=True):
@@ -93,6 +95,26 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """On Megatron, ranks that share every layer. By default all of a pipeline stage do."""
     pipeline_parallel: Positive = 1
     """On Megatron, number of pipeline stages."""
+    virtual_pipeline: Annotated[int, Meta(ge=2)] | None = None
+    """On Megatron, chunks of the model on each pipeline stage. Null is one."""
+    expert_parallel: Positive = 1
+    """On Megatron, ranks that share the experts of a layer."""
+    context_parallel: Positive = 1
+    """Ranks that share a sequence. More than 1 is refused: its attention runs on no CPU, so that
+    no test could check it."""
+    sequence_parallel: bool = False
+    """Share activations between tensor-parallel ranks. It is refused, as `context_parallel`."""
+    distributed_optimizer: bool = False
+    """On Megatron, keep a part of the optimizer's state on each data-parallel rank. Its state does
+    not load, so `checkpoints.interval` must be 0."""
+    recompute: bool = False
+    """Compute each layer's activations again in the backward pass instead of storing them: less
+    memory, and about a third more time."""
+    cpu_offload: bool = False
+    """On FSDP, keep parameters, gradients and optimizer state in the host's memory; a layer's
+    parameters are on the GPU while it computes."""
+    packing: bool = False
+    """On FSDP, compute the rows of a micro-batch as one row without padding."""
     learning_rate: Annotated[float, Meta(ge=0)] = 5e-4
     """Learning rate of AdamW after the warm-up."""
     ramp_steps: NotNegative = 20
@@ -116,6 +138,8 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     """Rollout engine: `huggingface`, an entry point, `module:attribute`, `./file.py:attribute`."""
     engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the rollout engine by name."""
+    dtype: DtypeName | None = None
+    """Data type in which explorers serve the policy. Null is `model.dtype`."""
     deterministic: bool = False
     """Generate each prompt's samples by themselves, so that they depend on no other prompt and on
     no number of explorers. It is slower."""
@@ -193,6 +217,9 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """Published form of the weights: shards, each from the rank that holds it, while training
     waits; a snapshot of the shards, while training continues; or full tensors, from rank 0. Auto
     is shards if there are several ranks."""
+    dtype: DtypeName | None = None
+    """Data type in which weights are published. Null is the one that explorers serve in, or
+    `model.dtype` if that is narrower."""
     full_every: Positive = 1
     """Weight versions from one published in full to the next; versions between them are deltas
     where these are smaller. 1 publishes all in full."""
@@ -260,6 +287,17 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     def algorithm_of_step(self) -> AlgorithmConfig:
         """Return the algorithm with the run's limit of tokens where it has none of its own."""
         return self.algorithm.with_limit(self.rollouts.max_new_tokens)
+
+    @property
+    def served_dtype(self) -> DtypeName:
+        """Return the data type in which explorers serve the policy."""
+        return self.explorer.dtype or self.model.dtype
+
+    @property
+    def published_dtype(self) -> DtypeName:
+        """Return the data type in which weights are published."""
+        narrow = "bfloat16" in (self.model.dtype, self.served_dtype)
+        return self.sync.dtype or ("bfloat16" if narrow else "float32")
 
     @property
     def teacher_folder(self) -> Path | None:
@@ -372,25 +410,16 @@ def contradictions(
         config: The configuration.
         named: Names a field, given by its path, in the sentences.
     """
-    engine, ranks = named("trainer.engine"), named("trainer.ranks")
-    tensor, pipeline = named("trainer.tensor_parallel"), named("trainer.pipeline_parallel")
-    trainer, sync = config.trainer, config.sync
-    parts = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
-    sizes = ("trainer.engine", "trainer.tensor_parallel", "trainer.pipeline_parallel")
-    if trainer.engine != "megatron" and parts > 1:
-        yield (
-            sizes,
-            f"{tensor} and {pipeline} are for Megatron only: leave them out, or add "
-            f"{engine} megatron",
-        )
-    elif trainer.ranks % parts:
-        yield (
-            (*sizes, "trainer.ranks"),
-            f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
-            f"({tensor} times {pipeline}): choose {ranks} as a multiple",
-        )
+    sync = config.sync
+    yield from layout_contradictions(config.trainer, named, saves=config.checkpoints.interval > 0)
     yield from _of_the_algorithm(config, named)
     yield from sync_contradictions(sync, named)
+    if sync.dtype == "float32" and config.model.dtype == "bfloat16":
+        yield (
+            ("sync.dtype", "model.dtype"),
+            f"{named('sync.dtype')} is float32, and the policy computes in bfloat16: leave it out, "
+            f"or set {named('model.dtype')} float32",
+        )
     if config.window < config.prompts_in_flight:
         yield (
             ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),

@@ -10,6 +10,7 @@ import torch
 from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
+from ..engines.fsdp_options import FSDPOptions
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
 from .fsdp_step import Models
@@ -26,18 +27,27 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     common: dict[str, Any] = {
         "device": device,
         "dtype": config.model.dtype,
-        "gradient_norm": config.trainer.gradient_norm,
+        "options": fsdp_options(config),
     }
     folder = config.model_folder
-    policy = FSDPEngine(folder, learning_rate=policy_rate(config), **common)
+    clipped = common | {"gradient_norm": config.trainer.gradient_norm}
+    policy = FSDPEngine(folder, learning_rate=policy_rate(config), **clipped)
     critic = None
     if settings.critic.use:
-        critic = FSDPEngine(folder, learning_rate=critic_rate(config), load=load_critic, **common)
+        critic = FSDPEngine(folder, learning_rate=critic_rate(config), load=load_critic, **clipped)
 
     def frozen(path: Path) -> Any:
-        return frozen_policy(path, device=device, dtype=config.model.dtype)
+        return frozen_policy(path, **common)
 
     reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
     path = config.teacher_folder
     teacher = None if path is None else frozen(checked_teacher(path, folder))
     return Models(policy, critic, reference, teacher)
+
+
+def fsdp_options(config: RunConfig) -> FSDPOptions:
+    """Return the options of the models on FSDP, as the configuration names them."""
+    trainer = config.trainer
+    return FSDPOptions(
+        recompute=trainer.recompute, cpu_offload=trainer.cpu_offload, packing=trainer.packing
+    )

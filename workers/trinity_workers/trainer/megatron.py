@@ -17,7 +17,6 @@ from ..engines.megatron import (
     MegatronEngine,
     ModelOptions,
     OptimizerOptions,
-    ParallelLayout,
     leave,
 )
 from ..helpers.megatron import (
@@ -30,6 +29,7 @@ from ..helpers.megatron import (
 )
 from ..learning.teacher import checked_teacher
 from .background_saves import BackgroundSaves
+from .megatron_layout import parallel_layout
 from .megatron_step import MegatronTrainingStep
 from .rates import policy_rate
 from .worker import TrainWorker
@@ -171,20 +171,22 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
     def _make_step(self) -> Any:
         config = self._config
-        pipeline = config.trainer.pipeline_parallel
-        tensor = config.trainer.tensor_parallel or max(1, config.trainer.ranks // pipeline)
         settings = config.algorithm_of_step
         make = partial(
             MegatronEngine,
             device=self._device,
-            layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
-            model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
+            layout=parallel_layout(config.trainer),
+            model=ModelOptions(
+                dtype=getattr(torch, config.model.dtype), recompute=config.trainer.recompute
+            ),
             seed=config.seed,
         )
         self._policy = make(
             config.model_folder,
             optimizer=OptimizerOptions(
-                learning_rate=policy_rate(config), gradient_norm=config.trainer.gradient_norm
+                learning_rate=policy_rate(config),
+                gradient_norm=config.trainer.gradient_norm,
+                distributed=config.trainer.distributed_optimizer,
             ),
         )
         reference = teacher = None

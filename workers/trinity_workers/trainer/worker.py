@@ -36,6 +36,7 @@ from ..helpers import (
     save_huggingface,
     strategy_for,
 )
+from ..helpers.full_tensors import full_tensors, in_dtype
 from ..network import meet_through
 from ..placement import threads
 from .fsdp_models import load_models
@@ -84,7 +85,7 @@ class TrainWorker:
         if self._store is None:
             self._store = TCPStore(host, port, timeout=self._timeout)
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            process_group_backend(self._device, cpu_offload=config.trainer.cpu_offload),
             store=self._store,
             rank=self._rank,
             world_size=config.trainer.ranks,
@@ -107,9 +108,16 @@ class TrainWorker:
             rank=self._rank,
             full_every=config.sync.full_every,
             tensor_digests=config.sync.tensor_digests,
+            dtype=self._published_dtype,
         )
         self._strategy = strategy_for(config.published_form, config.sync.timeout)
         exempt_loaded_objects()
+
+    @property
+    def _published_dtype(self) -> torch.dtype | None:
+        """Data type to convert published weights to; None to publish those of the engine."""
+        published = self._config.published_dtype
+        return None if published == self._config.model.dtype else getattr(torch, published)
 
     def _make_step(self) -> Any:
         config = self._config
@@ -171,6 +179,9 @@ class TrainWorker:
             is_state_dict: True for a state dict, False for a part of a checkpoint.
             masters: Save the optimizer's copies of the parameters, for a checkpoint to rest on.
         """
+        tensors = self._master_params() if masters else None
+        if not masters and self._published_dtype is not None:
+            tensors = in_dtype(full_tensors(self._engine), self._published_dtype)
         save_huggingface(
             self._engine,
             local_path,
@@ -178,7 +189,7 @@ class TrainWorker:
             self._coordinator,
             logger,
             target=SaveTarget(name, is_state_dict),
-            tensors=self._master_params() if masters else None,
+            tensors=tensors,
             deadline=self._config.sync.timeout,
         )
 
@@ -254,6 +265,13 @@ class TrainWorker:
 def _critic_folder(local_path: str) -> Path:
     """Return the folder of the critic, beside the policy's in a checkpoint."""
     return Path(local_path).with_name("critic")
+
+
+def process_group_backend(device: torch.device, *, cpu_offload: bool) -> str:
+    """Return the backend of the ranks' group; offloaded gradients are reduced on the CPU too."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
 def compute_device(own_gpu: bool) -> torch.device:
