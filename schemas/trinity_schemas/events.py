@@ -471,6 +471,14 @@ class LedgerRestored(_Event, frozen=True):
     digest: Annotated[Digest, Meta(description="Digest of the encoded ledger.")]
 
 
+class ProfileWritten(_Event, frozen=True):
+    """The sender wrote a trace of a training step, in a format that Perfetto reads."""
+
+    step: Step
+    path: RelativePath
+    bytes: Annotated[Bytes, Meta(description="Size of the file.")] = 0
+
+
 # --- waits -------------------------------------------------------------------------------------
 
 
@@ -570,6 +578,7 @@ Event = (
     | RolloutsDispatched
     | StepTrained
     | LedgerRestored
+    | ProfileWritten
     | WaitStarted
     | WaitEnded
     | LeaseExpired
@@ -609,6 +618,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     RolloutsDispatched: "trainer",
     StepTrained: "trainer",
     LedgerRestored: "trainer",
+    ProfileWritten: "worker",
     WaitStarted: "worker",
     WaitEnded: "worker",
     LeaseExpired: "reducer",

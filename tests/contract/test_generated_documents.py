@@ -40,6 +40,7 @@ from trinity_schemas import (
     LedgerRestored,
     PartDelta,
     Producer,
+    ProfileWritten,
     PublishedPart,
     ReissuedRollout,
     ResendRequested,
@@ -156,6 +157,7 @@ SAMPLES = [
         metrics={"loss": 0.5},
     ),
     LedgerRestored(ledger=LEDGER, digest=LEDGER.digest),
+    ProfileWritten(step=7, path="profiles/step_7_actor_0.json.gz", bytes=8),
     WaitStarted(
         wait_id="a", what="rollouts", waits_for=("explorer-0",), seconds=5.0, deadline=60.0
     ),

@@ -36,6 +36,7 @@ from trinity_schemas import (
     LedgerRestored,
     Process,
     Producer,
+    ProfileWritten,
     Registration,
     ResendRequested,
     RolloutsDispatched,
@@ -158,6 +159,7 @@ def _others() -> list[Said]:
         Said("trainer", StepTrained(step=2, trained=((4, 5), (9, 9)))),
         *(Said("trainer", LedgerRestored(ledger=one, digest=one.digest)) for one in _LEDGERS),
         Said("trainer", WaitStarted(wait_id="a", what="rollouts", waits_for=("explorer-0",))),
+        Said("actor-0", ProfileWritten(step=1, path="profiles/one.json.gz")),
         Said("trainer", WaitEnded(wait_id="a", outcome="over")),
         Said("explorer-0", WaitStarted(wait_id="b", what="weights", seconds=1.0)),
     ]

@@ -96,6 +96,19 @@ MISTAKES = [
         "{model: {dtype: bfloat16}, sync: {dtype: float32}}",
         "sync.dtype is float32, and the policy computes in bfloat16",
     ),
+    ("checkpoints: {save_hf_checkpoint: first}", "must be one of never, last, always"),
+    (
+        "checkpoints: {save_hf_checkpoint: last, interval: 0}",
+        "checkpoints.save_hf_checkpoint is last, and checkpoints.interval 0 writes no checkpoints",
+    ),
+    ("{steps: 3, trainer: {profile_steps: [2, 4]}}", "names step 4, and the run has 3"),
+    ("trainer: {profile_steps: 2}", "must be a list of integers"),
+    ("trainer: {profile_steps: [0]}", "must be a list of integers"),
+    (
+        "trainer: {profile_steps: [1], profile_ranks: [2]}",
+        "names rank 2, and the last of 2 trainers is rank 1",
+    ),
+    ("trainer: {profile_ranks: [1]}", "no step is profiled: set trainer.profile_steps"),
     ("explorer: {dtype: float8}", "must be one of float32, bfloat16 or null"),
     ("sync: {style: random}", "must be one of fixed, trainer_driven, explorer_driven, fully_async"),
     ("sync: {offset: 1}", "only sync.style fixed has steps at which explorers synchronise"),
@@ -288,6 +301,12 @@ def test_an_overlay_of_options_equals_a_file(tmp_path):
     text += '\n[sync]\ntransport = "redis"\nmax_staleness = 0\n'
     assert reading.checked() == read_config(written(tmp_path, text, "run.toml")).checked()
     assert rest == {"a": 1}
+
+
+def test_trinitys_names_of_the_settings_of_checkpoints_are_read(tmp_path):
+    text = "trainer: {max_checkpoints_to_keep: 0, save_hf_checkpoint: always}"
+    found = read_config(written(tmp_path, text)).checked().checkpoints
+    assert (found.keep, found.save_hf_checkpoint) == (0, "always")
 
 
 def test_options_are_named_in_messages_about_them():

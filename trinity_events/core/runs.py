@@ -6,6 +6,7 @@ from trinity_schemas import (
     ConsumerDetached,
     Envelope,
     Kind,
+    ProfileWritten,
     RunClosed,
     RunOpened,
     RunResumed,
@@ -15,10 +16,10 @@ from trinity_schemas import (
 
 from .announcements import supersede
 from .completeness import staged_folder
-from .fold_state import FoldState, keep_last
-from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_PENDING_PROMOTIONS
+from .fold_state import FoldState, describe_producer, keep_last
+from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
 from .lineage import continued_lineage
-from .state import DetachedConsumer, ReadyPointer, TrainerWaits
+from .state import DetachedConsumer, Profile, ReadyPointer, TrainerWaits
 
 
 def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
@@ -97,6 +98,14 @@ def trainer_status_changed(fold: FoldState, event: TrainerStatusChanged, _: Enve
             missing=wait.missing[:KEPT_EXPLORERS],
             since=fold.now - int(min(wait.seconds * 1000, fold.now)),
         )
+
+
+def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:
+    """Keep the profile among the last few."""
+    profiles = fold.state.profiles
+    by = describe_producer(envelope.producer)
+    profiles.append(Profile(step=event.step, by=by, path=event.path))
+    del profiles[:-KEPT_PROFILES]
 
 
 def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> None:

@@ -12,6 +12,7 @@ from trinity_schemas import (
     ExplorerStatusChanged,
     LeaseExpired,
     LedgerRestored,
+    ProfileWritten,
     ResendRequested,
     RolloutsDispatched,
     RunClosed,
@@ -48,7 +49,13 @@ CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "f
 
 _OF: dict[str, tuple[type[Struct], ...]] = {
     "run": (RunOpened, RunResumed, RunClosed, ConsumerDetached),
-    "train": (StepCommitted, StepTrained, ThreadCountRegistered, TrainerStatusChanged),
+    "train": (
+        StepCommitted,
+        StepTrained,
+        ThreadCountRegistered,
+        TrainerStatusChanged,
+        ProfileWritten,
+    ),
     "rollouts": (RolloutsDispatched, LedgerRestored),
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
     "publish": (VersionOpened, VersionPartPublished, VersionRetired),

@@ -20,7 +20,7 @@ from .section import Section
 from .sync_method import contradictions as method_contradictions
 from .sync_schedule import contradictions as sync_contradictions
 from .sync_schedule import last_step_served, oldest_usable, staleness_bound
-from .trainer_layout import contradictions as layout_contradictions
+from .trainer_limits import contradictions as trainer_contradictions
 
 EngineName = Literal["fsdp", "megatron"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
@@ -125,6 +125,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch_rows: Positive | None = None
     """Maximum rows of a forward and backward pass on a rank; gradients add up over the passes, and
     are those of all rows at once. Null takes all."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Training steps that torch.profiler traces, such as `[3, 4]`. Each rank writes a file for
+    Perfetto below `profiles` in the run's folder, and an event names it."""
+    profile_ranks: tuple[NotNegative, ...] | None = None
+    """Ranks that trace these steps. Null is all."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
 
@@ -237,7 +242,11 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """Steps between two checkpoints, and one after the last step; 0 writes none."""
     keep: NotNegative = 2
     """Number of the newest ready checkpoints to keep; 0 keeps all. A reducer that the command does
-    not start has its own."""
+    not start has its own. Trinity-RFT's name max_checkpoints_to_keep is read too; there, 0 is the
+    default."""
+    save_hf_checkpoint: Literal["never", "last", "always"] = "never"
+    """Checkpoints whose model is a Hugging Face folder with weights, which other programs load and
+    a resume too: none, that of the last step, or all."""
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
     root: str | None = None
@@ -357,6 +366,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         interval = self.checkpoints.interval
         return interval > 0 and (step % interval == 0 or step == self.steps)
 
+    def is_hf_save_step(self, step: int) -> bool:
+        """Return True if a checkpoint of the step has its model as a Hugging Face folder."""
+        which = self.checkpoints.save_hf_checkpoint
+        return which == "always" or (which == "last" and step == self.steps)
+
     def replaced(self, section: str, **values: Any) -> Self:
         """Return the configuration with other values in one section, which are not checked."""
         changed = structs.replace(getattr(self, section), **values)
@@ -411,7 +425,14 @@ def contradictions(
         named: Names a field, given by its path, in the sentences.
     """
     sync = config.sync
-    yield from layout_contradictions(config.trainer, named, saves=config.checkpoints.interval > 0)
+    yield from trainer_contradictions(config, named)
+    if config.checkpoints.save_hf_checkpoint != "never" and not config.checkpoints.interval:
+        interval, saved = named("checkpoints.interval"), named("checkpoints.save_hf_checkpoint")
+        yield (
+            ("checkpoints.save_hf_checkpoint", "checkpoints.interval"),
+            f"{saved} is {config.checkpoints.save_hf_checkpoint}, and {interval} 0 writes no "
+            f"checkpoints: set {interval}, or {saved} never",
+        )
     yield from _of_the_algorithm(config, named)
     yield from sync_contradictions(sync, named)
     if sync.dtype == "float32" and config.model.dtype == "bfloat16":
@@ -567,7 +588,11 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     def resumed_folder(self) -> Path:
         """Return the folder of the checkpoint that the trainer loads first."""
         assert self.resumed_step is not None
-        return self.checkpoint_folder / final_name(self.resumed_step)
+        return self.folder_of(self.resumed_step)
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a ready step."""
+        return self.checkpoint_folder / final_name(step)
 
     @property
     def transport(self) -> WeightsPath:

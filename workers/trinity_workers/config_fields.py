@@ -16,6 +16,8 @@ from msgspec import inspect as types
 
 from .config import TrainConfig
 
+_PLURAL: dict[type, str] = {types.IntType: "integers"}
+
 
 class Field(NamedTuple):
     """One field of the configuration."""
@@ -141,6 +143,8 @@ def _allowed(kind: types.Type) -> str:
             return "a number" + _bounds(kind)
         case types.BoolType():
             return "true or false"
+        case types.VarTupleType():
+            return "a list of " + _PLURAL.get(type(kind.item_type), "texts")
         case types.DictType():
             return "a mapping of names to values"
     return "text"

@@ -84,6 +84,7 @@ class FSDPEngine:
         self.module: Any = _shard(model, device, getattr(torch, dtype), options)
         if options.packing and load is None:  # other models than the policy have its layers
             check_isolation(self.module, device)
+            self.module.reshard()  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model)
         self._gradient_norm = gradient_norm
         rate = learning_rate_of(learning_rate)

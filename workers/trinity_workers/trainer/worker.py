@@ -41,6 +41,7 @@ from ..network import meet_through
 from ..placement import threads
 from .fsdp_models import load_models
 from .fsdp_step import FSDPTrainingStep
+from .profiling import StepProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class TrainWorker:
         self._device = compute_device(own_gpu)
         self._timeout = timedelta(seconds=config.sync.timeout)
         self._store: TCPStore | None = None
+        self._taken = config.resumed_step or 0
+        """Training steps taken."""
 
     def process(self) -> Process:
         """Return the process that it runs in."""
@@ -95,6 +98,7 @@ class TrainWorker:
         self._step: Any = self._make_step()
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
+        self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
         )
@@ -149,7 +153,9 @@ class TrainWorker:
         padding = self._engine.tokenizer.pad_token_id
         with together():  # a rank with bad groups must not leave the others
             batch = collate(groups, padding) if groups else padding_row(padding)
-        metrics: dict[str, float] = self._step.learn(batch.to(self._device))
+        self._taken += 1
+        with self._profiler.step(self._taken):
+            metrics: dict[str, float] = self._step.learn(batch.to(self._device))
         return metrics
 
     def save_state_dict(self, local_path: str, global_step: int) -> None:

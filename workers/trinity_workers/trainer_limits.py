@@ -1,4 +1,4 @@
-"""Checks of the trainer's parallel sizes, and of its options that one engine has."""
+"""Checks of the trainer's parallel sizes, of options that one engine has, and of profiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .config import TrainerConfig
+    from .config import TrainConfig, TrainerConfig
 
 _UNCHECKED = "its attention runs on no CPU, so that no test could check it"
 _OF_MEGATRON = (
@@ -21,23 +21,31 @@ _OF_MEGATRON = (
 Found = Iterator[tuple[tuple[str, ...], str]]
 
 
-def contradictions(trainer: TrainerConfig, named: Callable[[str], str], *, saves: bool) -> Found:
+def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
     """Yield contradictions of the trainer's settings: the fields' paths, and a sentence.
 
     Args:
-        trainer: The settings.
+        config: The run.
         named: Names a field, given by its path, in the sentences.
-        saves: The run writes checkpoints.
     """
+    trainer = config.trainer
 
     def name(field: str) -> str:
         return named(f"trainer.{field}")
 
     yield from _unsupported(trainer, name)
     if trainer.engine == "megatron":
-        yield from _of_megatron(trainer, name, named("checkpoints.interval"), saves=saves)
+        yield from _of_megatron(trainer, name)
+        if trainer.distributed_optimizer and config.checkpoints.interval:
+            yield (
+                ("trainer.distributed_optimizer", "checkpoints.interval"),
+                f"{name('distributed_optimizer')} is true, and megatron-core cannot load its "
+                "state, so that no checkpoint of it resumes: set "
+                f"{named('checkpoints.interval')} 0, or leave it out",
+            )
     else:
         yield from _of_fsdp(trainer, name)
+    yield from _of_profiles(config, name)
 
 
 def _unsupported(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
@@ -70,9 +78,30 @@ def _is_set(value: int | bool | None) -> bool:
     return value is True or (value or 1) > 1
 
 
-def _of_megatron(
-    trainer: TrainerConfig, name: Callable[[str], str], interval: str, *, saves: bool
-) -> Found:
+def _of_profiles(config: TrainConfig, name: Callable[[str], str]) -> Found:
+    trainer = config.trainer
+    steps, ranks = trainer.profile_steps, trainer.profile_ranks
+    if max(steps, default=0) > config.steps:
+        yield (
+            ("trainer.profile_steps", "steps"),
+            f"{name('profile_steps')} names step {max(steps)}, and the run has {config.steps}: "
+            "choose earlier ones",
+        )
+    if max(ranks or (), default=0) >= trainer.ranks:
+        yield (
+            ("trainer.profile_ranks", "trainer.ranks"),
+            f"{name('profile_ranks')} names rank {max(ranks or ())}, and the last of "
+            f"{trainer.ranks} trainers is rank {trainer.ranks - 1}: choose lower ones",
+        )
+    if ranks is not None and not steps:
+        yield (
+            ("trainer.profile_ranks", "trainer.profile_steps"),
+            f"{name('profile_ranks')} is set, and no step is profiled: set "
+            f"{name('profile_steps')}, or leave it out",
+        )
+
+
+def _of_megatron(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
     engine, ranks = name("engine"), name("ranks")
     tensor, pipeline, expert = (
         name(field) for field in ("tensor_parallel", "pipeline_parallel", "expert_parallel")
@@ -83,12 +112,6 @@ def _of_megatron(
                 ("trainer.engine", f"trainer.{field}"),
                 f"{name(field)} is for FSDP only: leave it out, or set {engine} fsdp",
             )
-    if trainer.distributed_optimizer and saves:
-        yield (
-            ("trainer.distributed_optimizer", "checkpoints.interval"),
-            f"{name('distributed_optimizer')} is true, and megatron-core cannot load its state, so "
-            f"that no checkpoint of it resumes: set {interval} 0, or leave it out",
-        )
     if trainer.virtual_pipeline and trainer.pipeline_parallel == 1:
         yield (
             ("trainer.virtual_pipeline", "trainer.pipeline_parallel"),
