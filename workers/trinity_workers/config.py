@@ -251,6 +251,9 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """Strategy that limits concurrent saves."""
     root: str | None = None
     """Folder with one checkpoint directory per run. Null is `checkpoints` below TRINITY_HOME."""
+    mirror: str | None = None
+    """URL of object storage for fsspec, such as `s3://bucket/path`. Each ready checkpoint is copied
+    there, and a resume fetches one that is not below `root`. Null copies none."""
 
 
 class TrackingConfig(Section, frozen=True, kw_only=True):

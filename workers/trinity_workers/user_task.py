@@ -10,6 +10,7 @@ from trinity_events.waits import NO_REPORTS, WaitReporter
 
 from .config import BadSettings, TrainConfig
 from .environments import EnvironmentProcesses
+from .object_store import ObjectStore
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from .rollout_engines.loading import ENGINES, find_engine
 from .tasks import Task, built_in_task, is_built_in, load_task
@@ -89,6 +90,10 @@ async def check_user_task(config: TrainConfig) -> None:
     if config.explorer.engine not in ENGINES:
         await anyio.to_thread.run_sync(
             find_engine, config.explorer.engine, config.rollouts.on_update
+        )
+    if config.checkpoints.mirror is not None:
+        await anyio.to_thread.run_sync(
+            lambda url: ObjectStore(url).check(), config.checkpoints.mirror
         )
     if config.task.environment is not None:
         async with EnvironmentProcesses(

@@ -22,6 +22,7 @@ from trinity_events.replay import current_state
 from trinity_schemas import StepRef
 
 from ..config import RunConfig
+from .mirror import restore
 
 _PROMOTED = 60.0
 """Seconds for which the reducer may take to give a ready checkpoint its final name."""
@@ -89,6 +90,7 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
         yield
         return
     folder = config.resumed_folder
+    await restore(config)
     if not await _appears(folder):
         raise CannotResume(
             f"the checkpoint of step {config.resumed_step} of run {config.run_id} is ready, but "
