@@ -53,4 +53,4 @@ def _recompute(model: Any) -> None:
     if enable is None:
         owner.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
     else:
-        enable(activation_checkpointing_kwargs=keywords, every_n_layers=1)
+        enable(activation_checkpointing_kwargs=keywords)
