@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -154,21 +156,25 @@ def test_references_and_critics_are_packed_alike(rank_group, policy_folder):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * largest)
 
 
-class Mixes(nn.Module):
-    """Model whose tokens see all tokens of their row, whatever their positions are."""
+class Layers(nn.Module):
+    """Layers whose tokens see all tokens of their row, whatever their positions are."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(5, 5)
 
-    def forward(self, input_ids, attention_mask, **_):
+    def forward(self, input_ids, **_):
         values = self.embedding(input_ids)
-        return Logits(values + values.mean(dim=1, keepdim=True))
+        return SimpleNamespace(last_hidden_state=values + values.mean(dim=1, keepdim=True))
 
 
-class Logits:
-    def __init__(self, logits):
-        self.logits = logits
+class Mixes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base_model = Layers()
+
+    def forward(self, **inputs):
+        return SimpleNamespace(logits=self.base_model(**inputs).last_hidden_state)
 
 
 def test_models_that_mix_packed_samples_or_cannot_recompute_are_refused():

@@ -40,8 +40,8 @@ class FSDPOptions(Struct, frozen=True, kw_only=True):
 
 
 def _recompute(model: Any) -> None:
-    layers = getattr(model, "model", model)  # a critic's layers are those of its base model
-    owner = model if hasattr(model, "supports_gradient_checkpointing") else layers
+    # A critic is no model of transformers, and its layers are.
+    owner = model if hasattr(model, "supports_gradient_checkpointing") else model.base_model
     if not getattr(owner, "supports_gradient_checkpointing", False):
         raise RecomputeRefused(
             f"{type(model).__name__} cannot compute its activations again: set trainer.recompute "

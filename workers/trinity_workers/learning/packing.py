@@ -17,16 +17,17 @@ class PackingRefused(TrinityError):
     """Raised if a model does not keep packed samples apart."""
 
 
-def pack_rows(module: nn.Module) -> None:
-    """Let a module compute padded rows as one packed row; callers see padded rows in and out.
+def pack_rows(model: Any) -> None:
+    """Let the layers of a model compute padded rows as one packed row.
 
     Positions begin at 0 with each sample, and no attention mask is given: by that, the models of
-    transformers know where a sample begins, and let no token attend to another sample. Logits, or
-    the tensor that the module returns, are 0 on padding.
+    transformers know where a sample begins, and let no token attend to another sample. The hidden
+    states that the model's head gets are those of padded rows, 0 on padding. Passes that use a
+    cache are not packed.
     """
     packing = _Packing()
-    module.register_forward_pre_hook(packing.pack, with_kwargs=True)
-    module.register_forward_hook(packing.unpack)
+    model.base_model.register_forward_pre_hook(packing.pack, with_kwargs=True)
+    model.base_model.register_forward_hook(packing.unpack)
 
 
 def check_isolation(module: nn.Module, device: torch.device) -> None:
@@ -52,43 +53,36 @@ def check_isolation(module: nn.Module, device: torch.device) -> None:
 
 
 class _Packing:
-    """State of one forward pass: the columns that are asked for, True where a token is."""
+    """State of one forward pass: True where a token is, or None if the pass is not packed."""
 
     def __init__(self) -> None:
-        self._kept: Tensor | None = None
+        self._mask: Tensor | None = None
 
     def pack(
         self, module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs without padding, as one row."""
         del module
-        mask = inputs["attention_mask"].bool()
+        self._mask = None
+        if inputs.get("use_cache", True):
+            return args, inputs
+        self._mask = mask = inputs["attention_mask"].bool()
         positions = inputs.get("position_ids")
         if positions is None:
             positions = mask.long().cumsum(dim=-1) - 1
-        width = mask.shape[1]
-        asked = inputs.get("logits_to_keep") or width
-        kept = mask & (torch.arange(width, device=mask.device) >= width - asked)
-        self._kept = kept[:, width - asked :]
         packed = {
             "input_ids": inputs["input_ids"][mask][None],
             "position_ids": positions[mask][None],
             "attention_mask": None,
         }
-        if "logits_to_keep" in inputs:
-            packed["logits_to_keep"] = kept[mask].nonzero().squeeze(-1)
         return args, inputs | packed
 
     def unpack(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the output in padded rows."""
+        """Return the output with hidden states [B, S, H] of padded rows."""
         del module, args
-        if isinstance(output, Tensor):
-            return self._padded(output)
-        output.logits = self._padded(output.logits)
+        if self._mask is not None:
+            packed = output.last_hidden_state[0]
+            hidden = packed.new_zeros(*self._mask.shape, packed.shape[-1])
+            hidden[self._mask] = packed
+            output.last_hidden_state = hidden
         return output
-
-    def _padded(self, values: Tensor) -> Tensor:
-        assert self._kept is not None
-        padded = values.new_zeros(*self._kept.shape, values.shape[-1])
-        padded[self._kept] = values[0]
-        return padded

@@ -36,6 +36,11 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.score.weight)
         nn.init.zeros_(self.score.bias)
 
+    @property
+    def base_model(self) -> Any:
+        """Layers without the head, as models of transformers name them."""
+        return self.model
+
     def forward(self, **inputs: Any) -> Tensor:
         """Return the value after each token: [B, S, 1]. FSDP takes no view for an output."""
         values: Tensor = self.score(self.model(**inputs).last_hidden_state)
