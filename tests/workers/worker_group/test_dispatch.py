@@ -44,7 +44,7 @@ def test_rows_come_back_once_and_in_order_at_every_layout_up_to_64_ranks(mode):
     for sizes in LAYOUTS:
         table = rank_table(sizes)
         assert sizes_of(table) == sizes
-        count = shares_of(mode, table).count
+        count = shares_of(mode, table).number
         for rows in {0, 1, count - 1, count, count + 1, 2 * count + 3}:
             dealt = deal(mode, table, [list(range(rows))])
             dealt_out = [row for [part] in dealt.arguments for row in part]

@@ -51,7 +51,7 @@ class Shares(NamedTuple):
     """Ranks that answer, one for each share, in the order of shares."""
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Number of shares."""
         return len(self.answering)
 
@@ -130,7 +130,7 @@ def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
     if not arguments:
         raise DispatchRefused(f"mode {mode.value} deals out rows: give it a batch or a list")
     shares = shares_of(mode, table)
-    divided = [split(one, shares.count) for one in arguments]
+    divided = [split(one, shares.number) for one in arguments]
     rows = {one.dealing.rows for one in divided}
     if len(rows) > 1:
         raise DispatchRefused(
