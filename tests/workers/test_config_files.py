@@ -309,6 +309,14 @@ def test_trinitys_names_of_the_settings_of_checkpoints_are_read(tmp_path):
     assert (found.keep, found.save_hf_checkpoint) == (0, "always")
 
 
+@pytest.mark.parametrize(
+    ("which", "steps"), [("never", set()), ("last", {9}), ("always", set(range(1, 10)))]
+)
+def test_the_configuration_says_which_checkpoints_have_a_hugging_face_folder(which, steps):
+    config = TrainConfig(steps=9).replaced("checkpoints", save_hf_checkpoint=which)
+    assert {step for step in range(1, 10) if config.is_hf_save_step(step)} == steps
+
+
 def test_options_are_named_in_messages_about_them():
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
     [problem] = overlaid(options | {"tensor_parallel": 2})[0].problems

@@ -28,8 +28,9 @@ SERVED = {"explorer": {"dtype": "bfloat16"}}
 
 
 def train_step(worker, seed):
-    index, count = worker.data_share()
-    worker.train_step(make_groups("r", seed)[index::count])
+    of_megatron = getattr(worker, "get_megatron_global_info", None)
+    replicas = of_megatron().dp_size if of_megatron else worker._config.trainer.ranks
+    worker.train_step(make_groups("r", seed)[worker.rank_info().dp_rank :: replicas])
 
 
 def trained(worker):

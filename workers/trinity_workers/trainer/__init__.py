@@ -1,13 +1,6 @@
 """The trainer: its loop, the wrapper around an engine, and the workers that it drives on Ray."""
 
-from .latest_checkpoint import get_latest_hf_checkpoint_path
 from .trainer import Trainer, TrainingResult
 from .wrapper import TrainEngineWrapper, get_trainer_wrapper
 
-__all__ = [
-    "TrainEngineWrapper",
-    "Trainer",
-    "TrainingResult",
-    "get_latest_hf_checkpoint_path",
-    "get_trainer_wrapper",
-]
+__all__ = ["TrainEngineWrapper", "Trainer", "TrainingResult", "get_trainer_wrapper"]
