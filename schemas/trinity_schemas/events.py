@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from .identity import (
-    Node,
     Bytes,
     Count,
     Digest,
@@ -17,6 +16,7 @@ from .identity import (
     Kind,
     Lease,
     Name,
+    Node,
     Process,
     Producer,
     Rank,

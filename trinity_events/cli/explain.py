@@ -190,9 +190,7 @@ async def _stacks_in(
     """Return the stacks that the state names, from the entries that have them."""
     found = []
     for entry_id in state.stacks.values():
-        async with aclosing(
-            whole_stream(log, Stream.EVENTS, archive, before(entry_id))
-        ) as entries:
+        async with aclosing(whole_stream(log, Stream.EVENTS, archive, before(entry_id))) as entries:
             entry = await anext(entries, None)
         envelope = None if entry is None else decoded(entry)
         if isinstance(envelope, Envelope) and isinstance(envelope.event, StacksTaken):
