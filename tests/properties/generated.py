@@ -46,6 +46,7 @@ from trinity_schemas import (
     SaveProgressed,
     SaveRequested,
     SaveStarted,
+    StacksTaken,
     StepRef,
     StepTrained,
     SyncRequested,
@@ -161,6 +162,7 @@ def _others() -> list[Said]:
         Said("trainer", WaitStarted(wait_id="a", what="rollouts", waits_for=("explorer-0",))),
         Said("actor-0", ProfileWritten(step=1, path="profiles/one.json.gz")),
         Said("trainer", WaitEnded(wait_id="a", outcome="over")),
+        Said("trainer", StacksTaken(process="explorer-0", node="here", pid=7)),
         Said("explorer-0", WaitStarted(wait_id="b", what="weights", seconds=1.0)),
     ]
 
