@@ -92,9 +92,7 @@ async def check_user_task(config: TrainConfig) -> None:
             find_engine, config.explorer.engine, config.rollouts.on_update
         )
     if config.checkpoints.mirror is not None:
-        await anyio.to_thread.run_sync(
-            lambda url: ObjectStore(url).check(), config.checkpoints.mirror
-        )
+        await anyio.to_thread.run_sync(_check_mirror, config.checkpoints.mirror)
     if config.task.environment is not None:
         async with EnvironmentProcesses(
             config.task.environment, deadline=config.task.environment_deadline
@@ -107,6 +105,10 @@ def _check_teacher(folder: Path, policy: Path) -> None:
     from .learning.teacher import checked_teacher
 
     checked_teacher(folder, policy)
+
+
+def _check_mirror(url: str) -> None:
+    ObjectStore(url).check()
 
 
 def _check_model(folder: Path) -> None:

@@ -122,8 +122,11 @@ class TrainWorker(Worker):
     @property
     def _published_dtype(self) -> torch.dtype | None:
         """Data type to convert published weights to; None to publish those of the engine."""
-        published = self._config.published_dtype
-        return None if published == self._config.model.dtype else getattr(torch, published)
+        name = self._config.published_dtype
+        if name == self._config.model.dtype:
+            return None
+        published: torch.dtype = getattr(torch, name)
+        return published
 
     def _make_step(self) -> Any:
         config = self._config
