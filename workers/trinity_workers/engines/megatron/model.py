@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from trinity_events.errors import TrinityError
 
+from ...offload import FrozenOffload, Offload
 from .cpu import adapted
 from .layout import LayoutRefused, ParallelLayout, has_transformer_engine
 
@@ -34,6 +35,9 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
     """If True, activations are recomputed in the backward pass instead of stored."""
     transformer_engine: bool | None = None
     """Use of Transformer Engine's fused layers; by default if it is installed with CUDA."""
+    offload: Offload | FrozenOffload = Offload()
+    """Parts that leave the device while no method of the engine needs them. A block of the engine's
+    ``resident()`` keeps them over several calls."""
 
     @property
     def fused(self) -> bool:
