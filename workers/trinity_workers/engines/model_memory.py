@@ -72,14 +72,14 @@ class ModelMemory:
             mine = {_key(one) for one in parameters()}
             return (one for one in optimizer() if _key(one) not in mine)
 
-        self._parts: dict[Part, _Movable] = {
-            "parameters": _Movable(parameters, moves=offload.param_offload)
+        self._parts: dict[Part, Movable] = {
+            "parameters": Movable(parameters, moves=offload.param_offload)
         }
         if isinstance(offload, Offload):
-            self._parts["gradients"] = _Movable(
+            self._parts["gradients"] = Movable(
                 gradients, moves=offload.grad_offload, keeps_values=False
             )
-            self._parts["optimizer"] = _Movable(of_optimizer, moves=offload.optimizer_offload)
+            self._parts["optimizer"] = Movable(of_optimizer, moves=offload.optimizer_offload)
         for part in self._parts.values():
             part.leave_if_idle()
 
@@ -116,8 +116,10 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
         yield from (one for one in state.values() if isinstance(one, torch.Tensor))
 
 
-class _Movable:
+class Movable:
     """Storages of one part, and their copies on the host while it is away.
+
+    It begins on the device; :meth:`leave_if_idle` moves it.
 
     Args:
         tensors: Returns the tensors of the part.
@@ -125,7 +127,7 @@ class _Movable:
         keeps_values: If False, values are dropped, and are zero when the part comes back.
     """
 
-    def __init__(self, tensors: Tensors, *, moves: bool, keeps_values: bool = True) -> None:
+    def __init__(self, tensors: Tensors, *, moves: bool = True, keeps_values: bool = True) -> None:
         self._tensors = tensors
         self._moves = moves
         self._keeps_values = keeps_values

@@ -26,6 +26,7 @@ from .cpu import adapted
 from .layout import LayoutRefused, ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .model_description import read_description, write_description
+from .parameter_slices import ParameterSlice, parameter_slices
 from .rank_state import rank_state, restore_rank_state
 from .stream import WeightStream, load_folder, local_shards
 from .training import (
@@ -108,6 +109,7 @@ class MegatronEngine:
         with together():
             self._description = read_description(model_folder)
         self.config, self.tokenizer = self._description.config, self._description.tokenizer
+        self.options = model
         self.device = device
         self.layout = layout
         self.checkpoint_manager = CheckpointManager()
@@ -245,6 +247,20 @@ class MegatronEngine:
                 tied=bool(self.config.tie_word_embeddings),
             ):
                 yield structs.replace(one, tensor=one.tensor.clone()) if copy else one
+
+    def parameter_slices(self) -> list[ParameterSlice]:
+        """Return views of this rank's parameters, by their places in the whole ones.
+
+        They have values in a block of :meth:`resident` alone, if the parameters leave the device.
+        """
+        return [
+            one for chunk in self._chunks for one in parameter_slices(chunk, self.config.vocab_size)
+        ]
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._description.end_tokens
 
     # --- checkpoints -----------------------------------------------------------------------
 
