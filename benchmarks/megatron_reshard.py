@@ -126,7 +126,7 @@ def measure_all(
     engine = random_engine(rank, place, folder, before, 1)
     hybrid = HybridEngine(engine, after)
     target = Target(hybrid, after)
-    nbytes = sum(tensor.nbytes for _, tensor in engine.get_per_tensor_param())
+    nbytes: int = sum(tensor.nbytes for _, tensor in engine.get_per_tensor_param())
 
     def slices() -> int:
         hybrid.reshard()

@@ -30,7 +30,7 @@ def rows_of(world: int, tensor: int) -> list[list[tuple[str, str, TensorSlice]]]
     ]
 
 
-@pytest.mark.parametrize(("mine", "theirs", "replicas"), product(SIZES, SIZES, (1, 2, 8)))
+@pytest.mark.parametrize(("mine", "theirs", "replicas"), list(product(SIZES, SIZES, (1, 2, 8))))
 def test_copies_cover_every_wanted_slice_once_and_send_only_what_is_lacking(mine, theirs, replicas):
     world = max(mine, theirs) * replicas
     held, wanted = rows_of(world, mine), rows_of(world, theirs)

@@ -159,11 +159,11 @@ class Resharding:
         with self._noted():
             for one in here:
                 self._target(one).copy_(self._source(one))
-        for peer, work in self._in_flight:
+        for partner, work in self._in_flight:
             try:
                 work.wait()
             except RuntimeError as caught:  # raised by the process group
-                raise self._broken(caught, peer) from caught
+                raise self._broken(caught, partner) from caught
         self._in_flight = []
         for peer, copies in received.items():
             with self._noted():
@@ -250,7 +250,8 @@ def _by_peer(copies: Iterable[tuple[int, Copy]]) -> dict[int, list[Copy]]:
 
 def _parts(buffer: torch.Tensor, copies: Sequence[Copy]) -> Sequence[torch.Tensor]:
     """Return the bytes of each copy in a buffer."""
-    return buffer.split([one.nbytes for one in copies])
+    views: tuple[torch.Tensor, ...] = torch.split(buffer, [one.nbytes for one in copies])
+    return views
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
