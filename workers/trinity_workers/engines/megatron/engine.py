@@ -248,6 +248,7 @@ class MegatronEngine:
             ):
                 yield structs.replace(one, tensor=one.tensor.clone()) if copy else one
 
+    @holding("parameters")
     def parameter_slices(self) -> list[ParameterSlice]:
         """Return views of this rank's parameters, by their places in the whole ones.
 
