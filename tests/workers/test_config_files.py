@@ -90,6 +90,10 @@ MISTAKES = [
         "trainer: {engine: megatron, distributed_optimizer: true}",
         "cannot load its state, so that no checkpoint of it resumes: set checkpoints.interval 0",
     ),
+    (
+        "trainer: {cpu_offload: true, critic_offload: {param_offload: true}}",
+        "trainer.cpu_offload keeps the models in the host's memory already: leave trainer.critic",
+    ),
     ("trainer: {engine: megatron, packing: true}", "trainer.packing is for FSDP only"),
     ("trainer: {engine: megatron, cpu_offload: true}", "trainer.cpu_offload is for FSDP only"),
     (

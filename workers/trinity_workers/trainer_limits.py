@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from msgspec.structs import astuple
+
 if TYPE_CHECKING:
     from .config import TrainConfig, TrainerConfig
 
@@ -45,6 +47,7 @@ def contradictions(config: TrainConfig, named: Callable[[str], str]) -> Found:
             )
     else:
         yield from _of_fsdp(trainer, name)
+        yield from _of_offload(trainer, name)
     yield from _of_profiles(config, name)
 
 
@@ -71,6 +74,17 @@ def _of_fsdp(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
             ("trainer.engine", *(f"trainer.{field}" for field in given)),
             f"{' and '.join(map(name, given))} {verb} for Megatron only: leave "
             f"{'them' if len(given) > 1 else 'it'} out, or add {name('engine')} megatron",
+        )
+
+
+def _of_offload(trainer: TrainerConfig, name: Callable[[str], str]) -> Found:
+    models = ("policy_offload", "critic_offload", "reference_offload")
+    moved = [one for one in models if any(astuple(getattr(trainer, one)))]
+    if trainer.cpu_offload and moved:
+        yield (
+            ("trainer.cpu_offload", *(f"trainer.{one}" for one in moved)),
+            f"{name('cpu_offload')} keeps the models in the host's memory already: leave "
+            f"{' and '.join(map(name, moved))} out, or {name('cpu_offload')}",
         )
 
 

@@ -30,14 +30,23 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
         "options": fsdp_options(config),
     }
     folder = config.model_folder
-    clipped = common | {"gradient_norm": config.trainer.gradient_norm}
-    policy = FSDPEngine(folder, learning_rate=policy_rate(config), **clipped)
+    trainer = config.trainer
+    clipped = common | {"gradient_norm": trainer.gradient_norm}
+    policy = FSDPEngine(
+        folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **clipped
+    )
     critic = None
     if settings.critic.use:
-        critic = FSDPEngine(folder, learning_rate=critic_rate(config), load=load_critic, **clipped)
+        critic = FSDPEngine(
+            folder,
+            learning_rate=critic_rate(config),
+            load=load_critic,
+            offload=trainer.critic_offload,
+            **clipped,
+        )
 
     def frozen(path: Path) -> Any:
-        return frozen_policy(path, **common)
+        return frozen_policy(path, offload=trainer.reference_offload, **common)
 
     reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
     path = config.teacher_folder

@@ -125,10 +125,15 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             MegatronEngine,
             device=self._device,
             layout=parallel_layout(config.trainer),
-            model=ModelOptions(
-                dtype=getattr(torch, config.model.dtype), recompute=config.trainer.recompute
-            ),
             seed=config.seed,
+        )
+        policy, frozen = (
+            ModelOptions(
+                dtype=getattr(torch, config.model.dtype),
+                recompute=config.trainer.recompute,
+                offload=one,
+            )
+            for one in (config.trainer.policy_offload, config.trainer.reference_offload)
         )
         self._policy = make(
             config.model_folder,
@@ -137,12 +142,16 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
                 gradient_norm=config.trainer.gradient_norm,
                 distributed=config.trainer.distributed_optimizer,
             ),
+            model=policy,
         )
         reference = teacher = None
         if "reference_logprobs" in settings.needed_fields:
-            reference = make(config.model_folder)
+            reference = make(config.model_folder, model=frozen)
         if config.teacher_folder is not None:
-            teacher = make(checked_teacher(config.teacher_folder, config.model_folder))
+            teacher = make(
+                checked_teacher(config.teacher_folder, config.model_folder),
+                model=frozen,
+            )
         return MegatronTrainingStep(
             self._policy,
             settings,
