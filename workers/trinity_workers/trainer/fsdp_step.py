@@ -101,7 +101,7 @@ class FSDPTrainingStep:
         if models.critic is not None:
             critic = models.critic.module
             passes["values"] = lambda part: response_values(critic, part)
-        if settings.updates > 1 or settings.prepares_by_proximal:
+        if settings.passes_proximal:
             passes["proximal_logprobs"] = lambda part: self._logprobs(models.policy.module, part)
         parts = batch.equal_parts(division.parts_of_pass)
         found = {}
