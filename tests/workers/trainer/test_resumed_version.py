@@ -39,9 +39,8 @@ class FleetWithoutRanks(RayTrainerFleet):
         super().__init__(config)
         self.asked = []
 
-    async def _ask_all(self, method, *args, **options):
+    async def _ask(self, method, /, *args, **options):
         self.asked.append(method)
-        return []
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ async def test_a_run_that_was_killed_announces_its_checkpoints_version_anew_and_
             await anyio.to_thread.run_sync(explorer.apply, served, announced)
             assert times(folder) == before
         await fleet.shutdown()
-    assert fleet.asked == ["load_checkpoint", "shutdown"], "no rank saves the version again"
+    assert fleet.asked == ["load_checkpoint"], "no rank saves the version again"
     assert model_digest(served) == model_digest(trained[0])
     assert weights_save(announced).digest is not None
 
