@@ -23,8 +23,6 @@ from ..object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-_PROMOTED = 60.0
-"""Seconds for which the reducer may take to give a ready checkpoint its final name."""
 _LAST_COPY_DEADLINE = 30.0
 """Seconds that the last copy is given after an error in the run."""
 
@@ -103,15 +101,11 @@ class CheckpointMirror:
 
     async def _copy(self, step: int) -> None:
         config, store = self._config, self._store
-        folder = config.folder_of(step)
-        with anyio.move_on_after(_PROMOTED):
-            while not await anyio.Path(folder).is_dir():  # noqa: ASYNC110 - no event tells of it
-                await anyio.sleep(0.1)
         root = config.checkpoint_folder.parent
         held = hold_checkpoint(
             config.run_id, step, redis_url=config.redis_url, checkpoint_root=root
         )
-        async with held:
+        async with held as folder:
             await to_thread.run_sync(store.upload, config.run_id, step, folder)
         await to_thread.run_sync(store.prune, config.run_id, config.checkpoints.keep)
 
