@@ -17,7 +17,7 @@ from trinity_events.server import connect
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import StepReady
 
-from ..beside import beside
+from ..background_tasks import background_tasks
 from ..config import RunConfig
 from ..object_store import ObjectStore
 
@@ -39,7 +39,7 @@ async def mirrored(config: RunConfig) -> AsyncIterator[None]:
         return
     mirror = CheckpointMirror(config, await to_thread.run_sync(ObjectStore, url))
     deadline = _LAST_COPY_DEADLINE
-    async with beside(mirror.follow):
+    async with background_tasks(mirror.follow):
         try:
             yield
             deadline = config.sync.timeout
