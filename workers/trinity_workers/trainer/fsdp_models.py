@@ -12,8 +12,8 @@ from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
-from .fsdp_step import Models
 from .rates import critic_rate, policy_rate
+from .training_step import Models
 
 
 def load_models(config: RunConfig, device: torch.device) -> Models:

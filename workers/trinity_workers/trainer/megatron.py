@@ -8,18 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec import Struct
 
 from ..collectives import together
 from ..engines.base import NamedTensors
-from ..engines.megatron import (
-    MegatronEngine,
-    ModelOptions,
-    OptimizerOptions,
-    ParallelLayout,
-    leave,
-)
+from ..engines.megatron import leave
 from ..helpers.megatron import (
     SAVE_NAME,
     megatron_save_state_dict,
@@ -28,10 +21,9 @@ from ..helpers.megatron import (
     only,
     save_as_one,
 )
-from ..learning.teacher import checked_teacher
 from .background_saves import BackgroundSaves
+from .megatron_models import load_models
 from .megatron_step import MegatronTrainingStep
-from .rates import policy_rate
 from .worker import TrainWorker
 
 logger = logging.getLogger(__name__)
@@ -171,40 +163,10 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
     def _make_step(self) -> Any:
         config = self._config
-        pipeline = config.trainer.pipeline_parallel
-        tensor = config.trainer.tensor_parallel or max(1, config.trainer.ranks // pipeline)
-        settings = config.algorithm_of_step
-        make = partial(
-            MegatronEngine,
-            device=self._device,
-            layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
-            model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
-            seed=config.seed,
-        )
-        self._policy = make(
-            config.model_folder,
-            optimizer=OptimizerOptions(
-                learning_rate=policy_rate(config), gradient_norm=config.trainer.gradient_norm
-            ),
-        )
-        reference = teacher = None
-        if "reference_logprobs" in settings.needed_fields:
-            reference = make(config.model_folder)
-        if config.teacher_folder is not None:
-            teacher = make(checked_teacher(config.teacher_folder, config.model_folder))
+        self._models = load_models(config, self._device)
         return MegatronTrainingStep(
-            self._policy,
-            settings,
+            self._models,
+            config.algorithm_of_step,
             temperature=config.rollouts.temperature,
             micro_batch_rows=config.trainer.micro_batch_rows,
-            reference=reference,
-            teacher=teacher,
         )
-
-    @property
-    def _engine(self) -> MegatronEngine:
-        return self._policy
-
-    def load_checkpoint(self, local_path: str) -> None:
-        """Load model, optimizer and random states."""
-        self._policy.load_checkpoint(local_path)

@@ -1,0 +1,45 @@
+"""Models of a training step on Megatron, as the configuration asks for them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..config import RunConfig
+from ..engines.megatron import MegatronEngine, ModelOptions, OptimizerOptions, ParallelLayout
+from ..learning.teacher import checked_teacher
+from .rates import policy_rate
+from .training_step import Models
+
+
+def load_models(config: RunConfig, device: torch.device) -> Models:
+    """Load the policy, and the models that the algorithm needs beside it. Collective.
+
+    All of them have one layout.
+
+    Raises:
+        BadPolicy: if the teacher has other tokens than the policy.
+        LayoutRefused: if the ranks or a model do not fit the layout.
+    """
+    trainer, folder = config.trainer, config.model_folder
+    pipeline = trainer.pipeline_parallel
+    tensor = trainer.tensor_parallel or max(1, trainer.ranks // pipeline)
+    make = partial(
+        MegatronEngine,
+        device=device,
+        layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
+        model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
+        seed=config.seed,
+    )
+    policy = make(
+        folder,
+        optimizer=OptimizerOptions(
+            learning_rate=policy_rate(config), gradient_norm=trainer.gradient_norm
+        ),
+    )
+    asks_reference = "reference_logprobs" in config.algorithm_of_step.needed_fields
+    reference = make(folder) if asks_reference else None
+    path = config.teacher_folder
+    teacher = None if path is None else make(checked_teacher(path, folder))
+    return Models(policy, None, reference, teacher)
