@@ -494,13 +494,6 @@ def _beyond_the_trainer(
         )
     if not megatron:
         return
-    if algorithm.critic.use or algorithm.advantage == "gae":
-        yield (
-            ("trainer.engine", "algorithm.advantage", "algorithm.critic.use"),
-            f"{engine} megatron trains no critic yet, for its converter knows no head of values: "
-            f"set {named('algorithm.critic.use')} false and {advantage} another than gae, or "
-            f"{engine} fsdp",
-        )
     if algorithm.loss == "divergence":
         yield (
             ("trainer.engine", "algorithm.loss"),

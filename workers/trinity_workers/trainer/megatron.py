@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ..collectives import together
 from ..engines.base import NamedTensors
-from ..engines.megatron import leave
+from ..engines.megatron import MegatronEngine, leave
 from ..helpers.megatron import (
     SAVE_NAME,
     megatron_save_state_dict,
@@ -24,12 +24,13 @@ from ..helpers.megatron import (
 from .background_saves import BackgroundSaves
 from .megatron_models import load_models
 from .megatron_step import MegatronTrainingStep
-from .worker import TrainWorker
+from .worker import TrainWorker, critic_folder
 
 logger = logging.getLogger(__name__)
 
 # What a checkpoint consists of: each part's save, and whether it is a state dict.
 _SAVES = {"model": (SAVE_NAME, True), "training": ("training_state", False)}
+_CRITIC_SAVES = {"model": ("critic", False), "training": ("critic_training_state", False)}
 
 
 class DistRankInfo(Struct, frozen=True):
@@ -97,38 +98,48 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         megatron_save_state_dict(self._engine, local_path, global_step, self._coordinator, logger)
 
     def save_checkpoint(self, local_path: str, global_step: int) -> None:
-        """Copy the model and the training state, and save them in the background.
+        """Copy the models and the training state, and save them in the background.
 
         One checkpoint's copies are held at a time: one under way is waited for.
         """
-        self._begin_saves(local_path, global_step)
+        self._settle()
+        self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
+        self._begin_critic(local_path, global_step)
 
     def save_training_state(self, local_path: str, global_step: int) -> None:
-        """Copy optimizer and extra state, and save them in the background."""
+        """Copy optimizer and extra state, and the critic, and save them in the background."""
+        self._settle()
         with only(self._engine, ["optimizer", "extra"]):
-            self._begin_saves(local_path, global_step)
+            self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
+        self._begin_critic(local_path, global_step)
+
+    def _begin_critic(self, local_path: str, global_step: int) -> None:
+        if self._models.critic is not None:
+            folder = critic_folder(local_path)
+            self._begin_saves(self._models.critic, folder, global_step, _CRITIC_SAVES)
 
     def _master_params(self) -> NamedTensors | None:
         """Return None: the optimizer's state has its own copies of the parameters."""
         return None
 
-    def _begin_saves(self, local_path: str, global_step: int) -> None:
-        self._settle()
+    def _begin_saves(
+        self, engine: MegatronEngine, folder: Path, step: int, saves: dict[str, tuple[str, bool]]
+    ) -> None:
         group = self._saves.group
-        for part, write in self._engine.prepare_checkpoint(local_path, group=group).items():
-            name, is_state_dict = _SAVES[part]
+        for part, write in engine.prepare_checkpoint(str(folder), group=group).items():
+            name, is_state_dict = saves[part]
             save = partial(
                 save_as_one,
                 write,
-                Path(local_path) / part,
-                global_step,
+                folder / part,
+                step,
                 self._coordinator,
                 logger,
                 name=name,
                 is_state_dict=is_state_dict,
                 group=group,
             )
-            self._saves.begin(f"{name} of step {global_step}", save)
+            self._saves.begin(f"{name} of step {step}", save)
 
     def wait_on_save_thread(self) -> None:
         """Wait for background saves; raises what failed in them."""

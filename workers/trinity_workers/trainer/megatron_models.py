@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..config import RunConfig
-from ..engines.megatron import MegatronEngine, ModelOptions, OptimizerOptions, ParallelLayout
+from ..engines import LearningRate
+from ..engines.megatron import (
+    MegatronCritic,
+    MegatronEngine,
+    ModelOptions,
+    OptimizerOptions,
+    ParallelLayout,
+)
 from ..learning.teacher import checked_teacher
-from .rates import policy_rate
+from .rates import critic_rate, policy_rate
 from .training_step import Models
 
 
@@ -25,21 +33,23 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     trainer, folder = config.trainer, config.model_folder
     pipeline = trainer.pipeline_parallel
     tensor = trainer.tensor_parallel or max(1, trainer.ranks // pipeline)
-    make = partial(
-        MegatronEngine,
-        device=device,
-        layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
-        model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
-        seed=config.seed,
-    )
-    policy = make(
-        folder,
-        optimizer=OptimizerOptions(
-            learning_rate=policy_rate(config), gradient_norm=trainer.gradient_norm
-        ),
-    )
+    common: dict[str, Any] = {
+        "device": device,
+        "layout": ParallelLayout(tensor=tensor, pipeline=pipeline),
+        "model": ModelOptions(dtype=getattr(torch, config.model.dtype)),
+        "seed": config.seed,
+    }
+
+    def optimizer(rate: LearningRate) -> OptimizerOptions:
+        return OptimizerOptions(learning_rate=rate, gradient_norm=trainer.gradient_norm)
+
+    make = partial(MegatronEngine, **common)
+    policy = make(folder, optimizer=optimizer(policy_rate(config)))
+    critic = None
+    if config.algorithm.critic.use:
+        critic = MegatronCritic(folder, optimizer=optimizer(critic_rate(config)), **common)
     asks_reference = "reference_logprobs" in config.algorithm_of_step.needed_fields
     reference = make(folder) if asks_reference else None
     path = config.teacher_folder
     teacher = None if path is None else make(checked_teacher(path, folder))
-    return Models(policy, None, reference, teacher)
+    return Models(policy, critic, reference, teacher)

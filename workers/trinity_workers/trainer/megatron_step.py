@@ -43,15 +43,15 @@ class MegatronTrainingStep(TrainingStep):
         return msgspec.msgpack.decode(gather_bytes(told)[-1], type=dict[str, float])
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
-        models = self._models
+        models, parts = self._models, division.parts_of_pass
+        if name == "values":
+            return _from_last_stage(models.critic.response_values(batch, parts=parts), batch)
         judge = {
             "proximal_logprobs": models.policy,
             "reference_logprobs": models.reference,
             "teacher_logprobs": models.teacher,
         }[name]
-        found = judge.response_logprobs(
-            batch, temperature=self._temperature, parts=division.parts_of_pass
-        )
+        found = judge.response_logprobs(batch, temperature=self._temperature, parts=parts)
         return _from_last_stage(found, batch)
 
     def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
@@ -65,7 +65,10 @@ class MegatronTrainingStep(TrainingStep):
         return Taken(_summed_means(found, batch), norm)
 
     def _update_critic(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
-        raise NotImplementedError
+        found, norm = self._models.critic.train_values(
+            batch, self._of_replicas(self._value_loss, count), parts=division.parts_of_update
+        )
+        return Taken(_summed_means(found, batch), norm)
 
     def _of_replicas(
         self, loss_of: Callable[[Any, Batch], Update], count: Tensor

@@ -130,7 +130,7 @@ class TrainWorker:
         """Load models, optimizers, schedules and random states."""
         self._engine.load_checkpoint(local_path)
         if self._models.critic is not None:
-            self._models.critic.load_checkpoint(str(_critic_folder(local_path)))
+            self._models.critic.load_checkpoint(str(critic_folder(local_path)))
 
     def data_share(self) -> tuple[int, int]:
         """Return the share of a step's groups that is this rank's, and the number of shares."""
@@ -192,7 +192,7 @@ class TrainWorker:
         self._save_training_state("training_state", self._engine, Path(local_path), global_step)
         if self._models.critic is None:
             return
-        critic, folder = self._models.critic, _critic_folder(local_path)
+        critic, folder = self._models.critic, critic_folder(local_path)
         fsdp_save_state_dict(
             critic,
             str(folder),
@@ -251,7 +251,7 @@ class TrainWorker:
             self._coordinator.wait_all(self._config.sync.timeout)
 
 
-def _critic_folder(local_path: str) -> Path:
+def critic_folder(local_path: str) -> Path:
     """Return the folder of the critic, beside the policy's in a checkpoint."""
     return Path(local_path).with_name("critic")
 
