@@ -209,7 +209,7 @@ def test_values_losses_norms_and_weights_are_those_of_plain_torch(
     for told in ranks(learn):
         for mine, expected in zip(told, metrics, strict=True):
             assert {key: mine[key] for key in expected} == pytest.approx(
-                expected, abs=2e-4, rel=2e-4
+                expected, abs=5e-4, rel=2e-3
             )
             assert {"pg_loss", "gradient_norm", "learning_rate"} <= mine.keys()
     for own in ranks(weights):
