@@ -14,11 +14,11 @@ _TENSORS = {"TokenClassification": HEAD, "SequenceClassification": {"score.weigh
 
 def head_tensors(config: Any) -> set[str]:
     """Return the head's tensors in folders of this configuration; a language model has none."""
-    [name, *_] = [*(config.architectures or ()), ""]
-    [found] = [one for kind, one in _TENSORS.items() if name.endswith(kind)] or [set[str]()]
+    name = "".join((config.architectures or [])[:1])
+    found = {one for kind, names in _TENSORS.items() if name.endswith(kind) for one in names}
     if not getattr(config, "token_classification_bias", True):
-        return found - {"score.bias"}
-    return set(found)
+        found.discard("score.bias")
+    return found
 
 
 def checked_head(config: Any, folder: Path, *, required: bool = False) -> set[str]:

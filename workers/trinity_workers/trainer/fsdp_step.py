@@ -20,7 +20,7 @@ from ..algorithms.update import Update
 from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
 from ..learning.logprobs import response_logits, response_logprobs, statistics_of_logits
-from ..learning.values import response_values
+from ..learning.values import last_values, response_values
 from .division import BatchDivision
 from .training_step import Models, Taken, TrainingStep
 
@@ -47,6 +47,13 @@ class FSDPTrainingStep(TrainingStep):
         return means.reduced(all_reduced).values()
 
     # --- passes without gradients --------------------------------------------------------------
+
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B]. Collective."""
+        judge = self._models.reward_model
+        parts = judge.tokens.inputs(batch).equal_parts(division.parts_of_pass)
+        with torch.no_grad():
+            return torch.cat([last_values(judge.model, part) for part in parts])[: len(batch)]
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
         compute = self._computations()[name]

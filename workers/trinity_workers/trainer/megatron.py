@@ -180,4 +180,5 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             config.algorithm_of_step,
             temperature=config.rollouts.temperature,
             micro_batch_rows=config.trainer.micro_batch_rows,
+            reward_weight=config.reward.weight,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,13 @@ from ..engines import LearningRate
 from ..engines.megatron import (
     MegatronCritic,
     MegatronEngine,
+    MegatronRewardModel,
     ModelOptions,
     OptimizerOptions,
     ParallelLayout,
 )
+from ..learning.policy import load_tokenizer
+from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from .rates import critic_rate, policy_rate
 from .training_step import Models
@@ -27,7 +29,7 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     All of them have one layout.
 
     Raises:
-        BadPolicy: if the teacher has other tokens than the policy.
+        BadPolicy: if the teacher has other tokens than the policy, or there is no reward model.
         LayoutRefused: if the ranks or a model do not fit the layout.
     """
     trainer, folder = config.trainer, config.model_folder
@@ -43,13 +45,18 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     def optimizer(rate: LearningRate) -> OptimizerOptions:
         return OptimizerOptions(learning_rate=rate, gradient_norm=trainer.gradient_norm)
 
-    make = partial(MegatronEngine, **common)
-    policy = make(folder, optimizer=optimizer(policy_rate(config)))
+    policy = MegatronEngine(folder, optimizer=optimizer(policy_rate(config)), **common)
     critic = None
     if config.algorithm.critic.use:
         critic = MegatronCritic(folder, optimizer=optimizer(critic_rate(config)), **common)
     asks_reference = "reference_logprobs" in config.algorithm_of_step.needed_fields
-    reference = make(folder) if asks_reference else None
+    reference = MegatronEngine(folder, **common) if asks_reference else None
     path = config.teacher_folder
-    teacher = None if path is None else make(checked_teacher(path, folder))
-    return Models(policy, critic, reference, teacher)
+    teacher = None
+    if path is not None:
+        teacher = MegatronEngine(checked_teacher(path, folder), **common)
+    judge = None
+    if (path := config.reward_folder) is not None:
+        tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
+        judge = RewardModel(MegatronRewardModel(path, **common), tokens)
+    return Models(policy, critic, reference, teacher, judge)

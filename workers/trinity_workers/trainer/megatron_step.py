@@ -42,17 +42,24 @@ class MegatronTrainingStep(TrainingStep):
         # The last rank is one of the last stage.
         return msgspec.msgpack.decode(gather_bytes(told)[-1], type=dict[str, float])
 
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B] on every rank. Collective."""
+        judge = self._models.reward_model
+        found = judge.model.scores(judge.tokens.inputs(batch), parts=division.parts_of_pass)
+        return _from_last_stage(found, batch.rewards)
+
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
         models, parts = self._models, division.parts_of_pass
         if name == "values":
-            return _from_last_stage(models.critic.response_values(batch, parts=parts), batch)
+            found = models.critic.response_values(batch, parts=parts)
+            return _from_last_stage(found, batch.response_mask)
         judge = {
             "proximal_logprobs": models.policy,
             "reference_logprobs": models.reference,
             "teacher_logprobs": models.teacher,
         }[name]
         found = judge.response_logprobs(batch, temperature=self._temperature, parts=parts)
-        return _from_last_stage(found, batch)
+        return _from_last_stage(found, batch.response_mask)
 
     def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
         found, norm = self._models.policy.train_batch(
@@ -91,12 +98,17 @@ def _summed_means(found: list[Means], batch: Batch) -> Means:
     return reduce(operator.add, found, Means.of_tokens({}, batch.response_mask))
 
 
-def _from_last_stage(found: Tensor | None, batch: Batch) -> Tensor:
-    """Return the last pipeline stage's values [B, R] on every stage of the replica. Collective."""
+def _from_last_stage(found: Tensor | None, like: Tensor) -> Tensor:
+    """Return the last pipeline stage's values on every stage of the replica. Collective.
+
+    They are float32, of the shape and on the device of another tensor.
+    """
     from megatron.core import parallel_state as state
 
-    shape, device = batch.response_mask.shape, batch.input_ids.device
-    values = torch.empty(shape, device=device) if found is None else found.float().contiguous()
+    if found is None:
+        values = torch.empty(like.shape, device=like.device)
+    else:
+        values = found.float().contiguous()
     group = state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = state.get_pipeline_model_parallel_last_rank()

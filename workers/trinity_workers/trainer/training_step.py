@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..algorithms.aggregation import Means
-from ..algorithms.batch import Batch
+from ..algorithms.batch import NO_GROUP, Batch
 from ..algorithms.logits import TokenStatistics
 from ..algorithms.prepare import prepare
 from ..algorithms.settings import AlgorithmConfig
@@ -31,6 +31,8 @@ class Models(NamedTuple):
     reference: Any = None
     """Model without gradients, as is the teacher."""
     teacher: Any = None
+    reward_model: Any = None
+    """RewardModel whose scores are added to rewards."""
 
     @property
     def trained(self) -> list[Any]:
@@ -64,6 +66,7 @@ class TrainingStep(ABC):
         settings: The algorithm.
         temperature: Temperature that sampled.
         micro_batch_rows: Maximum rows of one pass; None for the engine's default.
+        reward_weight: Factor of the reward model's scores.
     """
 
     def __init__(
@@ -73,18 +76,21 @@ class TrainingStep(ABC):
         *,
         temperature: float = 1.0,
         micro_batch_rows: int | None = None,
+        reward_weight: float = 1.0,
     ) -> None:
         self._models = models
         self._settings = settings
         self._temperature = temperature
         self._micro_batch_rows = micro_batch_rows
+        self._reward_weight = reward_weight
 
     def learn(self, batch: Batch) -> dict[str, float]:
         """Take one step on this replica's batch; return the metrics of all. Collective."""
         settings = self._settings
         division = division_of(batch, settings, self._micro_batch_rows)
+        batch, scored = self._with_scores(batch, division)
         batch, means = prepare(self._with_passes(batch, division), settings, self._summed)
-        means += response_tokens(batch, shown=self._is_first_replica)
+        means += scored + response_tokens(batch, shown=self._is_first_replica)
         mini_batches = batch.equal_parts(settings.mini_batches)
         counts = self._summed(loss_denominators(mini_batches, settings))
         told: dict[str, float] = {}
@@ -98,6 +104,14 @@ class TrainingStep(ABC):
         if self._models.critic is not None:
             means += value_means(batch)
         return explained_variance(self._shown(means)) | told
+
+    def _with_scores(self, batch: Batch, division: BatchDivision) -> tuple[Batch, Means]:
+        """Return the batch with the reward model's scores in its rewards, and their mean."""
+        if self._models.reward_model is None:
+            return batch, Means.of_rows({}, batch.groups != NO_GROUP)
+        scores = self.compute_rm_score(batch, division)
+        means = Means.of_rows({"reward_model/score": scores}, batch.groups != NO_GROUP)
+        return replace(batch, rewards=batch.rewards + self._reward_weight * scores), means
 
     def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:
         """Return the batch with the fields that its preparation or several updates need."""
@@ -146,6 +160,10 @@ class TrainingStep(ABC):
     @abstractmethod
     def _shown(self, means: Means) -> dict[str, float]:
         """Return the values of means over all replicas, on every rank. Collective."""
+
+    @abstractmethod
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B] on every rank. Collective."""
 
     @abstractmethod
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:

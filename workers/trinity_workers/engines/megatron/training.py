@@ -83,7 +83,7 @@ def last_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
     """Return the output at each row's last token: [B] of every micro-batch."""
 
     def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
-        last = row.batch.attention_mask.sum(dim=1) - 1
+        last = (row.batch.attention_mask.sum(dim=1) - 1).clamp(min=0)
         values = exact(outputs[..., 0].gather(1, last[:, None]).squeeze(1))
         return values.sum(), values
 

@@ -161,4 +161,5 @@ class _WithValueHead(_MBridge):
     def to_huggingface(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         if not name.startswith("output_layer."):
             return super().to_huggingface(name, whole)
-        return [(*self.huggingface_names(name), whole)]
+        [found] = self.huggingface_names(name)
+        return [(found, whole)]
