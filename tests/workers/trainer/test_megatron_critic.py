@@ -98,7 +98,7 @@ def weights(rank):
 
 
 def slices(rank):
-    return [(one.name, one.shape) for one in rank.held.models.critic.local_shards()]
+    return [(one.name, one.global_shape) for one in rank.held.models.critic.local_shards()]
 
 
 def save(rank, folder):

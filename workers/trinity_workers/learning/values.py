@@ -44,14 +44,14 @@ def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTr
 
     The head begins at 0, so that the first values are 0 and all ranks begin alike.
     """
-    policy, tokenizer = load_policy(folder, dtype)
-    output: Any = policy.get_output_embeddings()
-    head = nn.Linear(output.weight.shape[1], 1, dtype=output.weight.dtype)
+    found, tokenizer = load_policy(folder, dtype)
+    policy: Any = found
+    output = policy.get_output_embeddings().weight
+    head = nn.Linear(output.shape[1], 1, dtype=output.dtype)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
-    layers: Any = policy.base_model
-    model = ValueModel(layers, critic_config(policy.config), head, policy._no_split_modules)
-    return model, tokenizer
+    config = critic_config(policy.config)
+    return ValueModel(policy.base_model, config, head, policy._no_split_modules), tokenizer
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
