@@ -12,7 +12,11 @@ pytest.importorskip("megatron.core")
 from transformers import AutoModelForTokenClassification  # noqa: E402
 
 from tests.support import megatron_ranks as at  # noqa: E402
-from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from tests.support.experiences import make_groups  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_events.coordinator import staged_path  # noqa: E402
+from trinity_schemas import SaveFinished, decode_envelope  # noqa: E402
+from trinity_workers.algorithms.settings import preset_values, read_settings  # noqa: E402
 from trinity_workers.convert import convert  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronCritic,
@@ -21,6 +25,7 @@ from trinity_workers.engines.megatron import (  # noqa: E402
     ParallelLayout,
 )
 from trinity_workers.learning.policy import isolated_rng  # noqa: E402
+from trinity_workers.trainer.megatron import MegatronTrainWorker  # noqa: E402
 from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
 from trinity_workers.trainer.training_step import Models  # noqa: E402
 
@@ -254,3 +259,66 @@ def first_zero(rank):
 
 def converted(source, rank, target):
     return convert(source, target)
+
+
+PPO = {
+    "algorithm": {
+        **preset_values("ppo"),
+        **{"epochs": 2, "mini_batches": 2},
+        "critic": {"use": True, "learning_rate": 3e-3, "warmup_steps": 1},
+    },
+    "trainer": {"engine": "megatron", "ranks": 2, "ramp_steps": 2, "micro_batch_rows": 4},
+    "sync": {"timeout": PATIENCE},
+    "steps": 3,
+}
+
+
+def begin(rank, config):
+    rank.held.worker = MegatronTrainWorker(config, rank.number)
+    return rank.held.worker.address() if rank.number == 0 else None
+
+
+def take_part(rank, place, seeds, loads, saves):
+    """Train on these groups, after loading and before saving a checkpoint, if asked to."""
+    worker = rank.held.worker
+    worker.setup(*place)
+    try:
+        if loads is not None:
+            worker.load_checkpoint(str(loads / "actor"))
+        told = [worker.train_step(make_groups("r", seed)) for seed in seeds]
+        if saves is not None:
+            worker.save_checkpoint(str(saves / "actor"), len(seeds))
+            worker.wait_on_save_thread()
+        return told
+    finally:
+        worker.shutdown()
+
+
+async def test_a_run_of_ppo_on_megatron_goes_on_from_its_checkpoint(
+    rank_processes, make_config, log
+):
+    rank_processes.leave()
+    config = make_config(**PPO)
+    folder = staged_path(config.checkpoint_folder, config.epoch, 2)
+
+    def run(seeds, *, loads=None, saves=None):
+        rank_processes.start(2)
+        place, _ = [rank_processes.ask(rank, begin, config)() for rank in range(2)]
+        asked = [rank_processes.ask(one, take_part, place, seeds, loads, saves) for one in (0, 1)]
+        answers = [answer() for answer in asked]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        assert answers[0] == answers[1], "every rank tells the metrics of all"
+        return answers[0]
+
+    whole = run((1, 2, 3))
+    assert "loss" not in whole[0], "the critic is trained alone first"
+    for told, expected in zip(run((1, 2), saves=folder), whole, strict=False):
+        assert told == pytest.approx(expected, abs=1e-6)
+    entries = await log.read(limit=1000)
+    said = [decode_envelope(one.payload).event for one in entries]
+    names = sorted(one.slot.name for one in said if isinstance(one, SaveFinished))
+    assert names == ["critic", "critic_training_state", "model_state_dict", "training_state"]
+    [last] = run((3,), loads=folder)
+    assert last == pytest.approx(whole[2], abs=1e-6)
