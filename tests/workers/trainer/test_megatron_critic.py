@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,6 +17,7 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.coordinator import staged_path  # noqa: E402
 from trinity_schemas import SaveFinished, decode_envelope  # noqa: E402
 from trinity_workers.algorithms.settings import preset_values, read_settings  # noqa: E402
+from trinity_workers.convert import convert  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronCritic,
     MegatronEngine,
@@ -81,6 +84,11 @@ def make(rank, policy, critic, layout, **options):
     )
 
 
+def forget(rank):
+    rank.held.models = None
+    at.drop_engine(rank)
+
+
 def first_values(rank, batch):
     return rank.held.models.critic.response_values(batch)
 
@@ -96,6 +104,15 @@ def weights(rank):
 
 def slices(rank):
     return [(one.name, one.global_shape) for one in rank.held.models.critic.local_shards()]
+
+
+def save(rank, folder):
+    rank.held.models.critic.save_checkpoint(str(folder))
+
+
+def load(rank, folder):
+    rank.held.models.critic.load_checkpoint(str(folder))
+    return rank.held.models.critic.steps
 
 
 class Plain:
@@ -206,6 +223,42 @@ def test_values_losses_norms_and_weights_are_those_of_plain_torch(
             torch.testing.assert_close(one, trained[key], atol=3e-4, rtol=0)
     heads = [dict(one).get("score.weight") for one in ranks(slices)]
     assert heads.count((1, 32)) == world // layout.pipeline, "each of the last stage has all of it"
+
+
+def test_a_critic_goes_on_at_another_layout_and_is_converted_there_and_back(
+    rank_group, rank_processes, megatron_folder, critic_folder, tmp_path
+):
+    ranks = rank_group(2)
+    ranks(make, megatron_folder(MODEL), critic_folder, LAYOUTS["TP 2"][1])
+    ranks(learn)
+    ranks(save, tmp_path / "saved")
+    expected = ranks(weights)[0]
+    ranks(forget)
+    other = LAYOUTS["PP 2"][1]
+    ranks(make, megatron_folder(MODEL), megatron_folder(MODEL), other)
+    assert set(ranks(first_zero)) <= {None, True}, "the head of a policy's critic begins at 0"
+    assert ranks(load, tmp_path / "saved") == [2 * STEPS] * 2
+    for found in ranks(weights):
+        at.assert_same(found, expected)
+    rank_processes.leave()
+
+    back, again = tmp_path / "back", tmp_path / "again"
+    for source, target in ((tmp_path / "saved", back), (back, again)):
+        answer = rank_processes.ask(0, partial(converted, source), target)()
+        assert not isinstance(answer, Exception), answer
+    at.assert_same(at.in_folder(back), expected)
+    _, told = AutoModelForTokenClassification.from_pretrained(back, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+
+
+def first_zero(rank):
+    values = rank.held.models.critic.response_values(batch_of(0))
+    return None if values is None else not values.any()
+
+
+def converted(source, rank, target):
+    return convert(source, target)
 
 
 PPO = {

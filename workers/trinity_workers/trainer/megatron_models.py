@@ -19,6 +19,7 @@ from ..engines.megatron import (
 from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
 from ..learning.teacher import checked_teacher
+from ..offload import FrozenOffload, Offload
 from .rates import critic_rate, policy_rate
 from .training_step import Models
 
@@ -38,17 +39,30 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     common: dict[str, Any] = {
         "device": device,
         "layout": ParallelLayout(tensor=tensor, pipeline=pipeline),
-        "model": ModelOptions(dtype=getattr(torch, config.model.dtype)),
         "seed": config.seed,
     }
+
+    def options(offload: Offload | FrozenOffload) -> ModelOptions:
+        return ModelOptions(dtype=getattr(torch, config.model.dtype), offload=offload)
 
     def optimizer(rate: LearningRate) -> OptimizerOptions:
         return OptimizerOptions(learning_rate=rate, gradient_norm=trainer.gradient_norm)
 
-    policy = MegatronEngine(folder, optimizer=optimizer(policy_rate(config)), **common)
+    policy = MegatronEngine(
+        folder,
+        optimizer=optimizer(policy_rate(config)),
+        model=options(trainer.policy_offload),
+        **common,
+    )
     critic = None
     if config.algorithm.critic.use:
-        critic = MegatronCritic(folder, optimizer=optimizer(critic_rate(config)), **common)
+        critic = MegatronCritic(
+            folder,
+            optimizer=optimizer(critic_rate(config)),
+            model=options(trainer.critic_offload),
+            **common,
+        )
+    common["model"] = options(trainer.reference_offload)
     asks_reference = "reference_logprobs" in config.algorithm_of_step.needed_fields
     reference = MegatronEngine(folder, **common) if asks_reference else None
     path = config.teacher_folder

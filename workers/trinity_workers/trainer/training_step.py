@@ -19,6 +19,8 @@ from ..algorithms.prepare import prepare
 from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.update import Update, policy_update, value_update
 from ..algorithms.values import explained_variance, value_means
+from ..engines.base import resident
+from ..engines.model_memory import ALL
 from .division import BatchDivision, division_of, loss_denominators, response_tokens
 
 
@@ -96,9 +98,10 @@ class TrainingStep(ABC):
         told: dict[str, float] = {}
         for learner in self._learners():
             taken = []
-            for index in division.updates():
-                told[learner.rate_name] = learner.engine.learning_rate
-                taken.append(learner.update(mini_batches[index], counts[index], division))
+            with resident(learner.engine, *ALL):
+                for index in division.updates():
+                    told[learner.rate_name] = learner.engine.learning_rate
+                    taken.append(learner.update(mini_batches[index], counts[index], division))
             means += reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
             told[learner.norm_name] = fmean(one.norm for one in taken)
         if self._models.critic is not None:
