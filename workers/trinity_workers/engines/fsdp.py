@@ -264,18 +264,21 @@ def frozen_policy(
     *,
     device: torch.device,
     dtype: str = "float32",
+    load: Callable[[Path, str], tuple[Any, Any]] | None = None,
     options: FSDPOptions = FSDPOptions(),  # noqa: B008  # frozen
     offload: FrozenOffload = FrozenOffload(),  # noqa: B008  # frozen
 ) -> Any:
     """Return the folder's policy without gradients, sharded as the engine's. Collective.
 
-    If ``offload`` moves its parameters, its ``resident()`` is a block in which it can compute.
+    ``load`` returns another model of the folder, and its tokenizer. If ``offload`` moves its
+    parameters, its ``resident()`` is a block in which it can compute.
     """
     from ..learning.policy import load_policy
 
-    model, _ = load_policy(folder, dtype)
+    model, _ = (load or load_policy)(folder, dtype)
     model.requires_grad_(False)
-    replace(options, recompute=False).prepare(model)
+    # A model of another kind may have other layers than the policy, which was checked.
+    replace(options, recompute=False, packing=options.packing and load is None).prepare(model)
     module = _shard(model, device, getattr(torch, dtype), options).eval()
     memory = ModelMemory(offload, lambda: _settled_parameters(module))
     memory.guard(module)
