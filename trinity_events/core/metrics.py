@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from trinity_schemas import (
     Envelope,
+    EvaluationFinished,
     StepCommitted,
     StepRef,
     StepTrained,
@@ -26,6 +27,7 @@ MEASURED = (
     VersionPartPublished,
     StepCommitted,
     WeightsApplied,
+    EvaluationFinished,
 )
 """Types of the events that tell metrics."""
 _OF_ROLLOUTS = frozenset({"reward", "score", "response_tokens", "response_length"})
@@ -70,6 +72,8 @@ class MetricsReader:
                 self._opened[StepRef(epoch, step)] = envelope.occurred_at
             case WeightsApplied(version=version):
                 return self._of(envelope, version.step, self._applied(event))
+            case EvaluationFinished(version=version):
+                return self._of(envelope, version.step, _evaluated(event))
             case _:
                 pass
         return None
@@ -118,6 +122,12 @@ def grouped(name: str) -> str:
     if name.startswith(_OFF_POLICY):
         return f"off_policy/{name.removeprefix('rollout_corr/')}"
     return f"rollout/{name}" if name in _OF_ROLLOUTS else f"train/{name}"
+
+
+def _evaluated(event: EvaluationFinished) -> dict[str, float]:
+    """Return the results of a set as ``eval/SET/NAME``."""
+    named = {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
+    return named | {f"eval/{event.name}/seconds": event.seconds}
 
 
 def _staleness(samples: Mapping[int, int]) -> dict[str, float]:

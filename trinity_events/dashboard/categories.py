@@ -8,6 +8,9 @@ from trinity_schemas import (
     EVENT_TYPES,
     ConsumerDetached,
     DeadlineReached,
+    EvaluationFailed,
+    EvaluationFinished,
+    EvaluationStarted,
     Event,
     ExplorerStatusChanged,
     LeaseExpired,
@@ -48,13 +51,27 @@ CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "f
 
 _OF: dict[str, tuple[type[Struct], ...]] = {
     "run": (RunOpened, RunResumed, RunClosed, ConsumerDetached),
-    "train": (StepCommitted, StepTrained, ThreadCountRegistered, TrainerStatusChanged),
+    "train": (
+        StepCommitted,
+        StepTrained,
+        ThreadCountRegistered,
+        TrainerStatusChanged,
+        EvaluationStarted,
+        EvaluationFinished,
+    ),
     "rollouts": (RolloutsDispatched, LedgerRestored),
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
     "publish": (VersionOpened, VersionPartPublished, VersionRetired),
     "apply": (WeightsApplied,),
     "wait": (WaitStarted, WaitEnded, SyncRequested, ResendRequested, ExplorerStatusChanged),
-    "failure": (SaveFailed, VersionRefused, LeaseExpired, DeadlineReached, StepFailed),
+    "failure": (
+        SaveFailed,
+        VersionRefused,
+        LeaseExpired,
+        DeadlineReached,
+        StepFailed,
+        EvaluationFailed,
+    ),
     "ready": (StepReady, StepSuperseded),
 }
 CATEGORY: dict[type, int] = {

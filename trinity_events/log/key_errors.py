@@ -19,6 +19,7 @@ C = TypeVar("C")
 
 _TYPES = {
     **dict.fromkeys(("events", "announcements", "dead", "experiences", "rollouts"), "stream"),
+    **dict.fromkeys(("evaluations", "judged"), "stream"),
     **dict.fromkeys(
         ("position", "epoch", "fence", "leader", "snapshot", "identity", "folder"), "string"
     ),
