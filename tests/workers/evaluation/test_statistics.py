@@ -56,6 +56,7 @@ def test_the_results_of_a_set_are_mean_and_passes_with_their_ends():
     assert found["pass_at_1"] == pytest.approx((0.25 + 0.75) / 3)
     assert found["pass_at_4"] == pytest.approx(2 / 3)
     for name in ("mean", "pass_at_1", "pass_at_4"):
-        assert found[f"{name}_low"] < found[name] < found[f"{name}_high"] or name != "mean"
-        assert 0 <= found["pass_at_4_low"] and found["pass_at_4_high"] <= 1
+        assert found[f"{name}_low"] < found[name] <= found[f"{name}_high"]
+    ends = [found[f"pass_at_4_{end}"] for end in ("low", "high")]
+    assert min(ends) >= 0 and max(ends) == 1, "the interval of a share ends at 1"
     assert len(found) == 9
