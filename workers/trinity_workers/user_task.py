@@ -10,7 +10,7 @@ from trinity_events.waits import NO_REPORTS, WaitReporter
 
 from .config import BadSettings, TrainConfig
 from .environments import EnvironmentProcesses
-from .evaluation.sets import held_out_sets
+from .held_out_sets import held_out_sets
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from .rollout_engines.loading import ENGINES, find_engine
 from .tasks import Task, built_in_task, is_built_in, load_task

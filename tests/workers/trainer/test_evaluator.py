@@ -23,9 +23,9 @@ from trinity_schemas import (  # noqa: E402
     TrainerStatusChanged,
     WeightsApplied,
 )
-from trinity_workers.evaluation.sets import held_out_sets  # noqa: E402
 from trinity_workers.evaluation.settings import EvaluationSet  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
+from trinity_workers.held_out_sets import held_out_sets  # noqa: E402
 from trinity_workers.trainer.evaluator import Evaluator  # noqa: E402
 from trinity_workers.user_task import task_of  # noqa: E402
 

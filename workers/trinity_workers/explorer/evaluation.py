@@ -14,7 +14,7 @@ from trinity_events.rollouts import Claim, RolloutClient
 from trinity_schemas import Experience, StepRef
 
 from ..episodes import Episodes
-from ..evaluation.sets import HeldOutSet
+from ..held_out_sets import HeldOutSet
 from .installer import VersionInstaller
 
 logger = logging.getLogger(__name__)

@@ -38,8 +38,8 @@ from ..beside import beside
 from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
-from ..evaluation.sets import held_out_sets
 from ..garbage import exempt_loaded_objects
+from ..held_out_sets import held_out_sets
 from ..learning.policy import load_tokenizer
 from ..placement import threads
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine

@@ -19,8 +19,8 @@ from trinity_schemas import EvaluationFailed, EvaluationFinished, EvaluationStar
 
 from ..config import RunConfig
 from ..evaluation.schedule import is_due
-from ..evaluation.sets import HeldOutSet
 from ..evaluation.statistics import results
+from ..held_out_sets import HeldOutSet
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from trinity_schemas import (
 
 from ..beside import beside
 from ..config import RunConfig
-from ..evaluation.sets import held_out_sets
 from ..garbage import exempt_loaded_objects
+from ..held_out_sets import held_out_sets
 from ..user_task import task_of
 from .evaluator import Evaluator
 from .explorer_requests import ExplorerRequests

@@ -10,10 +10,10 @@ import msgspec
 
 from trinity_schemas import Sampling
 
-from ..config import TrainConfig
-from ..tasks import Question, Task, TaskError
-from ..tasks.sources import QuestionOptions, read_questions
-from .settings import EvaluationSet
+from .config import TrainConfig
+from .evaluation.settings import EvaluationSet
+from .tasks import Question, Task, TaskError
+from .tasks.sources import QuestionOptions, read_questions
 
 logger = logging.getLogger(__name__)
 
