@@ -5,16 +5,20 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
+from tests.support.local_training import LocalEngine  # noqa: E402
 from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
 from tests.support.trainer_side import TrainerSide, exploring  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.core.evaluations import evaluated_through  # noqa: E402
+from trinity_events.error_text import ungrouped  # noqa: E402
+from trinity_events.log import open_run  # noqa: E402
 from trinity_events.replay import current_state  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     EvaluationFailed,
@@ -26,6 +30,7 @@ from trinity_schemas import (  # noqa: E402
 from trinity_workers.evaluation.settings import EvaluationSet  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
 from trinity_workers.held_out_sets import held_out_sets  # noqa: E402
+from trinity_workers.trainer import Trainer  # noqa: E402
 from trinity_workers.trainer.evaluator import Evaluator  # noqa: E402
 from trinity_workers.user_task import task_of  # noqa: E402
 
@@ -191,7 +196,6 @@ async def test_an_explorer_that_dies_amid_an_evaluation_loses_nothing(config, tr
 
             async def explore():
                 await dying.prepare()
-                dying._judged = tasks
                 await dying.explore()
 
             tasks.start_soon(explore)
@@ -217,6 +221,38 @@ async def test_an_evaluation_that_no_explorer_answers_fails_and_says_so(config, 
     assert await trainer.told(EvaluationFailed) == [("each", 3), ("greedy", 3)]
     [reason, _] = [one.event.reason for one in await events_of(log, EvaluationFailed)]
     assert "did not arrive" in reason and "not claimed" in reason
+
+
+async def evaluated_run(config):
+    """Train a run of the configuration to its end, with one explorer."""
+    trainer, explorer = Trainer(config, LocalEngine(config)), Explorer(config, 0)
+    with anyio.fail_after(2 * PATIENCE), ungrouped():
+        async with anyio.create_task_group() as tasks:
+            await trainer.prepare()
+            await explorer.prepare()
+            tasks.start_soon(explorer.explore)
+            await trainer.train()
+        await trainer.shutdown()
+
+
+async def test_a_run_and_its_resume_evaluate_each_version_once(make_config, client, log, redis_url):
+    first = make_config(
+        steps=3,
+        rollouts={"prompts_per_step": 2, "samples_per_prompt": 2},
+        evaluation={"sets": {"two": {"count": 3, "samples": 2, "interval": 2}}},
+        checkpoints={"interval": 3},
+        sync={"timeout": PATIENCE, "style": "fixed"},
+    )
+    async with reducer_task(redis_url, first.run_id):
+        await evaluated_run(first)
+        epoch = await open_run(client, first.run_id, resume_from=StepRef(first.epoch, 3))
+        second = msgspec.structs.replace(first, steps=6, epoch=epoch, resumed_step=3)
+        await evaluated_run(second)
+    versions = [one.event.version for one in await events_of(log, EvaluationFinished)]
+    assert versions == [(1, 0), (1, 2), (1, 3), (2, 4), (2, 6)]
+    assert await events_of(log, EvaluationFailed) == []
+    audited = await current_state(log)
+    assert (audited.ledger.trained, audited.anomaly_counts) == (12, {})
 
 
 async def test_results_depend_on_no_explorer_and_no_order(config, trainer, log):
