@@ -24,6 +24,7 @@ from trinity_schemas import (  # noqa: E402
     EvaluationFailed,
     EvaluationFinished,
     EvaluationStarted,
+    StepRef,
     TrainerStatusChanged,
     WeightsApplied,
 )
