@@ -250,7 +250,7 @@ async def test_a_run_and_its_resume_evaluate_each_version_once(make_config, clie
         second = msgspec.structs.replace(first, steps=6, epoch=epoch, resumed_step=3)
         await evaluated_run(second)
     versions = [one.event.version for one in await events_of(log, EvaluationFinished)]
-    assert versions == [(1, 0), (1, 2), (1, 3), (2, 4), (2, 6)]
+    assert [(one.epoch, one.step) for one in versions] == [(1, 0), (1, 2), (1, 3), (2, 4), (2, 6)]
     assert await events_of(log, EvaluationFailed) == []
     audited = await current_state(log)
     assert (audited.ledger.trained, audited.anomaly_counts) == (12, {})
