@@ -27,6 +27,7 @@ from trinity_schemas import (
     SaveRequested,
     SaveStarted,
     Sender,
+    StacksTaken,
     StepCommitted,
     StepTrained,
     SyncRequested,
@@ -95,6 +96,7 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     EvaluationFailed: evaluation_events.evaluation_failed,
     WaitStarted: waits.wait_started,
     WaitEnded: waits.wait_ended,
+    StacksTaken: waits.stacks_taken,
 }
 
 

@@ -26,6 +26,7 @@ from trinity_schemas import (
     SaveProgressed,
     SaveRequested,
     SaveStarted,
+    StacksTaken,
     StepCommitted,
     StepFailed,
     StepReady,
@@ -63,7 +64,14 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
     "publish": (VersionOpened, VersionPartPublished, VersionRetired),
     "apply": (WeightsApplied,),
-    "wait": (WaitStarted, WaitEnded, SyncRequested, ResendRequested, ExplorerStatusChanged),
+    "wait": (
+        WaitStarted,
+        WaitEnded,
+        StacksTaken,
+        SyncRequested,
+        ResendRequested,
+        ExplorerStatusChanged,
+    ),
     "failure": (
         SaveFailed,
         VersionRefused,
