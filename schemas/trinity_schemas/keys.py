@@ -30,6 +30,7 @@ class RunKeys(NamedTuple):
     rollouts: str
     evaluations: str
     judged: str
+    promoted: str
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:

@@ -17,11 +17,18 @@ from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
 from .evaluation.settings import EvaluationConfig
 from .evaluation.settings import contradictions as evaluation_contradictions
+from .offload import FrozenOffload, Offload
 from .rollout_engines.base import OnUpdate
 from .section import Section
 from .sync_method import contradictions as method_contradictions
 from .sync_schedule import contradictions as sync_contradictions
-from .sync_schedule import last_step_served, oldest_usable, staleness_bound
+from .sync_schedule import (
+    last_step_served,
+    names_exact_version,
+    oldest_usable,
+    publishes_on_demand,
+    staleness_bound,
+)
 
 EngineName = Literal["fsdp", "megatron"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
@@ -107,6 +114,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     are those of all rows at once. Null takes all."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
+    policy_offload: Offload = Offload()
+    critic_offload: Offload = Offload()
+    reference_offload: FrozenOffload = FrozenOffload()
 
 
 class ExplorerConfig(Section, frozen=True, kw_only=True):
@@ -432,7 +442,7 @@ def _of_updates(
             f"{asked} answers then depend on the moment at which weights arrive, which "
             f"{deterministic} rules out: {way_out} {deterministic} false",
         )
-    if sync.style == "fixed":
+    if names_exact_version(sync):
         style = named("sync.style")
         yield (
             ("rollouts.on_update", "sync.style"),
@@ -440,7 +450,7 @@ def _of_updates(
             f"amid an answer: {way_out} another {style}",
         )
         return
-    least = 1 if sync.style == "explorer_driven" else sync.interval
+    least = 1 if publishes_on_demand(sync) else sync.interval
     if config.staleness_bound < least:
         bound = named("sync.max_staleness")
         yield (

@@ -35,7 +35,7 @@ from trinity_schemas import (
     SyncRequested,
 )
 
-from ..beside import beside
+from ..background_tasks import background_tasks
 from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
@@ -44,6 +44,7 @@ from ..held_out_sets import held_out_sets
 from ..learning.policy import load_tokenizer
 from ..placement import threads
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
+from ..sync_schedule import publishes_on_demand
 from ..user_task import start_rewards, task_of
 from .demand import VersionDemand
 from .evaluation import EngineTurns, EvaluationAnswers
@@ -86,7 +87,7 @@ class Explorer:
         self._turns = EngineTurns()
         self._exits = AsyncExitStack()
         self._demand: VersionDemand | None = None
-        if config.sync.style == "explorer_driven":
+        if publishes_on_demand(config.sync):
             self._demand = VersionDemand(config.sync.interval, config.rollouts.prompts_per_step)
         self._synchronizer = Synchronizer(
             config.run_id,
@@ -255,7 +256,7 @@ class Explorer:
         config = self.config
         first = await versions.wait(0, deadline=config.sync.timeout)
         await installer.refresh(first.step)
-        async with beside(*[answers.run] * bool(self._held_out)):
+        async with background_tasks(*[answers.run] * bool(self._held_out)):
             while claims := await self._next_claims(requests, versions, installer):
                 await self._check_task_set(requests, claims)
                 async with requests.renewing(claims) as held, self._turns.training():
@@ -377,7 +378,7 @@ class Explorer:
         goes_on = self.config.rollouts.on_update != "finish" and not any(one.exact for one in asked)
         found: Sequence[list[Experience] | TrinityError]
         try:
-            async with beside(*[installer.keep_current] * goes_on):
+            async with background_tasks(*[installer.keep_current] * goes_on):
                 found = await self._episodes.answer_all(asked)
         except NotServing as error:  # a version was installed amid the answers, and is not whole
             found = [error] * len(asked)

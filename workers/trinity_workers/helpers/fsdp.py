@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trinity_events.weights import Synchronizer
 
-from ..engines.base import TrainEngine, per_tensor_params
+from ..engines.base import TrainEngine, per_tensor_params, resident
 from ..engines.fsdp import shard_name, write_description
 from ..engines.state_files import copied, write_state
 from .broadcast import UpdateGroup, broadcast_stream
@@ -59,13 +59,14 @@ def fsdp_save_state_dict(
     """
     folder = Path(local_path)
     path = folder / shard_name("model")
-    state = copied(engine.module.state_dict())
+    with resident(engine):
+        state = copied(engine.module.state_dict())
     first = dist.get_rank() == 0
 
     def save() -> None:
         write_state(path, state)
         if first:
-            write_description(folder, engine.module, _tokenizer(engine))
+            write_description(folder, engine.module, tokenizer_of(engine))
 
     logger.info("step %d: saves %s in the background", global_step, path)
     coordinator.save_async(
@@ -110,7 +111,8 @@ def fsdp_upload_state_dict(
     weights = ModelWeights(
         full=lambda: per_tensor_params(engine), shards=lambda: fsdp_shards(engine.module, dtypes)
     )
-    strategy.publish(weights, synchronizer, global_step, logger)
+    with resident(engine):
+        strategy.publish(weights, synchronizer, global_step, logger)
 
 
 def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:
@@ -130,10 +132,12 @@ def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup |
         GroupBroken: on rank 0, if an explorer died or was too slow.
         CollectiveBroken: if a rank of the trainer died or was too slow.
     """
-    broadcast_stream(full_tensors(engine), model_update_group)
+    with resident(engine):
+        broadcast_stream(full_tensors(engine), model_update_group)
 
 
-def _tokenizer(engine: Any) -> Any:
+def tokenizer_of(engine: Any) -> Any:
+    """Return the tokenizer of this project's engines and of veRL's; None if there is none."""
     own = getattr(engine, "tokenizer", None)
     if own is not None:
         return own
