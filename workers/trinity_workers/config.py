@@ -15,6 +15,8 @@ from trinity_schemas import Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
+from .evaluation.settings import EvaluationConfig
+from .evaluation.settings import contradictions as evaluation_contradictions
 from .offload import FrozenOffload, Offload
 from .rollout_engines.base import OnUpdate
 from .section import Section
@@ -134,8 +136,6 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     cpus: Cpus | None = None
     """CPUs that Ray reserves for each explorer, and its threads. Null reserves one; without
     RAY_ADDRESS the explorers then share the threads of the host."""
-    held_out_questions: NotNegative = 256
-    """Held-out questions of the measurement before and after training; 0 measures nothing."""
 
 
 class RolloutsConfig(Section, frozen=True, kw_only=True):
@@ -238,6 +238,16 @@ class TrackingConfig(Section, frozen=True, kw_only=True):
     """Project of Weights & Biases, and experiment of MLflow."""
 
 
+class RewardConfig(Section, frozen=True, kw_only=True):
+    """Reward model, whose scores the trainer adds to the rewards of the task."""
+
+    model: str | None = None
+    """Hugging Face folder of a model for sequence or token classification with one output. It may
+    have another tokenizer than the policy."""
+    weight: float = 1.0
+    """Factor of its scores."""
+
+
 class TrainConfig(Section, frozen=True, kw_only=True):
     """Settings of a run that are the same on every host."""
 
@@ -251,9 +261,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     task: TaskConfig = TaskConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     sync: SyncConfig = SyncConfig()
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -276,6 +288,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """Return the Hugging Face folder of the teacher, if the algorithm asks one."""
         path = self.algorithm.teacher.path
         return Path(path) if path is not None and self.algorithm.asks_teacher else None
+
+    @property
+    def reward_folder(self) -> Path | None:
+        """Return the Hugging Face folder of the reward model, if there is one."""
+        return None if self.reward.model is None else Path(self.reward.model)
 
     @property
     def prompts_in_flight(self) -> int:
@@ -333,6 +350,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """Return the configuration with other values in one section, which are not checked."""
         changed = structs.replace(getattr(self, section), **values)
         return structs.replace(self, **{section: changed})
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Return True if versions can be installed later; a collective group keeps none."""
+        return self.sync.method != "nccl"
 
     def to_text(self) -> str:
         """Return the settings as JSON, for the event that opens the run."""
@@ -415,6 +437,9 @@ def contradictions(
         )
     yield from method_contradictions(sync, named)
     yield from _of_updates(config, named)
+    yield from evaluation_contradictions(
+        config.evaluation, named, steps=config.steps, keeps_versions=config.keeps_versions
+    )
 
 
 def _of_updates(
@@ -488,6 +513,12 @@ def _beyond_the_trainer(
             f"{path} names a teacher, and nothing asks it: set {advantage} teacher, or {loss} "
             "divergence, or leave it out",
         )
+    if config.reward.model is not None and algorithm.filters.zero_variance == "resample":
+        yield (
+            ("reward.model", "algorithm.filters.zero_variance"),
+            f"{named('algorithm.filters.zero_variance')} resample drops groups by the rewards of "
+            f"the task, before the model of {named('reward.model')} has scored them: set it mask",
+        )
     critic = algorithm.critic
     if critic.use and critic.warmup_steps >= config.steps:
         yield (
@@ -504,13 +535,6 @@ def _beyond_the_trainer(
         )
     if not megatron:
         return
-    if algorithm.critic.use or algorithm.advantage == "gae":
-        yield (
-            ("trainer.engine", "algorithm.advantage", "algorithm.critic.use"),
-            f"{engine} megatron trains no critic yet, for its converter knows no head of values: "
-            f"set {named('algorithm.critic.use')} false and {advantage} another than gae, or "
-            f"{engine} fsdp",
-        )
     if algorithm.loss == "divergence":
         yield (
             ("trainer.engine", "algorithm.loss"),
