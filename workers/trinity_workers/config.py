@@ -15,6 +15,8 @@ from trinity_schemas import Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
+from .reward_settings import RewardsConfig
+from .reward_settings import contradictions as reward_contradictions
 from .rollout_engines.base import OnUpdate
 from .section import Section
 from .sync_method import contradictions as method_contradictions
@@ -239,6 +241,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     """Seed of the model and of all sampling."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
+    rewards: RewardsConfig = RewardsConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     explorer: ExplorerConfig = ExplorerConfig()
@@ -390,6 +393,7 @@ def contradictions(
             f"({tensor} times {pipeline}): choose {ranks} as a multiple",
         )
     yield from _of_the_algorithm(config, named)
+    yield from reward_contradictions(config.rewards, config.task.reward, named)
     yield from sync_contradictions(sync, named)
     if config.window < config.prompts_in_flight:
         yield (
