@@ -82,14 +82,13 @@ async def _ready(
     async with wanted as events:
         async for delivered in events:
             event = delivered.event
-            if not is_asked_for(event):
-                continue
-            if isinstance(event, StepReady):
+            if isinstance(event, StepReady) and is_asked_for(event):
                 return event
-            raise StepNotReady(
-                f"the {kind} of step {step} of run {run} never becomes ready: step {event.by.step} "
-                "took its place, so wait for that one"
-            )
+            if isinstance(event, StepSuperseded) and is_asked_for(event):
+                raise StepNotReady(
+                    f"the {kind} of step {step} of run {run} never becomes ready: step "
+                    f"{event.by.step} took its place, so wait for that one"
+                )
     raise AssertionError("a subscription ends with an error alone")
 
 

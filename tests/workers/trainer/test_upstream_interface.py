@@ -74,7 +74,7 @@ def test_a_method_of_upstream_exists_with_its_parameters(owner, name, parameters
     called_with(getattr(getattr(package, owner), name), parameters)
 
 
-@pytest.mark.parametrize(("name", "parameters"), FUNCTIONS.items())
+@pytest.mark.parametrize(("name", "parameters"), sorted(FUNCTIONS.items()))
 def test_a_function_of_upstream_exists_with_its_parameters(name, parameters):
     called_with(getattr(package, name), parameters)
 
@@ -101,7 +101,7 @@ def test_the_newest_folder_with_weights_is_found_and_no_other(tmp_path):
 @pytest.mark.parametrize(
     ("version", "legacy"), [("0.7.1", True), ("0.8.0", False), ("0.10.0.dev0", False)]
 )
-def test_veRL_before_its_engines_is_legacy(monkeypatch, version, legacy):
+def test_verl_before_its_engines_is_legacy(monkeypatch, version, legacy):
     monkeypatch.setattr(upstream, "version", lambda _: version)
     assert package.is_verl_legacy() is legacy
 
@@ -165,6 +165,6 @@ async def test_a_group_that_cannot_be_is_refused_in_a_sentence(fleet, make_confi
         await fleet.setup_weight_sync_group(host, port, 1, "rollouts", 1)
     fleet._config = make_config()
     assert await fleet.get_weight_sync_info() is None
-    with pytest.raises(NoWeightSyncGroup, match="set sync.method nccl"):
+    with pytest.raises(NoWeightSyncGroup, match=r"set sync\.method nccl"):
         await fleet.setup_weight_sync_group(host, port, 2, "rollouts", 1)
     await fleet.teardown_weight_sync_group()
