@@ -19,6 +19,7 @@ from trinity_workers.trainer import upstream  # noqa: E402
 from trinity_workers.trainer.fleet import RayTrainerFleet  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
 from trinity_workers.trainer.wrapper import NoWeightSyncGroup  # noqa: E402
+from trinity_workers.worker_group.group import WorkerGroup  # noqa: E402
 
 GROUP = ["master_address", "master_port", "world_size", "group_name", "timeout"]
 METHODS = {
@@ -135,7 +136,7 @@ def fleet(make_config):
         policy=SimpleNamespace(get_per_tensor_param=lambda: iter(tensors))
     )
     made = RayTrainerFleet(config)
-    made._workers = [Actor(worker)]
+    made._workers = WorkerGroup(TrainWorker, [Actor(worker)])
     with closing(synchronizer), closing(made._log), closing(made._publisher):
         yield made
 
