@@ -21,7 +21,7 @@ LARGEST_REPLY = 1 << 20
 """Bytes of a reply; a service that sends more is not read further."""
 _LONGEST_PAUSE = 2.0
 """Seconds between two attempts, at most."""
-_START_ATTEMPT = 10.0
+_START_ATTEMPT = 30.0
 """Seconds within which a service answers anything, before a run begins."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """Status codes after which another attempt may succeed."""
@@ -69,9 +69,10 @@ class HttpCalls:
                     "set: set it for the explorers, or leave out rewards.token_variable"
                 )
             headers["Authorization"] = f"Bearer {token}"
+        longest = 2 * max(deadline, _START_ATTEMPT)  # the calls have deadlines of their own
         # No proxy of the environment: a judge on this host would be asked for elsewhere.
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=2 * deadline, trust_env=False, follow_redirects=False
+            headers=headers, timeout=longest, trust_env=False, follow_redirects=False
         )
 
     async def reach(self, url: str, setting: str) -> None:
@@ -79,15 +80,14 @@ class HttpCalls:
 
         Raises RewardFailed, which names the setting.
         """
-        limit = min(_START_ATTEMPT, self._deadline)
         status = 0
         try:
-            with anyio.fail_after(limit):
+            with anyio.fail_after(_START_ATTEMPT):
                 async with self._client.stream("GET", url) as reply:
                     status = reply.status_code
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
             raise RewardFailed(
-                f"{self.name} does not answer ({_told(error, limit)}): start it, or name another "
+                f"{self.name} does not answer ({_told(error, _START_ATTEMPT)}): start it, or name another "
                 f"in {setting}"
             ) from None
         if status in (401, 403):
