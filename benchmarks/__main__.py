@@ -22,6 +22,7 @@ from . import (
     fold,
     growth,
     latency,
+    megatron_reshard,
     megatron_stream,
     pages,
     replay,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights_transports": weights_transports,
     "weights_gpu": weights_gpu,
     "megatron_stream": megatron_stream,
+    "megatron_reshard": megatron_reshard,
 }
 SIZES = ("tiny", "small", "full")
 

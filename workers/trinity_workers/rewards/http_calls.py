@@ -87,8 +87,8 @@ class HttpCalls:
                     status = reply.status_code
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
             raise RewardFailed(
-                f"{self.name} does not answer ({_told(error, _START_ATTEMPT)}): start it, or name another "
-                f"in {setting}"
+                f"{self.name} does not answer ({_told(error, _START_ATTEMPT)}): start it, or "
+                f"name another in {setting}"
             ) from None
         if status in (401, 403):
             raise RewardFailed(
