@@ -53,10 +53,6 @@ MISTAKES = [
         "algorithm.mini_batches is 5, and a step has 4 answers",
     ),
     ("trainer: {schedule: step}", "must be one of constant, linear, cosine"),
-    (
-        "{trainer: {engine: megatron}, algorithm: {entropy_coefficient: 1}}",
-        "trainer.engine megatron computes no entropy of a vocabulary that 2 ranks share",
-    ),
     ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),
     ("sync: {tensor_digests: 1}", "must be true or false"),
     ("sync: {transport: nccl}", "must be one of auto, shm, ray, redis"),

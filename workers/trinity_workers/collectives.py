@@ -26,10 +26,14 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the sum of a tensor over all ranks of the group. Collective."""
+def all_reduced(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> torch.Tensor:
+    """Return the sum, or another reduction, of a tensor over all ranks of the group. Collective."""
     total = tensor.clone()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, op=op, group=group)
     return total
 
 

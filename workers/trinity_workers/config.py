@@ -507,15 +507,6 @@ def _beyond_the_trainer(
             f"{engine} megatron splits the vocabulary, and {loss} divergence compares all of it: "
             f"set {advantage} teacher with another {loss}, or {engine} fsdp",
         )
-    trainer = config.trainer
-    tensor = trainer.tensor_parallel or trainer.ranks // trainer.pipeline_parallel
-    if algorithm.entropy_coefficient and tensor > 1:
-        yield (
-            ("trainer.engine", "trainer.tensor_parallel", "algorithm.entropy_coefficient"),
-            f"{engine} megatron computes no entropy of a vocabulary that {tensor} ranks share: set "
-            f"{named('trainer.tensor_parallel')} 1, {named('algorithm.entropy_coefficient')} 0, or "
-            f"{engine} fsdp",
-        )
 
 
 class RunConfig(TrainConfig, frozen=True, kw_only=True):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from .types import Reduce, this_rank_alone
 
 CHUNK = 1024
 """Tokens whose float32 distribution is held at once, forward and backward."""
@@ -23,6 +25,28 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor | None
 
 
+class VocabularyPart(NamedTuple):
+    """Columns of the vocabulary that this rank holds, where several ranks share it."""
+
+    first: int = 0
+    """Token of the first column."""
+    columns: int | None = None
+    """Columns that are tokens; those after them are padding. None for all."""
+    largest: Reduce = this_rank_alone
+    """Elementwise maximum over the ranks that share the vocabulary."""
+    total: Reduce = this_rank_alone
+    """Sum over them."""
+
+    def columns_of(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return the column of each token, and True for those that this rank holds: [N] each."""
+        columns = tokens - self.first
+        held = (columns >= 0) & (columns < width)
+        return columns.masked_fill(~held, 0), held
+
+
+WHOLE = VocabularyPart()
+
+
 def token_statistics(
     logits: Tensor,
     tokens: Tensor,
@@ -30,11 +54,12 @@ def token_statistics(
     temperature: float = 1.0,
     entropy: bool = False,
     chunk: int = CHUNK,
+    part: VocabularyPart = WHOLE,
 ) -> TokenStatistics:
     """Return log-probabilities, and entropies H = -sum_v p_v log p_v in nats.
 
     The float32 distribution of a chunk alone is held at once: in the backward pass it is computed
-    again.
+    again. Ranks that share the vocabulary get equal results, and each the gradient of its columns.
 
     Args:
         logits: [B, R, V] of any floating dtype; the column that predicts each token.
@@ -42,23 +67,15 @@ def token_statistics(
         temperature: Temperature that sampled; logits are divided by it.
         entropy: Compute entropies too.
         chunk: Tokens of a chunk.
+        part: Part of the vocabulary that the logits are of. Collective over its ranks.
 
     Returns:
         [B, R] float32 (float64 for logits of float64), with gradient.
     """
-
-    def part(logits: Tensor, tokens: Tensor) -> Tensor:
-        logs = (exact(logits) / temperature).log_softmax(dim=-1)
-        chosen = logs.gather(-1, tokens[:, None]).squeeze(-1)
-        if not entropy:
-            return chosen[None]
-        bounded = logs.clamp(min=LEAST)
-        return torch.stack([chosen, -(bounded.exp() * bounded).sum(dim=-1)])
-
-    found = in_chunks(part, logits.flatten(0, -2), tokens.flatten(), chunk=chunk)
-    return TokenStatistics(
-        found[0].view(tokens.shape), found[1].view(tokens.shape) if entropy else None
-    )
+    softmax = _Softmax(temperature, chunk, part, entropy)
+    found: Tensor = _OfLogits.apply(logits.flatten(0, -2), tokens.flatten(), softmax)
+    logprobs, entropies = found.view(2, *tokens.shape)
+    return TokenStatistics(logprobs, entropies if entropy else None)
 
 
 def exact(logits: Tensor) -> Tensor:
@@ -76,3 +93,86 @@ def in_chunks(function: Callable[..., Tensor], *rows: Tensor, chunk: int) -> Ten
 
     pieces = zip(*(torch.split(one, chunk) for one in rows), strict=True)
     return torch.cat([kept_small(*piece) for piece in pieces], dim=-1)
+
+
+class _Softmax(NamedTuple):
+    """Softmax of logits over a vocabulary that ranks may share."""
+
+    temperature: float
+    chunk: int
+    part: VocabularyPart
+    entropy: bool
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return a copy of logits [n, V] in float32, over the temperature; -inf on padding."""
+        scaled = exact(logits) / self.temperature
+        if self.part.columns is not None:
+            scaled[:, self.part.columns :] = -torch.inf
+        return scaled
+
+    def summary(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return log-probabilities, entropies and logarithms of the normalisers: [3, n]."""
+        shifted = self.scaled(logits)
+        peak = self.part.largest(shifted.amax(dim=-1))
+        shifted -= peak[:, None]
+        column, held = self.part.columns_of(tokens, shifted.shape[-1])
+        chosen = shifted.gather(-1, column[:, None]).squeeze(-1).masked_fill(~held, 0.0)
+        weights = shifted.exp()
+        sums = [weights.sum(dim=-1), chosen]
+        if self.entropy:
+            sums.append((weights * shifted.clamp_(min=LEAST)).sum(dim=-1))
+        normaliser, chosen, *mean = self.part.total(torch.stack(sums))
+        log_normaliser = normaliser.log()
+        entropy = log_normaliser - mean[0] / normaliser if mean else log_normaliser
+        return torch.stack([chosen - log_normaliser, entropy, peak + log_normaliser])
+
+    def gradient(self, logits: Tensor, tokens: Tensor, summary: Tensor, given: Tensor) -> Tensor:
+        """Return the gradient of logits [n, V] in float32.
+
+        Args:
+            logits: [n, V].
+            tokens: [n].
+            summary: [3, n], of the forward pass.
+            given: [2, n], gradients of log-probabilities and entropies.
+        """
+        _, entropy, log_normaliser = summary
+        logs = self.scaled(logits)
+        logs -= log_normaliser[:, None]
+        weights = logs.exp()
+        # d log p_t / d x_v = [v = t] - p_v, and d H / d x_v = -p_v (log p_v + H).
+        factors = -given[0][:, None]
+        if self.entropy:
+            factors = factors - given[1][:, None] * (logs.clamp_(min=LEAST) + entropy[:, None])
+        found = weights.mul_(factors)
+        column, held = self.part.columns_of(tokens, found.shape[-1])
+        found[torch.arange(len(found), device=found.device), column] += given[0] * held
+        return found.div_(self.temperature)
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        """Yield the chunks of so many tokens."""
+        for start in range(0, count, self.chunk):
+            yield slice(start, start + self.chunk)
+
+
+class _OfLogits(torch.autograd.Function):
+    """Statistics [2, N] of logits [N, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, softmax: _Softmax) -> Tensor:
+        summary = exact(logits.new_empty(3, len(tokens)))
+        for one in softmax.chunks(len(tokens)):
+            summary[:, one] = softmax.summary(logits[one], tokens[one])
+        ctx.softmax = softmax
+        ctx.save_for_backward(logits, tokens, summary)
+        return summary[:2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor, None, None]:
+        softmax: _Softmax = ctx.softmax
+        logits, tokens, summary = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for one in softmax.chunks(len(tokens)):
+            found[one] = softmax.gradient(
+                logits[one], tokens[one], summary[:, one], given[0][:, one]
+            )
+        return found, None, None

@@ -21,7 +21,7 @@ from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
 from . import checkpoint
 from .cpu import adapted
-from .layout import LayoutRefused, ParallelLayout, join
+from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, transformer_config
 from .model_description import read_description, write_description
 from .rank_state import rank_state, restore_rank_state
@@ -150,20 +150,12 @@ class MegatronEngine:
             temperature: Divisor of the logits.
             parts: Micro-batches, at least; with a pipeline, their number is a multiple of its
                 stages. By default the engine's own number.
-            entropy: Give entropies to the loss too. The vocabulary must not be split.
+            entropy: Give entropies to the loss too.
 
         Returns:
             What the loss returns beside it of every micro-batch, on the last pipeline stage
             alone, and the gradients' norm before clipping.
-
-        Raises:
-            LayoutRefused: for entropies of a split vocabulary.
         """
-        if entropy and self.layout.tensor > 1:
-            raise LayoutRefused(
-                "entropies of a vocabulary that tensor-parallel ranks share are not computed: "
-                "take a layout with tensor 1, or no entropy"
-            )
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithms.batch import Batch
-from ...algorithms.logits import TokenStatistics, token_statistics
+from ...algorithms.logits import TokenStatistics, VocabularyPart, token_statistics
+from ...collectives import all_reduced
 from .cpu import adapted
 
 LossFunction: TypeAlias = Callable[[TokenStatistics, Batch], tuple[Tensor, Any]]
@@ -132,31 +134,37 @@ def _run_schedule(
 def _statistics(
     logits: Tensor, row: _Rows, vocabulary: int, temperature: float, *, entropy: bool = False
 ) -> TokenStatistics:
-    """Return log-probabilities [B, R] of response tokens, 0 on padding, from split logits.
-
-    Entropies need logits that are not split.
-    """
-    from megatron.core import parallel_state as state
-    from megatron.core import tensor_parallel
-
+    """Return statistics [B, R] of response tokens, 0 on padding, from split logits. Collective."""
     columns = row.tokens.shape[1]
     width = row.batch.response_mask.shape[1]
     # The column before a token predicts the token.
     before = columns - width - 1 + torch.arange(width, device=logits.device)
     places = (before[None] - row.firsts[:, None]) % columns
-    mine = logits.shape[-1]
-    logits = logits.gather(1, places[..., None].expand(-1, -1, mine))
-    answers = row.tokens.gather(1, (places + 1) % columns)
+    found = token_statistics(
+        logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1])),
+        row.tokens.gather(1, (places + 1) % columns),
+        temperature=temperature,
+        entropy=entropy,
+        part=_vocabulary_part(logits.shape[-1], vocabulary),
+    )
     masked = ~row.batch.response_mask
-    if entropy:
-        found = token_statistics(
-            logits[..., :vocabulary], answers, temperature=temperature, entropy=True
-        )
-        return TokenStatistics(*(one.masked_fill(masked, 0.0) for one in found if one is not None))
-    logits = logits.float() / temperature
-    real = vocabulary - mine * state.get_tensor_model_parallel_rank()
-    if real < mine:  # the last columns are padding of the vocabulary
-        real = max(0, real)
-        logits = F.pad(logits[..., :real], (0, mine - real), value=-1e9)
-    logprobs: Tensor = -tensor_parallel.vocab_parallel_cross_entropy(logits, answers)
-    return TokenStatistics(logprobs.masked_fill(masked, 0.0), None)
+    return TokenStatistics(
+        *(None if one is None else one.masked_fill(masked, 0.0) for one in found)
+    )
+
+
+def _vocabulary_part(width: int, vocabulary: int) -> VocabularyPart:
+    """Return the part of the vocabulary of this rank's logits, which have so many columns."""
+    from megatron.core import parallel_state as state
+
+    group = state.get_tensor_model_parallel_group()
+    first = width * group.rank()
+    columns = min(width, max(0, vocabulary - first))
+    if group.size() == 1:
+        return VocabularyPart(columns=columns)
+    return VocabularyPart(
+        first,
+        columns,
+        largest=partial(all_reduced, group=group, op=dist.ReduceOp.MAX),
+        total=partial(all_reduced, group=group),
+    )

@@ -1,0 +1,175 @@
+"""A training step on Megatron has the numbers of a plain computation, at every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from tests.support.batches import near  # noqa: E402
+from tests.support.experiences import make_groups  # noqa: E402
+from tests.support.megatron_ranks import data_rank, drop_engine, make_engine  # noqa: E402
+from tests.support.rank_processes import Rank  # noqa: E402
+from trinity_workers.algorithms.batch import Batch  # noqa: E402
+from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.engines.megatron import (  # noqa: E402
+    MegatronEngine,
+    OptimizerOptions,
+    ParallelLayout,
+)
+from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
+
+TEMPERATURE = 0.7
+CLIP, ENTROPY, KL = 0.2, 0.03, 0.1
+ALGORITHM = {
+    "entropy_coefficient": ENTROPY,
+    "kl": {"coefficient": KL, "where": "loss", "estimator": "k3"},
+}
+FROZEN = OptimizerOptions(learning_rate=0.0)
+# The llama has 97 tokens: with two tensor-parallel ranks, the last column is padding.
+LAYOUTS = {
+    "one rank": ("llama", 1, ParallelLayout()),
+    "TP 2": ("llama", 2, ParallelLayout(tensor=2)),
+    "TP 2, tied": ("qwen2", 2, ParallelLayout(tensor=2)),
+    "PP 2": ("llama", 2, ParallelLayout(pipeline=2)),
+    "TP 2 x PP 2": ("llama", 4, ParallelLayout(tensor=2, pipeline=2)),
+    "EP 2": ("qwen3-moe", 2, ParallelLayout(expert=2)),
+}
+
+
+@dataclass
+class Numbers:
+    """Numbers of one step."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    metrics: dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """Groups of short and long answers, of tokens that the policy finds likely or not."""
+    made = collate(make_groups("r", 1, count=4), 0)
+    lot = torch.Generator().manual_seed(0)
+    return replace(
+        made,
+        behaviour_logprobs=made.behaviour_logprobs
+        + torch.randn(made.response_mask.shape, generator=lot) * made.response_mask,
+    )
+
+
+@pytest.fixture
+def reference_of(tmp_path):
+    """Makes a model that differs a little from the folder's."""
+
+    def make(folder: Path) -> Path:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        lot = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.add_(torch.randn(one.shape, generator=lot), alpha=0.02)
+        model.save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+def take_step(rank: Rank, folder: Path, reference: Path, layout: ParallelLayout, batch: Batch):
+    """Take a step with learning rate 0; return its numbers, for this replica's rows."""
+    make_engine(rank, folder, layout, FROZEN)
+    policy = rank.held.engine
+    judge = MegatronEngine(reference, device=torch.device("cpu"), layout=layout)
+    settings = read_settings(ALGORITHM).with_limit(12)
+    step = MegatronTrainingStep(policy, settings, temperature=TEMPERATURE, reference=judge)
+    share, shares = data_rank()
+    mine = batch.split(len(batch) // shares)[share]
+    metrics = step.learn(mine)
+    found, _ = policy.train_batch(
+        mine,
+        lambda current, _: (current.logprobs.sum() + current.entropy.sum(), current),
+        temperature=TEMPERATURE,
+        entropy=True,
+    )
+    drop_engine(rank)
+    if not found:
+        return share, Numbers(torch.empty(0), torch.empty(0), metrics)
+    logprobs = torch.cat([one.logprobs.detach() for one in found])[: len(mine)]
+    entropy = torch.cat([one.entropy.detach() for one in found])[: len(mine)]
+    return share, Numbers(logprobs, entropy, metrics)
+
+
+def distributions(model, batch: Batch) -> torch.Tensor:
+    """Log-distributions [B, R, V] before response tokens: each row by itself, unpadded."""
+    found = torch.zeros(*batch.response_mask.shape, model.config.vocab_size)
+    for row in range(len(batch)):
+        real = batch.attention_mask[row].bool()
+        logits = model(input_ids=batch.input_ids[row][real][None]).logits[0] / TEMPERATURE
+        count = int(real[batch.prompt_width :].sum())
+        found[row, :count] = logits.log_softmax(-1)[-count - 1 : -1]
+    return found
+
+
+def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
+    """The same numbers by the formulas themselves, in this process, by Hugging Face's model."""
+    policy = AutoModelForCausalLM.from_pretrained(folder)
+    mask, count = batch.response_mask, batch.response_mask.sum()
+
+    def chosen(logs: torch.Tensor) -> torch.Tensor:
+        return logs.gather(-1, batch.responses[..., None])[..., 0] * mask
+
+    logs = distributions(policy, batch)
+    logprobs, entropy = chosen(logs), -(logs.exp() * logs).sum(-1) * mask
+    with torch.no_grad():
+        judged = chosen(distributions(AutoModelForCausalLM.from_pretrained(reference), batch))
+    groups = batch.rewards.view(-1, 4)
+    centred = groups - groups.mean(1, keepdim=True)
+    advantages = (centred / centred.square().mean(1, keepdim=True).sqrt()).reshape(-1, 1)
+    log_ratio = logprobs - batch.behaviour_logprobs * mask
+    ratio = log_ratio.exp()
+    free, bounded = ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages
+    difference = judged - logprobs
+    kl = difference.exp() - 1 - difference
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return (values * mask).sum() / count
+
+    loss = mean(-torch.minimum(free, bounded) + KL * kl - ENTROPY * entropy)
+    loss.backward()
+    norm = torch.stack([one.grad.norm() for one in policy.parameters()]).norm()
+    metrics = {
+        "loss": loss,
+        "pg_loss": mean(-torch.minimum(free, bounded)),
+        "pg_clipfrac": mean((bounded < free).float()),
+        "ppo_kl": mean(-log_ratio),
+        "kl_loss": mean(kl),
+        "entropy": mean(entropy),
+        "gradient_norm": norm,
+    }
+    told = {name: float(one.detach()) for name, one in metrics.items()}
+    return Numbers(logprobs.detach(), entropy.detach(), told)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_every_number_of_a_step_is_that_of_a_plain_computation(
+    rank_group, megatron_folder, reference_of, batch, where
+):
+    name, world, layout = LAYOUTS[where]
+    folder = megatron_folder(name)
+    reference = reference_of(folder)
+    expected = plainly(folder, reference, batch)
+    assert 0.1 < expected.metrics["pg_clipfrac"] < 0.9, "some ratios are clipped"
+    assert expected.metrics["kl_loss"] > 0.01, "the reference is another model"
+    for share, found in rank_group(world)(take_step, folder, reference, layout, batch):
+        for key, value in expected.metrics.items():
+            assert found.metrics[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+        if len(found.logprobs):
+            rows = slice(share * len(found.logprobs), (share + 1) * len(found.logprobs))
+            near(found.logprobs, expected.logprobs[rows], 1e-4)
+            near(found.entropy, expected.entropy[rows], 1e-4)
