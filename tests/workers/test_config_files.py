@@ -52,6 +52,15 @@ MISTAKES = [
         "{rollouts: {prompts_per_step: 2, samples_per_prompt: 2}, algorithm: {mini_batches: 5}}",
         "algorithm.mini_batches is 5, and a step has 4 answers",
     ),
+    (
+        "trainer: {micro_batch_rows: 4, micro_batch_tokens: 400}",
+        "trainer.micro_batch_rows and trainer.micro_batch_tokens both divide a step's rows",
+    ),
+    (
+        "{trainer: {micro_batch_tokens: 7}, rollouts: {max_new_tokens: 7}}",
+        "trainer.micro_batch_tokens is 7, and a row has up to 7 tokens of an answer",
+    ),
+    ("trainer: {micro_batch_tokens: 0}", "trainer.micro_batch_tokens is 0"),
     ("trainer: {schedule: step}", "must be one of constant, linear, cosine"),
     ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),
     ("sync: {tensor_digests: 1}", "must be true or false"),

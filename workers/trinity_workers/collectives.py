@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,11 +37,11 @@ def all_reduced(
     return total
 
 
-def largest(number: int, group: dist.ProcessGroup | None = None) -> int:
-    """Return the largest of the numbers of all ranks of the group. Collective."""
-    found = torch.tensor(number, device=_message_device(group))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return int(found)
+def largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the largest of all ranks' numbers, for each place of the sequence. Collective."""
+    mine = torch.tensor(numbers, device=_message_device(group))
+    found: list[int] = all_reduced(mine, group, dist.ReduceOp.MAX).tolist()
+    return found
 
 
 @contextmanager

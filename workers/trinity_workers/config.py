@@ -103,6 +103,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch_rows: Positive | None = None
     """Maximum rows of a forward and backward pass on a rank; gradients add up over the passes, and
     are those of all rows at once. Null takes all."""
+    micro_batch_tokens: Positive | None = None
+    """Maximum tokens of a forward and backward pass on a rank, padding included: rows of similar
+    length are passed together. A longer row is passed alone. Null takes all."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
 
@@ -389,6 +392,7 @@ def contradictions(
             f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
             f"({tensor} times {pipeline}): choose {ranks} as a multiple",
         )
+    yield from _of_micro_batches(config, named)
     yield from _of_the_algorithm(config, named)
     yield from sync_contradictions(sync, named)
     if config.window < config.prompts_in_flight:
@@ -405,6 +409,28 @@ def contradictions(
         )
     yield from method_contradictions(sync, named)
     yield from _of_updates(config, named)
+
+
+def _of_micro_batches(
+    config: TrainConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what contradicts the sizes of micro-batches."""
+    rows, tokens = named("trainer.micro_batch_rows"), named("trainer.micro_batch_tokens")
+    bound, answer = config.trainer.micro_batch_tokens, config.rollouts.max_new_tokens
+    if bound is None:
+        return
+    if config.trainer.micro_batch_rows is not None:
+        yield (
+            ("trainer.micro_batch_rows", "trainer.micro_batch_tokens"),
+            f"{rows} and {tokens} both divide a step's rows: leave one of them out",
+        )
+    if bound <= answer:
+        limit = named("rollouts.max_new_tokens")
+        yield (
+            ("trainer.micro_batch_tokens", "rollouts.max_new_tokens"),
+            f"{tokens} is {bound}, and a row has up to {answer} tokens of an answer ({limit}) "
+            "beside its prompt: choose more than both",
+        )
 
 
 def _of_updates(

@@ -25,6 +25,7 @@ from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.learning.logprobs import response_logits, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
+from trinity_workers.trainer.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.fsdp_step import FSDPTrainingStep, Models  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -107,8 +108,8 @@ def test_micro_batches_have_the_gradients_metrics_and_weights_of_the_whole_batch
 ):
     ranks = rank_group(2)
     whole = ranks(take_steps, policy_folder, None, DIVIDED[name])
-    for rows in (1, 5):
-        parts = ranks(_with_rows, policy_folder, DIVIDED[name], rows)
+    for limit in (MicroBatchLimit(rows=3), MicroBatchLimit(tokens=40)):
+        parts = ranks(_with_limit, policy_folder, DIVIDED[name], limit)
         for (told, gradients, weights), expected in zip(parts, whole, strict=True):
             assert told[1] == pytest.approx(expected[0][1], abs=1e-4, rel=1e-4)
             assert max(float(one.abs().max()) for one in expected[1].values()) > 1e-4
@@ -118,8 +119,8 @@ def test_micro_batches_have_the_gradients_metrics_and_weights_of_the_whole_batch
                 torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
 
 
-def _with_rows(rank: Rank, folder: Path, values: dict, rows: int):
-    return take_steps(rank, folder, None, values, micro_batch_rows=rows)
+def _with_limit(rank: Rank, folder: Path, values: dict, limit: MicroBatchLimit):
+    return take_steps(rank, folder, None, values, limit=limit)
 
 
 UPDATES = {

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron.core import parallel_state  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.support.batches import near  # noqa: E402
@@ -18,11 +19,18 @@ from tests.support.megatron_ranks import data_rank, drop_engine, make_engine  # 
 from tests.support.rank_processes import Rank  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.partition import width_of  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronEngine,
     OptimizerOptions,
     ParallelLayout,
+)
+from trinity_workers.trainer.division import (  # noqa: E402
+    NO_LIMIT,
+    MicroBatchLimit,
+    division_of,
+    row_sizes,
 )
 from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
 
@@ -35,12 +43,12 @@ ALGORITHM = {
 FROZEN = OptimizerOptions(learning_rate=0.0)
 # The llama has 97 tokens: with two tensor-parallel ranks, the last column is padding.
 LAYOUTS = {
-    "one rank": ("llama", 1, ParallelLayout()),
-    "TP 2": ("llama", 2, ParallelLayout(tensor=2)),
-    "TP 2, tied": ("qwen2", 2, ParallelLayout(tensor=2)),
-    "PP 2": ("llama", 2, ParallelLayout(pipeline=2)),
-    "TP 2 x PP 2": ("llama", 4, ParallelLayout(tensor=2, pipeline=2)),
-    "EP 2": ("qwen3-moe", 2, ParallelLayout(expert=2)),
+    "one rank": ("llama", 1, ParallelLayout(), NO_LIMIT),
+    "TP 2": ("llama", 2, ParallelLayout(tensor=2), MicroBatchLimit(rows=6)),
+    "TP 2, tied": ("qwen2", 2, ParallelLayout(tensor=2), NO_LIMIT),
+    "PP 2": ("llama", 2, ParallelLayout(pipeline=2), MicroBatchLimit(tokens=40)),
+    "TP 2 x PP 2": ("llama", 4, ParallelLayout(tensor=2, pipeline=2), MicroBatchLimit(tokens=60)),
+    "EP 2": ("qwen3-moe", 2, ParallelLayout(expert=2), MicroBatchLimit(tokens=40)),
 }
 
 
@@ -81,18 +89,29 @@ def reference_of(tmp_path):
     return make
 
 
-def take_step(rank: Rank, folder: Path, reference: Path, layout: ParallelLayout, batch: Batch):
+def share_of(batch: Batch, share: int, shares: int) -> Batch:
+    """The rows of a replica; two have other numbers of rows and columns."""
+    mine = batch.split([12, 4] if shares == 2 else [16])[share]
+    return mine.narrowed(*width_of(row_sizes(mine)))
+
+
+def take_step(rank: Rank, folders: tuple[Path, Path], layout: ParallelLayout, limit, batch: Batch):
     """Take a step with learning rate 0; return its numbers, for this replica's rows."""
-    make_engine(rank, folder, layout, FROZEN)
+    make_engine(rank, folders[0], layout, FROZEN)
     policy = rank.held.engine
-    judge = MegatronEngine(reference, device=torch.device("cpu"), layout=layout)
+    judge = MegatronEngine(folders[1], device=torch.device("cpu"), layout=layout)
     settings = read_settings(ALGORITHM).with_limit(12)
-    step = MegatronTrainingStep(policy, settings, temperature=TEMPERATURE, reference=judge)
+    step = MegatronTrainingStep(
+        policy, settings, temperature=TEMPERATURE, limit=limit, reference=judge
+    )
     share, shares = data_rank()
-    mine = batch.split(len(batch) // shares)[share]
+    mine = share_of(batch, share, shares)
     metrics = step.learn(mine)
+    experts = parallel_state.get_expert_model_parallel_group() if layout.expert > 1 else None
+    division = division_of(mine, settings, limit, stages=layout.pipeline, alike=experts)
+    divided = division.of_pass(mine)
     found, _ = policy.train_batch(
-        mine,
+        divided.parts,
         lambda current, _: (current.logprobs.sum() + current.entropy.sum(), current),
         temperature=TEMPERATURE,
         entropy=True,
@@ -100,8 +119,8 @@ def take_step(rank: Rank, folder: Path, reference: Path, layout: ParallelLayout,
     drop_engine(rank)
     if not found:
         return share, Numbers(torch.empty(0), torch.empty(0), metrics)
-    logprobs = torch.cat([one.logprobs.detach() for one in found])[: len(mine)]
-    entropy = torch.cat([one.entropy.detach() for one in found])[: len(mine)]
+    logprobs = divided.joined([one.logprobs.detach() for one in found])
+    entropy = divided.joined([one.entropy.detach() for one in found])
     return share, Numbers(logprobs, entropy, metrics)
 
 
@@ -160,16 +179,16 @@ def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
 def test_every_number_of_a_step_is_that_of_a_plain_computation(
     rank_group, megatron_folder, reference_of, batch, where
 ):
-    name, world, layout = LAYOUTS[where]
-    folder = megatron_folder(name)
-    reference = reference_of(folder)
-    expected = plainly(folder, reference, batch)
+    name, world, layout, limit = LAYOUTS[where]
+    folders = megatron_folder(name), reference_of(megatron_folder(name))
+    expected = plainly(*folders, batch)
     assert 0.1 < expected.metrics["pg_clipfrac"] < 0.9, "some ratios are clipped"
     assert expected.metrics["kl_loss"] > 0.01, "the reference is another model"
-    for share, found in rank_group(world)(take_step, folder, reference, layout, batch):
+    for share, found in rank_group(world)(take_step, folders, layout, limit, batch):
         for key, value in expected.metrics.items():
             assert found.metrics[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
         if len(found.logprobs):
-            rows = slice(share * len(found.logprobs), (share + 1) * len(found.logprobs))
-            near(found.logprobs, expected.logprobs[rows], 1e-4)
-            near(found.entropy, expected.entropy[rows], 1e-4)
+            rows = slice(12, 16) if share else slice(0, len(found.logprobs))
+            columns = slice(0, found.logprobs.shape[1])
+            near(found.logprobs, expected.logprobs[rows, columns], 1e-4)
+            near(found.entropy, expected.entropy[rows, columns], 1e-4)

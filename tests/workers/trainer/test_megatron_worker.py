@@ -112,8 +112,8 @@ DIVIDED = {
     ("world", "settings"),
     [
         (1, {"micro_batch_rows": 3}),
-        (2, {"pipeline_parallel": 2, "micro_batch_rows": 2}),
-        (4, {"tensor_parallel": 2}),
+        (2, {"pipeline_parallel": 2, "micro_batch_tokens": 40}),
+        (4, {"tensor_parallel": 2, "micro_batch_tokens": 30}),
     ],
     ids=["one rank", "pipeline", "replicas of two ranks"],
 )

@@ -25,7 +25,14 @@ from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
 from ..learning.logprobs import response_logits, response_logprobs, statistics_of_logits
 from ..learning.values import response_values
-from .division import BatchDivision, division_of, loss_denominators, response_tokens
+from .division import (
+    NO_LIMIT,
+    BatchDivision,
+    MicroBatchLimit,
+    division_of,
+    loss_denominators,
+    response_tokens,
+)
 
 
 class Models(NamedTuple):
@@ -50,7 +57,7 @@ class FSDPTrainingStep:
         models: The models.
         settings: The algorithm.
         temperature: Temperature that sampled.
-        micro_batch_rows: Maximum rows of one pass; None for all.
+        limit: Maximum size of one pass; by default all rows.
     """
 
     def __init__(
@@ -59,19 +66,19 @@ class FSDPTrainingStep:
         settings: AlgorithmConfig,
         *,
         temperature: float = 1.0,
-        micro_batch_rows: int | None = None,
+        limit: MicroBatchLimit = NO_LIMIT,
     ) -> None:
         self._models = models
         self._settings = settings
         self._temperature = temperature
-        self._micro_batch_rows = micro_batch_rows
+        self._limit = limit
         for module in models.trained:
             module.train()
 
     def learn(self, batch: Batch) -> dict[str, float]:
         """Take one step on this rank's batch; return the metrics of all ranks. Collective."""
         settings = self._settings
-        division = division_of(batch, settings, self._micro_batch_rows)
+        division = division_of(batch, settings, self._limit)
         batch, means = prepare(self._with_passes(batch, division), settings, all_reduced)
         means += response_tokens(batch, shown=dist.get_rank() == 0)
         mini_batches = batch.equal_parts(settings.mini_batches)
@@ -81,7 +88,7 @@ class FSDPTrainingStep:
             updates = []
             for index in division.updates():
                 told[learner.rate_name] = learner.engine.learning_rate
-                parts = mini_batches[index].equal_parts(division.parts_of_update)
+                parts = division.of_update(mini_batches[index], index).parts
                 updates.append(_update(learner, parts, counts[index]))
             means += reduce(operator.add, (one.means for one in updates)).prefixed(learner.prefix)
             told[learner.norm_name] = fmean(one.norm for one in updates)
@@ -103,11 +110,11 @@ class FSDPTrainingStep:
             passes["values"] = lambda part: response_values(critic, part)
         if settings.updates > 1 or settings.prepares_by_proximal:
             passes["proximal_logprobs"] = lambda part: self._logprobs(models.policy.module, part)
-        parts = batch.equal_parts(division.parts_of_pass)
+        divided = division.of_pass(batch)
         found = {}
         for name in sorted(settings.needed_fields & passes.keys()):
             with torch.no_grad(), _evaluated(models):
-                found[name] = torch.cat([passes[name](part) for part in parts])[: len(batch)]
+                found[name] = divided.joined([passes[name](part) for part in divided.parts])
         return replace(batch, **found)
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:

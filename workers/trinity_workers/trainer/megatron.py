@@ -30,6 +30,7 @@ from ..helpers.megatron import (
 )
 from ..learning.teacher import checked_teacher
 from .background_saves import BackgroundSaves
+from .division import micro_batch_limit
 from .megatron_step import MegatronTrainingStep
 from .rates import policy_rate
 from .worker import TrainWorker
@@ -196,7 +197,7 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             self._policy,
             settings,
             temperature=config.rollouts.temperature,
-            micro_batch_rows=config.trainer.micro_batch_rows,
+            limit=micro_batch_limit(config.trainer),
             reference=reference,
             teacher=teacher,
         )

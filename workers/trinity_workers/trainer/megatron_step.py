@@ -22,7 +22,14 @@ from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.update import policy_update
 from ..collectives import all_reduced, gather_bytes
 from ..engines.megatron import MegatronEngine
-from .division import BatchDivision, division_of, loss_denominators, response_tokens
+from .division import (
+    NO_LIMIT,
+    BatchDivision,
+    MicroBatchLimit,
+    division_of,
+    loss_denominators,
+    response_tokens,
+)
 
 
 class MegatronTrainingStep:
@@ -32,7 +39,7 @@ class MegatronTrainingStep:
         policy: The policy.
         settings: The algorithm.
         temperature: Temperature that sampled.
-        micro_batch_rows: Maximum rows of one pass; None for a micro-batch per pipeline stage.
+        limit: Maximum size of one pass; by default there is one for each pipeline stage.
         reference: Reference of the KL penalty, in the policy's layout.
         teacher: Teacher of a distillation, in the policy's layout.
     """
@@ -43,7 +50,7 @@ class MegatronTrainingStep:
         settings: AlgorithmConfig,
         *,
         temperature: float = 1.0,
-        micro_batch_rows: int | None = None,
+        limit: MicroBatchLimit = NO_LIMIT,
         reference: MegatronEngine | None = None,
         teacher: MegatronEngine | None = None,
     ) -> None:
@@ -51,7 +58,7 @@ class MegatronTrainingStep:
         self._judges = {"reference_logprobs": reference, "teacher_logprobs": teacher}
         self._settings = settings
         self._temperature = temperature
-        self._micro_batch_rows = micro_batch_rows
+        self._limit = limit
 
     def learn(self, batch: Batch) -> dict[str, float]:
         """Take one step on this replica's batch; return the metrics of all. Collective."""
@@ -59,7 +66,15 @@ class MegatronTrainingStep:
 
         settings, replicas = self._settings, state.get_data_parallel_group()
         summed = partial(all_reduced, group=replicas)
-        division = division_of(batch, settings, self._micro_batch_rows)
+        layout = self._policy.layout
+        division = division_of(
+            batch,
+            settings,
+            self._limit,
+            stages=layout.pipeline,
+            # Ranks that share experts exchange their tokens.
+            alike=state.get_expert_model_parallel_group() if layout.expert > 1 else None,
+        )
         batch, means = prepare(self._with_passes(batch, division), settings, summed)
         mini_batches = batch.equal_parts(settings.mini_batches)
         counts = summed(loss_denominators(mini_batches, settings))
@@ -69,10 +84,9 @@ class MegatronTrainingStep:
         for index in division.updates():
             rate = self._policy.learning_rate
             found, norm = self._policy.train_batch(
-                mini_batches[index],
+                division.of_update(mini_batches[index], index).parts,
                 self._loss(counts[index], replicas.size()),
                 temperature=self._temperature,
-                parts=division.parts_of_update,
                 entropy=settings.entropy_coefficient > 0,
             )
             parts += found
@@ -109,12 +123,12 @@ class MegatronTrainingStep:
         passes: dict[str, Any] = dict(self._judges)
         if settings.updates > 1 or settings.prepares_by_proximal:
             passes["proximal_logprobs"] = self._policy
+        divided = division.of_pass(batch)
         found = {}
         for name in sorted(settings.needed_fields & passes.keys()):
-            logprobs = passes[name].response_logprobs(
-                batch, temperature=self._temperature, parts=division.parts_of_pass
-            )
-            found[name] = _from_last_stage(logprobs, batch)
+            logprobs = passes[name].logprobs_of_parts(divided.parts, temperature=self._temperature)
+            whole = divided.joined(logprobs) if logprobs else None
+            found[name] = _from_last_stage(whole, batch)
         return replace(batch, **found)
 
 

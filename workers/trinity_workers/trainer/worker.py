@@ -38,6 +38,7 @@ from ..helpers import (
 )
 from ..network import meet_through
 from ..placement import threads
+from .division import micro_batch_limit
 from .fsdp_models import load_models
 from .fsdp_step import FSDPTrainingStep
 
@@ -118,7 +119,7 @@ class TrainWorker:
             self._models,
             config.algorithm_of_step,
             temperature=config.rollouts.temperature,
-            micro_batch_rows=config.trainer.micro_batch_rows,
+            limit=micro_batch_limit(config.trainer),
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,22 +134,20 @@ class MegatronEngine:
 
     def train_batch(
         self,
-        batch: Batch,
+        batch: Batch | Sequence[Batch],
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        parts: int | None = None,
         entropy: bool = False,
     ) -> tuple[list[Any], float]:
         """Take one optimizer step on this replica's batch. Collective.
 
         Args:
-            batch: Batch of the replica, the same on all its ranks.
+            batch: Batch of the replica, the same on all its ranks; or its micro-batches, whose
+                number is a multiple of the pipeline's stages.
             loss: Loss of each micro-batch. The sum is differentiated, and the replicas' gradients
                 are averaged.
             temperature: Divisor of the logits.
-            parts: Micro-batches, at least; with a pipeline, their number is a multiple of its
-                stages. By default the engine's own number.
             entropy: Give entropies to the loss too.
 
         Returns:
@@ -159,10 +157,9 @@ class MegatronEngine:
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        micro_batches = batch.equal_parts(self._part_count(parts))
         found = accumulate_gradients(
             self.module,
-            micro_batches,
+            batch.equal_parts(self._parts) if isinstance(batch, Batch) else batch,
             loss,
             vocabulary=self.config.vocab_size,
             temperature=temperature,
@@ -174,30 +171,32 @@ class MegatronEngine:
         self.steps += 1
         return found, float(norm)
 
-    def response_logprobs(
-        self, batch: Batch, *, temperature: float = 1.0, parts: int | None = None
-    ) -> torch.Tensor | None:
+    def response_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of response tokens, without gradients. Collective.
 
         They are on the last pipeline stage; the other stages get None.
         """
-        found = response_logprobs(
-            self.module,
-            batch.equal_parts(self._part_count(parts)),
-            vocabulary=self.config.vocab_size,
-            temperature=temperature,
-        )
+        parts = batch.equal_parts(self._parts)
+        found = self.logprobs_of_parts(parts, temperature=temperature)
         return torch.cat(found)[: len(batch)] if found else None
+
+    def logprobs_of_parts(
+        self, parts: Sequence[Batch], *, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """Return log-probabilities as :meth:`response_logprobs`, of each micro-batch.
+
+        The number of micro-batches is a multiple of the pipeline's stages. Other stages than the
+        last get an empty list.
+        """
+        return response_logprobs(
+            self.module, parts, vocabulary=self.config.vocab_size, temperature=temperature
+        )
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Return logits [B, S, vocabulary] of unpadded rows, on the last stage. Collective."""
         parts = batch.equal_parts(self._parts)
         found = whole_logits(self.module, parts, vocabulary=self.config.vocab_size)
         return torch.cat(found)[: len(batch)] if found else None
-
-    def _part_count(self, wanted: int | None) -> int:
-        stages = self.layout.pipeline
-        return -(-wanted // stages) * stages if wanted else self._parts
 
     # --- weights ---------------------------------------------------------------------------
 

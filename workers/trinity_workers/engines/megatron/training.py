@@ -99,7 +99,7 @@ def _run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Run megatron-core's schedule for the current layout over equal micro-batches.
+    """Run megatron-core's schedule for the current layout over micro-batches.
 
     Args:
         chunks: This rank's chunks.
@@ -109,6 +109,7 @@ def _run_schedule(
         forward_only: If True, nothing is differentiated.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
 
     def step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         row = _Rows.of(next(batches))
@@ -117,6 +118,9 @@ def _run_schedule(
         return output, lambda logits: finish(logits, row)
 
     rows, columns = parts[0].input_ids.shape
+    # Stages tell each other the shapes, where those differ.
+    shapes = {part.input_ids.shape for part in parts}
+    get_model_config(chunks[0]).variable_seq_lengths = len(shapes) > 1
     one = len(chunks) == 1
     with adapted():
         found: list[Any] = get_forward_backward_func()(
