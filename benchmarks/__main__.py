@@ -20,6 +20,7 @@ from . import (
     control_plane,
     dashboard,
     fold,
+    fused_loss,
     growth,
     latency,
     megatron_stream,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights_transports": weights_transports,
     "weights_gpu": weights_gpu,
     "megatron_stream": megatron_stream,
+    "fused_loss": fused_loss,
 }
 SIZES = ("tiny", "small", "full")
 

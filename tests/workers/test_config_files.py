@@ -60,6 +60,11 @@ MISTAKES = [
         "{trainer: {micro_batch_tokens: 7}, rollouts: {max_new_tokens: 7}}",
         "trainer.micro_batch_tokens is 7, and a row has up to 7 tokens of an answer",
     ),
+    (
+        "{trainer: {fused_loss: true}, algorithm: {advantage: none, loss: divergence, "
+        "teacher: {path: /t}}}",
+        "algorithm.loss divergence compares whole logits, which trainer.fused_loss never has",
+    ),
     ("trainer: {micro_batch_tokens: 0}", "trainer.micro_batch_tokens is 0"),
     ("trainer: {schedule: step}", "must be one of constant, linear, cosine"),
     ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),

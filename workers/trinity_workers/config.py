@@ -106,6 +106,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch_tokens: Positive | None = None
     """Maximum tokens of a forward and backward pass on a rank, padding included: rows of similar
     length are passed together. A longer row is passed alone. Null takes all."""
+    fused_loss: bool = False
+    """Compute log-probabilities and entropies from the last hidden states, a chunk of tokens at a
+    time. The logits of a pass are then never in memory at once, and are computed twice."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
 
@@ -517,6 +520,12 @@ def _beyond_the_trainer(
             ("algorithm.mini_batches", "rollouts.prompts_per_step", "rollouts.samples_per_prompt"),
             f"{named('algorithm.mini_batches')} is {algorithm.mini_batches}, and a step has "
             f"{rows} answers: choose at most so many",
+        )
+    fused = named("trainer.fused_loss")
+    if config.trainer.fused_loss and algorithm.loss == "divergence":
+        yield (
+            ("trainer.fused_loss", "algorithm.loss"),
+            f"{loss} divergence compares whole logits, which {fused} never has: set it false",
         )
     if not megatron:
         return

@@ -103,13 +103,13 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_micro_batches_have_the_gradients_metrics_and_weights_of_the_whole_batch(
+def test_micro_batches_and_fused_losses_have_the_numbers_of_the_whole_batch(
     rank_group, policy_folder, name
 ):
     ranks = rank_group(2)
     whole = ranks(take_steps, policy_folder, None, DIVIDED[name])
-    for limit in (MicroBatchLimit(rows=3), MicroBatchLimit(tokens=40)):
-        parts = ranks(_with_limit, policy_folder, DIVIDED[name], limit)
+    for limit, fused in ((MicroBatchLimit(rows=3), False), (MicroBatchLimit(tokens=40), True)):
+        parts = ranks(_divided, policy_folder, DIVIDED[name], limit, fused=fused)
         for (told, gradients, weights), expected in zip(parts, whole, strict=True):
             assert told[1] == pytest.approx(expected[0][1], abs=1e-4, rel=1e-4)
             assert max(float(one.abs().max()) for one in expected[1].values()) > 1e-4
@@ -119,8 +119,8 @@ def test_micro_batches_have_the_gradients_metrics_and_weights_of_the_whole_batch
                 torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
 
 
-def _with_limit(rank: Rank, folder: Path, values: dict, limit: MicroBatchLimit):
-    return take_steps(rank, folder, None, values, limit=limit)
+def _divided(rank: Rank, folder: Path, values: dict, limit: MicroBatchLimit, *, fused: bool):
+    return take_steps(rank, folder, None, values, limit=limit, fused=fused)
 
 
 UPDATES = {

@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests.support.batches import near  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
-from tests.support.megatron_ranks import data_rank, drop_engine, make_engine  # noqa: E402
+from tests.support.megatron_ranks import (  # noqa: E402
+    data_rank,
+    drop_engine,
+    join,
+    make_engine,
+)
 from tests.support.rank_processes import Rank  # noqa: E402
 from trinity_workers.algorithms.batch import Batch  # noqa: E402
 from trinity_workers.algorithms.collate import collate  # noqa: E402
@@ -23,6 +28,7 @@ from trinity_workers.algorithms.partition import width_of  # noqa: E402
 from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.engines.megatron import (  # noqa: E402
     MegatronEngine,
+    ModelOptions,
     OptimizerOptions,
     ParallelLayout,
 )
@@ -95,17 +101,37 @@ def share_of(batch: Batch, share: int, shares: int) -> Batch:
     return mine.narrowed(*width_of(row_sizes(mine)))
 
 
-def take_step(rank: Rank, folders: tuple[Path, Path], layout: ParallelLayout, limit, batch: Batch):
-    """Take a step with learning rate 0; return its numbers, for this replica's rows."""
-    make_engine(rank, folders[0], layout, FROZEN)
+def take_steps(rank: Rank, folders: tuple[Path, Path], layout: ParallelLayout, limit, batch: Batch):
+    """Take a step with whole logits and one without, each with learning rate 0.
+
+    Returns the rank's replica, and the numbers of both steps for the replica's rows.
+    """
+    share, shares = data_rank_of(rank, layout)
+    mine = share_of(batch, share, shares)
+    found = [take_step(rank, folders, layout, limit, mine, fused=fused) for fused in (False, True)]
+    drop_engine(rank)
+    return share, found
+
+
+def data_rank_of(rank: Rank, layout: ParallelLayout) -> tuple[int, int]:
+    """Which replica the rank is of, and of how many."""
+    join(rank, layout)
+    return data_rank()
+
+
+def take_step(
+    rank: Rank, folders: tuple[Path, Path], layout: ParallelLayout, limit, mine: Batch, *, fused
+) -> Numbers:
+    options = {"fused_loss": fused}
+    make_engine(rank, folders[0], layout, FROZEN, options)
     policy = rank.held.engine
-    judge = MegatronEngine(folders[1], device=torch.device("cpu"), layout=layout)
+    judge = MegatronEngine(
+        folders[1], device=torch.device("cpu"), layout=layout, model=ModelOptions(**options)
+    )
     settings = read_settings(ALGORITHM).with_limit(12)
     step = MegatronTrainingStep(
         policy, settings, temperature=TEMPERATURE, limit=limit, reference=judge
     )
-    share, shares = data_rank()
-    mine = share_of(batch, share, shares)
     metrics = step.learn(mine)
     experts = parallel_state.get_expert_model_parallel_group() if layout.expert > 1 else None
     division = division_of(mine, settings, limit, stages=layout.pipeline, alike=experts)
@@ -116,12 +142,11 @@ def take_step(rank: Rank, folders: tuple[Path, Path], layout: ParallelLayout, li
         temperature=TEMPERATURE,
         entropy=True,
     )
-    drop_engine(rank)
     if not found:
-        return share, Numbers(torch.empty(0), torch.empty(0), metrics)
+        return Numbers(torch.empty(0), torch.empty(0), metrics)
     logprobs = divided.joined([one.logprobs.detach() for one in found])
     entropy = divided.joined([one.entropy.detach() for one in found])
-    return share, Numbers(logprobs, entropy, metrics)
+    return Numbers(logprobs, entropy, metrics)
 
 
 def distributions(model, batch: Batch) -> torch.Tensor:
@@ -176,7 +201,7 @@ def plainly(folder: Path, reference: Path, batch: Batch) -> Numbers:
 
 
 @pytest.mark.parametrize("where", LAYOUTS)
-def test_every_number_of_a_step_is_that_of_a_plain_computation(
+def test_every_number_of_a_step_is_that_of_a_plain_computation_with_whole_logits_or_without(
     rank_group, megatron_folder, reference_of, batch, where
 ):
     name, world, layout, limit = LAYOUTS[where]
@@ -184,11 +209,12 @@ def test_every_number_of_a_step_is_that_of_a_plain_computation(
     expected = plainly(*folders, batch)
     assert 0.1 < expected.metrics["pg_clipfrac"] < 0.9, "some ratios are clipped"
     assert expected.metrics["kl_loss"] > 0.01, "the reference is another model"
-    for share, found in rank_group(world)(take_step, folders, layout, limit, batch):
-        for key, value in expected.metrics.items():
-            assert found.metrics[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
-        if len(found.logprobs):
-            rows = slice(12, 16) if share else slice(0, len(found.logprobs))
-            columns = slice(0, found.logprobs.shape[1])
-            near(found.logprobs, expected.logprobs[rows, columns], 1e-4)
-            near(found.entropy, expected.entropy[rows, columns], 1e-4)
+    for share, steps in rank_group(world)(take_steps, folders, layout, limit, batch):
+        for found in steps:
+            for key, value in expected.metrics.items():
+                assert found.metrics[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+            if len(found.logprobs):
+                rows = slice(12, 16) if share else slice(0, len(found.logprobs))
+                columns = slice(0, found.logprobs.shape[1])
+                near(found.logprobs, expected.logprobs[rows, columns], 1e-4)
+                near(found.entropy, expected.entropy[rows, columns], 1e-4)

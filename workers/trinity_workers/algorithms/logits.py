@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .types import Reduce, this_rank_alone
@@ -74,8 +75,37 @@ def token_statistics(
     """
     softmax = _Softmax(temperature, chunk, part, entropy)
     found: Tensor = _OfLogits.apply(logits.flatten(0, -2), tokens.flatten(), softmax)
-    logprobs, entropies = found.view(2, *tokens.shape)
-    return TokenStatistics(logprobs, entropies if entropy else None)
+    return softmax.statistics(found, tokens)
+
+
+def head_statistics(
+    hidden: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk: int = CHUNK,
+    part: VocabularyPart = WHOLE,
+) -> TokenStatistics:
+    """Return :func:`token_statistics` of the logits that a linear head makes of hidden states.
+
+    The logits of a chunk alone are held at once: in the backward pass they are computed again.
+    Ranks that share the vocabulary get the gradient of the hidden states from their own columns:
+    its sum over those ranks is the whole one.
+
+    Args:
+        hidden: [B, R, H]; the column that predicts each token.
+        head: Weight [V, H], and bias [V] or None, in the dtype of the hidden states.
+        tokens: [B, R] int64.
+        temperature: Temperature that sampled; logits are divided by it.
+        entropy: Compute entropies too.
+        chunk: Tokens of a chunk.
+        part: Part of the vocabulary that the head is of. Collective over its ranks.
+    """
+    softmax = _Softmax(temperature, chunk, part, entropy)
+    found: Tensor = _OfHead.apply(hidden.flatten(0, -2), *head, tokens.flatten(), softmax)
+    return softmax.statistics(found, tokens)
 
 
 def exact(logits: Tensor) -> Tensor:
@@ -148,6 +178,11 @@ class _Softmax(NamedTuple):
         found[torch.arange(len(found), device=found.device), column] += given[0] * held
         return found.div_(self.temperature)
 
+    def statistics(self, found: Tensor, tokens: Tensor) -> TokenStatistics:
+        """Return statistics [2, N] in the shape of the tokens."""
+        logprobs, entropy = found.view(2, *tokens.shape)
+        return TokenStatistics(logprobs, entropy if self.entropy else None)
+
     def chunks(self, count: int) -> Iterator[slice]:
         """Yield the chunks of so many tokens."""
         for start in range(0, count, self.chunk):
@@ -176,3 +211,47 @@ class _OfLogits(torch.autograd.Function):
                 logits[one], tokens[one], summary[:, one], given[0][:, one]
             )
         return found, None, None
+
+
+class _OfHead(torch.autograd.Function):
+    """Statistics [2, N] of the logits that a linear head makes of hidden states [N, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        softmax: _Softmax,
+    ) -> Tensor:
+        summary = exact(hidden.new_empty(3, len(tokens)))
+        for one in softmax.chunks(len(tokens)):
+            logits = functional.linear(hidden[one], weight, bias)
+            summary[:, one] = softmax.summary(logits, tokens[one])
+        ctx.softmax = softmax
+        ctx.save_for_backward(hidden, weight, bias, tokens, summary)
+        return summary[:2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        softmax: _Softmax = ctx.softmax
+        hidden, weight, bias, tokens, summary = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        # Sums over chunks are float32: bfloat16 would lose what small chunks add.
+        of_weight = exact(torch.zeros_like(weight))
+        of_bias = None if bias is None else exact(torch.zeros_like(bias))
+        for one in softmax.chunks(len(tokens)):
+            logits = functional.linear(hidden[one], weight, bias)
+            of_logits = softmax.gradient(logits, tokens[one], summary[:, one], given[0][:, one])
+            if of_bias is not None:
+                of_bias += of_logits.sum(dim=0)
+            of_logits = of_logits.to(hidden.dtype)
+            of_hidden[one] = of_logits @ weight
+            if of_weight.dtype == hidden.dtype:
+                of_weight.addmm_(of_logits.t(), hidden[one])
+            else:
+                of_weight += of_logits.t() @ hidden[one]
+        if of_bias is not None:
+            of_bias = of_bias.to(hidden.dtype)
+        return of_hidden, of_weight.to(weight.dtype), of_bias, None, None

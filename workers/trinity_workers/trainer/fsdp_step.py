@@ -23,7 +23,12 @@ from ..algorithms.update import Update, policy_update, value_update
 from ..algorithms.values import explained_variance, value_means
 from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
-from ..learning.logprobs import response_logits, response_logprobs, statistics_of_logits
+from ..learning.logprobs import (
+    response_logits,
+    response_logprobs,
+    response_statistics,
+    statistics_of_logits,
+)
 from ..learning.values import response_values
 from .division import (
     NO_LIMIT,
@@ -58,6 +63,7 @@ class FSDPTrainingStep:
         settings: The algorithm.
         temperature: Temperature that sampled.
         limit: Maximum size of one pass; by default all rows.
+        fused: Compute log-probabilities and entropies chunk by chunk, without whole logits.
     """
 
     def __init__(
@@ -67,11 +73,13 @@ class FSDPTrainingStep:
         *,
         temperature: float = 1.0,
         limit: MicroBatchLimit = NO_LIMIT,
+        fused: bool = False,
     ) -> None:
         self._models = models
         self._settings = settings
         self._temperature = temperature
         self._limit = limit
+        self._fused = fused
         for module in models.trained:
             module.train()
 
@@ -118,7 +126,7 @@ class FSDPTrainingStep:
         return replace(batch, **found)
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:
-        return response_logprobs(module, part, self._temperature)
+        return response_logprobs(module, part, self._temperature, fused=self._fused)
 
     # --- updates -------------------------------------------------------------------------------
 
@@ -137,12 +145,16 @@ class FSDPTrainingStep:
         return value_update(part, values, self._settings)
 
     def _policy_update(self, part: Batch) -> Update:
-        settings = self._settings
-        logits = response_logits(self._models.policy.module, part)
-        current = statistics_of_logits(
-            logits, part, self._temperature, entropy=settings.entropy_coefficient > 0
-        )
-        divergence = self._divergence(logits, part) if settings.loss == "divergence" else None
+        settings, policy = self._settings, self._models.policy.module
+        entropy, divergence = settings.entropy_coefficient > 0, None
+        if settings.loss == "divergence":
+            logits = response_logits(policy, part)
+            current = statistics_of_logits(logits, part, self._temperature, entropy=entropy)
+            divergence = self._divergence(logits, part)
+        else:
+            current = response_statistics(
+                policy, part, self._temperature, entropy=entropy, fused=self._fused
+            )
         if settings.updates == 1:
             # The policy before a step's only update is the current one.
             part = replace(part, proximal_logprobs=current.logprobs.detach())

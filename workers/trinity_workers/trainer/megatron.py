@@ -179,7 +179,9 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             MegatronEngine,
             device=self._device,
             layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
-            model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
+            model=ModelOptions(
+                dtype=getattr(torch, config.model.dtype), fused_loss=config.trainer.fused_loss
+            ),
             seed=config.seed,
         )
         self._policy = make(

@@ -120,6 +120,7 @@ class TrainWorker:
             config.algorithm_of_step,
             temperature=config.rollouts.temperature,
             limit=micro_batch_limit(config.trainer),
+            fused=config.trainer.fused_loss,
         )
 
     @property

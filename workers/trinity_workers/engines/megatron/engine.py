@@ -28,6 +28,7 @@ from .rank_state import rank_state, restore_rank_state
 from .stream import WeightStream, load_folder, local_shards
 from .training import (
     LossFunction,
+    Statistics,
     accumulate_gradients,
     response_logprobs,
     whole_logits,
@@ -111,6 +112,7 @@ class MegatronEngine:
         self.checkpoint_manager = CheckpointManager()
         self.steps = 0
         self._parts = pipeline_parts or layout.pipeline
+        self._fused_loss = model.fused_loss
         self._optimizer_options = optimizer
         join(layout, seed)
         self._transformer = transformer_config(self.config, layout, model)
@@ -161,9 +163,7 @@ class MegatronEngine:
             self.module,
             batch.equal_parts(self._parts) if isinstance(batch, Batch) else batch,
             loss,
-            vocabulary=self.config.vocab_size,
-            temperature=temperature,
-            entropy=entropy,
+            self._statistics(temperature, entropy=entropy),
         )
         with adapted():
             self._set_learning_rate()
@@ -188,9 +188,10 @@ class MegatronEngine:
         The number of micro-batches is a multiple of the pipeline's stages. Other stages than the
         last get an empty list.
         """
-        return response_logprobs(
-            self.module, parts, vocabulary=self.config.vocab_size, temperature=temperature
-        )
+        return response_logprobs(self.module, parts, self._statistics(temperature))
+
+    def _statistics(self, temperature: float, *, entropy: bool = False) -> Statistics:
+        return Statistics(self.config.vocab_size, temperature, entropy, self._fused_loss)
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Return logits [B, S, vocabulary] of unpadded rows, on the last stage. Collective."""
