@@ -40,6 +40,8 @@ class VocabularyPart(NamedTuple):
 
     def columns_of(self, tokens: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Return the column of each token, and True for those that this rank holds: [N] each."""
+        if self.total is this_rank_alone:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
         columns = tokens - self.first
         held = (columns >= 0) & (columns < width)
         return columns.masked_fill(~held, 0), held
@@ -74,8 +76,8 @@ def token_statistics(
         [B, R] float32 (float64 for logits of float64), with gradient.
     """
     softmax = _Softmax(temperature, chunk, part, entropy)
-    found: Tensor = _OfLogits.apply(logits.flatten(0, -2), tokens.flatten(), softmax)
-    return softmax.statistics(found, tokens)
+    compute: Any = _OfLogits.apply  # it has no annotations
+    return softmax.statistics(compute(logits.flatten(0, -2), tokens.flatten(), softmax), tokens)
 
 
 def head_statistics(
@@ -104,13 +106,14 @@ def head_statistics(
         part: Part of the vocabulary that the head is of. Collective over its ranks.
     """
     softmax = _Softmax(temperature, chunk, part, entropy)
-    found: Tensor = _OfHead.apply(hidden.flatten(0, -2), *head, tokens.flatten(), softmax)
+    compute: Any = _OfHead.apply  # it has no annotations
+    found = compute(hidden.flatten(0, -2), *head, tokens.flatten(), softmax)
     return softmax.statistics(found, tokens)
 
 
 def exact(logits: Tensor) -> Tensor:
     """Return logits as float32; those of float64 as they are."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+    return logits.to(_exact_dtype(logits))
 
 
 def in_chunks(function: Callable[..., Tensor], *rows: Tensor, chunk: int) -> Tensor:
@@ -123,6 +126,10 @@ def in_chunks(function: Callable[..., Tensor], *rows: Tensor, chunk: int) -> Ten
 
     pieces = zip(*(torch.split(one, chunk) for one in rows), strict=True)
     return torch.cat([kept_small(*piece) for piece in pieces], dim=-1)
+
+
+def _exact_dtype(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
 
 
 class _Softmax(NamedTuple):
@@ -194,7 +201,7 @@ class _OfLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, softmax: _Softmax) -> Tensor:
-        summary = exact(logits.new_empty(3, len(tokens)))
+        summary = logits.new_empty(3, len(tokens), dtype=_exact_dtype(logits))
         for one in softmax.chunks(len(tokens)):
             summary[:, one] = softmax.summary(logits[one], tokens[one])
         ctx.softmax = softmax
@@ -225,7 +232,7 @@ class _OfHead(torch.autograd.Function):
         tokens: Tensor,
         softmax: _Softmax,
     ) -> Tensor:
-        summary = exact(hidden.new_empty(3, len(tokens)))
+        summary = hidden.new_empty(3, len(tokens), dtype=_exact_dtype(hidden))
         for one in softmax.chunks(len(tokens)):
             logits = functional.linear(hidden[one], weight, bias)
             summary[:, one] = softmax.summary(logits, tokens[one])
@@ -239,8 +246,9 @@ class _OfHead(torch.autograd.Function):
         hidden, weight, bias, tokens, summary = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         # Sums over chunks are float32: bfloat16 would lose what small chunks add.
-        of_weight = exact(torch.zeros_like(weight))
-        of_bias = None if bias is None else exact(torch.zeros_like(bias))
+        dtype = _exact_dtype(weight)
+        of_weight = torch.zeros_like(weight, dtype=dtype)
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
         for one in softmax.chunks(len(tokens)):
             logits = functional.linear(hidden[one], weight, bias)
             of_logits = softmax.gradient(logits, tokens[one], summary[:, one], given[0][:, one])
@@ -248,7 +256,7 @@ class _OfHead(torch.autograd.Function):
                 of_bias += of_logits.sum(dim=0)
             of_logits = of_logits.to(hidden.dtype)
             of_hidden[one] = of_logits @ weight
-            if of_weight.dtype == hidden.dtype:
+            if dtype == hidden.dtype:
                 of_weight.addmm_(of_logits.t(), hidden[one])
             else:
                 of_weight += of_logits.t() @ hidden[one]
