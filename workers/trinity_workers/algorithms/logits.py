@@ -25,6 +25,11 @@ class TokenStatistics(NamedTuple):
     logprobs: Tensor
     entropy: Tensor | None
 
+    def masked(self, mask: Tensor) -> TokenStatistics:
+        """Return the statistics, 0 where the mask is false."""
+        entropy = None if self.entropy is None else self.entropy.masked_fill(~mask, 0.0)
+        return TokenStatistics(self.logprobs.masked_fill(~mask, 0.0), entropy)
+
 
 class VocabularyPart(NamedTuple):
     """Columns of the vocabulary that this rank holds, where several ranks share it."""

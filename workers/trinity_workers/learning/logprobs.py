@@ -40,7 +40,8 @@ def response_statistics(
         BadPolicy: if they are fused, and the model has no linear head at its end.
     """
     if fused:
-        return _masked(_statistics_of_head(model, batch, temperature, entropy=entropy), batch)
+        found = _statistics_of_head(model, batch, temperature, entropy=entropy)
+        return found.masked(batch.response_mask)
     return statistics_of_logits(response_logits(model, batch), batch, temperature, entropy=entropy)
 
 
@@ -49,7 +50,7 @@ def statistics_of_logits(
 ) -> TokenStatistics:
     """Return :func:`response_statistics` from the result of :func:`response_logits`."""
     found = token_statistics(logits, batch.responses, temperature=temperature, entropy=entropy)
-    return _masked(found, batch)
+    return found.masked(batch.response_mask)
 
 
 def response_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -115,11 +116,3 @@ def _statistics_of_head(
         raise BadPolicy(f"the model changes logits after its head: {_WAY_OUT}")
     logprobs, *entropies = output.unbind(dim=-1)
     return TokenStatistics(logprobs, entropies[0] if entropies else None)
-
-
-def _masked(found: TokenStatistics, batch: Batch) -> TokenStatistics:
-    """Return statistics that are 0 on padding."""
-    masked = ~batch.response_mask
-    return TokenStatistics(
-        *(None if one is None else one.masked_fill(masked, 0.0) for one in found)
-    )

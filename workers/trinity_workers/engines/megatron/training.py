@@ -138,10 +138,7 @@ class _Rows:
                 entropy=settings.entropy,
                 part=_vocabulary_part(output.shape[-1], settings.vocabulary),
             )
-        masked = ~self.batch.response_mask
-        return TokenStatistics(
-            *(None if one is None else one.masked_fill(masked, 0.0) for one in found)
-        )
+        return found.masked(self.batch.response_mask)
 
 
 _Head: TypeAlias = Callable[[_Rows, Tensor, Tensor], Tensor]
