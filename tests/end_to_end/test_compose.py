@@ -28,6 +28,8 @@ from trinity_workers.config import BadSettings, CheckpointsConfig, ExplorerConfi
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20
+MONITORING = ("metrics", "prometheus", "grafana")
+"""Services of the profile ``monitoring``."""
 
 
 # --- the file -------------------------------------------------------------------------------
@@ -81,7 +83,8 @@ def test_the_file_keeps_to_what_compose_1_29_knows(compose):
 
 def test_every_service_is_checked_and_hears_signals(compose):
     assert set(compose["services"]) == {
-        *("events", "chunks", "reducer", "trainer", "explorer", "dashboard")
+        *("events", "chunks", "reducer", "trainer", "explorer", "dashboard"),
+        *MONITORING,
     }
     for name, service in compose["services"].items():
         assert service["healthcheck"]["test"][0] == "CMD", name
@@ -100,13 +103,21 @@ def test_no_container_can_fill_the_host_or_do_what_it_need_not(compose):
             assert service["user"] == "redis", "to become another user takes a capability"
             [most] = re.findall(r"--maxmemory (\d+)(?:mb|gb)", service["command"])
             assert int(most) < int(service["mem_limit"].removesuffix("mb")), name
-        else:
+        elif service["image"] == "trinity-events":
             assert [one.partition(":")[0] for one in service["tmpfs"]] == ["/tmp", "/home/trinity"]
+
+
+def test_monitoring_is_started_only_when_it_is_asked_for(compose):
+    services = compose["services"]
+    assert {name for name, one in services.items() if "profiles" in one} == set(MONITORING)
+    assert all(services[name]["profiles"] == ["monitoring"] for name in MONITORING)
+    needed = {one for name in services for one in services[name].get("depends_on", {})}
+    assert needed & set(MONITORING) == {"prometheus"}, "only Grafana needs one of them"
 
 
 def test_nothing_is_published_beyond_loopback(compose):
     published = {name: s["ports"] for name, s in compose["services"].items() if "ports" in s}
-    assert set(published) == {"events", "dashboard"}
+    assert set(published) == {"events", "dashboard", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert not keys(compose) & {"network_mode", "privileged"}
 

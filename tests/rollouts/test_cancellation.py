@@ -59,7 +59,7 @@ async def test_no_ordinal_is_lost_or_asked_for_twice(client, publisher, run_id, 
         explorer = parts.explorer()
         while True:
             for claim in await explorer.claim(8, seconds=0.01):
-                # Before the answer: the dispatcher may end this task as soon as it has the last one.
+                # Before the answer: the last one may end this task.
                 executed.append(claim.request.ordinal)
                 assert await explorer.answer(claim, samples_of(claim, explorer.name))
 

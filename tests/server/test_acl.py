@@ -1,5 +1,10 @@
 """The users of docs/security.md, taken from its text, on a server that has no other rules."""
 
+import os
+import subprocess
+import sys
+import time
+import urllib.request
 from functools import partial
 
 import anyio
@@ -12,7 +17,7 @@ from tests.support.event_histories import History, committed, registration, star
 from tests.support.pipeline import announced, publish_steps, reducer_task
 from tests.support.redis_servers import servers
 from tests.support.rollout_parts import LONG, samples_of, settings
-from tests.support.waits import PATIENCE
+from tests.support.waits import PATIENCE, child
 from trinity_events import StepReady, subscribe
 from trinity_events.archive.export import Recording, import_recording
 from trinity_events.archive.format import Header
@@ -115,11 +120,28 @@ async def test_the_whole_pipeline_runs_with_these_users(clean, tmp_path, cli):
         exported = ("export", RUN, "--output", str(tmp_path / "run.jsonl"))
         viewing = (
             *(("runs",), ("status", RUN), ("explain", RUN, "1"), ("tail", RUN), ("replay", RUN)),
-            *(("verify", RUN, "--checkpoint-root", str(tmp_path)), exported),
+            *(("verify", RUN, "--checkpoint-root", str(tmp_path)), exported, ("audit", RUN)),
         )
         for command in viewing:
             shown = await anyio.to_thread.run_sync(partial(cli, *command, env=env))
             assert shown.returncode == 0, (command, shown.stdout, shown.stderr)
+        told = await anyio.to_thread.run_sync(scraped, env)
+        assert f'trinity_trainer_step{{run="{RUN}"}} 1.0' in told
+
+
+def scraped(env):
+    """What ``trinity-events metrics`` serves with a user's rights, once it has read the log."""
+    command = [sys.executable, "-m", "trinity_events", "metrics", RUN, "--port", "0"]
+    with child(command, env=os.environ | env, stdout=subprocess.PIPE, text=True) as process:
+        url = process.stdout.readline().split()[-1]
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+                told = answer.read().decode()
+            if "trinity_trainer_step{" in told:
+                return told
+            time.sleep(0.05)
+        return told
 
 
 async def test_an_explorer_may_claim_its_rank_and_give_it_up(clean):

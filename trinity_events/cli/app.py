@@ -34,6 +34,7 @@ from .runs import runs
 from .serve import serve
 from .status import status
 from .tail import tail
+from .traces import traces
 from .track import track
 from .verify import verify
 from .watch import watch
@@ -87,7 +88,7 @@ def build() -> typer.Typer:
     )
     listing = (
         *(serve, reducer, runs, status, watch, explain, tail, dashboard, replay),
-        *(diff, bisect, audit, export, import_, verify, delete, metrics, track, plot),
+        *(diff, bisect, audit, export, import_, verify, delete, metrics, traces, track, plot),
     )
     for command in listing:
         app.command(command.__name__.rstrip("_"))(command)

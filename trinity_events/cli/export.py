@@ -15,7 +15,6 @@ from ..archive import NotWritten, Recording, import_recording, read_recording, r
 from ..archive.format import file_written, write_file
 from ..archive.segments import Archive
 from ..checkpoint_layout import ARCHIVE
-from ..core.timeline import Timeline
 from ..errors import TrinityError
 from ..log import Entry, position, require_run
 from ..testing.history import as_test_file
@@ -29,7 +28,7 @@ from .options import (
     client_of,
     log_of,
 )
-from .sources import recorded_file, states_of
+from .sources import recorded_file, states_of, timeline_of
 
 if TYPE_CHECKING:
     from ..dashboard.sources import Source
@@ -175,14 +174,10 @@ async def _export_perfetto(
     async with states_of(run, root, redis_url) as states:
         path = output or Path(f"{states.source.run_id}.pftrace")
         with file_written(path) as file:
-            trace, timeline = Trace(states.source.run_id, file), Timeline()
-            async with aclosing(states.folded()) as entries:
-                async for _, folded in entries:
-                    if folded.envelope is not None:
-                        trace.add_all(timeline.add(folded.entry.id, folded.envelope))
-                    for one in folded.announcements:
-                        trace.add_all(timeline.add(folded.entry.id, one))
-            trace.add_all(timeline.finish())
+            trace = Trace(states.source.run_id, file)
+            async with aclosing(timeline_of(states)) as timeline:
+                async for parts in timeline:
+                    trace.add_all(parts)
     say(f"{trace.spans} spans of run {states.source.run_id} in {path}: open it in ui.perfetto.dev")
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..archive.state_at import FileSource, RunSource, StateAt
+from ..core.timeline import Part, Timeline
 from .options import checkpoint_root, log_of
 
 RunOrFile = Annotated[
@@ -44,3 +45,15 @@ async def states_of(
         return
     async with log_of(redis_url, run_or_file) as log:
         yield StateAt(RunSource(log, checkpoint_root(root)))
+
+
+async def timeline_of(states: StateAt) -> AsyncGenerator[Iterable[Part], None]:
+    """Yield the parts of a log's timeline, those of each entry together."""
+    timeline = Timeline()
+    async with aclosing(states.folded()) as entries:
+        async for _, folded in entries:
+            if folded.envelope is not None:
+                yield timeline.add(folded.entry.id, folded.envelope)
+            for one in folded.announcements:
+                yield timeline.add(folded.entry.id, one)
+    yield timeline.finish()

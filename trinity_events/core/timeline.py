@@ -23,6 +23,7 @@ from trinity_schemas import (
     StepReady,
     StepRef,
     StepTrained,
+    Trace,
     VersionOpened,
     VersionPartPublished,
     WaitEnded,
@@ -56,6 +57,10 @@ class Span(Struct, frozen=True, kw_only=True):
     """Flows that begin in the span."""
     flow_end: int | None = None
     """Flow that ends in the span."""
+    step: StepRef | None = None
+    """Step that the span is of."""
+    trace: Trace | None = None
+    """Trace context of the event that ends the span, if it sent one."""
 
 
 class Moment(Struct, frozen=True, kw_only=True):
@@ -86,6 +91,7 @@ class _Begun(Struct):
     begin: int
     facts: dict[str, str | int] = field(default_factory=dict)
     flows: list[int] = field(default_factory=list)
+    step: StepRef | None = None
 
 
 _IN_SPANS = (
@@ -119,15 +125,15 @@ class Timeline:
         now = int(entry_id.partition("-")[0]) * 1_000_000
         self._last = max(self._last, now)
         by, event = describe_producer(envelope.producer), envelope.event
-        yield from self._attempt(event, by, now)
-        yield from self._version(envelope.epoch, event, by, now)
+        yield from self._attempt(envelope.epoch, event, by, now)
+        yield from self._version(envelope, event, by, now)
         match event:
             case WaitEnded(wait_id=name) if name in self._waits:
                 yield self._end(self._waits.pop(name), now, {"outcome": event.outcome})
             case WaitStarted(wait_id=name):
                 self._wait(name, event, by, now)
             case StepTrained() | StepCommitted():
-                yield from self._step(event, by, now)
+                yield from self._step(envelope.epoch, event, by, now)
             case _:
                 pass
         if not isinstance(event, _IN_SPANS):
@@ -140,35 +146,37 @@ class Timeline:
         """Yield what the log does not end."""
         yield from self._close("under way at the end of the log")
 
-    def _attempt(self, event: Event, by: str, now: int) -> Iterator[Span]:
+    def _attempt(self, epoch: int, event: Event, by: str, now: int) -> Iterator[Span]:
         """Yield the span of an attempt that an event ends; note one that it begins."""
         match event:
             case SaveStarted(save_id=name):
-                self._begin_save(name, by, event.slot, now)
+                self._begin_save(name, by, event.slot, now, epoch)
             case SaveFinished(save_id=name):
-                yield self._end_save(name, by, event.slot, now, event.seconds, "finished")
+                yield self._end_save(name, by, event.slot, now, epoch, event.seconds)
             case SaveFailed(save_id=name):
-                yield self._end_save(name, by, event.slot, now, 0.0, f"failed: {event.message}")
+                failed = f"failed: {event.message}"
+                yield self._end_save(name, by, event.slot, now, epoch, outcome=failed)
             case LeaseExpired(attempts=attempts, holder=holder):
                 for one in attempts:
                     who = describe_producer(holder)
-                    yield self._end_save(one.save_id, who, one.slot, now, 0.0, "lease expired")
+                    expired = "lease expired"
+                    yield self._end_save(one.save_id, who, one.slot, now, epoch, outcome=expired)
             case _:
                 pass
 
-    def _version(self, epoch: int, event: Event, by: str, now: int) -> Iterator[Part]:
+    def _version(self, envelope: Envelope, event: Event, by: str, now: int) -> Iterator[Part]:
         """Yield the spans of a weight version's parts and applications."""
         match event:
             case VersionOpened(step=step):
-                self._open_version(StepRef(epoch, step), now)
-            case VersionPartPublished(save_id=name):
-                yield self._part(event, by, now, name)
+                self._open_version(StepRef(envelope.epoch, step), now)
+            case VersionPartPublished():
+                yield self._part(envelope, event, by, now)
                 self._published += event.bytes
                 yield Value(counter="published bytes", at=now, value=self._published)
             case StepReady(kind="weights"):
                 self._make_ready(StepRef(event.epoch, event.step), now)
             case WeightsApplied():
-                yield from self._applied(event, by, now)
+                yield from self._applied(envelope, event, by, now)
             case _:
                 pass
 
@@ -181,7 +189,9 @@ class Timeline:
             yield self._end(version, end, {})
         self._ready.clear()
 
-    def _end(self, one: _Begun, end: int, facts: dict[str, str | int]) -> Span:
+    def _end(
+        self, one: _Begun, end: int, facts: dict[str, str | int], trace: Trace | None = None
+    ) -> Span:
         return Span(
             process=one.process,
             lane=one.lane,
@@ -191,9 +201,11 @@ class Timeline:
             end=end,
             facts=one.facts | facts,
             flows=tuple(one.flows),
+            step=one.step,
+            trace=trace,
         )
 
-    def _begin_save(self, name: str, by: str, slot: Slot, begin: int) -> _Begun:
+    def _begin_save(self, name: str, by: str, slot: Slot, begin: int, epoch: int) -> _Begun:
         begun = _Begun(
             by,
             f"{slot.name} {name}",
@@ -201,6 +213,7 @@ class Timeline:
             "publish" if slot.kind == "weights" else "save",
             begin,
             {"step": slot.step, "kind": slot.kind, "save_id": name},
+            step=StepRef(epoch, slot.step),
         )
         self._saves[name] = begun
         if len(self._saves) > KEPT_UNDER_WAY:
@@ -208,26 +221,36 @@ class Timeline:
         return begun
 
     def _end_save(
-        self, name: str, by: str, slot: Slot, end: int, seconds: float, outcome: str
+        self,
+        name: str,
+        by: str,
+        slot: Slot,
+        end: int,
+        epoch: int,
+        seconds: float = 0.0,
+        outcome: str = "finished",
     ) -> Span:
         begun = self._saves.get(name)
         if begun is None:  # its start is not in the log
-            begun = self._begin_save(name, by, slot, end - int(seconds * 1e9))
+            begun = self._begin_save(name, by, slot, end - int(seconds * 1e9), epoch)
         del self._saves[name]
         return self._end(begun, end, {"outcome": outcome})
 
-    def _part(self, event: VersionPartPublished, by: str, now: int, name: str | None) -> Span:
+    def _part(self, envelope: Envelope, event: VersionPartPublished, by: str, now: int) -> Span:
+        name = event.save_id
         begun = self._saves.pop(name, None) if name is not None else None
         if begun is None:
             begin = now - int(event.seconds * 1e9)
             label = f"weights step {event.step}"
             begun = _Begun(by, f"part {event.step}.{event.rank}", label, "publish", begin)
+            begun.step = StepRef(envelope.epoch, event.step)
         facts: dict[str, str | int] = {"bytes": event.bytes, "digest": event.manifest_digest}
-        return self._end(begun, now, facts | {"outcome": "finished"})
+        return self._end(begun, now, facts | {"outcome": "finished"}, envelope.trace)
 
     def _open_version(self, version: StepRef, now: int) -> None:
         label = f"version {version.epoch}/{version.step}"
-        self._versions[version] = _Begun("versions", label, label, "version", now)
+        begun = _Begun("versions", label, label, "version", now, step=version)
+        self._versions[version] = begun
         if len(self._versions) > KEPT_STEPS_AT_MOST:
             del self._versions[next(iter(self._versions))]
 
@@ -235,11 +258,13 @@ class Timeline:
         begun = self._versions.pop(version, None)
         if begun is None:
             label = f"version {version.epoch}/{version.step}"
-            begun = _Begun("versions", label, label, "version", now)
+            begun = _Begun("versions", label, label, "version", now, step=version)
         # It stays open for the flows to its applications, which the log has later.
         self._ready[version] = begun, now
 
-    def _applied(self, event: WeightsApplied, by: str, now: int) -> Iterator[Span]:
+    def _applied(
+        self, envelope: Envelope, event: WeightsApplied, by: str, now: int
+    ) -> Iterator[Span]:
         version = event.version
         label = f"version {version.epoch}/{version.step}"
         pause = int(event.phases.pause * 1e9)
@@ -258,6 +283,7 @@ class Timeline:
             begin=fetch,
             end=fetched,
             facts={"bytes": event.bytes, "digest": event.digest},
+            step=version,
         )
         yield Span(
             process=by,
@@ -267,6 +293,8 @@ class Timeline:
             begin=now - pause,
             end=now,
             flow_end=flow,
+            step=version,
+            trace=envelope.trace,
         )
 
     def _wait(self, name: str, event: WaitStarted, by: str, now: int) -> None:
@@ -279,7 +307,9 @@ class Timeline:
         if len(self._waits) > KEPT_WAITS:
             del self._waits[next(iter(self._waits))]
 
-    def _step(self, event: StepTrained | StepCommitted, by: str, now: int) -> Iterator[Part]:
+    def _step(
+        self, epoch: int, event: StepTrained | StepCommitted, by: str, now: int
+    ) -> Iterator[Part]:
         if isinstance(event, StepTrained):
             if by in self._trained:
                 yield Span(
@@ -289,6 +319,7 @@ class Timeline:
                     category="train",
                     begin=self._trained[by],
                     end=now,
+                    step=StepRef(epoch, event.step),
                 )
             self._trained[by] = now
             yield Value(counter="step", at=now, value=event.step)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from trinity_schemas import Envelope, Event, Producer, decode_envelope, encode
+from trinity_schemas.trace_context import trace_of
 
 
 def new_producer(role: str, rank: int = 0) -> Producer:
@@ -35,6 +36,7 @@ class EnvelopeFactory:
             sequence=self._sequence + 1,
             occurred_at=time.time(),
             event=event,
+            trace=trace_of(self.run_id, self.epoch, self.producer.incarnation, event),
         )
         payload = encode(envelope)
         # Decoding checks the constraints: once here, before every reader does.

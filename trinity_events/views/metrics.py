@@ -23,6 +23,7 @@ from trinity_schemas import (
 )
 
 from ..core import MonitorState
+from ..core.state import KINDS
 from ..core.waits import open_waits
 from ..log import position
 from ..replay import Folded
@@ -69,6 +70,10 @@ class RunMetrics:
         self._events = counter("events", "Events and announcements.", "type")
         self._failed_saves = counter("save_failures", "Saves that failed.", "kind")
         self._failed_steps = counter("step_failures", "Kinds of steps that failed.", "kind")
+        for one in KINDS:
+            # A counter that begins with its first failure has not increased, for an alert.
+            self._failed_saves.labels(run_id, one)
+            self._failed_steps.labels(run_id, one)
         self._bytes = counter("published_bytes", "Bytes of published weights.")
         self._applied = counter("applied_bytes", "Bytes of weights that explorers applied.")
         self._durations = {

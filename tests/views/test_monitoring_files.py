@@ -1,0 +1,108 @@
+"""Alert rules and the Grafana dashboard, against the metrics that are exported."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trinity_events.views.metrics import RunMetrics
+
+FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
+OTHERS = {"up"}
+"""Metrics that Prometheus makes itself."""
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+
+
+@pytest.fixture(scope="module")
+def exported():
+    text = generate_latest(RunMetrics("run").registry).decode()
+    return {
+        family.name + suffix
+        for family in text_string_to_metric_families(text)
+        for suffix in SUFFIXES[family.type]
+    }
+
+
+def alerts():
+    [group] = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    return {rule["alert"]: rule for rule in group["rules"]}
+
+
+def dashboard():
+    return json.loads((FOLDER / "grafana" / "trinity-events.json").read_text())
+
+
+def expressions():
+    yield from ((name, rule["expr"]) for name, rule in alerts().items())
+    for panel in dashboard()["panels"]:
+        yield from ((panel["title"], one["expr"]) for one in panel["targets"])
+
+
+def selected(expression):
+    """Names of the metrics that an expression selects."""
+    return set(re.findall(r"\b(?:trinity_\w+|up)\b", expression))
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()))
+def test_every_expression_is_promql_of_metrics_that_are_exported(where, expression, exported):
+    promql_parser.parse(expression.replace("$__rate_interval", "1m"))
+    assert selected(expression), where
+    assert selected(expression) <= exported | OTHERS, where
+
+
+def test_every_metric_is_in_the_dashboard_or_an_alert(exported):
+    shown = set().union(*(selected(one) for _, one in expressions()))
+    derived = (
+        "_sum",
+        "_count",
+        "_created",
+    )  # what a histogram's buckets and a counter already tell
+    assert {one for one in exported - shown if not one.endswith(derived)} == {"trinity_epoch"}
+
+
+def test_failures_are_counted_from_zero_so_that_an_alert_sees_the_first():
+    text = generate_latest(RunMetrics("run").registry).decode()
+    assert 'trinity_save_failures_total{kind="state_dict",run="run"} 0.0' in text
+    assert 'trinity_step_failures_total{kind="weights",run="run"} 0.0' in text
+
+
+def test_every_alert_has_a_severity_and_names_the_way_out():
+    for name, rule in alerts().items():
+        assert rule["labels"]["severity"] in {"warning", "critical"}, name
+        assert "`trinity-events " in rule["annotations"]["description"], name
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own():
+    panels = dashboard()["panels"]
+    places = [one["gridPos"] for one in panels]
+    cells = [
+        (x, y)
+        for at in places
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(at["x"] + at["w"] <= 24 for at in places)
+    assert len({one["id"] for one in panels}) == len(panels)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")],
+    ids=lambda one: one[0],
+)
+def test_promtool_accepts_the_rules_and_their_histories(arguments):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus has it)")
+    done = subprocess.run(
+        [promtool, *arguments], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,107 @@
+"""``trinity-events traces``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio
+import typer
+
+from ..errors import TrinityError
+from ..views.terminal import say
+from .options import CheckpointRoot, RedisUrl
+from .sources import RunOrFile, states_of, timeline_of
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+ENDPOINT = "http://localhost:4318"
+"""Default address of a collector: OTLP over HTTP on its own port."""
+_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+class TracesMissing(TrinityError):
+    """The packages of OpenTelemetry are not installed."""
+
+
+class CollectorRefuses(TrinityError):
+    """The collector does not take the spans."""
+
+
+def traces(
+    run: RunOrFile,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help=f"Collector, by OTLP over HTTP; by default ${_VARIABLE}, else {ENDPOINT}.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds in which the collector must take a batch.", min=0.1)
+    ] = 10.0,
+    root: CheckpointRoot = None,
+    redis_url: RedisUrl = None,
+) -> None:
+    """Give a run's log to OpenTelemetry: a trace for each step, with all parts of its version.
+
+    Ids are computed from run, epoch and step: a second call sends the same spans.
+
+    Example: trinity-events traces demo-1 --to http://localhost:4318
+    """
+    url = (to or os.environ.get(_VARIABLE) or ENDPOINT).rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise CollectorRefuses(f"{url!r} is no address of a collector: give http://HOST:PORT")
+    sent = anyio.run(_traces, run, root, redis_url, _Collector(url, timeout))
+    say(f"{sent} spans given to {url}")
+
+
+class _Collector:
+    """Collector of OpenTelemetry, by OTLP over HTTP."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError:
+            raise TracesMissing(
+                "traces needs OpenTelemetry's packages: pip install 'trinity-events[otlp]'"
+            ) from None
+        # Its failures are this command's own sentence.
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+        self._url = url
+        self._exporter: Any = OTLPSpanExporter(endpoint=f"{url}/v1/traces", timeout=timeout)
+
+    def send(self, spans: Sequence[ReadableSpan]) -> None:
+        """Send a batch. Raises CollectorRefuses."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
+            raise CollectorRefuses(
+                f"the collector at {self._url} takes no spans: start one that takes OTLP over "
+                "HTTP, or name another with --to"
+            )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._exporter.shutdown()
+
+
+async def _traces(run: str, root: Path | None, redis_url: str | None, collector: _Collector) -> int:
+    from ..views.otlp import StepTraces
+
+    async with states_of(run, root, redis_url) as states:
+        found = StepTraces(states.source.run_id, collector.send)
+        try:
+            async with aclosing(timeline_of(states)) as timeline:
+                async for parts in timeline:
+                    found.add_all(parts)
+            found.finish()
+        finally:
+            collector.close()
+        return found.spans
