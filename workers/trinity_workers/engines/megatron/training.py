@@ -106,7 +106,7 @@ class _Rows:
         return cls(batch, batch.input_ids.gather(1, moved % columns), firsts)
 
     @property
-    def places(self) -> Tensor:
+    def before_responses(self) -> Tensor:
         """Columns before those of response tokens: [B, R]. Each predicts the token after it."""
         columns, width = self.tokens.shape[1], self.batch.response_width
         before = columns - width - 1 + torch.arange(width, device=self.firsts.device)
@@ -115,11 +115,11 @@ class _Rows:
     @property
     def answers(self) -> Tensor:
         """Response tokens: [B, R]."""
-        return self.tokens.gather(1, (self.places + 1) % self.tokens.shape[1])
+        return self.tokens.gather(1, (self.before_responses + 1) % self.tokens.shape[1])
 
     def of_responses(self, values: Tensor) -> Tensor:
         """Return the values [B, S, X] that predict response tokens: [B, R, X]."""
-        return values.gather(1, self.places[..., None].expand(-1, -1, values.shape[-1]))
+        return values.gather(1, self.before_responses[..., None].expand(-1, -1, values.shape[-1]))
 
     def statistics(self, output: Tensor, settings: Statistics) -> TokenStatistics:
         """Return statistics [B, R] of response tokens, 0 on padding. Collective.
