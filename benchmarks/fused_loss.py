@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 TITLE = "a pass over a micro-batch, with its logits in memory a chunk at a time"
 PLACE = MEGATRON
 
-VOCABULARY = 32_768
-HIDDEN = 128
+VOCABULARY = 16_384
+HIDDEN = 64
 COLUMNS = 128
 """Response tokens of a row."""
 RANKS = {"FSDP, one rank": 1, "Megatron, TP 2": 2}
@@ -49,8 +49,8 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size((1,), ("FSDP, one rank",), 1, "20 s"),
-    "small": Size((8,), tuple(RANKS), 2, "1 min"),
-    "full": Size((8, 24), tuple(RANKS), 3, "3 min"),
+    "small": Size((16,), tuple(RANKS), 1, "1 min"),
+    "full": Size((16, 32), tuple(RANKS), 2, "3 min"),
 }
 
 
@@ -129,7 +129,7 @@ def measured(engine: str, rows: int, rounds: int) -> dict[str, list[Measured]]:
 
 def write_policy(folder: Path) -> None:
     """Write a random policy with a large vocabulary."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, Qwen2ForCausalLM
 
     from trinity_workers.learning.policy import create_policy, save_policy
 
@@ -137,7 +137,7 @@ def write_policy(folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     config.vocab_size, config.hidden_size = VOCABULARY, HIDDEN
     config.max_position_embeddings = 2 * COLUMNS
-    save_policy(AutoModelForCausalLM.from_config(config), folder)
+    save_policy(Qwen2ForCausalLM(config), folder)
 
 
 def micro_batch(rows: int) -> Batch:
