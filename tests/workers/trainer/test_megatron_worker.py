@@ -12,19 +12,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+import torch.distributed as dist  # noqa: E402
+
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.launch.lifecycle import closing  # noqa: E402
-from trinity_workers.trainer.fleet import RayTrainerFleet, WorkerDied  # noqa: E402
-from trinity_workers.trainer.megatron import (  # noqa: E402
+from trinity_workers.trainer.fleet import RayTrainerFleet  # noqa: E402
+from trinity_workers.trainer.megatron import MegatronTrainWorker  # noqa: E402
+from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
+from trinity_workers.worker_group.group import WorkerDied  # noqa: E402
+from trinity_workers.worker_group.megatron import MegatronWorker  # noqa: E402
+from trinity_workers.worker_group.ranks import (  # noqa: E402
     DistGlobalInfo,
     DistRankInfo,
-    MegatronTrainWorker,
-    MegatronWorker,
+    rank_table,
 )
-from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
 
 
 def infos(rank):
@@ -39,6 +43,7 @@ def test_ranks_know_their_places_in_megatrons_order(engine_ranks):
         DistRankInfo(tp_rank=rank % 2, dp_rank=0, pp_rank=rank // 2, cp_rank=0) for rank in range(4)
     ]
     found = engine_ranks("qwen2", 4, ParallelLayout(tensor=2))(infos)
+    assert [one for _, one in found] == rank_table(found[0][0]), "the table that is tested"
     assert [one.dp_rank for _, one in found] == [0, 0, 1, 1]
 
 
@@ -51,8 +56,11 @@ def make_worker(rank, config):
 def train(rank, host, port, steps):
     worker = rank.held.worker
     worker.setup(host, port)
-    index, count = worker.data_share()
-    metrics = [worker.train_step(groups[index::count]) for groups in steps]
+    count = dist.get_world_size()
+    if isinstance(worker, MegatronWorker):
+        count = worker.get_megatron_global_info().dp_size
+    share = worker.rank_info().dp_rank
+    metrics = [worker.train_step(groups[share::count]) for groups in steps]
     weights = {name: value.clone() for name, value in worker._engine.get_per_tensor_param()}
     worker.shutdown()
     return metrics, weights
@@ -169,7 +177,7 @@ async def test_a_rank_killed_in_a_training_step_is_what_the_closing_event_names(
         await fleet.prepare()
         with anyio.fail_after(PATIENCE):
             await fleet.train_step(make_groups(run_id, 1))
-            await fleet._workers[1].__ray_call__.remote(dies_in_its_next_gradient)
+            await fleet._workers.workers[1].__ray_call__.remote(dies_in_its_next_gradient)
             with pytest.raises(WorkerDied):
                 async with closing(client, config):
                     await fleet.train_step(make_groups(run_id, 2))

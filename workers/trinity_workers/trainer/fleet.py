@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +15,15 @@ from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.checkpoint_layout import MODEL_FOLDER, TRAINER_STATE
 from trinity_events.coordinator import staged_path
 from trinity_events.core.file_versions import WEIGHTS_SAVE
-from trinity_events.errors import GroupBroken, TrinityError
+from trinity_events.errors import GroupBroken
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
-from trinity_schemas import Experience, Process
+from trinity_schemas import Experience
 
-from ..collectives import CollectiveBroken
 from ..config import RunConfig
 from ..engines.model_folder import has_weights
 from ..placement import rank_options
-from ..process_exit import ExitWatch, named
+from ..worker_group.group import WorkerGroup
 from .state import TrainerState, write_trainer_state
 from .worker import TrainWorker
 from .wrapper import TrainEngineWrapper
@@ -34,14 +32,6 @@ logger = logging.getLogger(__name__)
 
 SENDING_ATTEMPTS = 4
 """Attempts to send a version through a group that breaks, before the run fails."""
-
-
-DEATH_KNOWN = 5.0
-"""Seconds within which Ray knows that a worker is dead, after other ranks have noticed."""
-
-
-class WorkerDied(TrinityError):
-    """A worker process ended while it was needed."""
 
 
 class Saves(NamedTuple):
@@ -57,9 +47,7 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._workers: list[Any] = []
-        self._processes: list[Process] = []
-        self._deaths = ExitWatch()
+        self._workers: WorkerGroup | None = None
         self._step = 0
         self._version_saved: int | None = None
         """Step whose weights were last saved as a version in files."""
@@ -79,22 +67,18 @@ class RayTrainerFleet(TrainEngineWrapper):
     async def prepare(self) -> None:
         """Start the workers and load the model."""
         config = self._config
-        actor = ray.remote(_worker_class(config))
-        for rank in range(config.trainer.ranks):
-            options, own_gpu = rank_options(config, rank)
-            self._workers.append(actor.options(**options).remote(config, rank, own_gpu=own_gpu))
-        self._processes = await self._ask_all("process")
-        for process in self._processes:
-            self._deaths.watch(process)
-        host, port = await self._ask(0, "address")
-        await self._ask_all("setup", host, port)
-        self._shares = await self._ask_all("data_share")
+        self._workers = start_workers(
+            _worker_class(config), config, name="trainer worker", told=self._of_death
+        )
+        await self._workers.watch()
+        host, port = await self._ask("address")
+        await self._ask("setup", host, port)
         if config.transport == "collective":
-            await self._ask(0, "setup_weight_sync_group", config.explorer.count)
+            await self._ask("setup_weight_sync_group", config.explorer.count)
 
     async def load_checkpoint(self, folder: Path, step: int) -> None:
         """Load the checkpoint of a step on every rank."""
-        await self._ask_all("load_checkpoint", str(folder / "actor"))
+        await self._ask("load_checkpoint", str(folder / "actor"))
         self._step = step
 
     @property
@@ -104,13 +88,9 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     async def train_step(self, batch_exps: Sequence[Sequence[Experience]]) -> dict[str, float]:
         """Take one step on groups of samples, dealt out over the ranks; return its metrics."""
-        shares = [list(batch_exps[index::count]) for index, count in self._shares]
-        answers = await answers_or_cause(
-            [self._ask(rank, "train_step", share) for rank, share in enumerate(shares)]
-        )
+        metrics: dict[str, float] = await self._ask("train_step", batch_exps)
         self._step += 1
-        first: dict[str, float] = answers[0]
-        return first
+        return metrics
 
     async def save_checkpoint(
         self,
@@ -138,14 +118,14 @@ class RayTrainerFleet(TrainEngineWrapper):
         """Let every rank save its part of a checkpoint; return the saves to expect."""
         step, in_files = self._step, self._config.sync.method == "checkpoint"
         if not in_files and not save_as_hf:
-            await self._ask_all("save_checkpoint", path, step)
+            await self._ask("save_checkpoint", path, step)
             return Saves(state_dicts=self._saves, others=self._saves)
         is_saved = self._version_saved == step
         if not is_saved:
             # No state dict, if the run's versions are those: explorers would wait for it.
-            save = partial(self._ask_all, "save_weights", path, step, masters=True)
+            save = partial(self._ask, "save_weights", path, step, masters=True)
             await save(name="huggingface_model", is_state_dict=not in_files)
-        await self._ask_all("save_training_state", path, step)
+        await self._ask("save_training_state", path, step)
         models = int(not is_saved)
         return Saves(
             state_dicts=0 if in_files else models,
@@ -169,7 +149,7 @@ class RayTrainerFleet(TrainEngineWrapper):
         else:
             masters = config.is_save_step(step)
             path = str(folder / MODEL_FOLDER[0])
-            await self._ask_all("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
+            await self._ask("save_weights", path, step, name=WEIGHTS_SAVE, masters=masters)
         self._version_saved = step
         await self._coordinator.register_and_monitor(
             step, is_state_dict=True, state_dict_thread_count=1, metrics=metrics
@@ -177,7 +157,7 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     async def upload_state_dict(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the weights, and commit the version."""
-        await self._ask_all("upload_state_dict", self._step)
+        await self._ask("upload_state_dict", self._step)
         await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
 
     async def sync_weight_nccl(self, metrics: dict[str, float] | None = None) -> None:
@@ -188,38 +168,27 @@ class RayTrainerFleet(TrainEngineWrapper):
         """
         for attempt in range(1, SENDING_ATTEMPTS + 1):
             try:
-                await self._send()
+                await self._ask("sync_weight_nccl", self._step)
                 break
             except GroupBroken as error:
                 if attempt == SENDING_ATTEMPTS:
                     raise
                 logger.warning("step %d: sends the weights again: %s", self._step, error)
-                await self._ask(0, "setup_weight_sync_group", 1)
+                await self._ask("setup_weight_sync_group", 1)
         await to_thread.run_sync(self._synchronizer.commit, self._step, metrics)
-
-    async def _send(self) -> None:
-        """Let every rank send; raises rank 0's error before what the others say of it."""
-        ranks = range(len(self._workers))
-        sent = await asyncio.gather(
-            *(self._ask(rank, "sync_weight_nccl", self._step) for rank in ranks),
-            return_exceptions=True,
-        )
-        for answer in sent:
-            if isinstance(answer, BaseException):
-                raise answer
 
     async def wait_for_save(self) -> None:
         """Wait for background saves, and raise the error of one that failed."""
-        await self._ask_all("wait_on_save_thread")
+        await self._ask("wait_on_save_thread")
         timeout = self._config.sync.timeout
         await to_thread.run_sync(self._coordinator.wait_all, timeout)
 
     async def shutdown(self) -> None:
         """Stop the workers."""
-        await self._ask_all("shutdown")
-        for worker in self._workers:
-            ray.kill(worker)
-        self._workers = []
+        if self._workers is not None:
+            await self._ask("shutdown")
+            self._workers.kill()
+            self._workers = None
         self._synchronizer.close()
         try:
             await to_thread.run_sync(self._publisher.close)
@@ -229,58 +198,35 @@ class RayTrainerFleet(TrainEngineWrapper):
     @property
     def _saves(self) -> int:
         """Saves of one kind: every rank's shard is one on FSDP, all ranks write one on Megatron."""
-        return 1 if self._config.trainer.engine == "megatron" else len(self._workers)
+        return 1 if self._config.trainer.engine == "megatron" else self._config.trainer.ranks
 
     @property
     def _critic_saves(self) -> int:
         """Return the saves of the critic: its shard and its training state on each rank."""
-        return 2 * len(self._workers) if self._config.algorithm.critic.use else 0
+        return 2 * self._config.trainer.ranks if self._config.algorithm.critic.use else 0
 
-    async def _ask_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        ranks = range(len(self._workers))
-        asked = [self._ask(rank, method, *args, **options) for rank in ranks]
-        return await answers_or_cause(asked)
+    async def _ask(self, method: str, /, *args: Any, **options: Any) -> Any:
+        assert self._workers is not None
+        return await self._workers.ask(method, *args, **options)
 
-    async def _ask(self, rank: int, method: str, *args: Any, **options: Any) -> Any:
-        try:
-            return await getattr(self._workers[rank], method).remote(*args, **options)
-        except ray.exceptions.RayActorError:
-            step = self._step + (method == "train_step")  # which is not taken yet
-            process = self._processes[rank] if self._processes else None
-            how = "" if process is None else await to_thread.run_sync(self._deaths.how, process)
-            who = named(f"trainer worker {rank}", process)
-            raise WorkerDied(
-                f"{who} of run {self._config.run_id} died in {method} at step {step}"
-                f"{how and f': {how}'}"
-            ) from None
+    def _of_death(self, method: str) -> str:
+        step = self._step + (method == "train_step")  # which is not taken yet
+        return f"of run {self._config.run_id} died in {method} at step {step}"
 
 
-async def answers_or_cause(asked: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Return what every rank answers, or raise the first error: a death before what follows it.
+def start_workers(kind: type, config: RunConfig, **options: Any) -> WorkerGroup:
+    """Start a worker of this class for each rank of the run, where its placement says.
 
-    A rank that dies fails the others, sooner than it is known to be dead.
+    Args:
+        kind: Class of the workers.
+        config: The run.
+        options: Options of the group.
     """
-    tasks = [asyncio.ensure_future(one) for one in asked]
-    _, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    failed = _errors(tasks)
-    if left and failed and all(_may_follow_a_death(one) for one in failed):
-        await asyncio.wait(left, timeout=DEATH_KNOWN, return_when=asyncio.FIRST_EXCEPTION)
-        failed = _errors(tasks)
-    if failed:
-        for one in tasks:
-            one.add_done_callback(lambda task: task.cancelled() or task.exception())
-        raise min(failed, key=lambda one: not isinstance(one, WorkerDied))
-    return [one.result() for one in tasks]
-
-
-def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
-    done = [one for one in tasks if one.done() and not one.cancelled()]
-    return [error for one in done if (error := one.exception()) is not None]
-
-
-def _may_follow_a_death(error: BaseException) -> bool:
-    """Return True for what a rank raises when another has died in a collective."""
-    return isinstance(error, CollectiveBroken) or not isinstance(error, TrinityError)
+    actor, workers = ray.remote(kind), []
+    for rank in range(config.trainer.ranks):
+        placed, own_gpu = rank_options(config, rank)
+        workers.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu))
+    return WorkerGroup(kind, workers, **options)
 
 
 def _worker_class(config: RunConfig) -> type[TrainWorker]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct
 
 from ..collectives import together
 from ..engines.base import NamedTensors
@@ -29,6 +28,7 @@ from ..helpers.megatron import (
     save_as_one,
 )
 from ..learning.teacher import checked_teacher
+from ..worker_group.megatron import MegatronWorker
 from .background_saves import BackgroundSaves
 from .division import micro_batch_limit
 from .megatron_step import MegatronTrainingStep
@@ -41,59 +41,8 @@ logger = logging.getLogger(__name__)
 _SAVES = {"model": (SAVE_NAME, True), "training": ("training_state", False)}
 
 
-class DistRankInfo(Struct, frozen=True):
-    """Place of one rank in its parallel groups."""
-
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
-    cp_rank: int
-
-
-class DistGlobalInfo(Struct, frozen=True):
-    """Sizes of the parallel groups."""
-
-    tp_size: int
-    dp_size: int
-    pp_size: int
-    cp_size: int
-
-
-class MegatronWorker:
-    """Report of a worker on Megatron about its layout, by which a caller deals data out to it.
-
-    Both methods are called once the rank has joined its layout.
-    """
-
-    def get_megatron_global_info(self) -> DistGlobalInfo:
-        """Return the sizes of tensor, data, pipeline and context parallel groups."""
-        from megatron.core import parallel_state as state
-
-        return DistGlobalInfo(
-            tp_size=state.get_tensor_model_parallel_world_size(),
-            dp_size=state.get_data_parallel_world_size(),
-            pp_size=state.get_pipeline_model_parallel_world_size(),
-            cp_size=state.get_context_parallel_world_size(),
-        )
-
-    def get_megatron_rank_info(self) -> DistRankInfo:
-        """Return the place of this rank in each dimension of the layout."""
-        from megatron.core import parallel_state as state
-
-        return DistRankInfo(
-            tp_rank=state.get_tensor_model_parallel_rank(),
-            dp_rank=state.get_data_parallel_rank(),
-            pp_rank=state.get_pipeline_model_parallel_rank(),
-            cp_rank=state.get_context_parallel_rank(),
-        )
-
-
 class MegatronTrainWorker(MegatronWorker, TrainWorker):
     """Rank of the training loop with a Megatron engine."""
-
-    def data_share(self) -> tuple[int, int]:
-        """Return the share of this rank's replica; all ranks of a replica get the same groups."""
-        return self.get_megatron_rank_info().dp_rank, self.get_megatron_global_info().dp_size
 
     def setup(self, host: str, port: int) -> None:
         """Set up the rank, and its saves in the background."""

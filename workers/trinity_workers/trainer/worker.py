@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trinity_events import CheckpointCoordinator, Synchronizer
-from trinity_events.coordinator import this_process
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
 from trinity_events.weights import ModelUpdateGroup
-from trinity_schemas import Experience, Process
+from trinity_schemas import Experience
 
 from ..algorithms.collate import collate, padding_row
 from ..collectives import together
@@ -38,6 +37,9 @@ from ..helpers import (
 )
 from ..network import meet_through
 from ..placement import threads
+from ..worker_group.dispatch import Dispatch
+from ..worker_group.registered import register
+from ..worker_group.worker import Worker
 from .division import micro_batch_limit
 from .fsdp_models import load_models
 from .fsdp_step import FSDPTrainingStep
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 ROLE = "actor"
 
 
-class TrainWorker:
+class TrainWorker(Worker):
     """Holds one rank's engine. All ranks call its methods together.
 
     But for process() and address(), which are not collective.
@@ -65,10 +67,7 @@ class TrainWorker:
         self._timeout = timedelta(seconds=config.sync.timeout)
         self._store: TCPStore | None = None
 
-    def process(self) -> Process:
-        """Return the process that it runs in."""
-        return this_process()
-
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
     def address(self) -> tuple[str, int]:
         """Return the address where the ranks meet; rank 0 listens there from now on."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -77,6 +76,7 @@ class TrainWorker:
         )
         return host, self._store.port
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, host: str, port: int) -> None:
         """Join the process group and load the model."""
         config = self._config
@@ -128,16 +128,14 @@ class TrainWorker:
         """Engine of the policy."""
         return self._models.policy
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
         """Load models, optimizers, schedules and random states."""
         self._engine.load_checkpoint(local_path)
         if self._models.critic is not None:
             self._models.critic.load_checkpoint(str(_critic_folder(local_path)))
 
-    def data_share(self) -> tuple[int, int]:
-        """Return the share of a step's groups that is this rank's, and the number of shares."""
-        return self._rank, self._config.trainer.ranks
-
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def train_step(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
         """Take one step on this rank's groups; metrics are of all ranks."""
         padding = self._engine.tokenizer.pad_token_id
@@ -146,15 +144,18 @@ class TrainWorker:
         metrics: dict[str, float] = self._step.learn(batch.to(self._device))
         return metrics
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_state_dict(self, local_path: str, global_step: int) -> None:
         """Save the sharded model in the background."""
         fsdp_save_state_dict(self._engine, local_path, global_step, self._coordinator, logger)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, global_step: int) -> None:
         """Save the sharded model and the training state, both in the background."""
         self.save_state_dict(local_path, global_step)
         self.save_training_state(local_path, global_step)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_weights(
         self,
         local_path: str,
@@ -189,6 +190,7 @@ class TrainWorker:
         params: NamedTensors = self._engine.master_params()
         return params
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_training_state(self, local_path: str, global_step: int) -> None:
         """Save optimizer, scheduler and random states, and the critic, in the background."""
         self._save_training_state("training_state", self._engine, Path(local_path), global_step)
@@ -217,6 +219,7 @@ class TrainWorker:
             ranks=self._config.trainer.ranks,
         )
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def upload_state_dict(self, global_step: int) -> None:
         """Publish the weights."""
         fsdp_upload_state_dict(
@@ -227,10 +230,12 @@ class TrainWorker:
             strategy=self._strategy,
         )
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
     def setup_weight_sync_group(self, explorers: int) -> tuple[str, ...]:
         """Wait, on rank 0 alone, for so many explorers; return the names of those that came."""
         return self._synchronizer.setup_weight_sync_group(explorers, self._config.sync.timeout)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
     def sync_weight_nccl(self, global_step: int) -> None:
         """Send the weights through the collective group."""
         fsdp_sync_weight_nccl(self._engine, self._model_update_group(global_step))
@@ -238,10 +243,12 @@ class TrainWorker:
     def _model_update_group(self, global_step: int) -> ModelUpdateGroup | None:
         return self._synchronizer.model_update_group(global_step) if self._rank == 0 else None
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_on_save_thread(self) -> None:
         """Wait for this rank's background saves; raises what failed in them."""
         self._coordinator.wait_all(self._config.sync.timeout)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def shutdown(self) -> None:
         """Wait for background saves, and leave the process group; raises what failed in them."""
         with ExitStack() as exits:

@@ -1,0 +1,111 @@
+"""A worker group over Ray: what its methods return, and how errors and deaths are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+ray = pytest.importorskip("ray")
+
+from tests.support.batches import make_batch  # noqa: E402
+from tests.support.tensors import assert_equal, identical  # noqa: E402
+from tests.support.waits import PATIENCE  # noqa: E402
+from trinity_events.errors import DeadlineExceeded, TrinityError  # noqa: E402
+from trinity_workers.collectives import CollectiveBroken  # noqa: E402
+from trinity_workers.worker_group.dispatch import Dispatch  # noqa: E402
+from trinity_workers.worker_group.group import UnknownMethod, WorkerDied, WorkerGroup  # noqa: E402
+from trinity_workers.worker_group.ranks import DistRankInfo  # noqa: E402
+from trinity_workers.worker_group.registered import register  # noqa: E402
+from trinity_workers.worker_group.worker import Worker  # noqa: E402
+
+
+class Stages(Worker):
+    """Two pipeline stages of one replica, which compute next to nothing."""
+
+    def __init__(self, rank):
+        self._rank = rank
+
+    def rank_info(self):
+        return DistRankInfo(tp_rank=0, dp_rank=0, pp_rank=self._rank, cp_rank=0)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute(self, batch, *, factor):
+        return {"rewards": batch.rewards * factor, "batch": batch, "stage": self._rank}
+
+    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP_PROTO, blocking=False)
+    def generate(self, prompts):
+        return [f"{prompt} by {self._rank}" for prompt in prompts]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fails(self, rank, how):
+        if rank == self._rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise how(f"rank {self._rank} lost its peer")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, settles=True)
+    def fails_later(self):
+        time.sleep(0.5 * (1 - self._rank))
+        raise TrinityError(f"rank {self._rank} failed")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hangs(self, rank):
+        time.sleep(3600 if rank == self._rank else 0)
+
+    def unregistered(self):
+        raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def _ray():
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def made(_ray):
+    groups = []
+
+    def make(**options):
+        actor = ray.remote(Stages).options(num_cpus=0)
+        groups.append(WorkerGroup(Stages, [actor.remote(rank) for rank in range(2)], **options))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.kill()
+
+
+async def test_a_group_deals_out_and_collects_and_tells_deaths_and_silence(made):
+    group = made(name="stage", told=lambda method: f"died in {method} at step 3")
+    batch = make_batch([1, 2, 3])
+    found = await group.ask("compute", batch, factor=2)
+    assert found.pop("stage") == 1, "the last stage answers"
+    assert_equal(found["batch"].known(), batch.known())
+    assert identical(found["rewards"], batch.rewards * 2)
+    said = await group.ask("generate", ["a", "b", "c"])
+    assert said == ["a by 0", "b by 1", "c by 0"]
+    with pytest.raises(UnknownMethod, match="Stages has no registered method unregistered"):
+        await group.ask("unregistered")
+    with pytest.raises(TrinityError, match="would block the event loop"):
+        group.compute(batch, factor=2)
+    with pytest.raises(TrinityError, match="rank 0 failed"):
+        await group.ask("fails_later")
+    await group.watch()
+    # The peer's error is there at once, and Ray's of the death after it.
+    with pytest.raises(WorkerDied, match=r"^stage 1 \(process \d+ on .*\) died in fails at step 3"):
+        await group.ask("fails", 1, CollectiveBroken)
+
+
+def test_without_an_event_loop_methods_block_or_return_what_is_waited_on(made):
+    group = made(timeout=PATIENCE)
+    batch = make_batch([2, 1])
+    assert identical(group.compute(batch, factor=3)["rewards"], batch.rewards * 3)
+    assert group.generate(["a"]).result() == ["a by 0"]
+    group._timeout = 1.0
+    with pytest.raises(DeadlineExceeded, match=r"no answer to hangs within 1 s from .*worker 1"):
+        group.hangs(1)

@@ -1,0 +1,140 @@
+"""Dispatch modes as pure functions over the table of ranks, by veRL's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from trinity_events.errors import TrinityError
+
+from .ranks import RankTable, sizes_of
+from .rows import Dealing, joined, split
+
+
+class DispatchRefused(TrinityError):
+    """Raised if arguments cannot be dealt out to the ranks, or answers be collected from them."""
+
+
+class Dispatch(Enum):
+    """Modes in which a call's arguments reach the ranks, and answers come back.
+
+    Modes that deal out divide every positional argument, and give keyword arguments to all ranks.
+    """
+
+    RANK_ZERO = "rank-zero"
+    """Rank 0 alone is called. Its answer is returned."""
+    ONE_TO_ALL = "one-to-all"
+    """All ranks get the arguments as they are. The answers of all are returned, by rank."""
+    DP_COMPUTE_PROTO = "data-parallel"
+    """Every rank gets a share of its own, and answers for it."""
+    MEGATRON_COMPUTE_PROTO = "megatron"
+    """Every replica gets a share, with all of its ranks. Its first tensor-parallel rank of the last
+    pipeline stage answers for it. Where every rank is a replica, as on FSDP, this is the mode
+    above."""
+    MEGATRON_PP_AS_DP_PROTO = "megatron-pipeline-as-data"
+    """Pipeline stages and context-parallel ranks count as replicas: each gets a share, with its
+    tensor-parallel ranks, of which the first answers."""
+
+    @property
+    def deals_out(self) -> bool:
+        """True if ranks get shares."""
+        return self not in {Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL}
+
+
+class Shares(NamedTuple):
+    """Share of each rank, and the ranks that answer."""
+
+    ranks: tuple[int, ...]
+    """Index of each rank's share."""
+    answering: tuple[int, ...]
+    """Ranks that answer, one for each share, in the order of shares."""
+
+    @property
+    def number(self) -> int:
+        """Number of shares."""
+        return len(self.answering)
+
+
+def shares_of(mode: Dispatch, table: RankTable) -> Shares:
+    """Return the shares of a mode that deals out.
+
+    Answers are ordered by share, never by rank: those of pipeline stages that count as replicas
+    come from ranks in another order than their shares.
+
+    Raises:
+        DispatchRefused: if the table is not of a whole layout, so that a share has no answer.
+    """
+    sizes = sizes_of(table)
+    if mode is Dispatch.DP_COMPUTE_PROTO:
+        shares = list(range(len(table)))
+        answering = shares
+    elif mode is Dispatch.MEGATRON_COMPUTE_PROTO:
+        shares = [one.dp_rank for one in table]
+        answering = [
+            rank
+            for rank, one in enumerate(table)
+            if (one.tp_rank, one.pp_rank, one.cp_rank) == (0, sizes.pp_size - 1, 0)
+        ]
+    else:
+        shares = [
+            (one.cp_rank * sizes.dp_size + one.dp_rank) * sizes.pp_size + one.pp_rank
+            for one in table
+        ]
+        answering = [rank for rank, one in enumerate(table) if one.tp_rank == 0]
+    answering = sorted(answering, key=shares.__getitem__)
+    if [shares[rank] for rank in answering] != list(range(len(set(shares)))):
+        raise DispatchRefused(
+            f"mode {mode.value} has no answer for each share: the places of {len(table)} ranks "
+            "make up no layout"
+        )
+    return Shares(tuple(shares), tuple(answering))
+
+
+class Dealt(NamedTuple):
+    """Arguments of each rank, and the way back from their answers."""
+
+    arguments: list[tuple[Any, ...]]
+    """Positional arguments of each share; of one alone, where nothing is dealt out."""
+    ranks: tuple[int, ...]
+    """Index of each called rank's share."""
+    answering: tuple[int, ...]
+    """Ranks whose answers are collected, in the order of shares."""
+    mode: Dispatch
+    dealing: Dealing | None
+    """Places of the rows, where rows are dealt out."""
+
+    def collected(self, answers: Sequence[Any]) -> Any:
+        """Return the result of a call from the answers of the called ranks."""
+        found = [answers[rank] for rank in self.answering]
+        if self.mode is Dispatch.RANK_ZERO:
+            return found[0]
+        return found if self.dealing is None else joined(found, self.dealing)
+
+
+def deal(mode: Dispatch, table: RankTable, arguments: Sequence[Any]) -> Dealt:
+    """Return the arguments of each rank.
+
+    Args:
+        mode: The mode.
+        table: Places of all ranks.
+        arguments: Positional arguments of the call. Modes that deal out take rows: batches, lists,
+            or veRL's `DataProto`, all of as many rows.
+
+    Raises:
+        DispatchRefused: if a mode that deals out is given anything else, or nothing.
+    """
+    if not mode.deals_out:
+        ranks = 1 if mode is Dispatch.RANK_ZERO else len(table)
+        return Dealt([tuple(arguments)], (0,) * ranks, tuple(range(ranks)), mode, None)
+    if not arguments:
+        raise DispatchRefused(f"mode {mode.value} deals out rows: give it a batch or a list")
+    shares = shares_of(mode, table)
+    divided = [split(one, shares.number) for one in arguments]
+    rows = {one.dealing.rows for one in divided}
+    if len(rows) > 1:
+        raise DispatchRefused(
+            f"arguments of {', '.join(map(str, sorted(rows)))} rows cannot be dealt out together"
+        )
+    parts = list(zip(*(one.parts for one in divided), strict=True))
+    return Dealt(parts, shares.ranks, shares.answering, mode, divided[0].dealing)

@@ -1,0 +1,240 @@
+"""Group of workers over Ray actors: calls to all ranks, answers, errors and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from anyio import to_thread
+
+from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_schemas import Process
+
+from ..collectives import CollectiveBroken
+from ..process_exit import ExitWatch, named
+from .dispatch import Dealt, Dispatch, deal
+from .ranks import NOWHERE, RankTable
+from .registered import Registered, registered_methods
+from .wire import packed, unpacked
+
+DEATH_KNOWN = 5.0
+"""Seconds within which Ray knows that a worker is dead, after other ranks have noticed."""
+
+
+class WorkerDied(TrinityError):
+    """A worker process ended while it was needed."""
+
+
+class UnknownMethod(TrinityError, AttributeError):
+    """Raised if the workers of a group have no registered method of that name."""
+
+
+class WorkerGroup:
+    """Workers of one kind, each a Ray actor and one rank.
+
+    The group has the registered methods of its workers. ``group.update_actor(batch)`` deals out the
+    batch, waits and returns the result, or returns :class:`Answers` if the method does not block.
+    In an event loop ``await group.ask("update_actor", batch)`` waits without blocking the loop.
+
+    Args:
+        kind: Class of the workers, with methods marked by :func:`.registered.register`.
+        workers: Handles of the actors, by rank.
+        name: Name of a worker in errors, before its rank.
+        told: Returns the words that errors append to the name of a method, such as its step.
+        timeout: Maximum seconds of a call; None leaves it to the deadlines of the ranks.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        workers: Sequence[Any],
+        *,
+        name: str = "worker",
+        told: Callable[[str], str] = lambda method: f"died in {method}",
+        timeout: float | None = None,
+    ) -> None:
+        self.workers = list(workers)
+        self._methods = registered_methods(kind)
+        self._kind = kind
+        self._name = name
+        self._told = told
+        self._timeout = timeout
+        self._table: RankTable | None = None
+        self._processes: list[Process] = []
+        self._deaths = ExitWatch()
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self.workers)
+
+    async def watch(self) -> None:
+        """Note the processes of all ranks, so that errors name them and tell how they ended."""
+        self._processes = await self.ask("process")
+        for process in self._processes:
+            self._deaths.watch(process)
+
+    async def ask(self, method: str, /, *args: Any, **options: Any) -> Any:
+        """Call a registered method, and return its result.
+
+        Raises:
+            WorkerDied: if a rank is dead, whatever other ranks say of it.
+            DeadlineExceeded: if ranks have not answered in time.
+        """
+        await self._find_places(self._registered(method).dispatch_mode)
+        return await self._begun(method, args, options)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return a registered method as a function that calls the ranks."""
+        if method.startswith("_"):
+            raise AttributeError(method)
+        registered = self._registered(method)
+
+        def call(*args: Any, **options: Any) -> Any:
+            _refuse_event_loop(method)
+            if registered.dispatch_mode.deals_out and self._table is None:
+                asyncio.run(self._find_places(registered.dispatch_mode))
+            answers = self._begun(method, args, options)
+            return answers.result() if registered.blocking else answers
+
+        return call
+
+    def kill(self) -> None:
+        """End the processes of all ranks."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers = []
+
+    def _registered(self, method: str) -> Registered:
+        try:
+            return self._methods[method]
+        except KeyError:
+            raise UnknownMethod(
+                f"{self._kind.__name__} has no registered method {method}: mark it with register()"
+            ) from None
+
+    async def _find_places(self, mode: Dispatch) -> None:
+        """Ask for the places of all ranks, once, for a mode that deals out by them."""
+        if mode.deals_out and self._table is None:
+            self._table = await self._begun("rank_info", (), {})
+
+    def _begun(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Answers:
+        registered = self._registered(method)
+        dealt = deal(registered.dispatch_mode, self._table or [NOWHERE] * len(self), args)
+        shares = _sent(dealt)
+        given = {name: packed(one) for name, one in options.items()}
+        answering = set(dealt.answering)
+        asked = {
+            rank: self.workers[rank].execute.remote(
+                method, rank in answering, *shares[share], **given
+            )
+            for rank, share in enumerate(dealt.ranks)
+        }
+
+        async def answer(rank: int) -> Any:
+            try:
+                return unpacked(await asked[rank])
+            except ray.exceptions.RayActorError:
+                raise await self._death(rank, method) from None
+
+        call = _Call(method, registered.settles, dealt, answer, self._named)
+        return Answers(call, self._timeout)
+
+    async def _death(self, rank: int, method: str) -> WorkerDied:
+        process = self._processes[rank] if self._processes else None
+        how = "" if process is None else await to_thread.run_sync(self._deaths.how, process)
+        return WorkerDied(f"{self._named(rank)} {self._told(method)}{how and f': {how}'}")
+
+    def _named(self, rank: int) -> str:
+        process = self._processes[rank] if self._processes else None
+        return named(f"{self._name} {rank}", process)
+
+
+class _Call(NamedTuple):
+    """Call to the ranks that is under way."""
+
+    method: str
+    settles: bool
+    """True if every rank ends before an error is raised."""
+    dealt: Dealt
+    answer: Callable[[int], Awaitable[Any]]
+    """Waits for the answer of a rank."""
+    named: Callable[[int], str]
+    """Returns the name of a rank."""
+
+
+class Answers:
+    """Answers to a call that is under way: await them, or take their result."""
+
+    def __init__(self, call: _Call, timeout: float | None) -> None:
+        self._call = call
+        self._timeout = timeout
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait for the result."""
+        return self._collected().__await__()
+
+    def result(self) -> Any:
+        """Wait for the result, outside of an event loop."""
+        _refuse_event_loop(self._call.method)
+        return asyncio.run(self._collected())
+
+    async def _collected(self) -> Any:
+        """Return the result, or raise the first error: a death before what follows it.
+
+        A rank that dies fails the others, sooner than it is known to be dead.
+        """
+        call = self._call
+        asked = [asyncio.ensure_future(call.answer(rank)) for rank in range(len(call.dealt.ranks))]
+        for one in asked:
+            one.add_done_callback(lambda task: task.cancelled() or task.exception())
+        ends = asyncio.ALL_COMPLETED if call.settles else asyncio.FIRST_EXCEPTION
+        _, left = await asyncio.wait(asked, timeout=self._timeout, return_when=ends)
+        failed = _errors(asked)
+        if left and failed and all(_may_follow_a_death(one) for one in failed):
+            await asyncio.wait(left, timeout=DEATH_KNOWN, return_when=asyncio.FIRST_EXCEPTION)
+            failed = _errors(asked)
+        if failed:
+            raise failed[0] if call.settles else min(failed, key=_is_no_death)
+        if left:
+            raise DeadlineExceeded(self._missing(asked))
+        return call.dealt.collected([one.result() for one in asked])
+
+    def _missing(self, asked: Sequence[asyncio.Future[Any]]) -> str:
+        call = self._call
+        names = ", ".join(call.named(rank) for rank, one in enumerate(asked) if not one.done())
+        return f"no answer to {call.method} within {self._timeout:g} s from {names}"
+
+
+def _sent(dealt: Dealt) -> list[tuple[Any, ...]]:
+    """Return the arguments of each share as they are sent: once, where several ranks get them."""
+    shares = [tuple(map(packed, one)) for one in dealt.arguments]
+    if len(shares) == len(dealt.ranks) or not dealt.dealing:
+        return shares
+    return [tuple(map(ray.put, one)) for one in shares]
+
+
+def _refuse_event_loop(method: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise TrinityError(
+        f"{method} would block the event loop that calls it: await the group's "
+        f"ask({method!r}, ...) there"
+    )
+
+
+def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[BaseException]:
+    done = [one for one in tasks if one.done() and not one.cancelled()]
+    return [error for one in done if (error := one.exception()) is not None]
+
+
+def _is_no_death(error: BaseException) -> bool:
+    return not isinstance(error, WorkerDied)
+
+
+def _may_follow_a_death(error: BaseException) -> bool:
+    """Return True for what a rank raises when another has died in a collective."""
+    return isinstance(error, CollectiveBroken) or not isinstance(error, TrinityError)

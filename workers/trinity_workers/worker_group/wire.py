@@ -1,0 +1,54 @@
+"""Arguments and answers on their way between driver and ranks.
+
+A tensor is pickled with all of the storage that it is a view of, byte by byte. As an array it takes
+its own rows along alone, in buffers that Ray does not copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..algorithms.batch import Batch
+
+
+class _Packed(NamedTuple):
+    """Tensor on its way."""
+
+    array: np.ndarray[Any, Any]
+    dtype: str
+
+
+class _PackedBatch(NamedTuple):
+    """Batch on its way."""
+
+    fields: dict[str, _Packed]
+
+
+def packed(value: Any) -> Any:
+    """Return a value to send; tensors come back on the CPU."""
+    if isinstance(value, Tensor):
+        whole = value.detach().cpu().contiguous()
+        # NumPy has no bfloat16.
+        array = whole if whole.dtype != torch.bfloat16 else whole.view(torch.int16)
+        return _Packed(array.numpy(), str(value.dtype).removeprefix("torch."))
+    if isinstance(value, Batch):
+        return _PackedBatch({name: packed(one) for name, one in value.known().items()})
+    if type(value) is dict:
+        return {name: packed(one) for name, one in value.items()}
+    return value
+
+
+def unpacked(value: Any) -> Any:
+    """Return the value of which :func:`packed` made this; tensors have memory of their own."""
+    if isinstance(value, _Packed):
+        # A copy: arrays in Ray's object store are read-only, and tensors are written to.
+        return torch.from_numpy(value.array.copy()).view(getattr(torch, value.dtype))
+    if isinstance(value, _PackedBatch):
+        return Batch(**{name: unpacked(one) for name, one in value.fields.items()})
+    if type(value) is dict:
+        return {name: unpacked(one) for name, one in value.items()}
+    return value
