@@ -222,7 +222,8 @@ def start_workers(kind: type, config: RunConfig, **options: Any) -> WorkerGroup:
         config: The run.
         options: Options of the group.
     """
-    actor, workers = ray.remote(kind), []
+    actor: Any = ray.remote(kind)
+    workers = []
     for rank in range(config.trainer.ranks):
         placed, own_gpu = rank_options(config, rank)
         workers.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu))

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
+from trinity_events.stacks import write_stacks_when_asked
 from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import Experience
 
@@ -92,6 +93,7 @@ class TrainWorker(Worker):
             timeout=self._timeout,
         )
         torch.manual_seed(config.seed)
+        write_stacks_when_asked(config.run_id, f"{ROLE}-{self._rank}")
         self._step: Any = self._make_step()
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
