@@ -23,6 +23,7 @@ from . import (
     fused_loss,
     growth,
     latency,
+    megatron_reshard,
     megatron_stream,
     pages,
     replay,
@@ -51,6 +52,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights_transports": weights_transports,
     "weights_gpu": weights_gpu,
     "megatron_stream": megatron_stream,
+    "megatron_reshard": megatron_reshard,
     "fused_loss": fused_loss,
 }
 SIZES = ("tiny", "small", "full")

@@ -29,13 +29,24 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
         "gradient_norm": config.trainer.gradient_norm,
     }
     folder = config.model_folder
-    policy = FSDPEngine(folder, learning_rate=policy_rate(config), **common)
+    trainer = config.trainer
+    policy = FSDPEngine(
+        folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **common
+    )
     critic = None
     if settings.critic.use:
-        critic = FSDPEngine(folder, learning_rate=critic_rate(config), load=load_critic, **common)
+        critic = FSDPEngine(
+            folder,
+            learning_rate=critic_rate(config),
+            load=load_critic,
+            offload=trainer.critic_offload,
+            **common,
+        )
 
     def frozen(path: Path) -> Any:
-        return frozen_policy(path, device=device, dtype=config.model.dtype)
+        return frozen_policy(
+            path, device=device, dtype=config.model.dtype, offload=trainer.reference_offload
+        )
 
     reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
     path = config.teacher_folder

@@ -23,6 +23,8 @@ from ..algorithms.update import Update, policy_update, value_update
 from ..algorithms.values import explained_variance, value_means
 from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
+from ..engines.base import resident
+from ..engines.model_memory import ALL
 from ..learning.logprobs import (
     response_logits,
     response_logprobs,
@@ -94,10 +96,11 @@ class FSDPTrainingStep:
         told: dict[str, float] = {}
         for learner in self._learners():
             updates = []
-            for index in division.updates():
-                told[learner.rate_name] = learner.engine.learning_rate
-                parts = division.of_update(mini_batches[index], index).parts
-                updates.append(_update(learner, parts, counts[index]))
+            with resident(learner.engine, *ALL):
+                for index in division.updates():
+                    told[learner.rate_name] = learner.engine.learning_rate
+                    parts = division.of_update(mini_batches[index], index).parts
+                    updates.append(_update(learner, parts, counts[index]))
             means += reduce(operator.add, (one.means for one in updates)).prefixed(learner.prefix)
             told[learner.norm_name] = fmean(one.norm for one in updates)
         if self._models.critic is not None:
@@ -109,20 +112,25 @@ class FSDPTrainingStep:
     def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:
         """Return the batch with the fields that its preparation or several updates need."""
         models, settings = self._models, self._settings
-        passes: dict[str, Callable[[Batch], Tensor]] = {
-            "reference_logprobs": lambda part: self._logprobs(models.reference, part),
-            "teacher_logprobs": lambda part: self._logprobs(models.teacher, part),
+        passes: dict[str, tuple[Any, Callable[[Batch], Tensor]]] = {
+            "reference_logprobs": (
+                models.reference,
+                lambda part: self._logprobs(models.reference, part),
+            ),
+            "teacher_logprobs": (models.teacher, lambda part: self._logprobs(models.teacher, part)),
         }
         if models.critic is not None:
-            critic = models.critic.module
-            passes["values"] = lambda part: response_values(critic, part)
+            critic = models.critic
+            passes["values"] = (critic, lambda part: response_values(critic.module, part))
         if settings.updates > 1 or settings.prepares_by_proximal:
-            passes["proximal_logprobs"] = lambda part: self._logprobs(models.policy.module, part)
+            policy = models.policy
+            passes["proximal_logprobs"] = (policy, lambda part: self._logprobs(policy.module, part))
         divided = division.of_pass(batch)
         found = {}
         for name in sorted(settings.needed_fields & passes.keys()):
-            with torch.no_grad(), _evaluated(models):
-                found[name] = divided.joined([passes[name](part) for part in divided.parts])
+            model, compute = passes[name]
+            with torch.no_grad(), _evaluated(models), resident(model):
+                found[name] = divided.joined([compute(part) for part in divided.parts])
         return replace(batch, **found)
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:
@@ -166,7 +174,7 @@ class FSDPTrainingStep:
     def _divergence(self, logits: Tensor, part: Batch) -> Tensor:
         """Return the divergence of the policy from the teacher, with gradient."""
         settings = self._settings.teacher
-        with torch.no_grad():
+        with torch.no_grad(), resident(self._models.teacher):
             teacher = response_logits(self._models.teacher, part)
         # Models of one tokenizer may pad their vocabularies to different sizes.
         width = min(logits.shape[-1], teacher.shape[-1])

@@ -128,22 +128,31 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             MegatronEngine,
             device=self._device,
             layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
-            model=ModelOptions(
-                dtype=getattr(torch, config.model.dtype), fused_loss=config.trainer.fused_loss
-            ),
             seed=config.seed,
+        )
+        policy, frozen = (
+            ModelOptions(
+                dtype=getattr(torch, config.model.dtype),
+                fused_loss=config.trainer.fused_loss,
+                offload=one,
+            )
+            for one in (config.trainer.policy_offload, config.trainer.reference_offload)
         )
         self._policy = make(
             config.model_folder,
             optimizer=OptimizerOptions(
                 learning_rate=policy_rate(config), gradient_norm=config.trainer.gradient_norm
             ),
+            model=policy,
         )
         reference = teacher = None
         if "reference_logprobs" in settings.needed_fields:
-            reference = make(config.model_folder)
+            reference = make(config.model_folder, model=frozen)
         if config.teacher_folder is not None:
-            teacher = make(checked_teacher(config.teacher_folder, config.model_folder))
+            teacher = make(
+                checked_teacher(config.teacher_folder, config.model_folder),
+                model=frozen,
+            )
         return MegatronTrainingStep(
             self._policy,
             settings,
