@@ -122,7 +122,7 @@ class FSDPTrainingStep:
         if models.critic is not None:
             critic = models.critic
             passes["values"] = (critic, lambda part: response_values(critic.module, part))
-        if settings.updates > 1 or settings.prepares_by_proximal:
+        if settings.passes_proximal:
             policy = models.policy
             passes["proximal_logprobs"] = (policy, lambda part: self._logprobs(policy.module, part))
         divided = division.of_pass(batch)

@@ -121,7 +121,7 @@ class MegatronTrainingStep:
         """Return the batch with the fields that its preparation or several updates need."""
         settings = self._settings
         passes: dict[str, Any] = dict(self._judges)
-        if settings.updates > 1 or settings.prepares_by_proximal:
+        if settings.passes_proximal:
             passes["proximal_logprobs"] = self._policy
         divided = division.of_pass(batch)
         found = {}
