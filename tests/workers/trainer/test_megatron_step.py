@@ -39,6 +39,7 @@ from trinity_workers.trainer.division import (  # noqa: E402
     row_sizes,
 )
 from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
+from trinity_workers.trainer.training_step import Models  # noqa: E402
 
 TEMPERATURE = 0.7
 CLIP, ENTROPY, KL = 0.2, 0.03, 0.1
@@ -129,9 +130,8 @@ def take_step(
         folders[1], device=torch.device("cpu"), layout=layout, model=ModelOptions(**options)
     )
     settings = read_settings(ALGORITHM).with_limit(12)
-    step = MegatronTrainingStep(
-        policy, settings, temperature=TEMPERATURE, limit=limit, reference=judge
-    )
+    models = Models(policy, reference=judge)
+    step = MegatronTrainingStep(models, settings, temperature=TEMPERATURE, limit=limit)
     metrics = step.learn(mine)
     experts = parallel_state.get_expert_model_parallel_group() if layout.expert > 1 else None
     division = division_of(mine, settings, limit, stages=layout.pipeline, alike=experts)

@@ -249,15 +249,17 @@ def frozen_policy(
     *,
     device: torch.device,
     dtype: str = "float32",
+    load: Callable[[Path, str], tuple[Any, Any]] | None = None,
     offload: FrozenOffload = FrozenOffload(),  # noqa: B008  # frozen
 ) -> Any:
     """Return the folder's policy without gradients, sharded as the engine's. Collective.
 
-    If ``offload`` moves its parameters, its ``resident()`` is a block in which it can compute.
+    ``load`` returns another model of the folder, and its tokenizer. If ``offload`` moves its
+    parameters, its ``resident()`` is a block in which it can compute.
     """
     from ..learning.policy import load_policy
 
-    model, _ = load_policy(folder, dtype)
+    model, _ = (load or load_policy)(folder, dtype)
     model.requires_grad_(False)
     module = _shard(model, device, getattr(torch, dtype)).eval()
     memory = ModelMemory(offload, lambda: _settled_parameters(module))

@@ -1,14 +1,12 @@
-"""One training step on FSDP: passes without gradients, then updates of critic and policy."""
+"""One training step on FSDP."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import reduce
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,159 +15,101 @@ from torch import Tensor
 from ..algorithms.aggregation import Means
 from ..algorithms.batch import Batch
 from ..algorithms.distillation import token_divergence
-from ..algorithms.prepare import prepare
 from ..algorithms.settings import AlgorithmConfig
-from ..algorithms.update import Update, policy_update, value_update
-from ..algorithms.values import explained_variance, value_means
+from ..algorithms.update import Update
 from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
 from ..engines.base import resident
-from ..engines.model_memory import ALL
 from ..learning.logprobs import (
     response_logits,
     response_logprobs,
     response_statistics,
     statistics_of_logits,
 )
-from ..learning.values import response_values
-from .division import (
-    NO_LIMIT,
-    BatchDivision,
-    MicroBatchLimit,
-    division_of,
-    loss_denominators,
-    response_tokens,
-)
+from ..learning.values import last_values, response_values
+from .division import BatchDivision
+from .training_step import Models, Taken, TrainingStep
 
 
-class Models(NamedTuple):
-    """Models of a training step, of which only the policy is always there."""
+class FSDPTrainingStep(TrainingStep):
+    """Training step of one rank, which is a replica.
 
-    policy: FSDPEngine
-    critic: FSDPEngine | None = None
-    reference: Any = None
-    """Sharded module without gradients, as is the teacher."""
-    teacher: Any = None
-
-    @property
-    def trained(self) -> list[Any]:
-        """Return the modules that are trained."""
-        return [one.module for one in (self.policy, self.critic) if one is not None]
-
-
-class FSDPTrainingStep:
-    """Training step of one rank. All ranks take it together.
-
-    Args:
-        models: The models.
-        settings: The algorithm.
-        temperature: Temperature that sampled.
-        limit: Maximum size of one pass; by default all rows.
-        fused: Compute log-probabilities and entropies chunk by chunk, without whole logits.
+    Policy and critic of the models are FSDPEngines, reference and teacher sharded modules.
     """
 
     def __init__(
-        self,
-        models: Models,
-        settings: AlgorithmConfig,
-        *,
-        temperature: float = 1.0,
-        limit: MicroBatchLimit = NO_LIMIT,
-        fused: bool = False,
+        self, models: Models, settings: AlgorithmConfig, *, fused: bool = False, **options: Any
     ) -> None:
-        self._models = models
-        self._settings = settings
-        self._temperature = temperature
-        self._limit = limit
+        super().__init__(models, settings, **options)
         self._fused = fused
-        for module in models.trained:
-            module.train()
+        for engine in models.trained:
+            engine.module.train()
 
-    def learn(self, batch: Batch) -> dict[str, float]:
-        """Take one step on this rank's batch; return the metrics of all ranks. Collective."""
-        settings = self._settings
-        division = division_of(batch, settings, self._limit)
-        batch, means = prepare(self._with_passes(batch, division), settings, all_reduced)
-        means += response_tokens(batch, shown=dist.get_rank() == 0)
-        mini_batches = batch.equal_parts(settings.mini_batches)
-        counts = all_reduced(loss_denominators(mini_batches, settings))
-        told: dict[str, float] = {}
-        for learner in self._learners():
-            updates = []
-            with resident(learner.engine, *ALL):
-                for index in division.updates():
-                    told[learner.rate_name] = learner.engine.learning_rate
-                    parts = division.of_update(mini_batches[index], index).parts
-                    updates.append(_update(learner, parts, counts[index]))
-            means += reduce(operator.add, (one.means for one in updates)).prefixed(learner.prefix)
-            told[learner.norm_name] = fmean(one.norm for one in updates)
-        if self._models.critic is not None:
-            means += value_means(batch)
-        return explained_variance(means.reduced(all_reduced).values()) | told
+    @property
+    def _is_first_replica(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        return all_reduced(tensor)
+
+    def _shown(self, means: Means) -> dict[str, float]:
+        return means.reduced(all_reduced).values()
 
     # --- passes without gradients --------------------------------------------------------------
 
-    def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:
-        """Return the batch with the fields that its preparation or several updates need."""
-        models, settings = self._models, self._settings
-        passes: dict[str, tuple[Any, Callable[[Batch], Tensor]]] = {
-            "reference_logprobs": (
-                models.reference,
-                lambda part: self._logprobs(models.reference, part),
-            ),
-            "teacher_logprobs": (models.teacher, lambda part: self._logprobs(models.teacher, part)),
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B]. Collective."""
+        judge = self._models.reward_model
+        parts = judge.tokens.inputs(batch).equal_parts(division.parts_of_pass)
+        with torch.no_grad(), resident(judge.model):
+            return torch.cat([last_values(judge.model, part) for part in parts])[: len(batch)]
+
+    def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
+        model, compute = self._computations()[name]
+        with torch.no_grad(), _evaluated(self._models), resident(model):
+            divided = division.of_pass(batch)
+            return divided.joined([compute(part) for part in divided.parts])
+
+    def _computations(self) -> dict[str, tuple[Any, Callable[[Batch], Tensor]]]:
+        """Return the model that computes each field, and how."""
+        policy, critic, reference, teacher, _ = self._models
+        return {
+            "proximal_logprobs": (policy, lambda part: self._logprobs(policy.module, part)),
+            "reference_logprobs": (reference, lambda part: self._logprobs(reference, part)),
+            "teacher_logprobs": (teacher, lambda part: self._logprobs(teacher, part)),
+            "values": (critic, lambda part: response_values(critic.module, part)),
         }
-        if models.critic is not None:
-            critic = models.critic
-            passes["values"] = (critic, lambda part: response_values(critic.module, part))
-        if settings.passes_proximal:
-            policy = models.policy
-            passes["proximal_logprobs"] = (policy, lambda part: self._logprobs(policy.module, part))
-        divided = division.of_pass(batch)
-        found = {}
-        for name in sorted(settings.needed_fields & passes.keys()):
-            model, compute = passes[name]
-            with torch.no_grad(), _evaluated(models), resident(model):
-                found[name] = divided.joined([compute(part) for part in divided.parts])
-        return replace(batch, **found)
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:
         return response_logprobs(module, part, self._temperature, fused=self._fused)
 
     # --- updates -------------------------------------------------------------------------------
 
-    def _learners(self) -> Iterator[_Learner]:
-        policy, critic = self._models.policy, self._models.critic
-        warm = True
-        if critic is not None:
-            warm = critic.steps >= self._settings.critic.warmup_steps * self._settings.updates
-            yield _Learner(critic, self._critic_update, "critic/", "critic/grad_norm", "critic/lr")
-        if warm:
-            yield _Learner(policy, self._policy_update, "", "gradient_norm", "learning_rate")
+    def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
+        critic = self._models.critic
 
-    def _critic_update(self, part: Batch) -> Update:
-        assert self._models.critic is not None
-        values = response_values(self._models.critic.module, part)
-        return value_update(part, values, self._settings)
+        def loss(part: Batch) -> Update:
+            return self._value_loss(response_values(critic.module, part), part)
 
-    def _policy_update(self, part: Batch) -> Update:
-        settings, policy = self._settings, self._models.policy.module
-        entropy, divergence = settings.entropy_coefficient > 0, None
-        if settings.loss == "divergence":
-            logits = response_logits(policy, part)
-            current = statistics_of_logits(logits, part, self._temperature, entropy=entropy)
-            divergence = self._divergence(logits, part)
-        else:
-            current = response_statistics(
-                policy, part, self._temperature, entropy=entropy, fused=self._fused
-            )
-        if settings.updates == 1:
-            # The policy before a step's only update is the current one.
-            part = replace(part, proximal_logprobs=current.logprobs.detach())
-        with together() if settings.has_own_loss else nullcontext():
-            return policy_update(
-                part, current.logprobs, settings, entropy=current.entropy, divergence=divergence
-            )
+        return _update(critic, loss, parts, count)
+
+    def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
+        settings, policy = self._settings, self._models.policy
+
+        def loss(part: Batch) -> Update:
+            entropy, divergence = settings.entropy_coefficient > 0, None
+            if settings.loss == "divergence":
+                logits = response_logits(policy.module, part)
+                current = statistics_of_logits(logits, part, self._temperature, entropy=entropy)
+                divergence = self._divergence(logits, part)
+            else:
+                current = response_statistics(
+                    policy.module, part, self._temperature, entropy=entropy, fused=self._fused
+                )
+            with together() if settings.has_own_loss else nullcontext():
+                return self._policy_loss(current, part, divergence)
+
+        return _update(policy, loss, parts, count)
 
     def _divergence(self, logits: Tensor, part: Batch) -> Tensor:
         """Return the divergence of the policy from the teacher, with gradient."""
@@ -187,49 +127,37 @@ class FSDPTrainingStep:
         )
 
 
-class _Learner(NamedTuple):
-    """Model that is updated, its loss, and the names of its metrics."""
-
-    engine: FSDPEngine
-    update_of: Callable[[Batch], Update]
-    prefix: str
-    norm_name: str
-    rate_name: str
-
-
-class _Taken(NamedTuple):
-    """Means of an optimizer step, and its gradients' norm."""
-
-    means: Means
-    norm: float
-
-
-def _update(learner: _Learner, parts: Sequence[Batch], count: Tensor) -> _Taken:
-    """Take one optimizer step on the micro-batches of a mini-batch.
+def _update(
+    engine: FSDPEngine,
+    loss_of: Callable[[Batch], Update],
+    parts: Sequence[Batch],
+    count: Tensor,
+) -> Taken:
+    """Take one optimizer step on a mini-batch.
 
     Args:
-        learner: The model.
+        engine: The engine.
+        loss_of: Returns the loss of a micro-batch.
         parts: The micro-batches.
         count: Denominator of their loss, over all ranks.
     """
-    engine, world = learner.engine, dist.get_world_size()
-    means = []
+    world, means = dist.get_world_size(), []
     for index, part in enumerate(parts):
-        update = learner.update_of(part)
+        update = loss_of(part)
         # FSDP averages gradients over ranks.
         loss = update.loss(count, world)
         engine.accumulate(loss, first=index == 0, last=index == len(parts) - 1)
         means.append(update.means())
-    return _Taken(reduce(operator.add, means), engine.apply_gradients())
+    return Taken(reduce(operator.add, means), engine.apply_gradients())
 
 
 @contextmanager
 def _evaluated(models: Models) -> Iterator[None]:
     """Let trained models evaluate in the block, so that no dropout disturbs what it computes."""
-    for module in models.trained:
-        module.eval()
+    for engine in models.trained:
+        engine.module.eval()
     try:
         yield
     finally:
-        for module in models.trained:
-            module.train()
+        for engine in models.trained:
+            engine.module.train()

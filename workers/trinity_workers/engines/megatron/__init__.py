@@ -6,6 +6,7 @@ from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
 from .hybrid import HybridEngine
 from .layout import LayoutRefused, ParallelLayout, leave
 from .model import MODEL_TYPES, ModelOptions, UnsupportedModel
+from .values import MegatronCritic, MegatronRewardModel
 
 __all__ = [
     "MODEL_TYPES",
@@ -15,7 +16,9 @@ __all__ = [
     "HybridEngine",
     "LayoutRefused",
     "LocalShard",
+    "MegatronCritic",
     "MegatronEngine",
+    "MegatronRewardModel",
     "ModelOptions",
     "OptimizerOptions",
     "ParallelLayout",

@@ -16,6 +16,7 @@ from ...algorithms.batch import Batch
 from ...algorithms.logits import (
     TokenStatistics,
     VocabularyPart,
+    exact,
     head_statistics,
     token_statistics,
 )
@@ -70,6 +71,41 @@ def accumulate_gradients(
         return value * len(parts), metrics
 
     return _run_schedule(chunks, parts, finish, forward_only=False, head=_head_of(statistics))
+
+
+def response_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
+    """Return values [B, R] before response tokens of every micro-batch, as log-probabilities."""
+
+    def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        values = _values(outputs, row)
+        return values.sum(), values
+
+    with torch.no_grad():
+        return _run_schedule(chunks, parts, finish, forward_only=True)
+
+
+def accumulate_value_gradients(
+    chunks: Sequence[Any], parts: Sequence[Batch], loss: Callable[[Tensor, Batch], Any]
+) -> list[Any]:
+    """Accumulate gradients as :func:`accumulate_gradients`, of losses of values [B, R]."""
+
+    def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Any]:
+        value, metrics = loss(_values(outputs, row), row.batch)
+        return value * len(parts), metrics
+
+    return _run_schedule(chunks, parts, finish, forward_only=False)
+
+
+def last_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
+    """Return the output at each row's last token: [B] of every micro-batch."""
+
+    def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        last = (row.batch.attention_mask.sum(dim=1) - 1).clamp(min=0)
+        values = exact(outputs[..., 0].gather(1, last[:, None]).squeeze(1))
+        return values.sum(), values
+
+    with torch.no_grad():
+        return _run_schedule(chunks, parts, finish, forward_only=True)
 
 
 def whole_logits(chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int) -> list[Tensor]:
@@ -244,3 +280,9 @@ def _vocabulary_part(width: int, vocabulary: int) -> VocabularyPart:
         largest=partial(all_reduced, group=group, op=dist.ReduceOp.MAX),
         total=partial(all_reduced, group=group),
     )
+
+
+def _values(outputs: Tensor, row: _Rows) -> Tensor:
+    """Return the value before each response token [B, R], 0 on padding, from a head's outputs."""
+    values = exact(outputs[..., 0].gather(1, row.before_responses))
+    return values.masked_fill(~row.batch.response_mask, 0.0)
