@@ -10,6 +10,7 @@ import torch
 from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
+from ..engines.fsdp_options import FSDPOptions
 from ..learning.reward_model import RewardModel, RewardTokens, load_reward_model, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
@@ -28,12 +29,13 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     common: dict[str, Any] = {
         "device": device,
         "dtype": config.model.dtype,
-        "gradient_norm": config.trainer.gradient_norm,
+        "options": fsdp_options(config),
     }
     folder = config.model_folder
     trainer = config.trainer
+    clipped = common | {"gradient_norm": trainer.gradient_norm}
     policy = FSDPEngine(
-        folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **common
+        folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **clipped
     )
     critic = None
     if settings.critic.use:
@@ -42,17 +44,11 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
             learning_rate=critic_rate(config),
             load=load_critic,
             offload=trainer.critic_offload,
-            **common,
+            **clipped,
         )
 
     def frozen(path: Path, **options: Any) -> Any:
-        return frozen_policy(
-            path,
-            device=device,
-            dtype=config.model.dtype,
-            offload=trainer.reference_offload,
-            **options,
-        )
+        return frozen_policy(path, offload=trainer.reference_offload, **common, **options)
 
     reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
     path = config.teacher_folder
@@ -62,3 +58,11 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
         tokens = RewardTokens(policy.tokenizer, reward_tokenizer(path))
         judge = RewardModel(frozen(path, load=load_reward_model), tokens)
     return Models(policy, critic, reference, teacher, judge)
+
+
+def fsdp_options(config: RunConfig) -> FSDPOptions:
+    """Return the options of the models on FSDP, as the configuration names them."""
+    trainer = config.trainer
+    return FSDPOptions(
+        recompute=trainer.recompute, cpu_offload=trainer.cpu_offload, packing=trainer.packing
+    )

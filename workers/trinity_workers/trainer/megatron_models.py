@@ -14,12 +14,12 @@ from ..engines.megatron import (
     MegatronRewardModel,
     ModelOptions,
     OptimizerOptions,
-    ParallelLayout,
 )
 from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from ..offload import FrozenOffload, Offload
+from .megatron_layout import parallel_layout
 from .rates import critic_rate, policy_rate
 from .training_step import Models
 
@@ -34,11 +34,9 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
         LayoutRefused: if the ranks or a model do not fit the layout.
     """
     trainer, folder = config.trainer, config.model_folder
-    pipeline = trainer.pipeline_parallel
-    tensor = trainer.tensor_parallel or max(1, trainer.ranks // pipeline)
     common: dict[str, Any] = {
         "device": device,
-        "layout": ParallelLayout(tensor=tensor, pipeline=pipeline),
+        "layout": parallel_layout(trainer),
         "seed": config.seed,
     }
 
@@ -46,11 +44,16 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
         return ModelOptions(
             dtype=getattr(torch, config.model.dtype),
             fused_loss=config.trainer.fused_loss,
+            recompute=trainer.recompute,
             offload=offload,
         )
 
     def optimizer(rate: LearningRate) -> OptimizerOptions:
-        return OptimizerOptions(learning_rate=rate, gradient_norm=trainer.gradient_norm)
+        return OptimizerOptions(
+            learning_rate=rate,
+            gradient_norm=trainer.gradient_norm,
+            distributed=trainer.distributed_optimizer,
+        )
 
     policy = MegatronEngine(
         folder,

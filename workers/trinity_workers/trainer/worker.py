@@ -36,6 +36,7 @@ from ..helpers import (
     save_huggingface,
     strategy_for,
 )
+from ..helpers.full_tensors import full_tensors, in_dtype
 from ..network import meet_through
 from ..placement import threads
 from ..worker_group.dispatch import Dispatch
@@ -44,6 +45,7 @@ from ..worker_group.worker import Worker
 from .division import micro_batch_limit
 from .fsdp_models import load_models
 from .fsdp_step import FSDPTrainingStep
+from .profiling import StepProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class TrainWorker(Worker):
         self._device = compute_device(own_gpu)
         self._timeout = timedelta(seconds=config.sync.timeout)
         self._store: TCPStore | None = None
+        self._taken = config.resumed_step or 0
+        """Training steps taken."""
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def address(self) -> tuple[str, int]:
@@ -86,7 +90,7 @@ class TrainWorker(Worker):
         if self._store is None:
             self._store = TCPStore(host, port, timeout=self._timeout)
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            process_group_backend(self._device, cpu_offload=config.trainer.cpu_offload),
             store=self._store,
             rank=self._rank,
             world_size=config.trainer.ranks,
@@ -97,6 +101,7 @@ class TrainWorker(Worker):
         self._step: Any = self._make_step()
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
+        self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
         )
@@ -110,9 +115,19 @@ class TrainWorker(Worker):
             rank=self._rank,
             full_every=config.sync.full_every,
             tensor_digests=config.sync.tensor_digests,
+            dtype=self._published_dtype,
         )
         self._strategy = strategy_for(config.published_form, config.sync.timeout)
         exempt_loaded_objects()
+
+    @property
+    def _published_dtype(self) -> torch.dtype | None:
+        """Data type to convert published weights to; None to publish those of the engine."""
+        name = self._config.published_dtype
+        if name == self._config.model.dtype:
+            return None
+        published: torch.dtype = getattr(torch, name)
+        return published
 
     def _make_step(self) -> Any:
         config = self._config
@@ -144,7 +159,9 @@ class TrainWorker(Worker):
         padding = self._engine.tokenizer.pad_token_id
         with together():  # a rank with bad groups must not leave the others
             batch = collate(groups, padding) if groups else padding_row(padding)
-        metrics: dict[str, float] = self._step.learn(batch.to(self._device))
+        self._taken += 1
+        with self._profiler.step(self._taken):
+            metrics: dict[str, float] = self._step.learn(batch.to(self._device))
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -177,6 +194,9 @@ class TrainWorker(Worker):
             is_state_dict: True for a state dict, False for a part of a checkpoint.
             masters: Save the optimizer's copies of the parameters, for a checkpoint to rest on.
         """
+        tensors = self._master_params() if masters else None
+        if not masters and self._published_dtype is not None:
+            tensors = in_dtype(full_tensors(self._engine), self._published_dtype)
         save_huggingface(
             self._engine,
             local_path,
@@ -184,7 +204,7 @@ class TrainWorker(Worker):
             self._coordinator,
             logger,
             target=SaveTarget(name, is_state_dict),
-            tensors=self._master_params() if masters else None,
+            tensors=tensors,
             deadline=self._config.sync.timeout,
         )
 
@@ -266,6 +286,13 @@ class TrainWorker(Worker):
 def critic_folder(local_path: str) -> Path:
     """Return the folder of the critic, beside the policy's in a checkpoint."""
     return Path(local_path).with_name("critic")
+
+
+def process_group_backend(device: torch.device, *, cpu_offload: bool) -> str:
+    """Return the backend of the ranks' group; offloaded gradients are reduced on the CPU too."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
 def compute_device(own_gpu: bool) -> torch.device:
