@@ -20,6 +20,7 @@ from . import (
     control_plane,
     dashboard,
     fold,
+    fused_loss,
     growth,
     latency,
     megatron_reshard,
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "weights_gpu": weights_gpu,
     "megatron_stream": megatron_stream,
     "megatron_reshard": megatron_reshard,
+    "fused_loss": fused_loss,
 }
 SIZES = ("tiny", "small", "full")
 

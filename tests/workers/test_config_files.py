@@ -48,11 +48,21 @@ MISTAKES = [
         "{rollouts: {prompts_per_step: 2, samples_per_prompt: 2}, algorithm: {mini_batches: 5}}",
         "algorithm.mini_batches is 5, and a step has 4 answers",
     ),
-    ("trainer: {schedule: step}", "must be one of constant, linear, cosine"),
     (
-        "{trainer: {engine: megatron}, algorithm: {entropy_coefficient: 1}}",
-        "trainer.engine megatron computes no entropy of a vocabulary that 2 ranks share",
+        "trainer: {micro_batch_rows: 4, micro_batch_tokens: 400}",
+        "trainer.micro_batch_rows and trainer.micro_batch_tokens both divide a step's rows",
     ),
+    (
+        "{trainer: {micro_batch_tokens: 7}, rollouts: {max_new_tokens: 7}}",
+        "trainer.micro_batch_tokens is 7, and a row has up to 7 tokens of an answer",
+    ),
+    (
+        "{trainer: {fused_loss: true}, algorithm: {advantage: none, loss: divergence, "
+        "teacher: {path: /t}}}",
+        "algorithm.loss divergence compares whole logits, which trainer.fused_loss never has",
+    ),
+    ("trainer: {micro_batch_tokens: 0}", "trainer.micro_batch_tokens is 0"),
+    ("trainer: {schedule: step}", "must be one of constant, linear, cosine"),
     ("sync: {timeout: .inf}", "sync.timeout is null, but must be a number above 0"),
     ("sync: {tensor_digests: 1}", "must be true or false"),
     ("sync: {transport: nccl}", "must be one of auto, shm, ray, redis"),

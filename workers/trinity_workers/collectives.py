@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,18 +26,22 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the sum of a tensor over all ranks of the group. Collective."""
+def all_reduced(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> torch.Tensor:
+    """Return the sum, or another reduction, of a tensor over all ranks of the group. Collective."""
     total = tensor.clone()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, op=op, group=group)
     return total
 
 
-def largest(number: int, group: dist.ProcessGroup | None = None) -> int:
-    """Return the largest of the numbers of all ranks of the group. Collective."""
-    found = torch.tensor(number, device=_message_device(group))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return int(found)
+def largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the largest of all ranks' numbers, for each place of the sequence. Collective."""
+    mine = torch.tensor(numbers, device=_message_device(group))
+    found: list[int] = all_reduced(mine, group, dist.ReduceOp.MAX).tolist()
+    return found
 
 
 @contextmanager

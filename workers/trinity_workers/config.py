@@ -136,6 +136,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch_rows: Positive | None = None
     """Maximum rows of a forward and backward pass on a rank; gradients add up over the passes, and
     are those of all rows at once. Null takes all."""
+    micro_batch_tokens: Positive | None = None
+    """Maximum tokens of a forward and backward pass on a rank, padding included: rows of similar
+    length are passed together. A longer row is passed alone. Null takes all."""
+    fused_loss: bool = False
+    """Compute log-probabilities and entropies from the last hidden states, a chunk of tokens at a
+    time. The logits of a pass are then never in memory at once, and are computed twice."""
     profile_steps: tuple[Positive, ...] = ()
     """Training steps that torch.profiler traces, such as `[3, 4]`. Each rank writes a file for
     Perfetto below `profiles` in the run's folder, and an event names it."""
@@ -471,6 +477,7 @@ def contradictions(
             f"{saved} is {config.checkpoints.save_hf_checkpoint}, and {interval} 0 writes no "
             f"checkpoints: set {interval}, or {saved} never",
         )
+    yield from _of_micro_batches(config, named)
     yield from _of_the_algorithm(config, named)
     yield from reward_contradictions(config.rewards, config.task.reward, named)
     yield from sync_contradictions(sync, named)
@@ -497,6 +504,28 @@ def contradictions(
     yield from evaluation_contradictions(
         config.evaluation, named, steps=config.steps, keeps_versions=config.keeps_versions
     )
+
+
+def _of_micro_batches(
+    config: TrainConfig, named: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what contradicts the sizes of micro-batches."""
+    rows, tokens = named("trainer.micro_batch_rows"), named("trainer.micro_batch_tokens")
+    bound, answer = config.trainer.micro_batch_tokens, config.rollouts.max_new_tokens
+    if bound is None:
+        return
+    if config.trainer.micro_batch_rows is not None:
+        yield (
+            ("trainer.micro_batch_rows", "trainer.micro_batch_tokens"),
+            f"{rows} and {tokens} both divide a step's rows: leave one of them out",
+        )
+    if bound <= answer:
+        limit = named("rollouts.max_new_tokens")
+        yield (
+            ("trainer.micro_batch_tokens", "rollouts.max_new_tokens"),
+            f"{tokens} is {bound}, and a row has up to {answer} tokens of an answer ({limit}) "
+            "beside its prompt: choose more than both",
+        )
 
 
 def _of_updates(
@@ -590,6 +619,12 @@ def _beyond_the_trainer(
             f"{named('algorithm.mini_batches')} is {algorithm.mini_batches}, and a step has "
             f"{rows} answers: choose at most so many",
         )
+    fused = named("trainer.fused_loss")
+    if config.trainer.fused_loss and algorithm.loss == "divergence":
+        yield (
+            ("trainer.fused_loss", "algorithm.loss"),
+            f"{loss} divergence compares whole logits, which {fused} never has: set it false",
+        )
     if not megatron:
         return
     if algorithm.loss == "divergence":
@@ -597,15 +632,6 @@ def _beyond_the_trainer(
             ("trainer.engine", "algorithm.loss"),
             f"{engine} megatron splits the vocabulary, and {loss} divergence compares all of it: "
             f"set {advantage} teacher with another {loss}, or {engine} fsdp",
-        )
-    trainer = config.trainer
-    tensor = trainer.tensor_parallel or trainer.ranks // trainer.pipeline_parallel
-    if algorithm.entropy_coefficient and tensor > 1:
-        yield (
-            ("trainer.engine", "trainer.tensor_parallel", "algorithm.entropy_coefficient"),
-            f"{engine} megatron computes no entropy of a vocabulary that {tensor} ranks share: set "
-            f"{named('trainer.tensor_parallel')} 1, {named('algorithm.entropy_coefficient')} 0, or "
-            f"{engine} fsdp",
         )
 
 

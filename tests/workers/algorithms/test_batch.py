@@ -78,6 +78,13 @@ def test_batches_of_other_widths_are_concatenated_with_padding_that_is_masked(on
             assert identical(values, getattr(batch, name)[batch.response_mask])
 
 
+def test_a_batch_is_narrowed_to_the_columns_that_its_rows_need():
+    batch = make_batch([3, 1], prompts=[2, 4])
+    wide = batch.widened(9, 8)
+    same(wide.narrowed(4, 3), batch)
+    assert wide.select([1]).narrowed(4, 1).input_ids.tolist() == [batch.input_ids[1, :5].tolist()]
+
+
 def test_rows_are_selected_by_index_in_its_order_or_by_a_mask():
     batch = make_batch([1, 2, 3])
     assert batch.select([2, 0, 2]).groups.tolist() == [1, 0, 1]
@@ -126,6 +133,7 @@ def test_batches_that_know_other_fields_are_not_mixed():
         (lambda batch: batch.padded(0), "a multiple of at least 1"),
         (lambda batch: batch.rows(0, 0).padded(2), "without rows"),
         (lambda batch: batch.widened(1, 9), "no room"),
+        (lambda batch: batch.narrowed(1, 9), "has less than 1 . 9"),
         (lambda _: concatenate([]), "no batches"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from math import exp, log
 
 import pytest
@@ -10,7 +12,11 @@ torch = pytest.importorskip("torch")
 
 from tests.support.batches import near  # noqa: E402
 from trinity_workers.algorithms.distillation import token_divergence  # noqa: E402
-from trinity_workers.algorithms.logits import token_statistics  # noqa: E402
+from trinity_workers.algorithms.logits import (  # noqa: E402
+    VocabularyPart,
+    head_statistics,
+    token_statistics,
+)
 
 
 def logits_of(*probabilities):
@@ -70,6 +76,108 @@ def test_the_gradients_are_those_of_finite_differences():
         ),
     ):
         assert torch.autograd.gradcheck(function, (student,))
+
+
+def head_of(dtype, bias=True):
+    """Hidden states, a head and tokens of them."""
+    lot = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 5, 8, generator=lot, dtype=dtype).requires_grad_()
+    weight = torch.randn(11, 8, generator=lot, dtype=dtype).requires_grad_()
+    bias = torch.randn(11, generator=lot, dtype=dtype).requires_grad_() if bias else None
+    return hidden, weight, bias, torch.randint(0, 11, (3, 5), generator=lot)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_fused_head_has_values_and_gradients_of_its_logits(dtype, tolerance, chunk, biased):
+    hidden, weight, bias, tokens = head_of(dtype, biased)
+    inputs = [one for one in (hidden, weight, bias) if one is not None]
+    plain = token_statistics(
+        torch.nn.functional.linear(hidden, weight, bias), tokens, temperature=0.7, entropy=True
+    )
+    fused = head_statistics(
+        hidden, (weight, bias), tokens, temperature=0.7, entropy=True, chunk=chunk
+    )
+    near(fused.logprobs, plain.logprobs, tolerance)
+    near(fused.entropy, plain.entropy, tolerance)
+    weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    expected, found = (
+        torch.autograd.grad(((one.logprobs - 0.3 * one.entropy) * weights).sum(), inputs)
+        for one in (plain, fused)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        scale = float(other.abs().max())
+        near(one / scale, other / scale, tolerance)
+
+
+def test_the_gradients_of_a_fused_head_are_those_of_finite_differences():
+    hidden, weight, bias, tokens = head_of(torch.float64)
+
+    def function(hidden, weight, bias):
+        found = head_statistics(hidden, (weight, bias), tokens, entropy=True, chunk=4)
+        return found.logprobs - 0.3 * found.entropy
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+class Ranks:
+    """Threads that share a vocabulary, and the reductions over them."""
+
+    def __init__(self, count: int) -> None:
+        self.given = [None] * count
+        self.all = threading.Barrier(count, timeout=60)
+
+    def reduce(self, rank: int, function):
+        def reduced(tensor):
+            self.given[rank] = tensor
+            self.all.wait()
+            found = function(torch.stack(self.given))
+            self.all.wait()
+            return found
+
+        return reduced
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ranks_that_share_a_vocabulary_have_the_results_of_one(fused):
+    hidden, weight, _, tokens = head_of(torch.float64)
+    whole = token_statistics(hidden @ weight.t(), tokens, entropy=True)
+    weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+
+    def loss(found):
+        return ((found.logprobs - 0.3 * found.entropy) * weights).sum()
+
+    expected = torch.autograd.grad(loss(whole), [hidden, weight])
+    width, count = 4, 3  # the last column of 12 is padding
+    padded = torch.cat([weight.detach(), torch.full((1, 8), 100.0, dtype=torch.float64)])
+    ranks = Ranks(count)
+
+    def compute(rank):
+        mine = padded[rank * width : (rank + 1) * width].clone().requires_grad_()
+        part = VocabularyPart(
+            rank * width,
+            min(width, 11 - rank * width),
+            largest=ranks.reduce(rank, lambda given: given.amax(dim=0)),
+            total=ranks.reduce(rank, lambda given: given.sum(dim=0)),
+        )
+        options = {"entropy": True, "chunk": 4, "part": part}
+        if fused:
+            found = head_statistics(hidden, (mine, None), tokens, **options)
+        else:
+            found = token_statistics(hidden @ mine.t(), tokens, **options)
+        return found, torch.autograd.grad(loss(found), [hidden, mine])
+
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(compute, range(count)))
+    for found, _ in answers:
+        near(found.logprobs, whole.logprobs)
+        near(found.entropy, whole.entropy)
+    near(sum(of_hidden for _, (of_hidden, _) in answers), expected[0])
+    near(torch.cat([of_mine for _, (_, of_mine) in answers])[:11], expected[1])
 
 
 @pytest.mark.parametrize(

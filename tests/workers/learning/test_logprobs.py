@@ -113,3 +113,38 @@ def test_an_entropy_is_that_of_the_distribution_of_its_token(
     row = found[3 * SAMPLES + 2]
     torch.testing.assert_close(row[: len(response)], expected, atol=1e-4, rtol=0.0)
     assert (row[len(response) :] == 0.0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fused_head_gives_what_whole_logits_give_and_their_gradients(
+    folder: Path, task: SpellBackward, dtype: str
+) -> None:
+    *_, groups = sampled(folder, task)
+    model, tokenizer = policy.load_policy(folder, dtype)
+    batch = collate(groups, tokenizer.pad_token_id)
+    tolerance = 1e-5 if dtype == "float32" else 0.02
+    found = []
+    for fused in (False, True):
+        one = response_statistics(model, batch, temperature=0.7, entropy=True, fused=fused)
+        model.zero_grad()
+        (one.logprobs - 0.1 * one.entropy).mean().backward()
+        gradients = {name: value.grad.clone() for name, value in model.named_parameters()}
+        found.append((one, gradients))
+    (plain, expected), (fused, gradients) = found
+    torch.testing.assert_close(fused.logprobs, plain.logprobs, atol=tolerance, rtol=0.0)
+    torch.testing.assert_close(fused.entropy, plain.entropy, atol=tolerance, rtol=0.0)
+    for name, value in expected.items():
+        bound = tolerance * float(value.abs().max())
+        torch.testing.assert_close(gradients[name], value, atol=bound, rtol=0.0)
+    assert model(input_ids=batch.input_ids).logits.shape[-1] == len(tokenizer), "as it was"
+
+
+def test_a_model_that_changes_its_logits_is_not_fused(task: SpellBackward, folder: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    *_, tokenizer, groups = sampled(folder, task)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=len(tokenizer), **sizes, **heads))
+    with pytest.raises(policy.BadPolicy, match=r"changes logits .*: set trainer.fused_loss false"):
+        response_logprobs(model, collate(groups, tokenizer.pad_token_id), fused=True)

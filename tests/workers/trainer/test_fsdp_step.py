@@ -25,6 +25,7 @@ from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
 from trinity_workers.learning.logprobs import response_logits, response_logprobs  # noqa: E402
 from trinity_workers.learning.policy import create_policy, load_policy  # noqa: E402
 from trinity_workers.learning.values import load_critic  # noqa: E402
+from trinity_workers.trainer.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.fsdp_step import FSDPTrainingStep  # noqa: E402
 from trinity_workers.trainer.training_step import Models  # noqa: E402
 
@@ -103,13 +104,13 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_micro_batches_have_the_gradients_metrics_and_weights_of_the_whole_batch(
+def test_micro_batches_and_fused_losses_have_the_numbers_of_the_whole_batch(
     rank_group, policy_folder, name
 ):
     ranks = rank_group(2)
     whole = ranks(take_steps, policy_folder, None, DIVIDED[name])
-    for rows in (1, 5):
-        parts = ranks(_with_rows, policy_folder, DIVIDED[name], rows)
+    for limit, fused in ((MicroBatchLimit(rows=3), False), (MicroBatchLimit(tokens=40), True)):
+        parts = ranks(_divided, policy_folder, DIVIDED[name], limit, fused=fused)
         for (told, gradients, weights), expected in zip(parts, whole, strict=True):
             assert told[1] == pytest.approx(expected[0][1], abs=1e-4, rel=1e-4)
             assert max(float(one.abs().max()) for one in expected[1].values()) > 1e-4
@@ -119,8 +120,8 @@ def test_micro_batches_have_the_gradients_metrics_and_weights_of_the_whole_batch
                 torch.testing.assert_close(weights[key], value, atol=1e-4, rtol=0)
 
 
-def _with_rows(rank: Rank, folder: Path, values: dict, rows: int):
-    return take_steps(rank, folder, None, values, micro_batch_rows=rows)
+def _divided(rank: Rank, folder: Path, values: dict, limit: MicroBatchLimit, *, fused: bool):
+    return take_steps(rank, folder, None, values, limit=limit, fused=fused)
 
 
 UPDATES = {

@@ -25,6 +25,7 @@ from trinity_workers.engines.megatron import (  # noqa: E402
     ParallelLayout,
 )
 from trinity_workers.learning.policy import isolated_rng  # noqa: E402
+from trinity_workers.trainer.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.megatron import MegatronTrainWorker  # noqa: E402
 from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
 from trinity_workers.trainer.training_step import Models  # noqa: E402
@@ -94,7 +95,7 @@ def first_values(rank, batch):
 
 
 def learn(rank):
-    step = MegatronTrainingStep(rank.held.models, settings(), micro_batch_rows=3)
+    step = MegatronTrainingStep(rank.held.models, settings(), limit=MicroBatchLimit(rows=3))
     return [step.learn(batch_of(one)) for one in range(STEPS)]
 
 

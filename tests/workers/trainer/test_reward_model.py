@@ -28,7 +28,7 @@ from trinity_workers.learning.reward_model import (  # noqa: E402
     load_reward_model,
     reward_tokenizer,
 )
-from trinity_workers.trainer.division import division_of  # noqa: E402
+from trinity_workers.trainer.division import MicroBatchLimit  # noqa: E402
 from trinity_workers.trainer.fsdp_step import FSDPTrainingStep  # noqa: E402
 from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
 from trinity_workers.trainer.training_step import Models  # noqa: E402
@@ -93,25 +93,24 @@ def expected_scores(folder) -> torch.Tensor:
 def on_megatron(rank, policy_folder, folder, layout):
     rank.exits.callback(at.drop_engine, rank)
     model = MegatronRewardModel(folder, device=CPU, layout=layout)
-    return scores(MegatronTrainingStep, model, policy_folder, folder, micro_batch_rows=2)
+    return scores(MegatronTrainingStep, model, policy_folder, folder, limit=MicroBatchLimit(rows=2))
 
 
 def on_fsdp(rank, policy_folder, folder):
     model = frozen_policy(folder, device=CPU, load=load_reward_model)
-    return scores(FSDPTrainingStep, model, policy_folder, folder, micro_batch_rows=4)
+    return scores(FSDPTrainingStep, model, policy_folder, folder, limit=MicroBatchLimit(rows=4))
 
 
-def scores(kind, model, policy_folder, folder, micro_batch_rows):
+def scores(kind, model, policy_folder, folder, limit):
     tokens = RewardTokens(load_tokenizer(policy_folder), reward_tokenizer(folder))
     step = kind(
         Models(None, reward_model=RewardModel(model, tokens)),
         read_settings({}),
-        micro_batch_rows=micro_batch_rows,
+        limit=limit,
         reward_weight=0.5,
     )
     batch = episodes(policy_folder)
-    division = division_of(batch, read_settings({}), micro_batch_rows)
-    scored, means = step._with_scores(batch, division)
+    scored, means = step._with_scores(batch, step._division(batch))
     return scored.rewards, means.values()
 
 

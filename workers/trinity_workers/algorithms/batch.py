@@ -174,9 +174,10 @@ class Batch:
         if not len(self):
             raise ValueError("a batch without rows cannot be padded")
         missing = -len(self) % multiple
-        return concatenate([self, self._padding(missing)]) if missing else self
+        return concatenate([self, self.padding_rows(missing)]) if missing else self
 
-    def _padding(self, rows: int) -> Batch:
+    def padding_rows(self, rows: int) -> Batch:
+        """Return padding rows of this batch's width; see :meth:`padded`."""
         blank = self.select([len(self) - 1] * rows)._mapped(torch.zeros_like)
         blank.groups.fill_(NO_GROUP)
         blank.finished.fill_(True)
@@ -196,13 +197,27 @@ class Batch:
                 f"a batch of {self.prompt_width} + {self.response_width} columns has no room in "
                 f"{prompt} + {response}"
             )
+        return self._with_margins(left, right)
+
+    def narrowed(self, prompt: int, response: int) -> Batch:
+        """Return the batch with fewer columns, and those left out must be padding."""
+        left, right = prompt - self.prompt_width, response - self.response_width
+        if left > 0 or right > 0:
+            raise ValueError(
+                f"a batch of {self.prompt_width} + {self.response_width} columns has less than "
+                f"{prompt} + {response}"
+            )
+        return self._with_margins(left, right)
+
+    def _with_margins(self, left: int, right: int) -> Batch:
+        """Return the batch with more columns before and after; with fewer if negative."""
         added = {SEQUENCE: (left, right), RESPONSE: (0, right)}
 
-        def wider(name: str, tensor: Tensor) -> Tensor:
+        def other(name: str, tensor: Tensor) -> Tensor:
             amount = added.get(layouts()[name].shape, (0, 0))
             return functional.pad(tensor, amount) if any(amount) else tensor
 
-        return Batch(**{name: wider(name, tensor) for name, tensor in self.known().items()})
+        return Batch(**{name: other(name, tensor) for name, tensor in self.known().items()})
 
     def known(self) -> dict[str, Tensor]:
         """Return the fields that are not None, by name."""

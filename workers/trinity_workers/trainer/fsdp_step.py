@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any
@@ -20,7 +20,12 @@ from ..algorithms.update import Update
 from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
 from ..engines.base import resident
-from ..learning.logprobs import response_logits, response_logprobs, statistics_of_logits
+from ..learning.logprobs import (
+    response_logits,
+    response_logprobs,
+    response_statistics,
+    statistics_of_logits,
+)
 from ..learning.values import last_values, response_values
 from .division import BatchDivision
 from .training_step import Models, Taken, TrainingStep
@@ -32,8 +37,11 @@ class FSDPTrainingStep(TrainingStep):
     Policy and critic of the models are FSDPEngines, reference and teacher sharded modules.
     """
 
-    def __init__(self, models: Models, settings: AlgorithmConfig, **options: Any) -> None:
+    def __init__(
+        self, models: Models, settings: AlgorithmConfig, *, fused: bool = False, **options: Any
+    ) -> None:
         super().__init__(models, settings, **options)
+        self._fused = fused
         for engine in models.trained:
             engine.module.train()
 
@@ -59,8 +67,8 @@ class FSDPTrainingStep(TrainingStep):
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
         model, compute = self._computations()[name]
         with torch.no_grad(), _evaluated(self._models), resident(model):
-            found = [compute(part) for part in batch.equal_parts(division.parts_of_pass)]
-        return torch.cat(found)[: len(batch)]
+            divided = division.of_pass(batch)
+            return divided.joined([compute(part) for part in divided.parts])
 
     def _computations(self) -> dict[str, tuple[Any, Callable[[Batch], Tensor]]]:
         """Return the model that computes each field, and how."""
@@ -73,32 +81,35 @@ class FSDPTrainingStep(TrainingStep):
         }
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:
-        return response_logprobs(module, part, self._temperature)
+        return response_logprobs(module, part, self._temperature, fused=self._fused)
 
     # --- updates -------------------------------------------------------------------------------
 
-    def _update_critic(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+    def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         critic = self._models.critic
 
         def loss(part: Batch) -> Update:
             return self._value_loss(response_values(critic.module, part), part)
 
-        return _update(critic, loss, batch, count, division)
+        return _update(critic, loss, parts, count)
 
-    def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+    def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         settings, policy = self._settings, self._models.policy
 
         def loss(part: Batch) -> Update:
-            logits = response_logits(policy.module, part)
-            current = statistics_of_logits(
-                logits, part, self._temperature, entropy=settings.entropy_coefficient > 0
-            )
-            compared = settings.loss == "divergence"
-            divergence = self._divergence(logits, part) if compared else None
+            entropy, divergence = settings.entropy_coefficient > 0, None
+            if settings.loss == "divergence":
+                logits = response_logits(policy.module, part)
+                current = statistics_of_logits(logits, part, self._temperature, entropy=entropy)
+                divergence = self._divergence(logits, part)
+            else:
+                current = response_statistics(
+                    policy.module, part, self._temperature, entropy=entropy, fused=self._fused
+                )
             with together() if settings.has_own_loss else nullcontext():
                 return self._policy_loss(current, part, divergence)
 
-        return _update(policy, loss, batch, count, division)
+        return _update(policy, loss, parts, count)
 
     def _divergence(self, logits: Tensor, part: Batch) -> Tensor:
         """Return the divergence of the policy from the teacher, with gradient."""
@@ -119,21 +130,18 @@ class FSDPTrainingStep(TrainingStep):
 def _update(
     engine: FSDPEngine,
     loss_of: Callable[[Batch], Update],
-    batch: Batch,
+    parts: Sequence[Batch],
     count: Tensor,
-    division: BatchDivision,
 ) -> Taken:
     """Take one optimizer step on a mini-batch.
 
     Args:
         engine: The engine.
         loss_of: Returns the loss of a micro-batch.
-        batch: The mini-batch.
-        count: Denominator of its loss, over all ranks.
-        division: Division of the step.
+        parts: The micro-batches.
+        count: Denominator of their loss, over all ranks.
     """
     world, means = dist.get_world_size(), []
-    parts = batch.equal_parts(division.parts_of_update)
     for index, part in enumerate(parts):
         update = loss_of(part)
         # FSDP averages gradients over ranks.

@@ -21,6 +21,7 @@ from ..helpers.megatron import (
 )
 from ..worker_group.megatron import MegatronWorker
 from .background_saves import BackgroundSaves
+from .division import micro_batch_limit
 from .megatron_models import load_models
 from .megatron_step import MegatronTrainingStep
 from .worker import TrainWorker, critic_folder
@@ -127,6 +128,6 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
             self._models,
             config.algorithm_of_step,
             temperature=config.rollouts.temperature,
-            micro_batch_rows=config.trainer.micro_batch_rows,
+            limit=micro_batch_limit(config.trainer),
             reward_weight=config.reward.weight,
         )

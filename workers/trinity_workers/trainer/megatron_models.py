@@ -43,6 +43,7 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     def options(offload: Offload | FrozenOffload) -> ModelOptions:
         return ModelOptions(
             dtype=getattr(torch, config.model.dtype),
+            fused_loss=config.trainer.fused_loss,
             recompute=trainer.recompute,
             offload=offload,
         )

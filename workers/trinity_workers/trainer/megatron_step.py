@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..algorithms.aggregation import Means
 from ..algorithms.batch import Batch
 from ..algorithms.update import Update
 from ..collectives import all_reduced, gather_bytes
-from .division import BatchDivision
+from .division import BatchDivision, division_of
 from .training_step import Taken, TrainingStep
 
 
@@ -25,6 +25,19 @@ class MegatronTrainingStep(TrainingStep):
 
     The models are engines of one layout. The last pipeline stage alone computes losses.
     """
+
+    def _division(self, batch: Batch) -> BatchDivision:
+        from megatron.core import parallel_state as state
+
+        shared = state.get_expert_model_parallel_world_size() > 1
+        return division_of(
+            batch,
+            self._settings,
+            self._limit,
+            stages=state.get_pipeline_model_parallel_world_size(),
+            # Ranks that share experts exchange their tokens.
+            alike=state.get_expert_model_parallel_group() if shared else None,
+        )
 
     @property
     def _is_first_replica(self) -> bool:
@@ -49,33 +62,32 @@ class MegatronTrainingStep(TrainingStep):
         return _from_last_stage(found, batch.rewards)
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
-        models, parts = self._models, division.parts_of_pass
+        models, divided = self._models, division.of_pass(batch)
         if name == "values":
-            found = models.critic.response_values(batch, parts=parts)
-            return _from_last_stage(found, batch.response_mask)
-        judge = {
-            "proximal_logprobs": models.policy,
-            "reference_logprobs": models.reference,
-            "teacher_logprobs": models.teacher,
-        }[name]
-        found = judge.response_logprobs(batch, temperature=self._temperature, parts=parts)
-        return _from_last_stage(found, batch.response_mask)
+            found = models.critic.values_of_parts(divided.parts)
+        else:
+            judge = {
+                "proximal_logprobs": models.policy,
+                "reference_logprobs": models.reference,
+                "teacher_logprobs": models.teacher,
+            }[name]
+            found = judge.logprobs_of_parts(divided.parts, temperature=self._temperature)
+        return _from_last_stage(divided.joined(found) if found else None, batch.response_mask)
 
-    def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+    def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         found, norm = self._models.policy.train_batch(
-            batch,
+            parts,
             self._of_replicas(self._policy_loss, count),
             temperature=self._temperature,
-            parts=division.parts_of_update,
             entropy=self._settings.entropy_coefficient > 0,
         )
-        return Taken(_summed_means(found, batch), norm)
+        return Taken(_summed_means(found, parts[0]), norm)
 
-    def _update_critic(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+    def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         found, norm = self._models.critic.train_values(
-            batch, self._of_replicas(self._value_loss, count), parts=division.parts_of_update
+            parts, self._of_replicas(self._value_loss, count)
         )
-        return Taken(_summed_means(found, batch), norm)
+        return Taken(_summed_means(found, parts[0]), norm)
 
     def _of_replicas(
         self, loss_of: Callable[[Any, Batch], Update], count: Tensor

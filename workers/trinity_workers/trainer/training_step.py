@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from statistics import fmean
@@ -21,7 +21,14 @@ from ..algorithms.update import Update, policy_update, value_update
 from ..algorithms.values import explained_variance, value_means
 from ..engines.base import resident
 from ..engines.model_memory import ALL
-from .division import BatchDivision, division_of, loss_denominators, response_tokens
+from .division import (
+    NO_LIMIT,
+    BatchDivision,
+    MicroBatchLimit,
+    division_of,
+    loss_denominators,
+    response_tokens,
+)
 
 
 class Models(NamedTuple):
@@ -53,8 +60,8 @@ class Learner(NamedTuple):
     """Model that is updated, its update, and the names of its metrics."""
 
     engine: Any
-    update: Callable[[Batch, Tensor, BatchDivision], Taken]
-    """Takes an optimizer step on a mini-batch; the tensor is the denominator of its loss."""
+    update: Callable[[Sequence[Batch], Tensor], Taken]
+    """Takes an optimizer step on micro-batches; the tensor is the denominator of their loss."""
     prefix: str
     norm_name: str
     rate_name: str
@@ -67,7 +74,7 @@ class TrainingStep(ABC):
         models: The models, in the engine's form.
         settings: The algorithm.
         temperature: Temperature that sampled.
-        micro_batch_rows: Maximum rows of one pass; None for the engine's default.
+        limit: Maximum size of one pass; by default the engine's.
         reward_weight: Factor of the reward model's scores.
     """
 
@@ -77,19 +84,19 @@ class TrainingStep(ABC):
         settings: AlgorithmConfig,
         *,
         temperature: float = 1.0,
-        micro_batch_rows: int | None = None,
+        limit: MicroBatchLimit = NO_LIMIT,
         reward_weight: float = 1.0,
     ) -> None:
         self._models = models
         self._settings = settings
         self._temperature = temperature
-        self._micro_batch_rows = micro_batch_rows
+        self._limit = limit
         self._reward_weight = reward_weight
 
     def learn(self, batch: Batch) -> dict[str, float]:
         """Take one step on this replica's batch; return the metrics of all. Collective."""
         settings = self._settings
-        division = division_of(batch, settings, self._micro_batch_rows)
+        division = self._division(batch)
         batch, scored = self._with_scores(batch, division)
         batch, means = prepare(self._with_passes(batch, division), settings, self._summed)
         means += scored + response_tokens(batch, shown=self._is_first_replica)
@@ -101,7 +108,8 @@ class TrainingStep(ABC):
             with resident(learner.engine, *ALL):
                 for index in division.updates():
                     told[learner.rate_name] = learner.engine.learning_rate
-                    taken.append(learner.update(mini_batches[index], counts[index], division))
+                    parts = division.of_update(mini_batches[index], index).parts
+                    taken.append(learner.update(parts, counts[index]))
             means += reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
             told[learner.norm_name] = fmean(one.norm for one in taken)
         if self._models.critic is not None:
@@ -151,6 +159,10 @@ class TrainingStep(ABC):
 
     # --- the engine's part ---------------------------------------------------------------------
 
+    def _division(self, batch: Batch) -> BatchDivision:
+        """Return the division of a step on this batch. Collective."""
+        return division_of(batch, self._settings, self._limit)
+
     @property
     @abstractmethod
     def _is_first_replica(self) -> bool:
@@ -173,9 +185,9 @@ class TrainingStep(ABC):
         """Return a field [B, R] of the batch, computed without gradients. Collective."""
 
     @abstractmethod
-    def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
-        """Take an optimizer step of the policy on a mini-batch; ``count`` divides its loss."""
+    def _update_policy(self, parts: Sequence[Batch], count: Tensor) -> Taken:
+        """Take an optimizer step of the policy on micro-batches; ``count`` divides its loss."""
 
     @abstractmethod
-    def _update_critic(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+    def _update_critic(self, parts: Sequence[Batch], count: Tensor) -> Taken:
         """Take an optimizer step of the critic, as :meth:`_update_policy`."""

@@ -42,6 +42,7 @@ from ..placement import threads
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
 from ..worker_group.worker import Worker
+from .division import micro_batch_limit
 from .fsdp_models import load_models
 from .fsdp_step import FSDPTrainingStep
 from .profiling import StepProfiler
@@ -135,7 +136,8 @@ class TrainWorker(Worker):
             self._models,
             config.algorithm_of_step,
             temperature=config.rollouts.temperature,
-            micro_batch_rows=config.trainer.micro_batch_rows,
+            limit=micro_batch_limit(config.trainer),
+            fused=config.trainer.fused_loss,
             reward_weight=config.reward.weight,
         )
 

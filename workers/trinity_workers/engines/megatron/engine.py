@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..model_folder import has_weights
 from ..model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
 from . import checkpoint
 from .cpu import adapted
-from .layout import LayoutRefused, ParallelLayout, join
+from .layout import ParallelLayout, join
 from .model import ModelOptions, build_chunks, is_tied, transformer_config
 from .model_description import Description, read_description, write_description
 from .parameter_slices import ParameterSlice, parameter_slices
@@ -31,6 +31,7 @@ from .rank_state import rank_state, restore_rank_state
 from .stream import WeightStream, load_folder, local_shards
 from .training import (
     LossFunction,
+    Statistics,
     accumulate_gradients,
     response_logprobs,
     whole_logits,
@@ -118,6 +119,7 @@ class MegatronEngine:
         self.checkpoint_manager = CheckpointManager()
         self.steps = 0
         self._parts = pipeline_parts or layout.pipeline
+        self._fused_loss = model.fused_loss
         self._optimizer_options = optimizer
         join(layout, seed)
         self._transformer = transformer_config(self.config, layout, model)
@@ -156,45 +158,32 @@ class MegatronEngine:
     @holding(*ALL)
     def train_batch(
         self,
-        batch: Batch,
+        batch: Batch | Sequence[Batch],
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        parts: int | None = None,
         entropy: bool = False,
     ) -> tuple[list[Any], float]:
         """Take one optimizer step on this replica's batch. Collective.
 
         Args:
-            batch: Batch of the replica, the same on all its ranks.
+            batch: Batch of the replica, the same on all its ranks; or its micro-batches, whose
+                number is a multiple of the pipeline's stages.
             loss: Loss of each micro-batch. The sum is differentiated, and the replicas' gradients
                 are averaged.
             temperature: Divisor of the logits.
-            parts: Micro-batches, at least; with a pipeline, their number is a multiple of its
-                stages. By default the engine's own number.
-            entropy: Give entropies to the loss too. The vocabulary must not be split.
+            entropy: Give entropies to the loss too.
 
         Returns:
             What the loss returns beside it of every micro-batch, on the last pipeline stage
             alone, and the gradients' norm before clipping.
-
-        Raises:
-            LayoutRefused: for entropies of a split vocabulary.
         """
-        if entropy and self.layout.tensor > 1:
-            raise LayoutRefused(
-                "entropies of a vocabulary that tensor-parallel ranks share are not computed: "
-                "take a layout with tensor 1, or no entropy"
-            )
-        micro_batches = batch.equal_parts(self._part_count(parts))
         return self._optimizer_step(
             lambda: accumulate_gradients(
                 self.module,
-                micro_batches,
+                batch.equal_parts(self._parts) if isinstance(batch, Batch) else batch,
                 loss,
-                vocabulary=self.config.vocab_size,
-                temperature=temperature,
-                entropy=entropy,
+                self._statistics(temperature, entropy=entropy),
             )
         )
 
@@ -213,21 +202,28 @@ class MegatronEngine:
         self.steps += 1
         return found, float(norm)
 
-    @holding("parameters")
-    def response_logprobs(
-        self, batch: Batch, *, temperature: float = 1.0, parts: int | None = None
-    ) -> torch.Tensor | None:
+    def response_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of response tokens, without gradients. Collective.
 
         They are on the last pipeline stage; the other stages get None.
         """
-        found = response_logprobs(
-            self.module,
-            batch.equal_parts(self._part_count(parts)),
-            vocabulary=self.config.vocab_size,
-            temperature=temperature,
-        )
+        parts = batch.equal_parts(self._parts)
+        found = self.logprobs_of_parts(parts, temperature=temperature)
         return torch.cat(found)[: len(batch)] if found else None
+
+    @holding("parameters")
+    def logprobs_of_parts(
+        self, parts: Sequence[Batch], *, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """Return log-probabilities as :meth:`response_logprobs`, of each micro-batch.
+
+        The number of micro-batches is a multiple of the pipeline's stages. Other stages than the
+        last get an empty list.
+        """
+        return response_logprobs(self.module, parts, self._statistics(temperature))
+
+    def _statistics(self, temperature: float, *, entropy: bool = False) -> Statistics:
+        return Statistics(self.config.vocab_size, temperature, entropy, self._fused_loss)
 
     @holding("parameters")
     def logits(self, batch: Batch) -> torch.Tensor | None:
@@ -235,10 +231,6 @@ class MegatronEngine:
         parts = batch.equal_parts(self._parts)
         found = whole_logits(self.module, parts, vocabulary=self.config.vocab_size)
         return torch.cat(found)[: len(batch)] if found else None
-
-    def _part_count(self, wanted: int | None) -> int:
-        stages = self.layout.pipeline
-        return -(-wanted // stages) * stages if wanted else self._parts
 
     # --- weights ---------------------------------------------------------------------------
 

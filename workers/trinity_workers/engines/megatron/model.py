@@ -34,6 +34,8 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     """If True, activations are recomputed in the backward pass instead of stored."""
+    fused_loss: bool = False
+    """If True, log-probabilities are computed chunk by chunk, without whole logits."""
     transformer_engine: bool | None = None
     """Use of Transformer Engine's fused layers; by default if it is installed with CUDA."""
     offload: Offload | FrozenOffload = Offload()

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithms.batch import Batch
-from ...algorithms.logits import TokenStatistics, exact, token_statistics
+from ...algorithms.logits import (
+    TokenStatistics,
+    VocabularyPart,
+    exact,
+    head_statistics,
+    token_statistics,
+)
+from ...collectives import all_reduced
+from ...learning.logprobs import forward_replaced
 from .cpu import adapted
 
 LossFunction: TypeAlias = Callable[[TokenStatistics, Batch], tuple[Tensor, Any]]
@@ -19,27 +29,35 @@ LossFunction: TypeAlias = Callable[[TokenStatistics, Batch], tuple[Tensor, Any]]
 entropies if they were asked for."""
 
 
+class Statistics(NamedTuple):
+    """Computation of statistics of response tokens from a model's last hidden states."""
+
+    vocabulary: int
+    """Tokens; the columns after them are padding."""
+    temperature: float
+    entropy: bool = False
+    fused: bool = False
+    """If True, the logits of a chunk of tokens alone are in memory at once."""
+
+
 def response_logprobs(
-    chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int, temperature: float
+    chunks: Sequence[Any], parts: Sequence[Batch], statistics: Statistics
 ) -> list[Tensor]:
     """Return log-probabilities [B, R] of every micro-batch; empty before the last stage."""
 
-    def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
-        found = _statistics(logits, row, vocabulary, temperature).logprobs
+    def finish(output: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        found = row.statistics(output, statistics).logprobs
         return found.sum(), found
 
     with torch.no_grad():
-        return _run_schedule(chunks, parts, finish, forward_only=True)
+        return _run_schedule(chunks, parts, finish, forward_only=True, head=_head_of(statistics))
 
 
 def accumulate_gradients(
     chunks: Sequence[Any],
     parts: Sequence[Batch],
     loss: LossFunction,
-    *,
-    vocabulary: int,
-    temperature: float,
-    entropy: bool = False,
+    statistics: Statistics,
 ) -> list[Any]:
     """Accumulate the gradients of the micro-batches' losses; their mean over replicas.
 
@@ -47,13 +65,12 @@ def accumulate_gradients(
         The loss's metrics of every micro-batch on the last pipeline stage; else nothing.
     """
 
-    def finish(logits: Tensor, row: _Rows) -> tuple[Tensor, Any]:
-        found = _statistics(logits, row, vocabulary, temperature, entropy=entropy)
-        value, metrics = loss(found, row.batch)
+    def finish(output: Tensor, row: _Rows) -> tuple[Tensor, Any]:
+        value, metrics = loss(row.statistics(output, statistics), row.batch)
         # The schedule divides by the number of micro-batches, as if losses were means.
         return value * len(parts), metrics
 
-    return _run_schedule(chunks, parts, finish, forward_only=False)
+    return _run_schedule(chunks, parts, finish, forward_only=False, head=_head_of(statistics))
 
 
 def response_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
@@ -126,11 +143,80 @@ class _Rows:
 
     @property
     def before_responses(self) -> Tensor:
-        """Shifted columns that predict the response tokens: [B, R] int64."""
+        """Columns before those of response tokens: [B, R]. Each predicts the token after it."""
         columns, width = self.tokens.shape[1], self.batch.response_width
-        # The column before a token predicts the token.
-        before = columns - width - 1 + torch.arange(width, device=self.tokens.device)
+        before = columns - width - 1 + torch.arange(width, device=self.firsts.device)
         return (before[None] - self.firsts[:, None]) % columns
+
+    @property
+    def answers(self) -> Tensor:
+        """Response tokens: [B, R]."""
+        return self.tokens.gather(1, (self.before_responses + 1) % self.tokens.shape[1])
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """Return the values [B, S, X] that predict response tokens: [B, R, X]."""
+        return values.gather(1, self.before_responses[..., None].expand(-1, -1, values.shape[-1]))
+
+    def statistics(self, output: Tensor, settings: Statistics) -> TokenStatistics:
+        """Return statistics [B, R] of response tokens, 0 on padding. Collective.
+
+        Args:
+            output: Split logits [B, S, V / tensor-parallel ranks]; if fused, the head's result.
+            settings: The computation.
+        """
+        if settings.fused:
+            found = TokenStatistics(output[..., 0], output[..., 1] if settings.entropy else None)
+        else:
+            found = token_statistics(
+                self.of_responses(output),
+                self.answers,
+                temperature=settings.temperature,
+                entropy=settings.entropy,
+                part=_vocabulary_part(output.shape[-1], settings.vocabulary),
+            )
+        return found.masked(self.batch.response_mask)
+
+
+_Head: TypeAlias = Callable[[_Rows, Tensor, Tensor], Tensor]
+"""Returns the model's output [B, R, X] from hidden states [B, S, H] and the head's weight."""
+
+
+def _head_of(settings: Statistics) -> _Head | None:
+    """Return what computes statistics in the place of logits, if they are fused."""
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    def head(row: _Rows, hidden: Tensor, weight: Tensor) -> Tensor:
+        found = head_statistics(
+            row.of_responses(copy_to_tensor_model_parallel_region(hidden)),
+            (weight, None),
+            row.answers,
+            temperature=settings.temperature,
+            entropy=settings.entropy,
+            part=_vocabulary_part(weight.shape[0], settings.vocabulary),
+        )
+        return torch.stack([one for one in found if one is not None], dim=-1)
+
+    return head if settings.fused else None
+
+
+@contextmanager
+def _with_head(model: Any, row: _Rows, head: _Head | None) -> Iterator[None]:
+    """Let the model's output layer, if it has one, compute another output in the block."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    inner = get_attr_wrapped_model(model, "post_process", return_model_obj=True)
+    if head is None or not inner.post_process:
+        yield
+        return
+    layer = inner.output_layer
+
+    def forward(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        # The model gives, and transposes, columns first.
+        found = head(row, hidden.transpose(0, 1), layer.weight if weight is None else weight)
+        return found.transpose(0, 1), None
+
+    with forward_replaced(layer, forward):
+        yield
 
 
 def _run_schedule(
@@ -139,25 +225,32 @@ def _run_schedule(
     finish: Callable[[Tensor, _Rows], tuple[Tensor, Any]],
     *,
     forward_only: bool,
+    head: _Head | None = None,
 ) -> list[Any]:
-    """Run megatron-core's schedule for the current layout over equal micro-batches.
+    """Run megatron-core's schedule for the current layout over micro-batches.
 
     Args:
         chunks: This rank's chunks.
         parts: The micro-batches, the same on all ranks of one replica.
-        finish: Returns, from logits [B, S, vocabulary / tensor-parallel ranks], the value to
-            differentiate (0-dim) and the result.
+        finish: Returns, from the model's output, the value to differentiate (0-dim) and the result.
+            The output is logits [B, S, vocabulary / tensor-parallel ranks].
         forward_only: If True, nothing is differentiated.
+        head: Computes another output than logits.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
 
     def step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         row = _Rows.of(next(batches))
         positions = torch.arange(row.tokens.shape[1], device=row.tokens.device)
-        output = model(row.tokens, positions.expand_as(row.tokens), None)
-        return output, lambda logits: finish(logits, row)
+        with _with_head(model, row, head):
+            output = model(row.tokens, positions.expand_as(row.tokens), None)
+        return output, lambda output: finish(output, row)
 
     rows, columns = parts[0].input_ids.shape
+    # Stages tell each other the shapes, where those differ.
+    shapes = {part.input_ids.shape for part in parts}
+    get_model_config(chunks[0]).variable_seq_lengths = len(shapes) > 1
     one = len(chunks) == 1
     with adapted():
         found: list[Any] = get_forward_backward_func()(
@@ -172,33 +265,21 @@ def _run_schedule(
     return found
 
 
-def _statistics(
-    logits: Tensor, row: _Rows, vocabulary: int, temperature: float, *, entropy: bool = False
-) -> TokenStatistics:
-    """Return log-probabilities [B, R] of response tokens, 0 on padding, from split logits.
-
-    Entropies need logits that are not split.
-    """
+def _vocabulary_part(width: int, vocabulary: int) -> VocabularyPart:
+    """Return the part of the vocabulary of this rank's logits, which have so many columns."""
     from megatron.core import parallel_state as state
-    from megatron.core import tensor_parallel
 
-    columns, places = row.tokens.shape[1], row.before_responses
-    mine = logits.shape[-1]
-    logits = logits.gather(1, places[..., None].expand(-1, -1, mine))
-    answers = row.tokens.gather(1, (places + 1) % columns)
-    masked = ~row.batch.response_mask
-    if entropy:
-        found = token_statistics(
-            logits[..., :vocabulary], answers, temperature=temperature, entropy=True
-        )
-        return TokenStatistics(*(one.masked_fill(masked, 0.0) for one in found if one is not None))
-    logits = logits.float() / temperature
-    real = vocabulary - mine * state.get_tensor_model_parallel_rank()
-    if real < mine:  # the last columns are padding of the vocabulary
-        real = max(0, real)
-        logits = F.pad(logits[..., :real], (0, mine - real), value=-1e9)
-    logprobs: Tensor = -tensor_parallel.vocab_parallel_cross_entropy(logits, answers)
-    return TokenStatistics(logprobs.masked_fill(masked, 0.0), None)
+    group = state.get_tensor_model_parallel_group()
+    first = width * group.rank()
+    columns = min(width, max(0, vocabulary - first))
+    if group.size() == 1:
+        return VocabularyPart(columns=columns)
+    return VocabularyPart(
+        first,
+        columns,
+        largest=partial(all_reduced, group=group, op=dist.ReduceOp.MAX),
+        total=partial(all_reduced, group=group),
+    )
 
 
 def _values(outputs: Tensor, row: _Rows) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,24 +31,26 @@ class MegatronCritic(MegatronEngine):
         self._absent = HEAD - checked_head(found.config, folder)
         return structs.replace(found, config=critic_config(found.config))
 
-    @holding("parameters")
-    def response_values(self, batch: Batch, *, parts: int | None = None) -> torch.Tensor | None:
+    def response_values(self, batch: Batch) -> torch.Tensor | None:
         """Return the value before each response token [B, R], without gradients. Collective.
 
         They are on the last pipeline stage; the other stages get None.
         """
-        found = response_values(self.module, batch.equal_parts(self._part_count(parts)))
+        found = self.values_of_parts(batch.equal_parts(self._parts))
         return torch.cat(found)[: len(batch)] if found else None
+
+    @holding("parameters")
+    def values_of_parts(self, parts: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return values of each micro-batch, as :meth:`logprobs_of_parts`."""
+        return response_values(self.module, parts)
 
     @holding(*ALL)
     def train_values(
-        self, batch: Batch, loss: ValueLoss, *, parts: int | None = None
+        self, batch: Batch | Sequence[Batch], loss: ValueLoss
     ) -> tuple[list[Any], float]:
         """Take one optimizer step on a loss of values, as :meth:`train_batch`. Collective."""
-        micro_batches = batch.equal_parts(self._part_count(parts))
-        return self._optimizer_step(
-            lambda: accumulate_value_gradients(self.module, micro_batches, loss)
-        )
+        parts = batch.equal_parts(self._parts) if isinstance(batch, Batch) else batch
+        return self._optimizer_step(lambda: accumulate_value_gradients(self.module, parts, loss))
 
 
 class MegatronRewardModel(MegatronEngine):
@@ -62,5 +64,5 @@ class MegatronRewardModel(MegatronEngine):
     @holding("parameters")
     def scores(self, batch: Batch, *, parts: int | None = None) -> torch.Tensor | None:
         """Return the output at each row's last token [B], on the last stage. Collective."""
-        found = last_values(self.module, batch.equal_parts(self._part_count(parts)))
+        found = last_values(self.module, batch.equal_parts(parts or self._parts))
         return torch.cat(found)[: len(batch)] if found else None

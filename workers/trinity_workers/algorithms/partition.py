@@ -1,0 +1,108 @@
+"""Partition of rows of different lengths into micro-batches of a bounded number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class RowSize(NamedTuple):
+    """Tokens of a row; a part is as wide as its longest prompt and its longest response."""
+
+    prompt: int
+    response: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole row."""
+        return self.prompt + self.response
+
+
+def padded_tokens(sizes: Sequence[RowSize]) -> int:
+    """Return the tokens of a part of these rows, with its padding."""
+    return len(sizes) * width_of(sizes).tokens if sizes else 0
+
+
+def width_of(sizes: Sequence[RowSize]) -> RowSize:
+    """Return the columns that rows of these sizes need."""
+    return RowSize(max(one.prompt for one in sizes), max(one.response for one in sizes))
+
+
+def least_parts(sizes: Sequence[RowSize], bound: int) -> int:
+    """Return the number of parts of at most ``bound`` tokens that rows of these sizes need."""
+    return sum(1 for _ in _filled(sizes, _longest_first(sizes), bound))
+
+
+def partition(sizes: Sequence[RowSize], bound: int, count: int) -> list[list[int]]:
+    """Return the rows of each of ``count`` parts; the parts of long rows come first.
+
+    Rows of similar length are together, so that there is little padding. The largest part has as
+    few tokens as a division of the sorted rows allows. No part has more than ``bound`` tokens,
+    unless it is a single row. Parts are empty where there are fewer rows than parts.
+
+    Args:
+        sizes: Size of each row.
+        bound: Maximum tokens of a part, with its padding.
+        count: Number of parts, at least :func:`least_parts`.
+
+    Raises:
+        ValueError: if the rows need more parts.
+    """
+    order = _longest_first(sizes)
+    if (needed := least_parts(sizes, bound)) > count:
+        raise ValueError(f"rows that need {needed} parts of {bound} tokens do not fit into {count}")
+    fits, short = bound, 0
+    while fits - short > 1:
+        middle = (fits + short) // 2
+        if sum(1 for _ in _filled(sizes, order, middle)) <= count:
+            fits = middle
+        else:
+            short = middle
+    parts = list(_filled(sizes, order, fits))
+    while len(parts) < min(count, len(sizes)):
+        _halve_the_largest(parts, sizes)
+    return parts + [[] for _ in range(count - len(parts))]
+
+
+def places(parts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
+    """Return the place of each row, where all parts are laid end to end.
+
+    Args:
+        parts: Rows of each part.
+        lengths: Length of each part; it may have padding rows after its own.
+    """
+    starts = accumulate(lengths, initial=0)
+    found = {
+        row: start + i
+        for start, part in zip(starts, parts, strict=False)
+        for i, row in enumerate(part)
+    }
+    return [found[row] for row in range(len(found))]
+
+
+def _longest_first(sizes: Sequence[RowSize]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda row: -sizes[row].tokens)
+
+
+def _filled(sizes: Sequence[RowSize], order: Sequence[int], bound: int) -> Iterator[list[int]]:
+    """Yield parts of consecutive rows, each with as many as the bound allows, and at least one."""
+    part: list[int] = []
+    width = RowSize(0, 0)
+    for row in order:
+        wider = width_of([width, sizes[row]])
+        if part and (len(part) + 1) * wider.tokens > bound:
+            yield part
+            part, wider = [], sizes[row]
+        part.append(row)
+        width = wider
+    if part:
+        yield part
+
+
+def _halve_the_largest(parts: list[list[int]], sizes: Sequence[RowSize]) -> None:
+    """Replace the part with most tokens, of those with several rows, by its two halves."""
+    divisible = [index for index, part in enumerate(parts) if len(part) > 1]
+    largest = max(divisible, key=lambda index: padded_tokens([sizes[row] for row in parts[index]]))
+    middle = len(parts[largest]) // 2
+    parts[largest : largest + 1] = [parts[largest][:middle], parts[largest][middle:]]
