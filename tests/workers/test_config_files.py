@@ -33,10 +33,6 @@ MISTAKES = [
     ("algorithm: {loss: gspo}", "set algorithm.normalisation sequence-mean"),
     ("rollouts: {samples_per_prompt: 1}", "algorithm.advantage grpo compares the samples"),
     (
-        "{trainer: {engine: megatron}, algorithm: {preset: ppo}}",
-        "trainer.engine megatron trains no critic yet",
-    ),
-    (
         "{trainer: {engine: megatron}, algorithm: {advantage: none, loss: divergence, "
         "teacher: {path: /t}}}",
         "algorithm.loss divergence compares all of it",

@@ -228,6 +228,16 @@ class TrackingConfig(Section, frozen=True, kw_only=True):
     """Project of Weights & Biases, and experiment of MLflow."""
 
 
+class RewardConfig(Section, frozen=True, kw_only=True):
+    """Reward model, whose scores the trainer adds to the rewards of the task."""
+
+    model: str | None = None
+    """Hugging Face folder of a model for sequence or token classification with one output. It may
+    have another tokenizer than the policy."""
+    weight: float = 1.0
+    """Factor of its scores."""
+
+
 class TrainConfig(Section, frozen=True, kw_only=True):
     """Settings of a run that are the same on every host."""
 
@@ -241,6 +251,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     task: TaskConfig = TaskConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
     explorer: ExplorerConfig = ExplorerConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     sync: SyncConfig = SyncConfig()
@@ -266,6 +277,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         """Return the Hugging Face folder of the teacher, if the algorithm asks one."""
         path = self.algorithm.teacher.path
         return Path(path) if path is not None and self.algorithm.asks_teacher else None
+
+    @property
+    def reward_folder(self) -> Path | None:
+        """Return the Hugging Face folder of the reward model, if there is one."""
+        return None if self.reward.model is None else Path(self.reward.model)
 
     @property
     def prompts_in_flight(self) -> int:
@@ -478,6 +494,12 @@ def _beyond_the_trainer(
             f"{path} names a teacher, and nothing asks it: set {advantage} teacher, or {loss} "
             "divergence, or leave it out",
         )
+    if config.reward.model is not None and algorithm.filters.zero_variance == "resample":
+        yield (
+            ("reward.model", "algorithm.filters.zero_variance"),
+            f"{named('algorithm.filters.zero_variance')} resample drops groups by the rewards of "
+            f"the task, before the model of {named('reward.model')} has scored them: set it mask",
+        )
     critic = algorithm.critic
     if critic.use and critic.warmup_steps >= config.steps:
         yield (
@@ -494,13 +516,6 @@ def _beyond_the_trainer(
         )
     if not megatron:
         return
-    if algorithm.critic.use or algorithm.advantage == "gae":
-        yield (
-            ("trainer.engine", "algorithm.advantage", "algorithm.critic.use"),
-            f"{engine} megatron trains no critic yet, for its converter knows no head of values: "
-            f"set {named('algorithm.critic.use')} false and {advantage} another than gae, or "
-            f"{engine} fsdp",
-        )
     if algorithm.loss == "divergence":
         yield (
             ("trainer.engine", "algorithm.loss"),

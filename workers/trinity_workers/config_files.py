@@ -26,7 +26,10 @@ from .tasks import absolute
 COPY = "config.yaml"
 """Name of the effective configuration in a run's folder."""
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
-_PATHS = ("model.path", "algorithm.teacher.path", "checkpoints.root", "tracking.folder")
+_PATHS = (
+    *("model.path", "algorithm.teacher.path", "reward.model"),
+    *("checkpoints.root", "tracking.folder"),
+)
 _SOURCES = (
     *("task.name", "task.questions", "task.reward", "task.environment"),
     *("explorer.engine", "algorithm.advantage", "algorithm.loss"),

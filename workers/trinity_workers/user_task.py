@@ -84,6 +84,8 @@ async def check_user_task(config: TrainConfig) -> None:
         await anyio.to_thread.run_sync(
             _check_teacher, config.teacher_folder, Path(config.model.path)
         )
+    if config.reward_folder is not None:
+        await anyio.to_thread.run_sync(_check_reward_model, config.reward_folder)
     if not built_in:
         await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
     if config.explorer.engine not in ENGINES:
@@ -102,6 +104,12 @@ def _check_teacher(folder: Path, policy: Path) -> None:
     from .learning.teacher import checked_teacher
 
     checked_teacher(folder, policy)
+
+
+def _check_reward_model(folder: Path) -> None:
+    from .learning.reward_model import reward_tokenizer
+
+    reward_tokenizer(folder)
 
 
 def _check_model(folder: Path) -> None:

@@ -82,7 +82,7 @@ class CriticConfig(Section, frozen=True, kw_only=True):
     """Critic, which estimates the value of each token."""
 
     use: bool = False
-    """Train a critic beside the policy, as advantage gae needs it; on FSDP."""
+    """Train a critic beside the policy, as advantage gae needs it."""
     clip: AbovePositive | None = 0.2
     """Distance that a value may go from the old one before its loss stops; null does not clip."""
     learning_rate: NotNegative | None = None

@@ -215,11 +215,20 @@ def _every_shard(folder: Path, what: str, world: int) -> list[dict[str, Any]]:
     return [read_state(one, mapped=True) for one in files]
 
 
-def frozen_policy(folder: Path, *, device: torch.device, dtype: str = "float32") -> Any:
-    """Return the folder's policy without gradients, sharded as the engine's. Collective."""
+def frozen_policy(
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: str = "float32",
+    load: Callable[[Path, str], tuple[Any, Any]] | None = None,
+) -> Any:
+    """Return the folder's policy without gradients, sharded as the engine's. Collective.
+
+    ``load`` returns another model of the folder, and its tokenizer.
+    """
     from ..learning.policy import load_policy
 
-    model, _ = load_policy(folder, dtype)
+    model, _ = (load or load_policy)(folder, dtype)
     model.requires_grad_(False)
     return _shard(model, device, getattr(torch, dtype)).eval()
 

@@ -163,8 +163,12 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
     return frozenset(int(token) for token in (tokenizer.eos_token_id, *more) if token is not None)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message]) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], *, answered: bool = False
+) -> list[int]:
     """Return a prompt's token ids: text as it is, chat messages by the chat template.
+
+    Pass ``answered`` if the last message is the answer, so that no other one is begun.
 
     Raises BadPolicy if the tokenizer has no template, or the template refuses the messages.
     """
@@ -179,7 +183,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message
         )
     with _told_as("the chat template refuses a prompt"):
         template: Any = tokenizer.apply_chat_template
-        tokens = template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        tokens = template(
+            prompt, add_generation_prompt=not answered, tokenize=True, return_dict=False
+        )
     return tokens
 
 

@@ -1,8 +1,7 @@
-"""Critic: the architecture of a policy, with a head that gives one value a token."""
+"""Models with a head of one value a token: critics, and reward models."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,27 @@ from transformers import PreTrainedTokenizerBase
 from ..algorithms.batch import Batch
 from ..algorithms.logits import exact
 from .policy import load_policy
+from .value_head import critic_config
 
 
 class ValueModel(nn.Module):
     """Model of values: the layers of a causal language model, and a linear head.
 
-    The head begins at 0, so that the first values are 0 and all ranks begin alike. Parameters have
-    the names of transformers' models for token classification, as in veRL's critic.
+    Parameters have the names of transformers' models for classification, as in veRL's critic.
+
+    Args:
+        layers: The model without a head.
+        config: Configuration of the whole.
+        head: The head.
+        unsplit: Classes of layers that FSDP shards as one.
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, layers: Any, config: Any, head: nn.Linear, unsplit: Any) -> None:
         super().__init__()
-        self.model = policy.base_model
-        self.config = copy.deepcopy(policy.config)
-        self.config.num_labels = 1
-        self.config.architectures = [
-            name.replace("CausalLM", "TokenClassification")
-            for name in policy.config.architectures or ()
-        ]
-        self._no_split_modules = policy._no_split_modules
-        head = policy.get_output_embeddings().weight
-        self.score = nn.Linear(head.shape[1], 1, dtype=head.dtype)
-        nn.init.zeros_(self.score.weight)
-        nn.init.zeros_(self.score.bias)
+        self.model = layers
+        self.config = config
+        self._no_split_modules = unsplit
+        self.score = head
 
     def forward(self, **inputs: Any) -> Tensor:
         """Return the value after each token: [B, S, 1]. FSDP takes no view for an output."""
@@ -43,18 +40,44 @@ class ValueModel(nn.Module):
 
 
 def load_critic(folder: Path, dtype: str = "float32") -> tuple[ValueModel, PreTrainedTokenizerBase]:
-    """Load the folder's policy as a critic, and its tokenizer. Raises BadPolicy as load_policy."""
-    policy, tokenizer = load_policy(folder, dtype)
-    return ValueModel(policy), tokenizer
+    """Load the folder's policy as a critic, and its tokenizer. Raises BadPolicy as load_policy.
+
+    The head begins at 0, so that the first values are 0 and all ranks begin alike.
+    """
+    found, tokenizer = load_policy(folder, dtype)
+    policy: Any = found
+    output = policy.get_output_embeddings().weight
+    head = nn.Linear(output.shape[1], 1, dtype=output.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    config = critic_config(policy.config)
+    return ValueModel(policy.base_model, config, head, policy._no_split_modules), tokenizer
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
     """Return the value before each response token: [B, R] float32 with gradient, 0 on padding."""
-    values = model(
+    before = _outputs(model, batch)[:, batch.prompt_width - 1 : -1]
+    return before.masked_fill(~batch.response_mask, 0.0)
+
+
+def last_values(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the output at the last token of each row: [B] float32."""
+    outputs = _outputs(model, batch)
+    return outputs.gather(1, last_columns(batch)[:, None]).squeeze(1)
+
+
+def last_columns(batch: Batch) -> Tensor:
+    """Return the column of the last token of each row: [B] int64."""
+    columns = batch.attention_mask.shape[1]
+    return columns - 1 - batch.attention_mask.flip(1).argmax(dim=1)
+
+
+def _outputs(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the head's output after each token: [B, S], float32 at least."""
+    found = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
         position_ids=batch.position_ids,
         use_cache=False,
     )
-    before: Tensor = exact(values[:, batch.prompt_width - 1 : -1, 0])
-    return before.masked_fill(~batch.response_mask, 0.0)
+    return exact(found[..., 0])

@@ -202,8 +202,8 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     @property
     def _critic_saves(self) -> int:
-        """Return the saves of the critic: its shard and its training state on each rank."""
-        return 2 * self._config.trainer.ranks if self._config.algorithm.critic.use else 0
+        """Return the saves of the critic: its model and its training state."""
+        return 2 * self._saves if self._config.algorithm.critic.use else 0
 
     async def _ask(self, method: str, /, *args: Any, **options: Any) -> Any:
         assert self._workers is not None

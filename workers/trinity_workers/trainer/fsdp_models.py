@@ -10,17 +10,19 @@ import torch
 from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
+from ..learning.reward_model import RewardModel, RewardTokens, load_reward_model, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
-from .fsdp_step import Models
 from .rates import critic_rate, policy_rate
+from .training_step import Models
 
 
 def load_models(config: RunConfig, device: torch.device) -> Models:
     """Load the policy, and the models that the algorithm needs beside it. Collective.
 
     Raises:
-        BadPolicy: if a folder holds no policy, or the teacher has other tokens than the policy.
+        BadPolicy: if a folder holds no policy or no reward model, or the teacher has other tokens
+            than the policy.
     """
     settings = config.algorithm
     common: dict[str, Any] = {
@@ -40,4 +42,9 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
     path = config.teacher_folder
     teacher = None if path is None else frozen(checked_teacher(path, folder))
-    return Models(policy, critic, reference, teacher)
+    judge = None
+    if (path := config.reward_folder) is not None:
+        tokens = RewardTokens(policy.tokenizer, reward_tokenizer(path))
+        model = frozen_policy(path, device=device, dtype=config.model.dtype, load=load_reward_model)
+        judge = RewardModel(model, tokens)
+    return Models(policy, critic, reference, teacher, judge)

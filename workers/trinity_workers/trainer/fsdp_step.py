@@ -1,14 +1,12 @@
-"""One training step on FSDP: passes without gradients, then updates of critic and policy."""
+"""One training step on FSDP."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import reduce
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,132 +15,88 @@ from torch import Tensor
 from ..algorithms.aggregation import Means
 from ..algorithms.batch import Batch
 from ..algorithms.distillation import token_divergence
-from ..algorithms.prepare import prepare
 from ..algorithms.settings import AlgorithmConfig
-from ..algorithms.update import Update, policy_update, value_update
-from ..algorithms.values import explained_variance, value_means
+from ..algorithms.update import Update
 from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
 from ..learning.logprobs import response_logits, response_logprobs, statistics_of_logits
-from ..learning.values import response_values
-from .division import BatchDivision, division_of, loss_denominators, response_tokens
+from ..learning.values import last_values, response_values
+from .division import BatchDivision
+from .training_step import Models, Taken, TrainingStep
 
 
-class Models(NamedTuple):
-    """Models of a training step, of which only the policy is always there."""
+class FSDPTrainingStep(TrainingStep):
+    """Training step of one rank, which is a replica.
 
-    policy: FSDPEngine
-    critic: FSDPEngine | None = None
-    reference: Any = None
-    """Sharded module without gradients, as is the teacher."""
-    teacher: Any = None
-
-    @property
-    def trained(self) -> list[Any]:
-        """Return the modules that are trained."""
-        return [one.module for one in (self.policy, self.critic) if one is not None]
-
-
-class FSDPTrainingStep:
-    """Training step of one rank. All ranks take it together.
-
-    Args:
-        models: The models.
-        settings: The algorithm.
-        temperature: Temperature that sampled.
-        micro_batch_rows: Maximum rows of one pass; None for all.
+    Policy and critic of the models are FSDPEngines, reference and teacher sharded modules.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        settings: AlgorithmConfig,
-        *,
-        temperature: float = 1.0,
-        micro_batch_rows: int | None = None,
-    ) -> None:
-        self._models = models
-        self._settings = settings
-        self._temperature = temperature
-        self._micro_batch_rows = micro_batch_rows
-        for module in models.trained:
-            module.train()
+    def __init__(self, models: Models, settings: AlgorithmConfig, **options: Any) -> None:
+        super().__init__(models, settings, **options)
+        for engine in models.trained:
+            engine.module.train()
 
-    def learn(self, batch: Batch) -> dict[str, float]:
-        """Take one step on this rank's batch; return the metrics of all ranks. Collective."""
-        settings = self._settings
-        division = division_of(batch, settings, self._micro_batch_rows)
-        batch, means = prepare(self._with_passes(batch, division), settings, all_reduced)
-        means += response_tokens(batch, shown=dist.get_rank() == 0)
-        mini_batches = batch.equal_parts(settings.mini_batches)
-        counts = all_reduced(loss_denominators(mini_batches, settings))
-        told: dict[str, float] = {}
-        for learner in self._learners():
-            updates = []
-            for index in division.updates():
-                told[learner.rate_name] = learner.engine.learning_rate
-                parts = mini_batches[index].equal_parts(division.parts_of_update)
-                updates.append(_update(learner, parts, counts[index]))
-            means += reduce(operator.add, (one.means for one in updates)).prefixed(learner.prefix)
-            told[learner.norm_name] = fmean(one.norm for one in updates)
-        if self._models.critic is not None:
-            means += value_means(batch)
-        return explained_variance(means.reduced(all_reduced).values()) | told
+    @property
+    def _is_first_replica(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        return all_reduced(tensor)
+
+    def _shown(self, means: Means) -> dict[str, float]:
+        return means.reduced(all_reduced).values()
 
     # --- passes without gradients --------------------------------------------------------------
 
-    def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:
-        """Return the batch with the fields that its preparation or several updates need."""
-        models, settings = self._models, self._settings
-        passes: dict[str, Callable[[Batch], Tensor]] = {
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B]. Collective."""
+        judge = self._models.reward_model
+        parts = judge.tokens.inputs(batch).equal_parts(division.parts_of_pass)
+        with torch.no_grad():
+            return torch.cat([last_values(judge.model, part) for part in parts])[: len(batch)]
+
+    def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
+        compute = self._computations()[name]
+        with torch.no_grad(), _evaluated(self._models):
+            found = [compute(part) for part in batch.equal_parts(division.parts_of_pass)]
+        return torch.cat(found)[: len(batch)]
+
+    def _computations(self) -> dict[str, Callable[[Batch], Tensor]]:
+        models = self._models
+        return {
+            "proximal_logprobs": lambda part: self._logprobs(models.policy.module, part),
             "reference_logprobs": lambda part: self._logprobs(models.reference, part),
             "teacher_logprobs": lambda part: self._logprobs(models.teacher, part),
+            "values": lambda part: response_values(models.critic.module, part),
         }
-        if models.critic is not None:
-            critic = models.critic.module
-            passes["values"] = lambda part: response_values(critic, part)
-        if settings.updates > 1 or settings.prepares_by_proximal:
-            passes["proximal_logprobs"] = lambda part: self._logprobs(models.policy.module, part)
-        parts = batch.equal_parts(division.parts_of_pass)
-        found = {}
-        for name in sorted(settings.needed_fields & passes.keys()):
-            with torch.no_grad(), _evaluated(models):
-                found[name] = torch.cat([passes[name](part) for part in parts])[: len(batch)]
-        return replace(batch, **found)
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:
         return response_logprobs(module, part, self._temperature)
 
     # --- updates -------------------------------------------------------------------------------
 
-    def _learners(self) -> Iterator[_Learner]:
-        policy, critic = self._models.policy, self._models.critic
-        warm = True
-        if critic is not None:
-            warm = critic.steps >= self._settings.critic.warmup_steps * self._settings.updates
-            yield _Learner(critic, self._critic_update, "critic/", "critic/grad_norm", "critic/lr")
-        if warm:
-            yield _Learner(policy, self._policy_update, "", "gradient_norm", "learning_rate")
+    def _update_critic(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+        critic = self._models.critic
 
-    def _critic_update(self, part: Batch) -> Update:
-        assert self._models.critic is not None
-        values = response_values(self._models.critic.module, part)
-        return value_update(part, values, self._settings)
+        def loss(part: Batch) -> Update:
+            return self._value_loss(response_values(critic.module, part), part)
 
-    def _policy_update(self, part: Batch) -> Update:
-        settings = self._settings
-        logits = response_logits(self._models.policy.module, part)
-        current = statistics_of_logits(
-            logits, part, self._temperature, entropy=settings.entropy_coefficient > 0
-        )
-        divergence = self._divergence(logits, part) if settings.loss == "divergence" else None
-        if settings.updates == 1:
-            # The policy before a step's only update is the current one.
-            part = replace(part, proximal_logprobs=current.logprobs.detach())
-        with together() if settings.has_own_loss else nullcontext():
-            return policy_update(
-                part, current.logprobs, settings, entropy=current.entropy, divergence=divergence
+        return _update(critic, loss, batch, count, division)
+
+    def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+        settings, policy = self._settings, self._models.policy
+
+        def loss(part: Batch) -> Update:
+            logits = response_logits(policy.module, part)
+            current = statistics_of_logits(
+                logits, part, self._temperature, entropy=settings.entropy_coefficient > 0
             )
+            compared = settings.loss == "divergence"
+            divergence = self._divergence(logits, part) if compared else None
+            with together() if settings.has_own_loss else nullcontext():
+                return self._policy_loss(current, part, divergence)
+
+        return _update(policy, loss, batch, count, division)
 
     def _divergence(self, logits: Tensor, part: Batch) -> Tensor:
         """Return the divergence of the policy from the teacher, with gradient."""
@@ -160,49 +114,40 @@ class FSDPTrainingStep:
         )
 
 
-class _Learner(NamedTuple):
-    """Model that is updated, its loss, and the names of its metrics."""
-
-    engine: FSDPEngine
-    update_of: Callable[[Batch], Update]
-    prefix: str
-    norm_name: str
-    rate_name: str
-
-
-class _Taken(NamedTuple):
-    """Means of an optimizer step, and its gradients' norm."""
-
-    means: Means
-    norm: float
-
-
-def _update(learner: _Learner, parts: Sequence[Batch], count: Tensor) -> _Taken:
-    """Take one optimizer step on the micro-batches of a mini-batch.
+def _update(
+    engine: FSDPEngine,
+    loss_of: Callable[[Batch], Update],
+    batch: Batch,
+    count: Tensor,
+    division: BatchDivision,
+) -> Taken:
+    """Take one optimizer step on a mini-batch.
 
     Args:
-        learner: The model.
-        parts: The micro-batches.
-        count: Denominator of their loss, over all ranks.
+        engine: The engine.
+        loss_of: Returns the loss of a micro-batch.
+        batch: The mini-batch.
+        count: Denominator of its loss, over all ranks.
+        division: Division of the step.
     """
-    engine, world = learner.engine, dist.get_world_size()
-    means = []
+    world, means = dist.get_world_size(), []
+    parts = batch.equal_parts(division.parts_of_update)
     for index, part in enumerate(parts):
-        update = learner.update_of(part)
+        update = loss_of(part)
         # FSDP averages gradients over ranks.
         loss = update.loss(count, world)
         engine.accumulate(loss, first=index == 0, last=index == len(parts) - 1)
         means.append(update.means())
-    return _Taken(reduce(operator.add, means), engine.apply_gradients())
+    return Taken(reduce(operator.add, means), engine.apply_gradients())
 
 
 @contextmanager
 def _evaluated(models: Models) -> Iterator[None]:
     """Let trained models evaluate in the block, so that no dropout disturbs what it computes."""
-    for module in models.trained:
-        module.eval()
+    for engine in models.trained:
+        engine.module.eval()
     try:
         yield
     finally:
-        for module in models.trained:
-            module.train()
+        for engine in models.trained:
+            engine.module.train()

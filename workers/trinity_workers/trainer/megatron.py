@@ -8,17 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..collectives import together
 from ..engines.base import NamedTensors
-from ..engines.megatron import (
-    MegatronEngine,
-    ModelOptions,
-    OptimizerOptions,
-    ParallelLayout,
-    leave,
-)
+from ..engines.megatron import MegatronEngine, leave
 from ..helpers.megatron import (
     SAVE_NAME,
     megatron_save_state_dict,
@@ -27,17 +19,17 @@ from ..helpers.megatron import (
     only,
     save_as_one,
 )
-from ..learning.teacher import checked_teacher
 from ..worker_group.megatron import MegatronWorker
 from .background_saves import BackgroundSaves
+from .megatron_models import load_models
 from .megatron_step import MegatronTrainingStep
-from .rates import policy_rate
-from .worker import TrainWorker
+from .worker import TrainWorker, critic_folder
 
 logger = logging.getLogger(__name__)
 
 # What a checkpoint consists of: each part's save, and whether it is a state dict.
 _SAVES = {"model": (SAVE_NAME, True), "training": ("training_state", False)}
+_CRITIC_SAVES = {"model": ("critic", False), "training": ("critic_training_state", False)}
 
 
 class MegatronTrainWorker(MegatronWorker, TrainWorker):
@@ -54,38 +46,48 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
         megatron_save_state_dict(self._engine, local_path, global_step, self._coordinator, logger)
 
     def save_checkpoint(self, local_path: str, global_step: int) -> None:
-        """Copy the model and the training state, and save them in the background.
+        """Copy the models and the training state, and save them in the background.
 
         One checkpoint's copies are held at a time: one under way is waited for.
         """
-        self._begin_saves(local_path, global_step)
+        self._settle()
+        self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
+        self._begin_critic(local_path, global_step)
 
     def save_training_state(self, local_path: str, global_step: int) -> None:
-        """Copy optimizer and extra state, and save them in the background."""
+        """Copy optimizer and extra state, and the critic, and save them in the background."""
+        self._settle()
         with only(self._engine, ["optimizer", "extra"]):
-            self._begin_saves(local_path, global_step)
+            self._begin_saves(self._engine, Path(local_path), global_step, _SAVES)
+        self._begin_critic(local_path, global_step)
+
+    def _begin_critic(self, local_path: str, global_step: int) -> None:
+        if self._models.critic is not None:
+            folder = critic_folder(local_path)
+            self._begin_saves(self._models.critic, folder, global_step, _CRITIC_SAVES)
 
     def _master_params(self) -> NamedTensors | None:
         """Return None: the optimizer's state has its own copies of the parameters."""
         return None
 
-    def _begin_saves(self, local_path: str, global_step: int) -> None:
-        self._settle()
+    def _begin_saves(
+        self, engine: MegatronEngine, folder: Path, step: int, saves: dict[str, tuple[str, bool]]
+    ) -> None:
         group = self._saves.group
-        for part, write in self._engine.prepare_checkpoint(local_path, group=group).items():
-            name, is_state_dict = _SAVES[part]
+        for part, write in engine.prepare_checkpoint(str(folder), group=group).items():
+            name, is_state_dict = saves[part]
             save = partial(
                 save_as_one,
                 write,
-                Path(local_path) / part,
-                global_step,
+                folder / part,
+                step,
                 self._coordinator,
                 logger,
                 name=name,
                 is_state_dict=is_state_dict,
                 group=group,
             )
-            self._saves.begin(f"{name} of step {global_step}", save)
+            self._saves.begin(f"{name} of step {step}", save)
 
     def wait_on_save_thread(self) -> None:
         """Wait for background saves; raises what failed in them."""
@@ -120,40 +122,11 @@ class MegatronTrainWorker(MegatronWorker, TrainWorker):
 
     def _make_step(self) -> Any:
         config = self._config
-        pipeline = config.trainer.pipeline_parallel
-        tensor = config.trainer.tensor_parallel or max(1, config.trainer.ranks // pipeline)
-        settings = config.algorithm_of_step
-        make = partial(
-            MegatronEngine,
-            device=self._device,
-            layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
-            model=ModelOptions(dtype=getattr(torch, config.model.dtype)),
-            seed=config.seed,
-        )
-        self._policy = make(
-            config.model_folder,
-            optimizer=OptimizerOptions(
-                learning_rate=policy_rate(config), gradient_norm=config.trainer.gradient_norm
-            ),
-        )
-        reference = teacher = None
-        if "reference_logprobs" in settings.needed_fields:
-            reference = make(config.model_folder)
-        if config.teacher_folder is not None:
-            teacher = make(checked_teacher(config.teacher_folder, config.model_folder))
+        self._models = load_models(config, self._device)
         return MegatronTrainingStep(
-            self._policy,
-            settings,
+            self._models,
+            config.algorithm_of_step,
             temperature=config.rollouts.temperature,
             micro_batch_rows=config.trainer.micro_batch_rows,
-            reference=reference,
-            teacher=teacher,
+            reward_weight=config.reward.weight,
         )
-
-    @property
-    def _engine(self) -> MegatronEngine:
-        return self._policy
-
-    def load_checkpoint(self, local_path: str) -> None:
-        """Load model, optimizer and random states."""
-        self._policy.load_checkpoint(local_path)

@@ -1,12 +1,10 @@
-"""One training step on Megatron: passes without gradients, then updates of the policy."""
+"""One training step on Megatron."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial, reduce
-from statistics import fmean
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -16,114 +14,101 @@ from torch import Tensor
 
 from ..algorithms.aggregation import Means
 from ..algorithms.batch import Batch
-from ..algorithms.logits import TokenStatistics
-from ..algorithms.prepare import prepare
-from ..algorithms.settings import AlgorithmConfig
-from ..algorithms.update import policy_update
+from ..algorithms.update import Update
 from ..collectives import all_reduced, gather_bytes
-from ..engines.megatron import MegatronEngine
-from .division import BatchDivision, division_of, loss_denominators, response_tokens
+from .division import BatchDivision
+from .training_step import Taken, TrainingStep
 
 
-class MegatronTrainingStep:
-    """Training step of one rank. All ranks take it together.
+class MegatronTrainingStep(TrainingStep):
+    """Training step of one rank, whose replica has several.
 
-    Args:
-        policy: The policy.
-        settings: The algorithm.
-        temperature: Temperature that sampled.
-        micro_batch_rows: Maximum rows of one pass; None for a micro-batch per pipeline stage.
-        reference: Reference of the KL penalty, in the policy's layout.
-        teacher: Teacher of a distillation, in the policy's layout.
+    The models are engines of one layout. The last pipeline stage alone computes losses.
     """
 
-    def __init__(
-        self,
-        policy: MegatronEngine,
-        settings: AlgorithmConfig,
-        *,
-        temperature: float = 1.0,
-        micro_batch_rows: int | None = None,
-        reference: MegatronEngine | None = None,
-        teacher: MegatronEngine | None = None,
-    ) -> None:
-        self._policy = policy
-        self._judges = {"reference_logprobs": reference, "teacher_logprobs": teacher}
-        self._settings = settings
-        self._temperature = temperature
-        self._micro_batch_rows = micro_batch_rows
-
-    def learn(self, batch: Batch) -> dict[str, float]:
-        """Take one step on this replica's batch; return the metrics of all. Collective."""
+    @property
+    def _is_first_replica(self) -> bool:
         from megatron.core import parallel_state as state
 
-        settings, replicas = self._settings, state.get_data_parallel_group()
-        summed = partial(all_reduced, group=replicas)
-        division = division_of(batch, settings, self._micro_batch_rows)
-        batch, means = prepare(self._with_passes(batch, division), settings, summed)
-        mini_batches = batch.equal_parts(settings.mini_batches)
-        counts = summed(loss_denominators(mini_batches, settings))
-        parts: list[Means] = []
-        norms = []
-        rate = 0.0
-        for index in division.updates():
-            rate = self._policy.learning_rate
-            found, norm = self._policy.train_batch(
-                mini_batches[index],
-                self._loss(counts[index], replicas.size()),
-                temperature=self._temperature,
-                parts=division.parts_of_update,
-                entropy=settings.entropy_coefficient > 0,
-            )
-            parts += found
-            norms.append(norm)
-        told: dict[str, float] = {}
-        if parts:
-            means += response_tokens(batch, shown=state.get_data_parallel_rank() == 0)
-            told = (means + reduce(operator.add, parts)).reduced(summed).values()
-        # The last stage alone has the loss, and the last rank is one of it.
-        told = msgspec.json.decode(
-            gather_bytes(msgspec.json.encode(told))[-1], type=dict[str, float]
+        return bool(state.get_data_parallel_rank() == 0)
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        from megatron.core import parallel_state as state
+
+        return all_reduced(tensor, state.get_data_parallel_group())
+
+    def _shown(self, means: Means) -> dict[str, float]:
+        told = msgspec.msgpack.encode(means.reduced(self._summed).values())
+        # The last rank is one of the last stage.
+        return msgspec.msgpack.decode(gather_bytes(told)[-1], type=dict[str, float])
+
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B] on every rank. Collective."""
+        judge = self._models.reward_model
+        found = judge.model.scores(judge.tokens.inputs(batch), parts=division.parts_of_pass)
+        return _from_last_stage(found, batch.rewards)
+
+    def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
+        models, parts = self._models, division.parts_of_pass
+        if name == "values":
+            found = models.critic.response_values(batch, parts=parts)
+            return _from_last_stage(found, batch.response_mask)
+        judge = {
+            "proximal_logprobs": models.policy,
+            "reference_logprobs": models.reference,
+            "teacher_logprobs": models.teacher,
+        }[name]
+        found = judge.response_logprobs(batch, temperature=self._temperature, parts=parts)
+        return _from_last_stage(found, batch.response_mask)
+
+    def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+        found, norm = self._models.policy.train_batch(
+            batch,
+            self._of_replicas(self._policy_loss, count),
+            temperature=self._temperature,
+            parts=division.parts_of_update,
+            entropy=self._settings.entropy_coefficient > 0,
         )
-        return {**told, "gradient_norm": fmean(norms), "learning_rate": rate}
+        return Taken(_summed_means(found, batch), norm)
 
-    def _loss(
-        self, count: Tensor, replicas: int
-    ) -> Callable[[TokenStatistics, Batch], tuple[Tensor, Means]]:
-        """Return the loss of micro-batches; ``count`` is the denominator of all of them."""
-        settings = self._settings
+    def _update_critic(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+        found, norm = self._models.critic.train_values(
+            batch, self._of_replicas(self._value_loss, count), parts=division.parts_of_update
+        )
+        return Taken(_summed_means(found, batch), norm)
 
-        def loss(current: TokenStatistics, part: Batch) -> tuple[Tensor, Means]:
-            if settings.updates == 1:
-                # The policy before a step's only update is the current one.
-                part = replace(part, proximal_logprobs=current.logprobs.detach())
-            update = policy_update(part, current.logprobs, settings, entropy=current.entropy)
+    def _of_replicas(
+        self, loss_of: Callable[[Any, Batch], Update], count: Tensor
+    ) -> Callable[[Any, Batch], tuple[Tensor, Means]]:
+        """Return the loss of micro-batches for the engine; ``count`` divides all of them."""
+        from megatron.core import parallel_state as state
+
+        replicas = state.get_data_parallel_world_size()
+
+        def loss(current: Any, part: Batch) -> tuple[Tensor, Means]:
+            update = loss_of(current, part)
             # Megatron averages gradients over replicas.
             return update.loss(count, replicas), update.means()
 
         return loss
 
-    def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:
-        """Return the batch with the fields that its preparation or several updates need."""
-        settings = self._settings
-        passes: dict[str, Any] = dict(self._judges)
-        if settings.updates > 1 or settings.prepares_by_proximal:
-            passes["proximal_logprobs"] = self._policy
-        found = {}
-        for name in sorted(settings.needed_fields & passes.keys()):
-            logprobs = passes[name].response_logprobs(
-                batch, temperature=self._temperature, parts=division.parts_of_pass
-            )
-            found[name] = _from_last_stage(logprobs, batch)
-        return replace(batch, **found)
+
+def _summed_means(found: list[Means], batch: Batch) -> Means:
+    """Return the means of all micro-batches; none before the last stage."""
+    return reduce(operator.add, found, Means.of_tokens({}, batch.response_mask))
 
 
-def _from_last_stage(found: Tensor | None, batch: Batch) -> Tensor:
-    """Return the last pipeline stage's values [B, R] on every stage of the replica. Collective."""
+def _from_last_stage(found: Tensor | None, like: Tensor) -> Tensor:
+    """Return the last pipeline stage's values on every stage of the replica. Collective.
+
+    They are float32, of the shape and on the device of another tensor.
+    """
     from megatron.core import parallel_state as state
 
-    shape, device = batch.response_mask.shape, batch.input_ids.device
-    values = torch.empty(shape, device=device) if found is None else found.float().contiguous()
+    if found is None:
+        values = torch.empty(like.shape, device=like.device)
+    else:
+        values = found.float().contiguous()
     group = state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         last = state.get_pipeline_model_parallel_last_rank()

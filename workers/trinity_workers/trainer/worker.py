@@ -119,6 +119,7 @@ class TrainWorker(Worker):
             config.algorithm_of_step,
             temperature=config.rollouts.temperature,
             micro_batch_rows=config.trainer.micro_batch_rows,
+            reward_weight=config.reward.weight,
         )
 
     @property
@@ -131,7 +132,7 @@ class TrainWorker(Worker):
         """Load models, optimizers, schedules and random states."""
         self._engine.load_checkpoint(local_path)
         if self._models.critic is not None:
-            self._models.critic.load_checkpoint(str(_critic_folder(local_path)))
+            self._models.critic.load_checkpoint(str(critic_folder(local_path)))
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def train_step(self, groups: Sequence[Sequence[Experience]]) -> dict[str, float]:
@@ -194,7 +195,7 @@ class TrainWorker(Worker):
         self._save_training_state("training_state", self._engine, Path(local_path), global_step)
         if self._models.critic is None:
             return
-        critic, folder = self._models.critic, _critic_folder(local_path)
+        critic, folder = self._models.critic, critic_folder(local_path)
         fsdp_save_state_dict(
             critic,
             str(folder),
@@ -258,7 +259,7 @@ class TrainWorker(Worker):
             self._coordinator.wait_all(self._config.sync.timeout)
 
 
-def _critic_folder(local_path: str) -> Path:
+def critic_folder(local_path: str) -> Path:
     """Return the folder of the critic, beside the policy's in a checkpoint."""
     return Path(local_path).with_name("critic")
 

@@ -5,6 +5,7 @@ from .checkpoint import CheckpointFailed, CheckpointRefused
 from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
 from .layout import LayoutRefused, ParallelLayout, leave
 from .model import MODEL_TYPES, ModelOptions, UnsupportedModel
+from .values import MegatronCritic, MegatronRewardModel
 
 __all__ = [
     "MODEL_TYPES",
@@ -13,7 +14,9 @@ __all__ = [
     "DeviceRefused",
     "LayoutRefused",
     "LocalShard",
+    "MegatronCritic",
     "MegatronEngine",
+    "MegatronRewardModel",
     "ModelOptions",
     "OptimizerOptions",
     "ParallelLayout",

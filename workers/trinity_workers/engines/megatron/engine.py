@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from ..model_folder import has_weights
 from . import checkpoint
 from .cpu import adapted
 from .layout import LayoutRefused, ParallelLayout, join
-from .model import ModelOptions, build_chunks, transformer_config
-from .model_description import read_description, write_description
+from .model import ModelOptions, build_chunks, is_tied, transformer_config
+from .model_description import Description, read_description, write_description
 from .rank_state import rank_state, restore_rank_state
 from .stream import WeightStream, load_folder, local_shards
 from .training import (
@@ -86,6 +86,9 @@ class MegatronEngine:
         DeviceRefused: for the CPU if CUDA is present.
     """
 
+    _absent: Set[str] = frozenset()
+    """Tensors that the folder lacks, and whose parameters keep their initial values."""
+
     def __init__(
         self,
         model_folder: Path,
@@ -104,7 +107,7 @@ class MegatronEngine:
                 "or hide them all (CUDA_VISIBLE_DEVICES=)"
             )
         with together():
-            self._description = read_description(model_folder)
+            self._description = self._read(model_folder)
         self.config, self.tokenizer = self._description.config, self._description.tokenizer
         self.device = device
         self.layout = layout
@@ -115,13 +118,13 @@ class MegatronEngine:
         join(layout, seed)
         self._transformer = transformer_config(self.config, layout, model)
         self._chunks = build_chunks(self.config, self._transformer, model)
-        tied = bool(self.config.tie_word_embeddings)
         names = mapping(self.config, self._transformer, layout.tensor)
         if load_weights:
             with together():
-                load_folder(self._chunks, model_folder, names)
+                load_folder(self._chunks, model_folder, names, absent=self._absent)
         self._names = names
-        self._stream = WeightStream(self._chunks, names, tied=tied, device=device)
+        self._tied = is_tied(self.config)
+        self._stream = WeightStream(self._chunks, names, tied=self._tied, device=device)
         self.module: list[Any] = self._chunks
         self.optimizer: Any = None
         if optimizer is not None:
@@ -129,6 +132,10 @@ class MegatronEngine:
         else:
             for chunk in self._chunks:
                 chunk.requires_grad_(requires_grad=False).eval()
+
+    def _read(self, folder: Path) -> Description:
+        """Return the model's description."""
+        return read_description(folder)
 
     # --- computing -------------------------------------------------------------------------
 
@@ -164,18 +171,27 @@ class MegatronEngine:
                 "entropies of a vocabulary that tensor-parallel ranks share are not computed: "
                 "take a layout with tensor 1, or no entropy"
             )
+        micro_batches = batch.equal_parts(self._part_count(parts))
+        return self._optimizer_step(
+            lambda: accumulate_gradients(
+                self.module,
+                micro_batches,
+                loss,
+                vocabulary=self.config.vocab_size,
+                temperature=temperature,
+                entropy=entropy,
+            )
+        )
+
+    def _optimizer_step(self, accumulate: Callable[[], list[Any]]) -> tuple[list[Any], float]:
+        """Take a step on gradients that a function accumulates; return its result and their norm.
+
+        The norm is before clipping.
+        """
         for chunk in self.module:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        micro_batches = batch.equal_parts(self._part_count(parts))
-        found = accumulate_gradients(
-            self.module,
-            micro_batches,
-            loss,
-            vocabulary=self.config.vocab_size,
-            temperature=temperature,
-            entropy=entropy,
-        )
+        found = accumulate()
         with adapted():
             self._set_learning_rate()
             _, norm, _ = self.optimizer.step()
@@ -222,7 +238,7 @@ class MegatronEngine:
             self.config,
             self._transformer,
             self._chunks,
-            tied=bool(self.config.tie_word_embeddings),
+            tied=self._tied,
         )
 
     # --- checkpoints -----------------------------------------------------------------------

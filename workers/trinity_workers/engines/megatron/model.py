@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from trinity_events.errors import TrinityError
 
+from ...learning.value_head import head_tensors
 from .cpu import adapted
 from .layout import LayoutRefused, ParallelLayout, has_transformer_engine
 
@@ -132,6 +133,11 @@ def build_chunks(hf: Any, config: Any, options: ModelOptions) -> list[Any]:
         ]
 
 
+def is_tied(hf: Any) -> bool:
+    """Return True if the output layer is the embedding; a head of values never is."""
+    return bool(hf.tie_word_embeddings) and not head_tensors(hf)
+
+
 def has_experts(hf: Any) -> bool:
     """Return True if the configuration is of a mixture of experts."""
     return str(hf.model_type).endswith("_moe")
@@ -140,6 +146,18 @@ def has_experts(hf: Any) -> bool:
 def expert_count(hf: Any) -> int:
     """Return the number of experts per layer."""
     return int(getattr(hf, "num_local_experts", None) or hf.num_experts)
+
+
+class _ValueHead(torch.nn.Linear):
+    """Head of one output in the place of the output layer, whole on every rank; it begins at 0."""
+
+    def __init__(self, width: int, *, bias: bool) -> None:
+        super().__init__(width, 1, bias=bias)
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden), None
 
 
 def _build(
@@ -164,7 +182,7 @@ def _build(
         max_sequence_length=hf.max_position_embeddings,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        share_embeddings_and_output_weights=is_tied(hf),
         position_embedding_type="rope",
         rotary_base=rope["rope_theta"],
         rope_scaling=rope["rope_type"] == "llama3",
@@ -172,6 +190,8 @@ def _build(
         seq_len_interpolation_factor=rope["factor"] if rope["rope_type"] == "linear" else None,
         vp_stage=stage,
     )
+    if last and (names := head_tensors(hf)):
+        model.output_layer = _ValueHead(hf.hidden_size, bias="score.bias" in names)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         # torch's own layer norms are float32, whatever dtype megatron-core requests.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,13 @@ class WeightStream:
         return [shard] if entry.dim < 0 else _gather(shard, shard_group(entry.name))
 
 
-def load_folder(chunks: Sequence[Any], folder: Path, mapping: WeightMapping) -> None:
+def load_folder(
+    chunks: Sequence[Any], folder: Path, mapping: WeightMapping, *, absent: Set[str] = frozenset()
+) -> None:
     """Load a Hugging Face folder's weights into this rank's chunks, one parameter at a time.
 
-    Not collective: every rank reads the tensors that it needs.
+    Not collective: every rank reads the tensors that it needs. Parameters of tensors that are
+    ``absent`` from the folder keep their values.
 
     Raises:
         FileNotFoundError: if the folder has no safetensors files.
@@ -127,7 +130,10 @@ def load_folder(chunks: Sequence[Any], folder: Path, mapping: WeightMapping) -> 
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
             name = global_name(local_name, chunk)
-            found = [reader.tensor(one) for one in mapping.huggingface_names(name)]
+            sources = mapping.huggingface_names(name)
+            if set(sources) <= absent:
+                continue
+            found = [reader.tensor(one) for one in sources]
             whole = mapping.to_megatron(name, found)
             group = shard_group(name)
             shard = mapping.split(name, whole, parameter, group.size())[group.rank()]

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ...algorithms.batch import Batch
-from ...algorithms.logits import TokenStatistics, token_statistics
+from ...algorithms.logits import TokenStatistics, exact, token_statistics
 from .cpu import adapted
 
 LossFunction: TypeAlias = Callable[[TokenStatistics, Batch], tuple[Tensor, Any]]
@@ -56,6 +56,41 @@ def accumulate_gradients(
     return _run_schedule(chunks, parts, finish, forward_only=False)
 
 
+def response_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
+    """Return values [B, R] before response tokens of every micro-batch, as log-probabilities."""
+
+    def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        values = _values(outputs, row)
+        return values.sum(), values
+
+    with torch.no_grad():
+        return _run_schedule(chunks, parts, finish, forward_only=True)
+
+
+def accumulate_value_gradients(
+    chunks: Sequence[Any], parts: Sequence[Batch], loss: Callable[[Tensor, Batch], Any]
+) -> list[Any]:
+    """Accumulate gradients as :func:`accumulate_gradients`, of losses of values [B, R]."""
+
+    def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Any]:
+        value, metrics = loss(_values(outputs, row), row.batch)
+        return value * len(parts), metrics
+
+    return _run_schedule(chunks, parts, finish, forward_only=False)
+
+
+def last_values(chunks: Sequence[Any], parts: Sequence[Batch]) -> list[Tensor]:
+    """Return the output at each row's last token: [B] of every micro-batch."""
+
+    def finish(outputs: Tensor, row: _Rows) -> tuple[Tensor, Tensor]:
+        last = (row.batch.attention_mask.sum(dim=1) - 1).clamp(min=0)
+        values = exact(outputs[..., 0].gather(1, last[:, None]).squeeze(1))
+        return values.sum(), values
+
+    with torch.no_grad():
+        return _run_schedule(chunks, parts, finish, forward_only=True)
+
+
 def whole_logits(chunks: Sequence[Any], parts: Sequence[Batch], *, vocabulary: int) -> list[Tensor]:
     """Return logits [B, S, vocabulary] of every micro-batch; empty before the last stage."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -88,6 +123,14 @@ class _Rows:
         firsts = batch.attention_mask.argmax(dim=1)
         moved = torch.arange(columns, device=firsts.device)[None] + firsts[:, None]
         return cls(batch, batch.input_ids.gather(1, moved % columns), firsts)
+
+    @property
+    def before_responses(self) -> Tensor:
+        """Shifted columns that predict the response tokens: [B, R] int64."""
+        columns, width = self.tokens.shape[1], self.batch.response_width
+        # The column before a token predicts the token.
+        before = columns - width - 1 + torch.arange(width, device=self.tokens.device)
+        return (before[None] - self.firsts[:, None]) % columns
 
 
 def _run_schedule(
@@ -139,11 +182,7 @@ def _statistics(
     from megatron.core import parallel_state as state
     from megatron.core import tensor_parallel
 
-    columns = row.tokens.shape[1]
-    width = row.batch.response_mask.shape[1]
-    # The column before a token predicts the token.
-    before = columns - width - 1 + torch.arange(width, device=logits.device)
-    places = (before[None] - row.firsts[:, None]) % columns
+    columns, places = row.tokens.shape[1], row.before_responses
     mine = logits.shape[-1]
     logits = logits.gather(1, places[..., None].expand(-1, -1, mine))
     answers = row.tokens.gather(1, (places + 1) % columns)
@@ -160,3 +199,9 @@ def _statistics(
         logits = F.pad(logits[..., :real], (0, mine - real), value=-1e9)
     logprobs: Tensor = -tensor_parallel.vocab_parallel_cross_entropy(logits, answers)
     return TokenStatistics(logprobs.masked_fill(masked, 0.0), None)
+
+
+def _values(outputs: Tensor, row: _Rows) -> Tensor:
+    """Return the value before each response token [B, R], 0 on padding, from a head's outputs."""
+    values = exact(outputs[..., 0].gather(1, row.before_responses))
+    return values.masked_fill(~row.batch.response_mask, 0.0)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...learning.value_head import head_tensors
 from .model import has_experts, padded_vocabulary
 
 
@@ -53,7 +54,7 @@ def mapping(hf: Any, config: Any, vocabulary_parts: int) -> WeightMapping:
         config: TransformerConfig of megatron-core, made from it.
         vocabulary_parts: Tensor-parallel ranks, for which the vocabulary is padded.
     """
-    return _MBridge(hf, config, vocabulary_parts)
+    return _made(hf, config, vocabulary_parts)
 
 
 def local_mapping(hf: Any, config: Any, parts: int) -> WeightMapping:
@@ -64,7 +65,12 @@ def local_mapping(hf: Any, config: Any, parts: int) -> WeightMapping:
     # Otherwise it is derived from the number of heads.
     mine.head_dim = config.kv_channels
     mine.vocab_size = padded_vocabulary(hf.vocab_size, parts) // parts
-    return _MBridge(mine, config, 1)
+    return _made(mine, config, 1)
+
+
+def _made(hf: Any, config: Any, vocabulary_parts: int) -> WeightMapping:
+    kind = _WithValueHead if head_tensors(hf) else _MBridge
+    return kind(hf, config, vocabulary_parts)
 
 
 class _MBridge:
@@ -136,3 +142,24 @@ class _MBridge:
         if not self._experts:
             name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")
         return re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r".\2.weight\1", name)
+
+
+class _WithValueHead(_MBridge):
+    """Mapping of a model with a head of one output, which has no vocabulary to pad or split."""
+
+    def huggingface_names(self, name: str) -> list[str]:
+        if not name.startswith("output_layer."):
+            return super().huggingface_names(name)
+        return [name.replace("output_layer.", "score.")]
+
+    def to_megatron(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not name.startswith("output_layer."):
+            return super().to_megatron(name, tensors)
+        [head] = tensors
+        return head
+
+    def to_huggingface(self, name: str, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        if not name.startswith("output_layer."):
+            return super().to_huggingface(name, whole)
+        [found] = self.huggingface_names(name)
+        return [(found, whole)]

@@ -1,0 +1,160 @@
+"""Scores of a reward model: transformers' own, on FSDP and on Megatron, in its own tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+
+from tests.support import megatron_ranks as at  # noqa: E402
+from tests.support.experiences import group  # noqa: E402
+from trinity_workers.algorithms.collate import collate  # noqa: E402
+from trinity_workers.algorithms.settings import read_settings  # noqa: E402
+from trinity_workers.engines.fsdp import frozen_policy  # noqa: E402
+from trinity_workers.engines.megatron import MegatronRewardModel, ParallelLayout  # noqa: E402
+from trinity_workers.learning.policy import BadPolicy, isolated_rng, load_tokenizer  # noqa: E402
+from trinity_workers.learning.reward_model import (  # noqa: E402
+    RewardModel,
+    RewardTokens,
+    load_reward_model,
+    reward_tokenizer,
+)
+from trinity_workers.trainer.division import division_of  # noqa: E402
+from trinity_workers.trainer.fsdp_step import FSDPTrainingStep  # noqa: E402
+from trinity_workers.trainer.megatron_step import MegatronTrainingStep  # noqa: E402
+from trinity_workers.trainer.training_step import Models  # noqa: E402
+
+CPU = torch.device("cpu")
+BOTH = ParallelLayout(tensor=2, pipeline=2)
+EPISODES = [("abc>", ["cba", "c"]), ("tab>", ["bat", "batbat"]), ("d>", ["d", ""])]
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}{% endfor %}"
+)
+
+
+def tokenizer_of_pairs() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are two characters or one, unlike the policy's."""
+    letters = "abcdefghijklmnopqrstuvwxyz>"
+    words = ["<pad>", "<eos>", "<unk>", *letters, *(a + b for a in "abctu" for b in "abctd>")]
+    backend = Tokenizer(models.WordLevel({one: i for i, one in enumerate(words)}, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r".."), behavior="isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module", params=["text", "chat"])
+def reward_folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer = tokenizer_of_pairs()
+    if request.param == "chat":
+        tokenizer.chat_template = TEMPLATE
+    sizes = {**at.SIZES, "vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": 0}
+    with isolated_rng(5):
+        Qwen2ForSequenceClassification(Qwen2Config(**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def episodes(policy_folder):
+    """The episodes in the policy's tokens, each of which ends with its end of sequence."""
+    tokenizer = load_tokenizer(policy_folder)
+    groups = []
+    for prompt, answers in EPISODES:
+        tokens = [[*tokenizer.encode(one), tokenizer.eos_token_id] for one in answers]
+        logprobs = [[-1.0] * len(one) for one in tokens]
+        groups.append(group(tokenizer.encode(prompt), tokens, logprobs, [0.0, 1.0]))
+    return collate(groups, tokenizer.pad_token_id)
+
+
+def expected_scores(folder) -> torch.Tensor:
+    """The scores of transformers' model, each text by itself."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(folder)
+    found = []
+    for prompt, answers in EPISODES:
+        for answer in answers:
+            text = f"u{prompt}a{answer}" if tokenizer.chat_template else prompt + answer
+            tokens = torch.tensor([tokenizer.encode(text)])
+            with torch.no_grad():
+                found.append(model(tokens).logits[0, 0])
+    return torch.stack(found)
+
+
+def on_megatron(rank, policy_folder, folder, layout):
+    rank.exits.callback(at.drop_engine, rank)
+    model = MegatronRewardModel(folder, device=CPU, layout=layout)
+    return scores(MegatronTrainingStep, model, policy_folder, folder, micro_batch_rows=2)
+
+
+def on_fsdp(rank, policy_folder, folder):
+    model = frozen_policy(folder, device=CPU, load=load_reward_model)
+    return scores(FSDPTrainingStep, model, policy_folder, folder, micro_batch_rows=4)
+
+
+def scores(kind, model, policy_folder, folder, micro_batch_rows):
+    tokens = RewardTokens(load_tokenizer(policy_folder), reward_tokenizer(folder))
+    step = kind(
+        Models(None, reward_model=RewardModel(model, tokens)),
+        read_settings({}),
+        micro_batch_rows=micro_batch_rows,
+        reward_weight=0.5,
+    )
+    batch = episodes(policy_folder)
+    division = division_of(batch, read_settings({}), micro_batch_rows)
+    scored, means = step._with_scores(batch, division)
+    return scored.rewards, means.values()
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, None), (4, BOTH)], ids=["FSDP", "TP 2 x PP 2"])
+def test_scores_are_those_of_transformers_for_the_models_own_tokens(
+    rank_group, policy_folder, reward_folder, world, layout
+):
+    expected = expected_scores(reward_folder)
+    assert expected.std() > 0.01
+    ranks = rank_group(world)
+    if layout is None:
+        found = ranks(on_fsdp, policy_folder, reward_folder)
+    else:
+        found = ranks(on_megatron, policy_folder, reward_folder, layout)
+    for rewards, told in found:
+        own = episodes(policy_folder).rewards
+        torch.testing.assert_close(rewards, own + 0.5 * expected, atol=1e-5, rtol=0)
+        assert told == pytest.approx({"reward_model/score": float(expected.mean())}, abs=1e-5)
+
+
+def test_episodes_of_the_same_tokens_stay_as_they_are(policy_folder):
+    tokenizer = load_tokenizer(policy_folder)
+    batch = episodes(policy_folder)
+    found = RewardTokens(tokenizer, tokenizer).inputs(batch)
+    for row in range(len(batch)):
+        real = [
+            one[row][one_mask[row].bool()].tolist()
+            for one, one_mask in (
+                (batch.input_ids, batch.attention_mask),
+                (found.input_ids, found.attention_mask),
+            )
+        ]
+        assert real[0] == real[1]
+
+
+def test_what_is_no_reward_model_is_one_sentence(policy_folder, tmp_path):
+    with pytest.raises(BadPolicy, match=r"no reward model in .*: set reward\.model"):
+        reward_tokenizer(tmp_path)
+    with pytest.raises(BadPolicy, match=r"has no head of rewards: take a Hugging Face folder"):
+        reward_tokenizer(policy_folder)
+    load_tokenizer(policy_folder).save_pretrained(tmp_path)
+    Qwen2Config(num_labels=3, architectures=["Qwen2ForSequenceClassification"]).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(BadPolicy, match=r"gives 3 outputs a token"):
+        reward_tokenizer(tmp_path)

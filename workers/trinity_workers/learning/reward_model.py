@@ -1,0 +1,149 @@
+"""Reward models: their inputs, of their own tokens, and their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerBase,
+)
+
+from ..algorithms.batch import Batch
+from ..tasks import Message
+from .policy import BadPolicy, encode_prompt, load_tokenizer
+from .value_head import checked_head, head_tensors
+from .values import ValueModel
+
+
+def reward_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a reward model.
+
+    Raises:
+        BadPolicy: in one sentence, if the folder holds no reward model.
+    """
+    if not (folder / "config.json").is_file():
+        raise BadPolicy(
+            f"no reward model in {folder}: config.json is missing: set reward.model to a Hugging "
+            "Face folder"
+        )
+    tokenizer = load_tokenizer(folder)
+    checked_head(_config(folder), folder, required=True)
+    return tokenizer
+
+
+def load_reward_model(
+    folder: Path, dtype: str = "float32"
+) -> tuple[ValueModel, PreTrainedTokenizerBase]:
+    """Load a model for sequence or token classification with one output, and its tokenizer.
+
+    Raises:
+        BadPolicy: in one sentence, if the folder does not hold them.
+    """
+    tokenizer, config = reward_tokenizer(folder), _config(folder)
+    has_bias = "score.bias" in head_tensors(config)
+    kind: Any = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
+    try:
+        model = kind.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadPolicy(f"the reward model in {folder} cannot be loaded: {told}") from error
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise BadPolicy(
+            f"the reward model in {folder} has no linear head called score, as transformers' "
+            "classifiers of causal language models have: take one of those"
+        )
+    return ValueModel(model.base_model, config, model.score, model._no_split_modules), tokenizer
+
+
+def _config(folder: Path) -> Any:
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+class RewardModel(NamedTuple):
+    """Reward model of a training step: a sharded module or an engine, and its inputs."""
+
+    model: Any
+    tokens: RewardTokens
+
+
+class RewardTokens:
+    """Translation of episodes of a policy into the tokens of a reward model.
+
+    Where both have the same tokens, episodes stay as they are. Else their text is tokenised anew:
+    by the reward model's chat template as question and answer, or as plain text if it has none.
+
+    Args:
+        policy: Tokenizer of the policy.
+        reward_model: Tokenizer of the reward model.
+    """
+
+    def __init__(
+        self, policy: PreTrainedTokenizerBase, reward_model: PreTrainedTokenizerBase
+    ) -> None:
+        self._policy = policy
+        self._own = reward_model
+        self._same = policy.get_vocab() == reward_model.get_vocab()
+
+    def inputs(self, batch: Batch, questions: Sequence[Sequence[Message]] | None = None) -> Batch:
+        """Return the rows as the reward model reads them, with padding on the right.
+
+        Args:
+            batch: Episodes in the policy's tokens.
+            questions: Messages before each row's response, for a chat template; by default the
+                text of the prompt, as one message of the user.
+
+        Raises:
+            BadPolicy: if the chat template refuses an episode.
+        """
+        rows = []
+        for row in range(len(batch)):
+            real = batch.attention_mask[row].bool()
+            prompt = batch.input_ids[row][: batch.prompt_width][real[: batch.prompt_width]]
+            answer = batch.input_ids[row][batch.prompt_width :][real[batch.prompt_width :]]
+            if self._same:
+                rows.append([*prompt.tolist(), *answer.tolist()])
+            else:
+                asked = None if questions is None else questions[row]
+                rows.append(self._anew(self._text(prompt), self._text(answer), asked))
+        return right_padded(rows, int(self._own.pad_token_id or 0)).to(batch.input_ids.device)
+
+    def _text(self, tokens: torch.Tensor) -> str:
+        found: Any = self._policy.decode(tokens.tolist(), skip_special_tokens=True)
+        return str(found)
+
+    def _anew(self, prompt: str, answer: str, asked: Sequence[Message] | None) -> list[int]:
+        if not self._own.chat_template:
+            return encode_prompt(self._own, prompt + answer)
+        before = [{"role": "user", "content": prompt}] if asked is None else list(asked)
+        episode = [*before, {"role": "assistant", "content": answer}]
+        return encode_prompt(self._own, episode, answered=True)
+
+
+def right_padded(rows: Sequence[Sequence[int]], padding: int) -> Batch:
+    """Return rows of tokens as a batch whose last column stands for the response."""
+    width = max(2, *(len(one) for one in rows))
+    tokens = torch.full((len(rows), width), padding)
+    mask = torch.zeros_like(tokens)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = torch.tensor(row)
+        mask[index, : len(row)] = 1
+    return Batch(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=torch.arange(width).expand_as(tokens) * mask,
+        response_mask=mask[:, -1:].bool(),
+        groups=torch.arange(len(rows)),
+        rewards=torch.zeros(len(rows)),
+        finished=torch.ones(len(rows), dtype=torch.bool),
+    )

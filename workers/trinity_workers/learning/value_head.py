@@ -1,0 +1,57 @@
+"""Head of one output in Hugging Face folders: critics and reward models."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+HEAD = {"score.weight", "score.bias"}
+"""Names of the head's tensors, as in transformers' models for classification."""
+
+_TENSORS = {"TokenClassification": HEAD, "SequenceClassification": {"score.weight"}}
+
+
+def head_tensors(config: Any) -> set[str]:
+    """Return the head's tensors in folders of this configuration; a language model has none."""
+    name = "".join((config.architectures or [])[:1])
+    found = {one for kind, names in _TENSORS.items() if name.endswith(kind) for one in names}
+    if not getattr(config, "token_classification_bias", True):
+        found.discard("score.bias")
+    return found
+
+
+def checked_head(config: Any, folder: Path, *, required: bool = False) -> set[str]:
+    """Return :func:`head_tensors` of a folder's configuration.
+
+    Raises:
+        BadPolicy: for a head of several outputs, and for none if it is required.
+    """
+    from .policy import BadPolicy  # transformers takes seconds to import
+
+    found = head_tensors(config)
+    if found and config.num_labels != 1:
+        raise BadPolicy(
+            f"the model in {folder} gives {config.num_labels} outputs a token, and a critic or a "
+            "reward model gives one: take a model with num_labels 1"
+        )
+    if required and not found:
+        raise BadPolicy(
+            f"the model in {folder} has no head of rewards: take a Hugging Face folder of a model "
+            "for sequence or token classification"
+        )
+    return found
+
+
+def critic_config(config: Any) -> Any:
+    """Return the configuration of a critic with the layers of a model of this configuration."""
+    made = copy.deepcopy(config)
+    made.num_labels = 1
+    made.token_classification_bias = True
+    made.architectures = [
+        name.replace("CausalLM", "TokenClassification").replace(
+            "SequenceClassification", "TokenClassification"
+        )
+        for name in config.architectures or ()
+    ]
+    return made

@@ -1,0 +1,178 @@
+"""One training step on any engine: passes without gradients, then updates of critic and policy."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import reduce
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..algorithms.aggregation import Means
+from ..algorithms.batch import NO_GROUP, Batch
+from ..algorithms.logits import TokenStatistics
+from ..algorithms.prepare import prepare
+from ..algorithms.settings import AlgorithmConfig
+from ..algorithms.update import Update, policy_update, value_update
+from ..algorithms.values import explained_variance, value_means
+from .division import BatchDivision, division_of, loss_denominators, response_tokens
+
+
+class Models(NamedTuple):
+    """Models of a training step, of which only the policy is always there."""
+
+    policy: Any
+    """Engine with optimizer, as is the critic."""
+    critic: Any = None
+    reference: Any = None
+    """Model without gradients, as is the teacher."""
+    teacher: Any = None
+    reward_model: Any = None
+    """RewardModel whose scores are added to rewards."""
+
+    @property
+    def trained(self) -> list[Any]:
+        """Return the engines that are trained."""
+        return [one for one in (self.policy, self.critic) if one is not None]
+
+
+class Taken(NamedTuple):
+    """Means of an optimizer step, as far as this rank has them, and its gradients' norm."""
+
+    means: Means
+    norm: float
+
+
+class Learner(NamedTuple):
+    """Model that is updated, its update, and the names of its metrics."""
+
+    engine: Any
+    update: Callable[[Batch, Tensor, BatchDivision], Taken]
+    """Takes an optimizer step on a mini-batch; the tensor is the denominator of its loss."""
+    prefix: str
+    norm_name: str
+    rate_name: str
+
+
+class TrainingStep(ABC):
+    """Training step of one rank. All ranks take it together.
+
+    Args:
+        models: The models, in the engine's form.
+        settings: The algorithm.
+        temperature: Temperature that sampled.
+        micro_batch_rows: Maximum rows of one pass; None for the engine's default.
+        reward_weight: Factor of the reward model's scores.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        settings: AlgorithmConfig,
+        *,
+        temperature: float = 1.0,
+        micro_batch_rows: int | None = None,
+        reward_weight: float = 1.0,
+    ) -> None:
+        self._models = models
+        self._settings = settings
+        self._temperature = temperature
+        self._micro_batch_rows = micro_batch_rows
+        self._reward_weight = reward_weight
+
+    def learn(self, batch: Batch) -> dict[str, float]:
+        """Take one step on this replica's batch; return the metrics of all. Collective."""
+        settings = self._settings
+        division = division_of(batch, settings, self._micro_batch_rows)
+        batch, scored = self._with_scores(batch, division)
+        batch, means = prepare(self._with_passes(batch, division), settings, self._summed)
+        means += scored + response_tokens(batch, shown=self._is_first_replica)
+        mini_batches = batch.equal_parts(settings.mini_batches)
+        counts = self._summed(loss_denominators(mini_batches, settings))
+        told: dict[str, float] = {}
+        for learner in self._learners():
+            taken = []
+            for index in division.updates():
+                told[learner.rate_name] = learner.engine.learning_rate
+                taken.append(learner.update(mini_batches[index], counts[index], division))
+            means += reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
+            told[learner.norm_name] = fmean(one.norm for one in taken)
+        if self._models.critic is not None:
+            means += value_means(batch)
+        return explained_variance(self._shown(means)) | told
+
+    def _with_scores(self, batch: Batch, division: BatchDivision) -> tuple[Batch, Means]:
+        """Return the batch with the reward model's scores in its rewards, and their mean."""
+        if self._models.reward_model is None:
+            return batch, Means.of_rows({}, batch.groups != NO_GROUP)
+        scores = self.compute_rm_score(batch, division)
+        means = Means.of_rows({"reward_model/score": scores}, batch.groups != NO_GROUP)
+        return replace(batch, rewards=batch.rewards + self._reward_weight * scores), means
+
+    def _with_passes(self, batch: Batch, division: BatchDivision) -> Batch:
+        """Return the batch with the fields that its preparation or several updates need."""
+        settings = self._settings
+        names = set(settings.needed_fields)
+        if settings.updates == 1 and not settings.prepares_by_proximal:
+            names.discard("proximal_logprobs")
+        return replace(batch, **{name: self._pass(name, batch, division) for name in sorted(names)})
+
+    def _learners(self) -> Iterator[Learner]:
+        policy, critic = self._models.policy, self._models.critic
+        warm = True
+        if critic is not None:
+            warm = critic.steps >= self._settings.critic.warmup_steps * self._settings.updates
+            yield Learner(critic, self._update_critic, "critic/", "critic/grad_norm", "critic/lr")
+        if warm:
+            yield Learner(policy, self._update_policy, "", "gradient_norm", "learning_rate")
+
+    def _value_loss(self, values: Tensor, part: Batch) -> Update:
+        """Return the critic's loss on a micro-batch."""
+        return value_update(part, values, self._settings)
+
+    def _policy_loss(
+        self, current: TokenStatistics, part: Batch, divergence: Tensor | None = None
+    ) -> Update:
+        """Return the policy's loss on a micro-batch."""
+        settings = self._settings
+        if settings.updates == 1:
+            # The policy before a step's only update is the current one.
+            part = replace(part, proximal_logprobs=current.logprobs.detach())
+        return policy_update(
+            part, current.logprobs, settings, entropy=current.entropy, divergence=divergence
+        )
+
+    # --- the engine's part ---------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _is_first_replica(self) -> bool:
+        """Return True on the ranks of exactly one of the replicas, whose batches differ."""
+
+    @abstractmethod
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """Return the sum over replicas. Collective."""
+
+    @abstractmethod
+    def _shown(self, means: Means) -> dict[str, float]:
+        """Return the values of means over all replicas, on every rank. Collective."""
+
+    @abstractmethod
+    def compute_rm_score(self, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return the reward model's score of each row [B] on every rank. Collective."""
+
+    @abstractmethod
+    def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
+        """Return a field [B, R] of the batch, computed without gradients. Collective."""
+
+    @abstractmethod
+    def _update_policy(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+        """Take an optimizer step of the policy on a mini-batch; ``count`` divides its loss."""
+
+    @abstractmethod
+    def _update_critic(self, batch: Batch, count: Tensor, division: BatchDivision) -> Taken:
+        """Take an optimizer step of the critic, as :meth:`_update_policy`."""
