@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +11,64 @@ import torch
 from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
+from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, load_reward_model, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from ..learning.values import load_critic
+from .fsdp_step import FSDPTrainingStep
 from .rates import critic_rate, policy_rate
-from .training_step import Models
+from .training_step import ModelName, Models, needed_models
 
 
-def load_models(config: RunConfig, device: torch.device) -> Models:
-    """Load the policy, and the models that the algorithm needs beside it. Collective.
+def load_models(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> Models:
+    """Load models. Collective.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        wanted: Models to load; by default those that a training step needs.
 
     Raises:
         BadPolicy: if a folder holds no policy or no reward model, or the teacher has other tokens
             than the policy.
     """
-    settings = config.algorithm
+    wanted = needed_models(config) if wanted is None else wanted
     common: dict[str, Any] = {
         "device": device,
         "dtype": config.model.dtype,
         "gradient_norm": config.trainer.gradient_norm,
     }
     folder = config.model_folder
-    policy = FSDPEngine(folder, learning_rate=policy_rate(config), **common)
-    critic = None
-    if settings.critic.use:
+    policy = critic = None
+    if "policy" in wanted:
+        policy = FSDPEngine(folder, learning_rate=policy_rate(config), **common)
+    if "critic" in wanted:
         critic = FSDPEngine(folder, learning_rate=critic_rate(config), load=load_critic, **common)
 
     def frozen(path: Path) -> Any:
         return frozen_policy(path, device=device, dtype=config.model.dtype)
 
-    reference = frozen(folder) if "reference_logprobs" in settings.needed_fields else None
-    path = config.teacher_folder
-    teacher = None if path is None else frozen(checked_teacher(path, folder))
-    judge = None
-    if (path := config.reward_folder) is not None:
-        tokens = RewardTokens(policy.tokenizer, reward_tokenizer(path))
+    reference = frozen(folder) if "reference" in wanted else None
+    teacher = judge = None
+    if "teacher" in wanted and (path := config.teacher_folder) is not None:
+        teacher = frozen(checked_teacher(path, folder))
+    if "reward_model" in wanted and (path := config.reward_folder) is not None:
+        tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
         model = frozen_policy(path, device=device, dtype=config.model.dtype, load=load_reward_model)
         judge = RewardModel(model, tokens)
     return Models(policy, critic, reference, teacher, judge)
+
+
+def make_step(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> FSDPTrainingStep:
+    """Load models, as :func:`load_models`, and return the step that computes with them."""
+    return FSDPTrainingStep(
+        load_models(config, device, wanted),
+        config.algorithm_of_step,
+        temperature=config.rollouts.temperature,
+        micro_batch_rows=config.trainer.micro_batch_rows,
+        reward_weight=config.reward.weight,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,19 +20,28 @@ from ..engines.megatron import (
 from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
 from ..learning.teacher import checked_teacher
+from .megatron_step import MegatronTrainingStep
 from .rates import critic_rate, policy_rate
-from .training_step import Models
+from .training_step import ModelName, Models, needed_models
 
 
-def load_models(config: RunConfig, device: torch.device) -> Models:
-    """Load the policy, and the models that the algorithm needs beside it. Collective.
+def load_models(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> Models:
+    """Load models. Collective.
 
     All of them have one layout.
+
+    Args:
+        config: The run.
+        device: Device of this rank.
+        wanted: Models to load; by default those that a training step needs.
 
     Raises:
         BadPolicy: if the teacher has other tokens than the policy, or there is no reward model.
         LayoutRefused: if the ranks or a model do not fit the layout.
     """
+    wanted = needed_models(config) if wanted is None else wanted
     trainer, folder = config.trainer, config.model_folder
     pipeline = trainer.pipeline_parallel
     tensor = trainer.tensor_parallel or max(1, trainer.ranks // pipeline)
@@ -45,18 +55,29 @@ def load_models(config: RunConfig, device: torch.device) -> Models:
     def optimizer(rate: LearningRate) -> OptimizerOptions:
         return OptimizerOptions(learning_rate=rate, gradient_norm=trainer.gradient_norm)
 
-    policy = MegatronEngine(folder, optimizer=optimizer(policy_rate(config)), **common)
-    critic = None
-    if config.algorithm.critic.use:
+    policy = critic = None
+    if "policy" in wanted:
+        policy = MegatronEngine(folder, optimizer=optimizer(policy_rate(config)), **common)
+    if "critic" in wanted:
         critic = MegatronCritic(folder, optimizer=optimizer(critic_rate(config)), **common)
-    asks_reference = "reference_logprobs" in config.algorithm_of_step.needed_fields
-    reference = MegatronEngine(folder, **common) if asks_reference else None
-    path = config.teacher_folder
-    teacher = None
-    if path is not None:
+    reference = MegatronEngine(folder, **common) if "reference" in wanted else None
+    teacher = judge = None
+    if "teacher" in wanted and (path := config.teacher_folder) is not None:
         teacher = MegatronEngine(checked_teacher(path, folder), **common)
-    judge = None
-    if (path := config.reward_folder) is not None:
+    if "reward_model" in wanted and (path := config.reward_folder) is not None:
         tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
         judge = RewardModel(MegatronRewardModel(path, **common), tokens)
     return Models(policy, critic, reference, teacher, judge)
+
+
+def make_step(
+    config: RunConfig, device: torch.device, wanted: Collection[ModelName] | None = None
+) -> MegatronTrainingStep:
+    """Load models, as :func:`load_models`, and return the step that computes with them."""
+    return MegatronTrainingStep(
+        load_models(config, device, wanted),
+        config.algorithm_of_step,
+        temperature=config.rollouts.temperature,
+        micro_batch_rows=config.trainer.micro_batch_rows,
+        reward_weight=config.reward.weight,
+    )
