@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
-from trinity_schemas import WaitEnded, WaitStarted
+from trinity_schemas import StacksTaken, WaitEnded, WaitStarted
 from trinity_schemas.identity import LONGEST_NAME
 
 from .errors import DeadlineExceeded
+from .stacks import take_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _IDLE_ROUNDS = 6
 class WaitPublisher(Protocol):
     """Publisher of reports, which returns at once; a :class:`~trinity_events.log.Publisher`."""
 
-    def publish(self, event: WaitStarted | WaitEnded, /) -> None:
+    def publish(self, event: WaitStarted | WaitEnded | StacksTaken, /) -> None:
         """Buffer the event."""
         ...
 
@@ -91,10 +92,19 @@ class WaitReporter:
     Args:
         publisher: Publisher whose role and rank own the waits; None reports nothing.
         threshold: Seconds after which a wait is reported.
+        run_id: The run, to take the stacks of the processes that a wait names when it reaches its
+            deadline; None takes none.
     """
 
-    def __init__(self, publisher: WaitPublisher | None, *, threshold: float = THRESHOLD) -> None:
+    def __init__(
+        self,
+        publisher: WaitPublisher | None,
+        *,
+        threshold: float = THRESHOLD,
+        run_id: str | None = None,
+    ) -> None:
         self._publisher = publisher
+        self._run_id = run_id
         self._threshold = threshold
         self._process = os.getpid()
         self._changed = threading.Condition()
@@ -158,6 +168,9 @@ class WaitReporter:
     def _end(self, wait: Wait, outcome: Outcome) -> None:
         if not self._reports:
             return
+        if outcome == "deadline" and self._run_id is not None:
+            for taken in take_stacks(self._run_id, wait.object[1]):
+                self._publish(taken)
         with self._changed:
             del self._waits[wait]
             if wait.reported_at is not None:
@@ -204,7 +217,7 @@ class WaitReporter:
             wait.reported_at = now
         wait.due = now + (RENEWAL if taken else self._threshold)
 
-    def _publish(self, event: WaitStarted | WaitEnded) -> bool:
+    def _publish(self, event: WaitStarted | WaitEnded | StacksTaken) -> bool:
         """Publish a report; return False if the publisher did not take it."""
         assert self._publisher is not None
         try:

@@ -16,6 +16,7 @@ from .identity import (
     Kind,
     Lease,
     Name,
+    Node,
     Process,
     Producer,
     Rank,
@@ -499,6 +500,21 @@ class WaitEnded(_Event, frozen=True):
     seconds: Annotated[Seconds, Meta(description="Seconds that it lasted.")] = 0.0
 
 
+class StacksTaken(_Event, frozen=True):
+    """Stacks of a process for which the sender has waited until its deadline."""
+
+    process: Annotated[Name, Meta(description="The process, as role-rank.")]
+    node: Node
+    pid: Annotated[int, Meta(ge=1, le=2**32, description="Number of the process on its host.")]
+    stacks: Annotated[
+        str,
+        Meta(
+            max_length=16_384,
+            description="Stacks of its threads, innermost call first; empty if it wrote none.",
+        ),
+    ] = ""
+
+
 # --- time: the leading reducer appends these events, so that the fold needs no clock --------
 
 
@@ -572,6 +588,7 @@ Event = (
     | LedgerRestored
     | WaitStarted
     | WaitEnded
+    | StacksTaken
     | LeaseExpired
     | DeadlineReached
     | ConsumerDetached
@@ -611,6 +628,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     LedgerRestored: "trainer",
     WaitStarted: "worker",
     WaitEnded: "worker",
+    StacksTaken: "worker",
     LeaseExpired: "reducer",
     DeadlineReached: "reducer",
     ConsumerDetached: "reducer",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.event_histories import committed, failed, finished, registration, started
 from trinity_events.log import AsyncPublisher, new_producer
-from trinity_schemas import RunClosed
+from trinity_schemas import RunClosed, StacksTaken
 
 
 @pytest.fixture
@@ -53,6 +53,23 @@ async def test_with_json_it_says_the_same_to_programs(cli, waiting_run):
         "step": 3,
         "kinds": {"state_dict": "waiting"},
     }
+
+
+async def test_stacks_that_were_taken_at_a_deadline_are_shown(cli, waiting_run, publisher, log):
+    frames = 'Thread 0x7f (most recent call first):\n  File "mine.py", line 7 in generate'
+    taken = StacksTaken(process="explorer-0", node="box", pid=7, stacks=frames)
+    await publisher.publish(taken)
+    entry_id = await log.last_id()
+    await publisher.publish(StacksTaken(process="actor-1", node="box", pid=8))
+    shown = cli("explain", waiting_run).stdout.splitlines()
+    assert shown[-4:] == [
+        "Stacks of explorer-0 (process 7 on box) at the deadline of a wait for it, entry "
+        f"{entry_id}:",
+        *(f"  {line}" for line in frames.splitlines()),
+        "actor-1 (process 8 on box) wrote no stacks at the deadline of a wait for it: it is "
+        "stopped.",
+    ]
+    assert "generate" in cli("explain", waiting_run, "3").stdout
 
 
 async def test_a_step_that_is_not_known_is_one_sentence(cli, waiting_run):

@@ -53,6 +53,7 @@ from trinity_schemas import (
     SaveProof,
     SaveRequested,
     SaveStarted,
+    StacksTaken,
     StepCommitted,
     StepFailed,
     StepReady,
@@ -160,6 +161,7 @@ SAMPLES = [
         wait_id="a", what="rollouts", waits_for=("explorer-0",), seconds=5.0, deadline=60.0
     ),
     WaitEnded(wait_id="a", outcome="over", seconds=9.0),
+    StacksTaken(process="explorer-0", node="here", pid=7, stacks="Thread 1"),
     LeaseExpired(
         holder=Producer(role="actor", rank=1, node="here", incarnation="x"),
         lease=10.0,

@@ -15,12 +15,14 @@ from tests.support.judging_explorer import DEADLINE, LEASE
 from tests.support.pipeline import events_of
 from tests.support.rollout_parts import settings
 from tests.support.waits import PATIENCE, child, until
+from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts import RolloutDispatcher
 from trinity_events.waits import THRESHOLD, WaitReporter
 from trinity_schemas import (
     ExplorerStatusChanged,
     RunClosed,
+    StacksTaken,
     StepRef,
     WaitEnded,
     WaitStarted,
@@ -56,7 +58,7 @@ def reporting(publisher, log, sync_client, run_id):
                 log._redis,
                 publisher,
                 settings(run_id, publisher.epoch, claim_lease=LEASE),
-                waits=WaitReporter(own, threshold=threshold),
+                waits=WaitReporter(own, threshold=threshold, run_id=run_id),
             )
             await made.start()
             return made
@@ -148,6 +150,21 @@ async def test_explain_walks_from_the_trainer_to_the_reward_that_hangs(
     await again.publish(ExplorerStatusChanged(status="running"))
     assert "explorer-3 waits" not in cli("explain", run_id).stdout
     await publisher.publish(RunClosed(reason="finished"))
+
+
+async def test_the_stacks_of_an_explorer_that_misses_a_deadline_are_in_the_log(
+    cli, reporting, explorer, log, run_id
+):
+    dispatcher = await reporting(0.05)
+    await dispatcher.dispatch(1, StepRef(1, 0))
+    with explorer(3, "hangs") as process:
+        assert await claims(process) == 0
+        with pytest.raises(DeadlineExceeded):
+            await dispatcher.take(1, deadline=1.0)
+        [taken] = await until(lambda: events_of(log, StacksTaken))
+        assert (taken.event.process, taken.event.pid) == ("explorer-3", process.pid)
+        assert "judging_explorer.py" in taken.event.stacks
+        assert "judging_explorer.py" in cli("explain", run_id).stdout
 
 
 async def test_a_run_in_which_nothing_lasts_reports_no_wait(reporting, explorer, log):

@@ -45,6 +45,7 @@ from trinity_schemas import (
     SaveProgressed,
     SaveRequested,
     SaveStarted,
+    StacksTaken,
     StepRef,
     StepTrained,
     SyncRequested,
@@ -159,6 +160,7 @@ def _others() -> list[Said]:
         *(Said("trainer", LedgerRestored(ledger=one, digest=one.digest)) for one in _LEDGERS),
         Said("trainer", WaitStarted(wait_id="a", what="rollouts", waits_for=("explorer-0",))),
         Said("trainer", WaitEnded(wait_id="a", outcome="over")),
+        Said("trainer", StacksTaken(process="explorer-0", node="here", pid=7)),
         Said("explorer-0", WaitStarted(wait_id="b", what="weights", seconds=1.0)),
     ]
 

@@ -16,6 +16,7 @@ from tests.support.rollout_parts import samples_of
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.rollouts import RolloutClient
 from trinity_events.server import connect, open_client
+from trinity_events.stacks import write_stacks_when_asked
 from trinity_events.waits import WaitReporter
 from trinity_workers.rewards import RewardPool, RewardSource
 from trinity_workers.tasks import Answer, Question
@@ -33,6 +34,7 @@ async def explore(
 ) -> None:
     """Answer requests until the process is killed."""
     name = f"explorer-{rank}"
+    write_stacks_when_asked(run_id, name)
     with ExitStack() as exits:
         log = SyncEventLog(exits.enter_context(open_client(url)), run_id)
         publisher = Publisher(log, 0, new_producer("explorer", rank))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ import anyio
 import typer
 from msgspec import Struct
 
-from trinity_schemas import ContractError, EnvelopeReader
+from trinity_schemas import ContractError, Envelope, EnvelopeReader, StacksTaken
 
 from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
@@ -19,9 +19,9 @@ from ..core import MonitorState, unfinished
 from ..core import explain as in_words
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
 from ..core.proof import Proof, ProofEntry, proof_line
-from ..core.waits import chains_of_waits
+from ..core.waits import chains_of_waits, words_of_stacks
 from ..errors import TrinityError
-from ..log import RedisEventLog, Stream, require_run
+from ..log import RedisEventLog, Stream, before, require_run
 from ..replay import current_state, envelope_of
 from ..server import server_clock
 from ..views import waits_as_json
@@ -47,6 +47,8 @@ class _Known(Struct, frozen=True, kw_only=True):
     """Announced outcomes from the log, if the state no longer has the step."""
     proof: list[ProofEntry]
     """Entries that prove the outcomes of the step, if they are asked for."""
+    stacks: list[tuple[str, StacksTaken]]
+    """Stacks that were taken at deadlines, each with its entry."""
 
 
 def explain(
@@ -117,16 +119,24 @@ def _lines_of_step(known: _Known, step: int) -> list[str]:
         raise StepNotFound(_not_found(state, step))
     if found is not None and not all(kind.settled for kind in found.kinds.values()):
         lines += chains_of_waits(state, known.now)
-    return lines
+    return lines + _stacks(known)
 
 
 def _lines_of_run(known: _Known) -> list[str]:
     """Return the waits of a run, and the steps that are neither ready nor failed."""
     state = known.state
-    lines = [*chains_of_waits(state, known.now), *unfinished(state, now=known.now)]
+    lines = [
+        *chains_of_waits(state, known.now),
+        *unfinished(state, now=known.now),
+        *_stacks(known),
+    ]
     return lines or [
         f"No process of run {state.run_id} has reported a wait, and no step waits for anything."
     ]
+
+
+def _stacks(known: _Known) -> list[str]:
+    return [line for entry, taken in known.stacks for line in words_of_stacks(entry, taken)]
 
 
 def _run_and_step(words: list[str]) -> tuple[str | None, int | None]:
@@ -170,7 +180,22 @@ async def _look_up(
         found: list[ProofEntry] = []
         if proof and step is not None:
             found = await _proof(log, Archive(root / log.run_id, log.run_id), step)
-        return _Known(state=state, now=now, outcomes=outcomes, proof=found)
+        stacks = await _stacks_in(log, Archive(root / log.run_id, log.run_id), state)
+        return _Known(state=state, now=now, outcomes=outcomes, proof=found, stacks=stacks)
+
+
+async def _stacks_in(
+    log: RedisEventLog, archive: Archive, state: MonitorState
+) -> list[tuple[str, StacksTaken]]:
+    """Return the stacks that the state names, from the entries that have them."""
+    found = []
+    for entry_id in state.stacks.values():
+        async with aclosing(whole_stream(log, Stream.EVENTS, archive, before(entry_id))) as entries:
+            entry = await anext(entries, None)
+        envelope = None if entry is None else decoded(entry)
+        if isinstance(envelope, Envelope) and isinstance(envelope.event, StacksTaken):
+            found.append((entry_id, envelope.event))
+    return found
 
 
 async def _proof(log: RedisEventLog, archive: Archive, step: int) -> list[ProofEntry]:

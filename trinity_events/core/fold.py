@@ -24,6 +24,7 @@ from trinity_schemas import (
     SaveRequested,
     SaveStarted,
     Sender,
+    StacksTaken,
     StepCommitted,
     StepTrained,
     SyncRequested,
@@ -89,6 +90,7 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     LedgerRestored: rollouts.ledger_restored,
     WaitStarted: waits.wait_started,
     WaitEnded: waits.wait_ended,
+    StacksTaken: waits.stacks_taken,
 }
 
 

@@ -68,7 +68,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.steps = {}
     state.forgotten_through = -1
     state.closed = state.closed_error = state.closed_at = state.trainer_waits = None
-    state.waits, state.ledger = {}, None
+    state.waits, state.stacks, state.ledger = {}, {}, None
     if state.opened_at is None:
         state.opened_at = fold.now
 

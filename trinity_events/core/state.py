@@ -239,6 +239,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Wait of the trainer that it reports after some seconds."""
     waits: dict[str, OpenWait] = field(default_factory=dict)
     """Open waits by name, in the order of their reports."""
+    stacks: dict[str, str] = field(default_factory=dict)
+    """Process, as role and rank, to the entry with the stacks that were last taken of it."""
     ledger: Ledger | None = None
     """Fates of the ordinals of the current lineage, once some were dispatched or restored."""
     steps: dict[int, StepState] = field(default_factory=dict)

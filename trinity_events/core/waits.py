@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trinity_schemas import Envelope, WaitEnded, WaitStarted
+from trinity_schemas import Envelope, StacksTaken, WaitEnded, WaitStarted
 
 from .fold_state import FoldState, describe_producer, keep_last
 from .limits import KEPT_WAIT_NAMES, KEPT_WAITS, LONGEST_WAIT
@@ -51,6 +51,23 @@ def wait_started(fold: FoldState, event: WaitStarted, envelope: Envelope) -> Non
 def wait_ended(fold: FoldState, event: WaitEnded, _: Envelope) -> None:
     """Forget a wait that is over; it may have been forgotten before."""
     fold.state.waits.pop(event.wait_id, None)
+
+
+def stacks_taken(fold: FoldState, event: StacksTaken, _: Envelope) -> None:
+    """Note the entry that has the stacks of a process."""
+    taken = fold.state.stacks
+    taken.pop(event.process, None)
+    taken[event.process] = fold.entry_id
+    keep_last(taken, KEPT_WAITS)
+
+
+def words_of_stacks(entry_id: str, taken: StacksTaken) -> list[str]:
+    """Return lines with the stacks of a process, indented below a sentence that names it."""
+    process = f"{taken.process} (process {taken.pid} on {taken.node})"
+    if not taken.stacks:
+        return [f"{process} wrote no stacks at the deadline of a wait for it: it is stopped."]
+    head = f"Stacks of {process} at the deadline of a wait for it, entry {entry_id}:"
+    return [head, *(f"  {line}" for line in taken.stacks.splitlines())]
 
 
 def forget_waits(fold: FoldState, by: str, *, but: str | None = None) -> None:

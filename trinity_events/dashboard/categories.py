@@ -23,6 +23,7 @@ from trinity_schemas import (
     SaveProgressed,
     SaveRequested,
     SaveStarted,
+    StacksTaken,
     StepCommitted,
     StepFailed,
     StepReady,
@@ -53,7 +54,14 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
     "publish": (VersionOpened, VersionPartPublished, VersionRetired),
     "apply": (WeightsApplied,),
-    "wait": (WaitStarted, WaitEnded, SyncRequested, ResendRequested, ExplorerStatusChanged),
+    "wait": (
+        WaitStarted,
+        WaitEnded,
+        StacksTaken,
+        SyncRequested,
+        ResendRequested,
+        ExplorerStatusChanged,
+    ),
     "failure": (SaveFailed, VersionRefused, LeaseExpired, DeadlineReached, StepFailed),
     "ready": (StepReady, StepSuperseded),
 }

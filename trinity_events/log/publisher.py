@@ -78,7 +78,7 @@ class Publisher:
     @cached_property
     def waits(self) -> WaitReporter:
         """Reporter of the long waits of this publisher's process."""
-        return WaitReporter(self)
+        return WaitReporter(self, run_id=self.run_id)
 
     @property
     def run_id(self) -> str:

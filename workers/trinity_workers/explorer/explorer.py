@@ -24,6 +24,7 @@ from trinity_events.errors import (
 )
 from trinity_events.rollouts import Claim, RolloutClient
 from trinity_events.server import connect
+from trinity_events.stacks import write_stacks_when_asked
 from trinity_schemas import (
     Experience,
     ExplorerStatus,
@@ -122,6 +123,7 @@ class Explorer:
     async def prepare(self) -> None:
         """Load the engine, whose weights the first version replaces, and the task."""
         config = self.config
+        write_stacks_when_asked(config.run_id, self.name)
         self.join()
         torch.set_num_threads(threads(config.explorer.cpus, config.explorer.count + 1))
         # `generate` warns of every length that it is not told; the engine tells its own.

@@ -225,7 +225,8 @@ def start_workers(
         own: Keyword arguments of the class, beside those of its rank.
         options: Options of the group.
     """
-    actor, workers = ray.remote(kind), []
+    actor: Any = ray.remote(kind)
+    workers = []
     for rank in range(config.trainer.ranks):
         placed, own_gpu = rank_options(config, rank)
         workers.append(actor.options(**placed).remote(config, rank, own_gpu=own_gpu, **(own or {})))

@@ -20,6 +20,7 @@ from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
 from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
+from trinity_events.stacks import write_stacks_when_asked
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import (
     Experience,
@@ -89,6 +90,7 @@ class Trainer:
             UnusableTrainerState: The checkpoint that the run resumes from lacks the ledger.
         """
         config = self.config
+        write_stacks_when_asked(config.run_id, "trainer-0")
         client = await self._exits.enter_async_context(connect(config.redis_url))
         log = RedisEventLog(client, config.run_id)
         self._publisher = AsyncPublisher(log, config.epoch, new_producer("trainer"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from trinity_events import CheckpointCoordinator, Synchronizer
 from trinity_events.log import Publisher, SyncEventLog, new_producer
 from trinity_events.server import open_client
+from trinity_events.stacks import write_stacks_when_asked
 from trinity_events.weights import ModelUpdateGroup
 from trinity_schemas import Experience
 
@@ -52,6 +53,7 @@ class TrainWorker(TrainingRank):
         """Join the process group and load the model."""
         self.join(host, port)
         config = self._config
+        write_stacks_when_asked(config.run_id, f"{ROLE}-{self._rank}")
         self._step: Any = self._make_step()
         self._models: Models = self._step.models
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)

@@ -8,20 +8,19 @@ import re
 import signal
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import anyio
+
+from trinity_events.stacks import answer_of
 
 _ASKED = signal.SIGUSR1
 _VARIABLE = "TRINITY_STACKS_FILE"
 """Environment variable with the descriptor of the file for stacks."""
 _PATIENCE = 5.0
 """Seconds in which a process writes its stacks; one that is stopped writes none."""
-_LOOK = 0.02
-"""Seconds between two looks at the file; a file that did not grow meanwhile is complete."""
-_LARGEST = 64 << 10
-"""Maximum bytes of stacks that are read."""
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 _OURS = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
@@ -63,12 +62,8 @@ class StackFile:
             os.kill(pid, _ASKED)
         except ProcessLookupError:
             return ""
-        with anyio.move_on_after(_PATIENCE):
-            size = begin
-            while size == begin or size != self._size():
-                size = self._size()
-                await anyio.sleep(_LOOK)
-        return os.pread(self.descriptor, _LARGEST, begin).decode(errors="replace")
+        end = time.monotonic() + _PATIENCE
+        return await anyio.to_thread.run_sync(answer_of, self.descriptor, begin, end)
 
     def close(self) -> None:
         """Close the file."""

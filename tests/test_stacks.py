@@ -1,0 +1,128 @@
+"""Stacks of a process are taken by those that waited for it until their deadline."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.published_waits import PublishedWaits
+from tests.support.waits import child
+from trinity_events import stacks
+from trinity_events.errors import DeadlineExceeded
+from trinity_events.stacks import take_stacks, write_stacks_when_asked
+from trinity_events.waits import WaitReporter
+from trinity_schemas import WaitEnded
+
+HANGS = """
+import sys, time
+from trinity_events.stacks import write_stacks_when_asked
+
+def generate_for_ever():
+    print("ready", flush=True)
+    time.sleep(600)
+
+for name in sys.argv[2:]:
+    write_stacks_when_asked(sys.argv[1], name)
+generate_for_ever()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture
+def hanging(run_id):
+    with child(
+        [sys.executable, "-c", HANGS, run_id, "explorer-0", "explorer-9"], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+
+
+def test_stacks_name_the_function_that_a_process_hangs_in(hanging, run_id):
+    [taken] = take_stacks(run_id, ["explorer-0"])
+    assert (taken.process, taken.pid) == ("explorer-0", hanging.pid)
+    assert "in generate_for_ever" in taken.stacks
+    by_name = {one.process: one.pid for one in take_stacks(run_id, ["explorer-9", "explorer-0"])}
+    assert by_name == {"explorer-9": hanging.pid, "explorer-0": hanging.pid}
+    assert hanging.poll() is None
+
+
+def test_a_process_that_is_stopped_has_empty_stacks(hanging, run_id, monkeypatch):
+    monkeypatch.setattr(stacks, "PATIENCE", 0.1)
+    hanging.send_signal(signal.SIGSTOP)
+    [taken] = take_stacks(run_id, ["explorer-0"])
+    assert (taken.pid, taken.stacks) == (hanging.pid, "")
+
+
+def test_a_process_that_has_ended_is_asked_no_more(hanging, run_id):
+    hanging.kill()
+    hanging.wait()
+    assert take_stacks(run_id, ["explorer-0"]) == []
+
+
+def test_a_later_process_of_the_same_number_is_never_signalled(
+    hanging, run_id, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(stacks, "_began", lambda pid: 0)
+    assert take_stacks(run_id, ["explorer-0"]) == []
+    [file] = tmp_path.glob("trinity-stacks-*/*.stacks")
+    assert file.stat().st_size == 0, "it was asked"
+
+
+def test_processes_of_other_runs_and_unknown_ones_are_left_out(hanging, run_id):
+    assert take_stacks("another", ["explorer-0"]) == []
+    assert take_stacks(run_id, ["trainer-0", "", "../explorer-0"]) == []
+
+
+def test_files_of_processes_that_were_killed_are_removed_by_the_next(hanging, run_id, tmp_path):
+    [folder] = tmp_path.glob("trinity-stacks-*")
+    hanging.kill()
+    hanging.wait()
+    command = [sys.executable, "-c", HANGS, run_id, "trainer-0"]
+    with child(command, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        names = {one.name for one in folder.iterdir()}
+        assert {one.partition(".")[0] for one in names} == {str(process.pid), run_id}
+        assert len(names) == 2
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        assert not any(one.suffix == ".stacks" for one in folder.iterdir())
+
+
+def test_where_no_file_can_be_made_a_process_goes_on(run_id, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    write_stacks_when_asked(run_id, "explorer-0")
+    assert take_stacks(run_id, ["explorer-0"]) == []
+
+
+def test_a_folder_of_another_user_is_not_used(run_id, tmp_path, monkeypatch):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    Path(tmp_path / f"trinity-stacks-{os.getuid()}").symlink_to(theirs)
+    write_stacks_when_asked(run_id, "explorer-0")
+    assert list(theirs.iterdir()) == []
+
+
+def test_a_wait_that_reaches_its_deadline_publishes_the_stacks_first(hanging, run_id):
+    published = PublishedWaits()
+    reporter = WaitReporter(published, threshold=600.0, run_id=run_id)
+    with (
+        pytest.raises(DeadlineExceeded),
+        reporter.waiting("rollouts", ["explorer-0"], deadline=0.1),
+    ):
+        raise DeadlineExceeded("no rollouts in 0.1 s")
+    [taken] = published.events
+    assert taken.process == "explorer-0"
+    assert "generate_for_ever" in taken.stacks
+    with reporter.waiting("rollouts", ["explorer-0"]):
+        pass
+    assert published.of(WaitEnded) == []
+    assert len(published.events) == 1, "a wait that is over in time asks for none"

@@ -1,0 +1,159 @@
+"""Stacks of processes on this host, which those that wait for them take at a deadline.
+
+A process of a run writes the stacks of its threads when it is sent SIGUSR1. The handler is C code:
+it needs no lock of the interpreter, and answers in a process that never runs Python again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from trinity_schemas import StacksTaken
+
+PATIENCE = 2.0
+"""Seconds in which processes write their stacks; one that is stopped writes none."""
+MOST = 8
+"""Maximum processes that are asked at a deadline."""
+_LOOK = 0.02
+"""Seconds between two looks at a file; one that did not grow meanwhile is complete."""
+_LARGEST = 16_000
+"""Maximum characters of the stacks of one process, its main thread's last."""
+_SIGNAL = signal.SIGUSR1
+_SUFFIX = ".stacks"
+
+_own: Path | None = None
+"""File of this process, once it writes its stacks when asked."""
+
+
+def write_stacks_when_asked(run_id: str, process: str) -> None:
+    """Let this process write its stacks to a file in a folder of its user when it is asked.
+
+    One process may have several names. Where there is no ``/proc`` or no room, it does nothing.
+
+    Args:
+        run_id: The run.
+        process: Role and rank, as those that wait for it name it: ``explorer-3``.
+    """
+    with suppress(OSError):
+        folder = _folder()
+        name = folder / f"{run_id}.{process}"
+        link = name.with_name(f"{name.name}.{os.getpid()}")
+        link.unlink(missing_ok=True)
+        link.symlink_to(_own_file(folder).name)
+        link.replace(name)
+
+
+def take_stacks(run_id: str, processes: Iterable[str]) -> list[StacksTaken]:
+    """Take the stacks of processes of this user on this host; others are left out.
+
+    It returns within :data:`PATIENCE`. A process that wrote none has empty stacks: it is stopped.
+    """
+    with ExitStack() as files:
+        asked = [
+            one for name in list(processes)[:MOST] if (one := _ask(run_id, name, files)) is not None
+        ]
+        end = time.monotonic() + PATIENCE
+        return [
+            StacksTaken(
+                process=one.process,
+                node=socket.gethostname(),
+                pid=one.pid,
+                stacks=answer_of(one.descriptor, one.begin, end)[-_LARGEST:],
+            )
+            for one in asked
+        ]
+
+
+def answer_of(descriptor: int, begin: int, end: float) -> str:
+    """Return what a process that was asked wrote after a position; empty if it wrote nothing.
+
+    Args:
+        descriptor: Open file that the process writes to.
+        begin: Size of the file before it was asked.
+        end: Time, by the monotonic clock, until which it is waited for.
+    """
+    size = begin
+    while (size == begin or size != os.fstat(descriptor).st_size) and time.monotonic() < end:
+        size = os.fstat(descriptor).st_size
+        time.sleep(_LOOK)
+    return os.pread(descriptor, 4 * _LARGEST, begin).decode(errors="replace")
+
+
+class _Asked(NamedTuple):
+    process: str
+    pid: int
+    descriptor: int
+    begin: int
+
+
+def _ask(run_id: str, process: str, files: ExitStack) -> _Asked | None:
+    """Ask a process for its stacks; return None if it is not on this host, or has ended."""
+    try:
+        path = _folder() / (_folder() / f"{run_id}.{process}").readlink().name
+        if not _is_alive(path):
+            return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        files.callback(os.close, descriptor)
+        pid, begin = _pid(path), os.fstat(descriptor).st_size
+        os.kill(pid, _SIGNAL)
+    except OSError:
+        return None
+    return _Asked(process, pid, descriptor, begin)
+
+
+def _folder() -> Path:
+    """Return the folder of this user's files. Raises OSError if it is another user's."""
+    folder = Path(tempfile.gettempdir()) / f"trinity-stacks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's")
+    return folder
+
+
+def _own_file(folder: Path) -> Path:
+    """Return the file of this process; the first call makes it."""
+    global _own  # noqa: PLW0603 - a signal has one handler in a process
+    if _own is None or _pid(_own) != os.getpid():
+        _sweep(folder)
+        path = folder / f"{os.getpid()}.{_began(os.getpid())}{_SUFFIX}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
+        atexit.register(path.unlink, missing_ok=True)
+        _own = path
+    return _own
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the files and names of processes that have ended."""
+    for path in folder.iterdir():
+        with suppress(OSError):
+            target = folder / path.readlink().name if path.is_symlink() else path
+            if target.suffix == _SUFFIX and not _is_alive(target):
+                path.unlink()
+
+
+def _pid(path: Path) -> int:
+    return int(path.name.partition(".")[0])
+
+
+def _is_alive(path: Path) -> bool:
+    """Return True if the process of a file runs, and is no later one of its number."""
+    try:
+        return path.exists() and str(_began(_pid(path))) == path.name.split(".")[1]
+    except OSError:
+        return False
+
+
+def _began(pid: int) -> int:
+    """Return the time at which a process began, in clock ticks since boot."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
