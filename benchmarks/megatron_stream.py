@@ -126,15 +126,24 @@ def rows_of(layout: str, found: dict[str, list[Measured]]) -> list[Row]:
     return rows
 
 
-def measured(model: str, layout: str, rounds: int) -> dict[str, list[Measured]]:
-    """Return rank 0's measurements of every method."""
+def measured(
+    model: str, layout: str, rounds: int, measure_on_rank: Callable[..., Any] | None = None
+) -> dict[str, list[Measured]]:
+    """Return rank 0's measurements of every method, by a function that each rank runs."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         write_config(model, Path(folder))
         ours, theirs = context.Pipe()
         place = Path(folder, "meeting-place").as_uri()
         ranks = [
-            context.Process(target=rank_main, args=(rank, place, folder, layout, rounds, theirs))
+            context.Process(
+                target=rank_main,
+                args=(
+                    theirs,
+                    rank,
+                    partial(measure_on_rank or measure_all, rank, place, folder, layout, rounds),
+                ),
+            )
             for rank in range(2)
         ]
         try:
@@ -253,10 +262,10 @@ def measure(once: Callable[[], int]) -> Measured:
     return Measured(seconds, max(PAGE_BYTES, resident("VmHWM") - before), model)
 
 
-def rank_main(rank: int, place: str, folder: str, layout: str, rounds: int, answer: Any) -> None:
+def rank_main(answer: Any, rank: int, measure_on_rank: Callable[[], Any]) -> None:
     """Measure on one rank; rank 0 sends the results."""
     with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere if rank else sys.stderr):
-        found = measure_all(rank, place, folder, layout, rounds)
+        found = measure_on_rank()
     if rank == 0:
         answer.send_bytes(msgspec.json.encode(found))
 
@@ -268,20 +277,8 @@ def measure_all(
     import torch
     import torch.distributed as dist
 
-    from trinity_workers.engines.megatron import MegatronEngine, ParallelLayout
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
     tensor, pipeline = LAYOUTS[layout]
-    engine = MegatronEngine(
-        Path(folder),
-        device=torch.device("cpu"),
-        layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
-        load_weights=False,
-    )
-    for chunk in engine.module:
-        for parameter in chunk.parameters():
-            parameter.data.normal_()
+    engine = random_engine(rank, place, folder, tensor, pipeline)
     buffer = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
     for _ in engine.get_per_tensor_param():
         pass  # warm-up
@@ -291,3 +288,24 @@ def measure_all(
     found = taking_turns(contenders, rounds, Noise())
     dist.destroy_process_group()
     return found
+
+
+def random_engine(rank: int, place: str, folder: str, tensor: int, pipeline: int) -> Any:
+    """Join the process group; return the rank's engine, with random weights. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from trinity_workers.engines.megatron import MegatronEngine, ParallelLayout
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+    engine = MegatronEngine(
+        Path(folder),
+        device=torch.device("cpu"),
+        layout=ParallelLayout(tensor=tensor, pipeline=pipeline),
+        load_weights=False,
+    )
+    for chunk in engine.module:
+        for parameter in chunk.parameters():
+            parameter.data.normal_()
+    return engine

@@ -15,6 +15,7 @@ from trinity_schemas import Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
+from .offload import FrozenOffload, Offload
 from .rollout_engines.base import OnUpdate
 from .section import Section
 from .sync_method import contradictions as method_contradictions
@@ -105,6 +106,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     are those of all rows at once. Null takes all."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
+    policy_offload: Offload = Offload()
+    critic_offload: Offload = Offload()
+    reference_offload: FrozenOffload = FrozenOffload()
 
 
 class ExplorerConfig(Section, frozen=True, kw_only=True):

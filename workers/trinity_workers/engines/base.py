@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from msgspec import Struct
+
+from .model_memory import Part
 
 NamedTensors: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 
@@ -59,6 +62,16 @@ def per_tensor_params(engine: TrainEngine) -> NamedTensors:
     """
     found = engine.get_per_tensor_param()
     return _each_once(found[0] if isinstance(found, tuple) else found)
+
+
+def resident(model: Any, *parts: Part) -> AbstractContextManager[None]:
+    """Return a block in which these parts of a model are on its device; by default its parameters.
+
+    Engines without offload, and veRL's, need none.
+    """
+    block = getattr(model, "resident", None)
+    found: AbstractContextManager[None] = nullcontext() if block is None else block(*parts)
+    return found
 
 
 def _each_once(tensors: NamedTensors) -> NamedTensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -21,9 +23,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 
 from ..collectives import together
+from ..offload import FrozenOffload, Offload
 from .buffers import saved_buffers
 from .learning_rate import LearningRate, learning_rate_of
 from .model_folder import FolderReader, has_weights
+from .model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
 from .random_states import random_states, set_random_states
 from .reshard import (
     model_from_folder,
@@ -51,6 +55,8 @@ class FSDPEngine:
         dtype: Data type in which the model computes and is published. Parameters and optimizer
             are float32: in bfloat16, an update of less than 0.4% of a parameter would be lost.
         load: Returns model and tokenizer of the folder in that data type; by default the policy's.
+        offload: Parts that leave the device while no method needs them. Hold them with
+            :meth:`resident` over several calls, and where the module itself computes.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class FSDPEngine:
         gradient_norm: float = 1.0,
         dtype: str = "float32",
         load: Callable[[Path, str], tuple[Any, Any]] | None = None,
+        offload: Offload = Offload(),  # noqa: B008  # frozen
     ) -> None:
         from ..learning.policy import load_policy
 
@@ -77,6 +84,24 @@ class FSDPEngine:
             self.module.parameters(), lr=rate.highest, betas=(0.9, 0.99), fused=True
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate.share)
+        self._memory = ModelMemory(
+            offload,
+            lambda: _settled_parameters(self.module),
+            self._drop_gradients,
+            lambda: optimizer_tensors(self.optimizer),
+        )
+        self._memory.guard(self.module)
+
+    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+        """Return a block in which these parts are on the device; by default the parameters.
+
+        Tensors that share memory with a parameter are valid in such a block alone.
+        """
+        return self._memory.resident(*parts)
+
+    def _drop_gradients(self) -> tuple[torch.Tensor, ...]:
+        self.optimizer.zero_grad(set_to_none=True)
+        return ()
 
     @property
     def steps(self) -> int:
@@ -88,6 +113,7 @@ class FSDPEngine:
         """Learning rate of the next optimizer step."""
         return float(self.scheduler.get_last_lr()[0])
 
+    @holding(*ALL)
     def optimizer_step(self, loss: torch.Tensor) -> float:
         """Run backward of a 0-dim loss, clip and step; return the gradient norm before the clip."""
         self.accumulate(loss, first=True, last=True)
@@ -108,6 +134,7 @@ class FSDPEngine:
         self.module.set_requires_gradient_sync(last or self._sharded_by_layers)
         torch.autograd.backward(loss)
 
+    @holding(*ALL)
     def apply_gradients(self) -> float:
         """Clip the gradients and take the step; return their norm before the clip. Collective."""
         parameters = list(self.module.parameters())
@@ -130,14 +157,18 @@ class FSDPEngine:
         return self._full_tensors({})
 
     def _full_tensors(self, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in chain(self.module.named_parameters(), saved_buffers(self.module)):
-            value = tensor.detach().to(dtypes.get(name, tensor.dtype))
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        copy = not self._memory.is_resident()  # else a tensor of one rank alone may be a view
+        with self.resident():
+            for name, tensor in chain(self.module.named_parameters(), saved_buffers(self.module)):
+                value = tensor.detach().to(dtypes.get(name, tensor.dtype))
+                full = value.full_tensor() if isinstance(value, DTensor) else value
+                yield name, full.clone() if copy else full
 
     def write_description(self, folder: Path) -> None:
         """Write configuration, generation defaults and tokenizer; durable on return."""
         write_huggingface(folder, self.module, self.tokenizer)
 
+    @holding("optimizer")
     def training_state(self) -> dict[str, Any]:
         """Return this rank's optimizer, scheduler and random generator state, copied to the CPU."""
         return {
@@ -146,6 +177,7 @@ class FSDPEngine:
             "random": random_states(self._device),
         }
 
+    @holding("parameters", "optimizer")
     def save_checkpoint(
         self,
         local_path: str,
@@ -162,6 +194,7 @@ class FSDPEngine:
             if dist.get_rank() == 0:
                 write_description(folder, self.module, self.tokenizer)
 
+    @holding(*ALL)
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
@@ -221,16 +254,30 @@ def frozen_policy(
     device: torch.device,
     dtype: str = "float32",
     load: Callable[[Path, str], tuple[Any, Any]] | None = None,
+    offload: FrozenOffload = FrozenOffload(),  # noqa: B008  # frozen
 ) -> Any:
     """Return the folder's policy without gradients, sharded as the engine's. Collective.
 
-    ``load`` returns another model of the folder, and its tokenizer.
+    ``load`` returns another model of the folder, and its tokenizer. If ``offload`` moves its
+    parameters, its ``resident()`` is a block in which it can compute.
     """
     from ..learning.policy import load_policy
 
     model, _ = (load or load_policy)(folder, dtype)
     model.requires_grad_(False)
-    return _shard(model, device, getattr(torch, dtype)).eval()
+    module = _shard(model, device, getattr(torch, dtype)).eval()
+    memory = ModelMemory(offload, lambda: _settled_parameters(module))
+    memory.guard(module)
+    module.resident = memory.resident
+    return module
+
+
+def _settled_parameters(module: Any) -> Iterator[torch.Tensor]:
+    """Yield the sharded parameters, after freeing what was gathered of them."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
+    yield from module.parameters()
 
 
 def shard_name(what: str) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trinity_events.weights import Synchronizer
 
-from ..engines.base import TrainEngine, per_tensor_params
+from ..engines.base import TrainEngine, per_tensor_params, resident
 from ..engines.fsdp import shard_name, write_description
 from ..engines.state_files import copied, write_state
 from .broadcast import UpdateGroup, broadcast_stream
@@ -59,7 +59,8 @@ def fsdp_save_state_dict(
     """
     folder = Path(local_path)
     path = folder / shard_name("model")
-    state = copied(engine.module.state_dict())
+    with resident(engine):
+        state = copied(engine.module.state_dict())
     first = dist.get_rank() == 0
 
     def save() -> None:
@@ -110,7 +111,8 @@ def fsdp_upload_state_dict(
     weights = ModelWeights(
         full=lambda: per_tensor_params(engine), shards=lambda: fsdp_shards(engine.module, dtypes)
     )
-    strategy.publish(weights, synchronizer, global_step, logger)
+    with resident(engine):
+        strategy.publish(weights, synchronizer, global_step, logger)
 
 
 def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:
@@ -130,7 +132,8 @@ def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup |
         GroupBroken: on rank 0, if an explorer died or was too slow.
         CollectiveBroken: if a rank of the trainer died or was too slow.
     """
-    broadcast_stream(full_tensors(engine), model_update_group)
+    with resident(engine):
+        broadcast_stream(full_tensors(engine), model_update_group)
 
 
 def _tokenizer(engine: Any) -> Any:

@@ -19,7 +19,7 @@ from trinity_events.errors import TrinityError
 from trinity_events.weights import Synchronizer
 
 from ..collectives import CollectiveBroken, PeerFailed, raise_together, together
-from ..engines.base import TrainEngine, per_tensor_params
+from ..engines.base import TrainEngine, per_tensor_params, resident
 from ..engines.state_files import sync_tree
 from .broadcast import UpdateGroup, broadcast_stream
 from .publish_full import FULL
@@ -156,7 +156,8 @@ def megatron_upload_state_dict(
         full=lambda: per_tensor_params(engine),
         shards=lambda: without_replicas(engine.local_shards()),
     )
-    strategy.publish(weights, synchronizer, global_step, logger)
+    with resident(engine):
+        strategy.publish(weights, synchronizer, global_step, logger)
 
 
 def megatron_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup | None) -> None:
@@ -176,7 +177,8 @@ def megatron_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGro
         GroupBroken: on rank 0, if an explorer died or was too slow.
         CollectiveBroken: if a rank of the trainer died or was too slow.
     """
-    broadcast_stream(per_tensor_params(engine), model_update_group)
+    with resident(engine):
+        broadcast_stream(per_tensor_params(engine), model_update_group)
 
 
 @contextmanager

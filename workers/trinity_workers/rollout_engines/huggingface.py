@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -41,6 +40,7 @@ from .base import (
 from .gate import Gate
 from .loading import updates_amid_turns
 from .sampling import NoisySampler, turn_key
+from .turns import Turn, turn_limit
 
 
 class HuggingFaceOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -226,14 +226,14 @@ class HuggingFaceEngine:
     def _generate_batch(
         self, requests: Sequence[GenerationRequest], cancelled: threading.Event
     ) -> list[Generation]:
-        turns = [_Turn(one, self._limit(one)) for one in requests]
+        turns = [Turn(one, turn_limit(one, self.context_length)) for one in requests]
         unfinished = turns
         while unfinished and not cancelled.is_set():
             self._continue(unfinished, cancelled)
             unfinished = [one for one in turns if not one.is_over]
         return [one.generation() for one in turns]
 
-    def _continue(self, turns: Sequence[_Turn], cancelled: threading.Event) -> None:
+    def _continue(self, turns: Sequence[Turn], cancelled: threading.Event) -> None:
         """Generate with one key-value cache, to the end of all turns or of the cache.
 
         The turns have the same number of tokens so far.
@@ -275,62 +275,6 @@ class HuggingFaceEngine:
         if self.serves is None:
             raise NotServing("the rollout engine serves no weight version: install one first")
         return self.serves
-
-    def _limit(self, request: GenerationRequest) -> int:
-        """Return the number of tokens that a turn may have."""
-        limit, room = request.sampling.max_new_tokens, self.context_length
-        if not request.tokens:
-            raise RolloutEngineError(f"ordinal {request.ordinal} has an empty prompt")
-        if room is None:
-            return limit
-        if len(request.tokens) >= room:
-            raise RolloutEngineError(
-                f"ordinal {request.ordinal} has {len(request.tokens)} tokens before turn "
-                f"{request.turn}, and the model has room for {room}: leave it out, or shorten it"
-            )
-        return min(limit, room - len(request.tokens))
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Turn of a request while it is generated."""
-
-    request: GenerationRequest
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[StepRef] = field(default_factory=list)
-    finished: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Return True if it has its end of sequence, or as many tokens as it may have."""
-        return self.finished or len(self.tokens) >= self.limit
-
-    def extend(
-        self,
-        row: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[StepRef],
-        ends: Collection[int],
-    ) -> None:
-        """Add the tokens of a row, up to the first end of sequence or the limit."""
-        row = row[: self.limit - len(self.tokens)]
-        end = next((place for place, token in enumerate(row) if token in ends), None)
-        self.finished = end is not None
-        length = len(row) if end is None else end + 1
-        self.tokens += row[:length]
-        self.logprobs += logprobs[:length]
-        self.versions += versions[:length]
-
-    def generation(self) -> Generation:
-        """Return what was generated so far."""
-        return Generation(
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            versions=[(one, len(list(same))) for one, same in groupby(self.versions)],
-            finished=self.finished,
-        )
 
 
 class _Choice(LogitsProcessor):

@@ -41,14 +41,29 @@ def load_models(
         "gradient_norm": config.trainer.gradient_norm,
     }
     folder = config.model_folder
+    trainer = config.trainer
     policy = critic = None
     if "policy" in wanted:
-        policy = FSDPEngine(folder, learning_rate=policy_rate(config), **common)
+        policy = FSDPEngine(
+            folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **common
+        )
     if "critic" in wanted:
-        critic = FSDPEngine(folder, learning_rate=critic_rate(config), load=load_critic, **common)
+        critic = FSDPEngine(
+            folder,
+            learning_rate=critic_rate(config),
+            load=load_critic,
+            offload=trainer.critic_offload,
+            **common,
+        )
 
-    def frozen(path: Path) -> Any:
-        return frozen_policy(path, device=device, dtype=config.model.dtype)
+    def frozen(path: Path, **options: Any) -> Any:
+        return frozen_policy(
+            path,
+            device=device,
+            dtype=config.model.dtype,
+            offload=trainer.reference_offload,
+            **options,
+        )
 
     reference = frozen(folder) if "reference" in wanted else None
     teacher = judge = None
@@ -56,8 +71,7 @@ def load_models(
         teacher = frozen(checked_teacher(path, folder))
     if "reward_model" in wanted and (path := config.reward_folder) is not None:
         tokens = RewardTokens(load_tokenizer(folder), reward_tokenizer(path))
-        model = frozen_policy(path, device=device, dtype=config.model.dtype, load=load_reward_model)
-        judge = RewardModel(model, tokens)
+        judge = RewardModel(frozen(path, load=load_reward_model), tokens)
     return Models(policy, critic, reference, teacher, judge)
 
 

@@ -19,6 +19,7 @@ from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.update import Update
 from ..collectives import all_reduced, together
 from ..engines import FSDPEngine
+from ..engines.base import resident
 from ..learning.logprobs import response_logits, response_logprobs, statistics_of_logits
 from ..learning.values import last_values, response_values
 from .division import BatchDivision
@@ -52,22 +53,23 @@ class FSDPTrainingStep(TrainingStep):
         """Return the reward model's score of each row [B]. Collective."""
         judge = self._models.reward_model
         parts = judge.tokens.inputs(batch).equal_parts(division.parts_of_pass)
-        with torch.no_grad():
+        with torch.no_grad(), resident(judge.model):
             return torch.cat([last_values(judge.model, part) for part in parts])[: len(batch)]
 
     def _pass(self, name: str, batch: Batch, division: BatchDivision) -> Tensor:
-        compute = self._computations()[name]
-        with torch.no_grad(), _evaluated(self._models):
+        model, compute = self._computations()[name]
+        with torch.no_grad(), _evaluated(self._models), resident(model):
             found = [compute(part) for part in batch.equal_parts(division.parts_of_pass)]
         return torch.cat(found)[: len(batch)]
 
-    def _computations(self) -> dict[str, Callable[[Batch], Tensor]]:
-        models = self._models
+    def _computations(self) -> dict[str, tuple[Any, Callable[[Batch], Tensor]]]:
+        """Return the model that computes each field, and how."""
+        policy, critic, reference, teacher, _ = self._models
         return {
-            "proximal_logprobs": lambda part: self._logprobs(models.policy.module, part),
-            "reference_logprobs": lambda part: self._logprobs(models.reference, part),
-            "teacher_logprobs": lambda part: self._logprobs(models.teacher, part),
-            "values": lambda part: response_values(models.critic.module, part),
+            "proximal_logprobs": (policy, lambda part: self._logprobs(policy.module, part)),
+            "reference_logprobs": (reference, lambda part: self._logprobs(reference, part)),
+            "teacher_logprobs": (teacher, lambda part: self._logprobs(teacher, part)),
+            "values": (critic, lambda part: response_values(critic.module, part)),
         }
 
     def _logprobs(self, module: Any, part: Batch) -> Tensor:
@@ -101,7 +103,7 @@ class FSDPTrainingStep(TrainingStep):
     def _divergence(self, logits: Tensor, part: Batch) -> Tensor:
         """Return the divergence of the policy from the teacher, with gradient."""
         settings = self._settings.teacher
-        with torch.no_grad():
+        with torch.no_grad(), resident(self._models.teacher):
             teacher = response_logits(self._models.teacher, part)
         # Models of one tokenizer may pad their vocabularies to different sizes.
         width = min(logits.shape[-1], teacher.shape[-1])

@@ -20,6 +20,7 @@ from ..engines.megatron import (
 from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
 from ..learning.teacher import checked_teacher
+from ..offload import FrozenOffload, Offload
 from .megatron_step import MegatronTrainingStep
 from .rates import critic_rate, policy_rate
 from .training_step import ModelName, Models, needed_models
@@ -48,18 +49,31 @@ def load_models(
     common: dict[str, Any] = {
         "device": device,
         "layout": ParallelLayout(tensor=tensor, pipeline=pipeline),
-        "model": ModelOptions(dtype=getattr(torch, config.model.dtype)),
         "seed": config.seed,
     }
+
+    def options(offload: Offload | FrozenOffload) -> ModelOptions:
+        return ModelOptions(dtype=getattr(torch, config.model.dtype), offload=offload)
 
     def optimizer(rate: LearningRate) -> OptimizerOptions:
         return OptimizerOptions(learning_rate=rate, gradient_norm=trainer.gradient_norm)
 
     policy = critic = None
     if "policy" in wanted:
-        policy = MegatronEngine(folder, optimizer=optimizer(policy_rate(config)), **common)
+        policy = MegatronEngine(
+            folder,
+            optimizer=optimizer(policy_rate(config)),
+            model=options(trainer.policy_offload),
+            **common,
+        )
     if "critic" in wanted:
-        critic = MegatronCritic(folder, optimizer=optimizer(critic_rate(config)), **common)
+        critic = MegatronCritic(
+            folder,
+            optimizer=optimizer(critic_rate(config)),
+            model=options(trainer.critic_offload),
+            **common,
+        )
+    common["model"] = options(trainer.reference_offload)
     reference = MegatronEngine(folder, **common) if "reference" in wanted else None
     teacher = judge = None
     if "teacher" in wanted and (path := config.teacher_folder) is not None:

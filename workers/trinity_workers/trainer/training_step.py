@@ -20,6 +20,8 @@ from ..algorithms.settings import AlgorithmConfig
 from ..algorithms.update import Update, policy_update, value_update
 from ..algorithms.values import explained_variance, value_means
 from ..config import RunConfig
+from ..engines.base import resident
+from ..engines.model_memory import ALL
 from .division import BatchDivision, division_of, loss_denominators, response_tokens
 
 ModelName = Literal["policy", "critic", "reference", "teacher", "reward_model"]
@@ -159,9 +161,10 @@ class TrainingStep(ABC):
     ) -> Updated:
         """Take a step's updates of a model. ``counts`` are the denominators of their losses."""
         taken, rate = [], 0.0
-        for index in division.updates():
-            rate = learner.engine.learning_rate
-            taken.append(learner.update(mini_batches[index], counts[index], division))
+        with resident(learner.engine, *ALL):
+            for index in division.updates():
+                rate = learner.engine.learning_rate
+                taken.append(learner.update(mini_batches[index], counts[index], division))
         means = reduce(operator.add, (one.means for one in taken)).prefixed(learner.prefix)
         norm = fmean(one.norm for one in taken)
         return Updated(means, {learner.rate_name: rate, learner.norm_name: norm})

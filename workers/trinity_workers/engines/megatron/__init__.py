@@ -3,6 +3,7 @@
 from ..base import LocalShard
 from .checkpoint import CheckpointFailed, CheckpointRefused
 from .engine import DeviceRefused, MegatronEngine, OptimizerOptions
+from .hybrid import HybridEngine
 from .layout import LayoutRefused, ParallelLayout, leave
 from .model import MODEL_TYPES, ModelOptions, UnsupportedModel
 from .values import MegatronCritic, MegatronRewardModel
@@ -12,6 +13,7 @@ __all__ = [
     "CheckpointFailed",
     "CheckpointRefused",
     "DeviceRefused",
+    "HybridEngine",
     "LayoutRefused",
     "LocalShard",
     "MegatronCritic",

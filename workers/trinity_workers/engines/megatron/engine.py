@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 from trinity_events.errors import TrinityError
@@ -19,11 +20,13 @@ from ...collectives import together
 from ..base import LocalShard
 from ..learning_rate import LearningRate, learning_rate_of
 from ..model_folder import has_weights
+from ..model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
 from . import checkpoint
 from .cpu import adapted
 from .layout import LayoutRefused, ParallelLayout, join
 from .model import ModelOptions, build_chunks, is_tied, transformer_config
 from .model_description import Description, read_description, write_description
+from .parameter_slices import ParameterSlice, parameter_slices
 from .rank_state import rank_state, restore_rank_state
 from .stream import WeightStream, load_folder, local_shards
 from .training import (
@@ -75,7 +78,7 @@ class MegatronEngine:
         device: Device of this rank: its own GPU, or the CPU if there is no CUDA.
         layout: Distribution of the model over the ranks.
         optimizer: Optimizer options; None makes a reference model without gradients.
-        model: Data type, recomputation and kind of layers.
+        model: Data type, recomputation, kind of layers, and what leaves the device while idle.
         pipeline_parts: Micro-batches of a step; by default one per pipeline stage.
         seed: Seed of all random draws.
         load_weights: If False, the weights are undefined until a checkpoint is loaded.
@@ -109,6 +112,7 @@ class MegatronEngine:
         with together():
             self._description = self._read(model_folder)
         self.config, self.tokenizer = self._description.config, self._description.tokenizer
+        self.options = model
         self.device = device
         self.layout = layout
         self.checkpoint_manager = CheckpointManager()
@@ -132,6 +136,16 @@ class MegatronEngine:
         else:
             for chunk in self._chunks:
                 chunk.requires_grad_(requires_grad=False).eval()
+        self._memory = ModelMemory(
+            model.offload, self._parameters, self._gradients, self._optimizer_tensors
+        )
+
+    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+        """Return a block in which these parts are on the device; by default the parameters.
+
+        Tensors that share memory with a parameter are valid in such a block alone.
+        """
+        return self._memory.resident(*parts)
 
     def _read(self, folder: Path) -> Description:
         """Return the model's description."""
@@ -139,6 +153,7 @@ class MegatronEngine:
 
     # --- computing -------------------------------------------------------------------------
 
+    @holding(*ALL)
     def train_batch(
         self,
         batch: Batch,
@@ -198,6 +213,7 @@ class MegatronEngine:
         self.steps += 1
         return found, float(norm)
 
+    @holding("parameters")
     def response_logprobs(
         self, batch: Batch, *, temperature: float = 1.0, parts: int | None = None
     ) -> torch.Tensor | None:
@@ -213,6 +229,7 @@ class MegatronEngine:
         )
         return torch.cat(found)[: len(batch)] if found else None
 
+    @holding("parameters")
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """Return logits [B, S, vocabulary] of unpadded rows, on the last stage. Collective."""
         parts = batch.equal_parts(self._parts)
@@ -230,16 +247,37 @@ class MegatronEngine:
 
         Every rank must exhaust the iterator. A tied tensor appears once, under its first name.
         """
-        return iter(self._stream)
+        copy = not self._memory.is_resident()  # else a tensor of one rank alone would be a view
+        with self.resident():
+            for name, tensor in self._stream:
+                yield name, tensor.clone() if copy else tensor
 
     def local_shards(self) -> Iterator[LocalShard]:
         """Yield this rank's shards of every tensor, by Hugging Face name. Not collective."""
-        return local_shards(
-            self.config,
-            self._transformer,
-            self._chunks,
-            tied=self._tied,
-        )
+        copy = not self._memory.is_resident()
+        with self.resident():
+            for one in local_shards(
+                self.config,
+                self._transformer,
+                self._chunks,
+                tied=self._tied,
+            ):
+                yield structs.replace(one, tensor=one.tensor.clone()) if copy else one
+
+    @holding("parameters")
+    def parameter_slices(self) -> list[ParameterSlice]:
+        """Return views of this rank's parameters, by their places in the whole ones.
+
+        They have values in a block of :meth:`resident` alone, if the parameters leave the device.
+        """
+        return [
+            one for chunk in self._chunks for one in parameter_slices(chunk, self.config.vocab_size)
+        ]
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._description.end_tokens
 
     # --- checkpoints -----------------------------------------------------------------------
 
@@ -247,6 +285,7 @@ class MegatronEngine:
         """Write configuration, generation defaults and tokenizer; durable on return."""
         write_description(folder, self._description)
 
+    @holding("parameters", "optimizer")
     def save_checkpoint(
         self,
         local_path: str,
@@ -273,6 +312,7 @@ class MegatronEngine:
             group: Process group for the writing; by default the default group. A thread beside
                 training needs a group of its own.
             copy: If True, copy the contents to the CPU, so that training may continue meanwhile.
+                What would leave the device after this call is copied anyway.
 
         Returns:
             What writes ``model`` and ``training``, as far as they are among the contents. All ranks
@@ -281,7 +321,14 @@ class MegatronEngine:
         Raises:
             CheckpointRefused: if the optimizer's state would not load again.
         """
-        folder = Path(local_path)
+        needed: tuple[Part, ...] = ("parameters", "optimizer")
+        copy = copy or not all(map(self._memory.is_resident, needed))
+        with self.resident(*needed):
+            return self._prepared(Path(local_path), group=group, copy=copy)
+
+    def _prepared(
+        self, folder: Path, *, group: dist.ProcessGroup | None, copy: bool
+    ) -> dict[str, checkpoint.Write]:
         contents = set(self.checkpoint_manager.checkpoint_save_contents)
         if "optimizer" in contents and not self._optimizer_loads:
             raise checkpoint.CheckpointRefused(
@@ -308,6 +355,7 @@ class MegatronEngine:
             )
         return writes
 
+    @holding(*ALL)
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
@@ -384,6 +432,21 @@ class MegatronEngine:
             )
         self._transformer.finalize_model_grads_func = finalize_model_grads
         self._transformer.grad_scale_func = self.optimizer.scale_loss
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (one for chunk in self._chunks for one in chunk.parameters())
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        if self.optimizer is None:
+            return
+        self.optimizer.zero_grad()
+        for chunk in self.module:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        for one in getattr(self.optimizer, "chained_optimizers", ()):
+            yield from optimizer_tensors(one.optimizer)
 
     @property
     def learning_rate(self) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from msgspec import Struct
@@ -83,7 +85,8 @@ def has_transformer_engine() -> bool:
 def join(layout: ParallelLayout, seed: int) -> None:
     """Make megatron-core's groups from the default process group's ranks. Collective.
 
-    All models of one process share them: a second model of the same layout changes nothing.
+    All models that are trained in one process share them: a second model of the same layout changes
+    nothing. Models that only generate may have a layout of their own: :func:`rollout_groups`.
 
     Raises:
         LayoutRefused: if the layout does not fit, or another one is in use.
@@ -96,7 +99,7 @@ def join(layout: ParallelLayout, seed: int) -> None:
         if _joined(layout):
             return
         raise LayoutRefused(
-            "this process has a model of another layout: call leave() first, or take its layout"
+            "this process trains a model of another layout: call leave() first, or take its layout"
         )
     with adapted():
         parallel_state.initialize_model_parallel(
@@ -107,6 +110,41 @@ def join(layout: ParallelLayout, seed: int) -> None:
             expert_model_parallel_size=layout.expert,
         )
         seed_generators(seed)
+
+
+def rollout_groups(tensor: int, timeout: timedelta) -> Any:
+    """Return megatron-core's collection of groups for a second layout in this process. Collective.
+
+    Each ``tensor`` consecutive ranks hold one replica. There is no pipeline, and experts are not
+    spread. Of the groups, those are there that a model needs to generate.
+
+    Args:
+        tensor: Tensor-parallel ranks of a replica.
+        timeout: Maximum time that ranks wait for each other.
+
+    Raises:
+        LayoutRefused: if the ranks cannot hold such replicas.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    ParallelLayout(tensor=tensor).check(dist.get_world_size())
+    shared, alone = (_own_group(size, timeout) for size in (tensor, 1))
+    return ProcessGroupCollection(
+        **dict.fromkeys(("tp", "mp", "tp_cp"), shared),
+        **dict.fromkeys(("pp", "cp", "ep", "expt_tp", "tp_ep", "embd", "pos_embd"), alone),
+        **dict.fromkeys(("expt_dp", "tp_dp_cp"), dist.group.WORLD),
+    )
+
+
+def _own_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return this rank's group of so many consecutive ranks. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [
+        dist.new_group(list(range(first, first + size)), timeout=timeout)
+        for first in range(0, world, size)
+    ]
+    own: dist.ProcessGroup = groups[rank // size]
+    return own
 
 
 def leave() -> None:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from trinity_events.errors import TrinityError
 
 from ...learning.value_head import head_tensors
+from ...offload import FrozenOffload, Offload
 from .cpu import adapted
 from .layout import LayoutRefused, ParallelLayout, has_transformer_engine
 
@@ -35,6 +36,9 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
     """If True, activations are recomputed in the backward pass instead of stored."""
     transformer_engine: bool | None = None
     """Use of Transformer Engine's fused layers; by default if it is installed with CUDA."""
+    offload: Offload | FrozenOffload = Offload()
+    """Parts that leave the device while no method of the engine needs them. A block of the engine's
+    ``resident()`` keeps them over several calls."""
 
     @property
     def fused(self) -> bool:
@@ -138,6 +142,20 @@ def is_tied(hf: Any) -> bool:
     return bool(hf.tie_word_embeddings) and not head_tensors(hf)
 
 
+def build_rollout(hf: Any, config: Any, options: ModelOptions, groups: Any) -> Any:
+    """Build a whole model that generates in a layout of its own, for evaluation.
+
+    Args:
+        hf: Hugging Face configuration.
+        config: TransformerConfig of that layout, without a pipeline.
+        options: Options of the model.
+        groups: From :func:`.layout.rollout_groups`.
+    """
+    with adapted():
+        model = _build(hf, config, options, first=True, last=True, stage=None, groups=groups)
+    return model.requires_grad_(requires_grad=False).eval()
+
+
 def has_experts(hf: Any) -> bool:
     """Return True if the configuration is of a mixture of experts."""
     return str(hf.model_type).endswith("_moe")
@@ -161,7 +179,13 @@ class _ValueHead(torch.nn.Linear):
 
 
 def _build(
-    hf: Any, config: Any, options: ModelOptions, first: bool, last: bool, stage: int | None
+    hf: Any,
+    config: Any,
+    options: ModelOptions,
+    first: bool,
+    last: bool,
+    stage: int | None,
+    groups: Any = None,
 ) -> Any:
     from megatron.core import tensor_parallel
     from megatron.core.models.gpt import GPTModel
@@ -177,6 +201,7 @@ def _build(
             use_transformer_engine=options.fused,
             normalization="RMSNorm",
             vp_stage=stage,
+            pp_rank=None if groups is None else groups.pp.rank(),
         ),
         vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_position_embeddings,
@@ -189,6 +214,7 @@ def _build(
         rope_scaling_factor=rope.get("factor", 8.0),
         seq_len_interpolation_factor=rope["factor"] if rope["rope_type"] == "linear" else None,
         vp_stage=stage,
+        pg_collection=groups,
     )
     if last and (names := head_tensors(hf)):
         model.output_layer = _ValueHead(hf.hidden_size, bias="score.bias" in names)

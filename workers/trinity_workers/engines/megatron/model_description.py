@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,19 @@ class Description(Struct, frozen=True):
     """Tokenizer; None if the folder has none."""
     generation_config: bytes | None
     """Unchanged bytes of the file; None if the folder has none."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer: the tokenizer's, and those of the model's defaults."""
+        defaults = {"eos_token_id": getattr(self.config, "eos_token_id", None)}
+        if self.generation_config is not None:
+            defaults |= json.loads(self.generation_config)
+        more = defaults["eos_token_id"]
+        found = [
+            getattr(self.tokenizer, "eos_token_id", None),
+            *(more if isinstance(more, list) else [more]),
+        ]
+        return frozenset(int(token) for token in found if token is not None)
 
 
 def read_description(folder: Path) -> Description:

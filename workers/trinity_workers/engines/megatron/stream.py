@@ -55,14 +55,13 @@ class WeightStream:
     def __init__(
         self, chunks: Sequence[Any], mapping: WeightMapping, *, tied: bool, device: torch.device
     ) -> None:
-        from megatron.core import parallel_state as state
-
         self._mapping = mapping
         self._device = device
         self._experts_here = _experts_here(chunks[0])
         self._parameters = [dict(chunk.named_parameters()) for chunk in chunks]
-        self._stage = state.get_pipeline_model_parallel_rank()
-        self._stages = state.get_pipeline_model_parallel_group()
+        self._groups = chunks[0].pg_collection
+        self._stages = self._groups.pp
+        self._stage = self._stages.rank()
         mine = [
             _entry(self._stage, index, name, parameter, chunk)
             for index, chunk in enumerate(chunks)
@@ -99,11 +98,9 @@ class WeightStream:
         self, entry: ParameterEntry, shard: torch.Tensor
     ) -> list[tuple[str, torch.Tensor]]:
         """Return the parameter of every expert-parallel rank, by name."""
-        from megatron.core import parallel_state as state
-
         if not entry.expert:
             return [(entry.name, shard)]
-        everyone = _gather(shard, state.get_expert_model_parallel_group())
+        everyone = _gather(shard, self._groups.ep)
         return [
             (_moved(entry.name, rank * self._experts_here), one)
             for rank, one in enumerate(everyone)
@@ -111,7 +108,7 @@ class WeightStream:
 
     def _of_all_parts(self, entry: ParameterEntry, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards of all tensor-parallel ranks, in order."""
-        return [shard] if entry.dim < 0 else _gather(shard, shard_group(entry.name))
+        return [shard] if entry.dim < 0 else _gather(shard, shard_group(entry.name, self._groups))
 
 
 def load_folder(
@@ -135,7 +132,7 @@ def load_folder(
                 continue
             found = [reader.tensor(one) for one in sources]
             whole = mapping.to_megatron(name, found)
-            group = shard_group(name)
+            group = shard_group(name, chunk.pg_collection)
             shard = mapping.split(name, whole, parameter, group.size())[group.rank()]
             if shard.shape != parameter.shape:
                 raise IncompatibleWeights(
@@ -158,7 +155,7 @@ def local_shards(
             name = global_name(local_name, chunk)
             if tied and name == "output_layer.weight":
                 continue
-            group = shard_group(name)
+            group = shard_group(name, chunk.pg_collection)
             parts, dim = group.size(), partition_dim(parameter)
             mapping = local_mapping(hf, config, parts)
             for found, piece in mapping.to_huggingface(name, parameter.detach()):
@@ -176,21 +173,13 @@ def local_shards(
 
 def global_name(name: str, chunk: Any) -> str:
     """Return the parameter's name with layer and expert numbers of the whole model, from 0."""
-    from megatron.core import parallel_state as state
-
-    first_expert = state.get_expert_model_parallel_rank() * _experts_here(chunk)
+    first_expert = chunk.pg_collection.ep.rank() * _experts_here(chunk)
     return _moved(_with_layer(name, chunk), first_expert)
 
 
-def shard_group(name: str) -> dist.ProcessGroup:
-    """Return the group of ranks that hold a parameter's shards; experts may have their own."""
-    from megatron.core import parallel_state as state
-
-    group: dist.ProcessGroup = (
-        state.get_expert_tensor_parallel_group()
-        if _EXPERT.search(name)
-        else state.get_tensor_model_parallel_group()
-    )
+def shard_group(name: str, groups: Any) -> dist.ProcessGroup:
+    """Return the group of a layout that holds a parameter's shards; experts may have their own."""
+    group: dist.ProcessGroup = groups.expt_tp if _EXPERT.search(name) else groups.tp
     return group
 
 

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from ...algorithms.batch import Batch
 from ...learning.value_head import HEAD, checked_head, critic_config
+from ..model_memory import ALL, holding
 from .engine import MegatronEngine
 from .model_description import Description, read_description
 from .training import accumulate_value_gradients, last_values, response_values
@@ -30,6 +31,7 @@ class MegatronCritic(MegatronEngine):
         self._absent = HEAD - checked_head(found.config, folder)
         return structs.replace(found, config=critic_config(found.config))
 
+    @holding("parameters")
     def response_values(self, batch: Batch, *, parts: int | None = None) -> torch.Tensor | None:
         """Return the value before each response token [B, R], without gradients. Collective.
 
@@ -38,6 +40,7 @@ class MegatronCritic(MegatronEngine):
         found = response_values(self.module, batch.equal_parts(self._part_count(parts)))
         return torch.cat(found)[: len(batch)] if found else None
 
+    @holding(*ALL)
     def train_values(
         self, batch: Batch, loss: ValueLoss, *, parts: int | None = None
     ) -> tuple[list[Any], float]:
@@ -56,6 +59,7 @@ class MegatronRewardModel(MegatronEngine):
         checked_head(found.config, folder, required=True)
         return found
 
+    @holding("parameters")
     def scores(self, batch: Batch, *, parts: int | None = None) -> torch.Tensor | None:
         """Return the output at each row's last token [B], on the last stage. Collective."""
         found = last_values(self.module, batch.equal_parts(self._part_count(parts)))

@@ -1,0 +1,151 @@
+"""Time and peak memory of weights in a rollout layout of another tensor-parallel size.
+
+Three methods fill the rollout model of every rank from the training layout:
+
+- slices: each rank receives the slices that it lacks, as ``HybridEngine`` does;
+- tensors: one full tensor at a time on every rank, of which it cuts its share, as veRL does;
+- model: all full tensors on every rank first, then their shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .environment import Stage
+from .measure import Findings, Noise, Row, median, ratio, say, spread, taking_turns
+from .megatron_stream import VOCABULARY, Measured, Size, measure, measured, random_engine
+from .replay import megabytes
+from .report import MEGATRON
+
+if TYPE_CHECKING:
+    import torch
+
+TITLE = "weights in a rollout layout, by how they get there from the training layout"
+PLACE = MEGATRON
+
+CHANGES = {"TP 2 to 1": (2, 1), "TP 1 to 2": (1, 2)}
+"""Tensor-parallel ranks of training and of generation."""
+
+SIZES = {
+    "tiny": Size(("tiny",), ("TP 2 to 1",), 2, "20 s"),
+    "small": Size(("small",), ("TP 2 to 1", "TP 1 to 2"), 3, "1 min"),
+    "full": Size(("small", "large"), ("TP 2 to 1", "TP 1 to 2"), 5, "4 min"),
+}
+
+
+def run(on: Stage, size: Size, noise: Noise) -> Findings:
+    """Measure every method, on models of several sizes, in both directions."""
+    del on  # it needs no server
+    rows = []
+    for model in size.models:
+        for change in size.layouts:
+            noise.beat()
+            say(f"  {model} model from {change}")
+            rows += rows_of(change, measured(model, change, size.rounds, measure_all))
+    return Findings(
+        rows,
+        [
+            "Two ranks over Gloo, float32, a thread each. A Qwen3 whose embedding is tied and has "
+            f"{VOCABULARY:,} rows. Medians of {size.rounds} rounds that take turns.",
+            "Memory is rank 0's largest resident set above what it was before, the largest of all "
+            "rounds; the rollout model itself is there before.",
+        ],
+    )
+
+
+def rows_of(change: str, found: dict[str, list[Measured]]) -> list[Row]:
+    """Return rows that compare slices with each other method."""
+    slices, model = found["slices"], megabytes(found["slices"][0].model)
+    rows = []
+    for way in ("tensors", "model"):
+        mine_s, theirs_s = ([one.seconds for one in each] for each in (slices, found[way]))
+        mine_b, theirs_b = (max(one.peak for one in each) for each in (slices, found[way]))
+        rows += [
+            Row(
+                what=f"seconds of slices, {model}, {change}",
+                figure=f"{median(mine_s):.3f}",
+                peer=way,
+                peer_figure=f"{median(theirs_s):.3f}",
+                ratio=ratio(mine_s, theirs_s),
+                spread=spread(mine_s),
+            ),
+            Row(
+                what=f"memory of slices, {model}, {change}",
+                figure=megabytes(mine_b),
+                peer=way,
+                peer_figure=megabytes(theirs_b),
+                ratio=mine_b / theirs_b,
+                spread=spread([one.peak for one in slices]),
+            ),
+        ]
+    return rows
+
+
+class Target:
+    """Rollout model of one rank, filled from full tensors by Hugging Face name."""
+
+    def __init__(self, hybrid: Any, tensor: int) -> None:
+        from trinity_workers.engines.megatron.weights import mapping
+
+        self._mapping = mapping(hybrid.engine.config, hybrid.model.config, tensor)
+        self._rank, self._parts = hybrid.model.pg_collection.tp.rank(), tensor
+        self._sources: dict[str, list[str]] = {}
+        self._parameters = dict(hybrid.model.named_parameters())
+        self._names: dict[str, str] = {}
+        for name in self._parameters:
+            for source in self._mapping.huggingface_names(name):
+                self._names[source] = name
+            self._sources[name] = self._mapping.huggingface_names(name)
+
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy this rank's share of each parameter, as soon as its tensors are there."""
+        arrived: dict[str, torch.Tensor] = {}
+        for source, tensor in tensors:
+            arrived[source] = tensor
+            name = self._names[source]
+            if all(one in arrived for one in self._sources[name]):
+                whole = self._mapping.to_megatron(
+                    name, [arrived.pop(one) for one in self._sources[name]]
+                )
+                parameter = self._parameters[name]
+                shards = self._mapping.split(name, whole, parameter, self._parts)
+                parameter.data.copy_(shards[self._rank])
+
+
+def measure_all(
+    rank: int, place: str, folder: str, change: str, rounds: int
+) -> dict[str, list[Measured]]:
+    """Measure every method on one rank. Collective."""
+    import torch.distributed as dist
+
+    from trinity_workers.engines.megatron import HybridEngine
+
+    before, after = CHANGES[change]
+    engine = random_engine(rank, place, folder, before, 1)
+    hybrid = HybridEngine(engine, after)
+    target = Target(hybrid, after)
+    nbytes: int = sum(tensor.nbytes for _, tensor in engine.get_per_tensor_param())
+
+    def slices() -> int:
+        hybrid.reshard()
+        return nbytes
+
+    def tensors() -> int:
+        target.fill(engine.get_per_tensor_param())
+        return nbytes
+
+    def model() -> int:
+        whole = {name: value.clone() for name, value in engine.get_per_tensor_param()}
+        target.fill((name, whole[name]) for name in list(whole))
+        return nbytes
+
+    ways: dict[str, Callable[[], int]] = {"slices": slices, "tensors": tensors, "model": model}
+    with hybrid.resharded():
+        for way in ways.values():
+            way()  # warm-up
+        contenders = {name: partial(measure, way) for name, way in ways.items()}
+        found = taking_turns(contenders, rounds, Noise())
+    dist.destroy_process_group()
+    return found

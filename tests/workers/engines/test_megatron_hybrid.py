@@ -1,0 +1,228 @@
+"""A rollout layout beside the training layout: the same weights, and generation, on real ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from tests.support import megatron_ranks as at  # noqa: E402
+from tests.support.tensors import identical  # noqa: E402
+from trinity_schemas import Sampling, StepRef  # noqa: E402
+from trinity_workers.collectives import CollectiveBroken, PeerFailed  # noqa: E402
+from trinity_workers.engines.megatron import (  # noqa: E402
+    HybridEngine,
+    LayoutRefused,
+    OptimizerOptions,
+    ParallelLayout,
+)
+from trinity_workers.engines.megatron import resharding as module  # noqa: E402
+from trinity_workers.engines.megatron.parameter_slices import parameter_slices  # noqa: E402
+from trinity_workers.engines.megatron.resharding import Resharding  # noqa: E402
+from trinity_workers.offload import Offload  # noqa: E402
+from trinity_workers.rollout_engines.base import GenerationRequest, NotServing  # noqa: E402
+from trinity_workers.rollout_engines.huggingface import HuggingFaceEngine  # noqa: E402
+from trinity_workers.rollout_engines.megatron import MegatronRolloutEngine  # noqa: E402
+
+EVERYTHING = Offload(param_offload=True, grad_offload=True, optimizer_offload=True)
+RATE = OptimizerOptions(learning_rate=1e-2)
+SPLIT = ParallelLayout(tensor=2)
+VERSION = StepRef(epoch=1, step=3)
+SMALL_BUCKET = 1024
+
+CASES = [
+    ("qwen2", 2, SPLIT, 1),
+    ("qwen2", 2, ParallelLayout(), 2),
+    ("qwen2", 2, ParallelLayout(pipeline=2), 2),
+    ("qwen3-moe", 2, ParallelLayout(expert=2), 1),
+    ("llama", 4, SPLIT, 4),
+]
+
+
+def requests_of(rank: int) -> list[GenerationRequest]:
+    """Prompts of several lengths, greedy and sampled, with a sample more on later ranks."""
+    return [
+        GenerationRequest(
+            tokens=[(7 * ordinal + place) % 97 for place in range(1 + ordinal % 3)],
+            sampling=Sampling(
+                seed=5, max_new_tokens=4 + ordinal, temperature=0.0 if ordinal % 2 else 0.8
+            ),
+            ordinal=ordinal,
+            sample=sample,
+        )
+        for ordinal in range(4)
+        for sample in range(1 + rank)
+    ]
+
+
+def make_hybrid(rank, tensor: int) -> None:
+    rank.held.hybrid = HybridEngine(rank.held.engine, tensor)
+
+
+def there_and_back(rank):
+    """Reshard, generate, and reshard back into training weights that were overwritten."""
+    engine, hybrid = rank.held.engine, rank.held.hybrid
+    rollouts = MegatronRolloutEngine(hybrid)
+    with rollouts.serving(VERSION):
+        there = {name: one.clone() for name, one in hybrid.full_tensors()}
+        answers = rollouts.generate_here(requests_of(rank.number))
+        held = list(parameter_slices(hybrid.model, engine.config.vocab_size))
+        for parameter in engine._parameters():
+            parameter.data.fill_(7.0)
+        Resharding(held, engine.parameter_slices(), hybrid.group).run()
+    rows = hybrid.model.embedding.word_embeddings.weight.shape[0]
+    with pytest.raises(NotServing):
+        rollouts.generate_here(requests_of(rank.number))
+    return there, answers, at.full_weights(rank), rows
+
+
+def huggingface_answers(folder, requests):
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    engine = HuggingFaceEngine(model, tokenizer, serves=VERSION, deterministic=True)
+    return engine.generate_here(requests)
+
+
+@pytest.mark.parametrize(("name", "world", "layout", "tensor"), CASES)
+def test_weights_are_bit_exact_there_and_back_and_generate_what_hugging_face_does(
+    engine_ranks, megatron_folder, name, world, layout, tensor
+):
+    ranks = engine_ranks(name, world, layout)
+    ranks(make_hybrid, tensor)
+    weights = at.in_folder(megatron_folder(name))
+    for rank, (there, answers, back, rows) in enumerate(ranks(there_and_back)):
+        at.assert_same(there, weights)
+        at.assert_same(back, weights)
+        assert rows < 98 or tensor == 1, "it is a shard"
+        expected = huggingface_answers(megatron_folder(name), requests_of(rank))
+        for mine, theirs in zip(answers, expected, strict=True):
+            assert mine.tokens == theirs.tokens
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+            assert (mine.versions, mine.finished) == (theirs.versions, theirs.finished)
+
+
+def memory(rank) -> tuple[bool, ...]:
+    engine, hybrid = rank.held.engine, rank.held.hybrid
+    state = [
+        tensor
+        for one in engine.optimizer.chained_optimizers
+        for values in one.optimizer.state.values()
+        for tensor in values.values()
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1
+    ]
+    gradients = [buffer.grad_data for chunk in engine.module for buffer in chunk.buffers]
+    return tuple(
+        any(one.untyped_storage().nbytes() for one in tensors)
+        for tensors in (hybrid.model.parameters(), engine._parameters(), gradients, state)
+    )
+
+
+def train_around_generation(rank, batches, with_generation: bool):
+    """Train, generate, and train on; return losses, sizes, draws and the weights."""
+    torch.manual_seed(rank.number)
+    losses = at.train(rank, batches)
+    draws, memories = [], []
+    rollouts = MegatronRolloutEngine(rank.held.hybrid) if with_generation else None
+    for _ in range(2 if with_generation else 0):
+        with rollouts.serving(VERSION):
+            memories.append(memory(rank))
+            draws.append(torch.rand(3))
+        memories.append(memory(rank))
+    drawn = torch.rand(3)
+    return losses + at.train(rank, batches), memories, draws, drawn, at.full_weights(rank)
+
+
+def test_memory_changes_hands_and_training_goes_on_as_if_nothing_was_generated(engine_ranks):
+    batches = [at.padded_batch(0)]
+    ranks = engine_ranks("qwen2", 2, SPLIT, RATE)
+    expected = ranks(train_around_generation, batches, with_generation=False)
+    ranks = engine_ranks("qwen2", 2, SPLIT, RATE, {"offload": EVERYTHING})
+    ranks(make_hybrid, 1)
+    found = ranks(train_around_generation, batches, with_generation=True)
+    for (losses, memories, draws, drawn, weights), alone in zip(found, expected, strict=True):
+        assert losses == alone[0]
+        assert memories == [(True, False, False, False), (False, False, False, False)] * 2
+        assert identical(drawn, alone[3]), "training's generator"
+        assert not identical(draws[0], draws[1]), "generation's own goes on"
+        assert not identical(draws[0], drawn)
+        at.assert_same(weights, alone[4])
+    assert not identical(found[0][2][0], found[1][2][0]), "replicas draw differently"
+
+
+def reshard_with(rank, fault, culprit: int):
+    """Reshard in small buckets; one rank meets the fault in its second one."""
+    calls = 0
+
+    def faulty(resharding, bucket):
+        nonlocal calls
+        calls += 1
+        if calls == 2 and rank.number == culprit:
+            fault(resharding)
+        return run(resharding, bucket)
+
+    run = Resharding._run
+    before = [one.clone() for one in rank.held.engine._parameters()]
+    small = patch.object(module.buckets, "__defaults__", (SMALL_BUCKET,))
+    with small, patch.object(Resharding, "_run", faulty):
+        try:
+            with rank.held.hybrid.resharded():
+                error = None
+        except Exception as caught:
+            error = caught
+    same = all(map(identical, before, rank.held.engine._parameters()))
+    return error, same, memory_of_rollout(rank)
+
+
+def memory_of_rollout(rank) -> bool:
+    return any(one.untyped_storage().nbytes() for one in rank.held.hybrid.model.parameters())
+
+
+def cannot_copy(resharding) -> None:
+    resharding._target = lambda one: torch.empty(1)[5]
+
+
+def die(resharding) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def undo(rank) -> None:
+    vars(rank.held.hybrid._resharding).pop("_target", None)
+
+
+def test_a_fault_in_the_middle_leaves_the_training_weights_and_names_the_rank(
+    engine_ranks, rank_processes
+):
+    ranks = engine_ranks("qwen2", 2, SPLIT)
+    ranks(make_hybrid, 1)
+    [mine, theirs] = ranks(reshard_with, cannot_copy, 1)
+    assert isinstance(mine[0], PeerFailed)
+    assert "rank 1 failed: IndexError" in str(mine[0])
+    assert isinstance(theirs[0], IndexError)
+    assert [mine[1:], theirs[1:]] == [(True, False)] * 2
+    ranks(undo)
+    assert [one[0] for one in ranks(reshard_with, die, -1)] == [None, None], "it works again"
+    try:
+        survivor, dead = ranks.answers(reshard_with, die, 1)
+        assert isinstance(dead, ProcessLookupError)
+        assert isinstance(survivor[0], CollectiveBroken)
+        assert "because rank 1 died or was too slow" in str(survivor[0])
+        assert survivor[1:] == (True, False)
+    finally:
+        rank_processes.end()
+
+
+def test_a_rollout_layout_that_cannot_be_is_refused_on_every_rank(engine_ranks):
+    ranks = engine_ranks("llama-one-group", 2, ParallelLayout())
+    for answer in ranks.answers(make_hybrid, 2):
+        assert isinstance(answer, LayoutRefused)
+        assert "1 key-value heads cannot be divided into 2 parts" in str(answer)
+    for answer in ranks.answers(make_hybrid, 3):
+        assert isinstance(answer, LayoutRefused)

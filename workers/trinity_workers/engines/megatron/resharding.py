@@ -1,0 +1,258 @@
+"""Copying of parameters from one layout to another in the same processes, slice by slice.
+
+Every rank tells once which slices it holds and which it wants. All ranks derive the same plan from
+that: what a rank has itself is copied, the rest comes from one of its holders, in buckets of a
+bounded size. Nothing is gathered: a rank receives the bytes that it lacks, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from trinity_events.errors import IncompatibleWeights
+from trinity_events.weights.slices import TensorSlice, coverage_error, intersection
+
+from ...collectives import CollectiveBroken, gather_bytes, raise_together
+from .parameter_slices import ParameterSlice
+
+_c10d: Any = distributed_c10d  # its private functions have no annotations
+
+BUCKET_BYTES = 32 << 20
+"""Bytes that all ranks together send at a time, unless one slice is larger."""
+
+Places = list[tuple[str, str, TensorSlice]]
+"""Name, dtype and place of each slice of a rank, in its order."""
+
+
+class Copy(NamedTuple):
+    """Copy of one slice of a parameter from one rank to another, or to itself."""
+
+    source: int
+    source_index: int
+    """Index of the slice that holds it, among the source's."""
+    target: int
+    target_index: int
+    place: TensorSlice
+    nbytes: int
+
+
+def plan(held: Sequence[Places], wanted: Sequence[Places]) -> list[Copy]:
+    """Return the copies that fill every wanted slice of every rank, the same on all ranks.
+
+    Of several holders of a slice the target itself is taken, else the one that sends least so far.
+
+    Raises:
+        IncompatibleWeights: if a wanted slice is not covered exactly once, or has another dtype.
+    """
+    holders: dict[str, dict[TensorSlice, list[tuple[int, int]]]] = {}
+    dtypes: dict[str, str] = {}
+    for rank, slices in enumerate(held):
+        for index, (name, dtype, place) in enumerate(slices):
+            holders.setdefault(name, {}).setdefault(place, []).append((rank, index))
+            dtypes[name] = dtype
+    sent = [0] * len(held)
+    copies = []
+    for target, slices in enumerate(wanted):
+        for index, (name, dtype, place) in enumerate(slices):
+            found = holders.get(name, {})
+            error = coverage_error(place, list(found))
+            if error is None and dtypes[name] != dtype:
+                error = f"it is {dtypes[name]}, and {dtype} is wanted"
+            if error is not None:
+                raise IncompatibleWeights(f"{name} cannot be resharded for rank {target}: {error}")
+            size = getattr(torch, dtype).itemsize
+            for outer, ranks in found.items():
+                part = intersection(place, outer)
+                if part is None:
+                    continue
+                source, source_index = min(
+                    ranks, key=lambda one: (one[0] != target, sent[one[0]], one[0])
+                )
+                nbytes = part.volume * size
+                sent[source] += nbytes if source != target else 0
+                copies.append(Copy(source, source_index, target, index, part, nbytes))
+    return copies
+
+
+def buckets(copies: Sequence[Copy], limit: int = BUCKET_BYTES) -> Iterator[list[Copy]]:
+    """Yield consecutive copies, whose bytes between ranks come to at most ``limit``."""
+    bucket: list[Copy] = []
+    nbytes = 0
+    for one in copies:
+        size = one.nbytes if one.source != one.target else 0
+        if bucket and nbytes + size > limit:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(one)
+        nbytes += size
+    if bucket:
+        yield bucket
+
+
+class Resharding:
+    """Plan between two layouts of all ranks; making one is collective.
+
+    Args:
+        sources: Slices that this rank holds.
+        targets: Slices that this rank wants. They are written.
+        group: Process group of all ranks, for nothing else.
+
+    Raises:
+        IncompatibleWeights: if the slices of all ranks do not make up what one wants.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ParameterSlice],
+        targets: Sequence[ParameterSlice],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._sources, self._targets, self._group = sources, targets, group
+        mine = msgspec.msgpack.encode((_places(sources), _places(targets)))
+        told = [
+            msgspec.msgpack.decode(one, type=tuple[Places, Places])
+            for one in gather_bytes(mine, group)
+        ]
+        self.copies = plan([held for held, _ in told], [wanted for _, wanted in told])
+        self._error: Exception | None = None
+        self._in_flight: list[tuple[int | None, Any]] = []
+        self._buffers: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        """Copy all slices. Collective; the sources are only read.
+
+        A rank that cannot copy takes part to the end; then all raise.
+
+        Raises:
+            PeerFailed: on the ranks that did not fail themselves.
+            CollectiveBroken: if a rank died or was too slow; it names the rank.
+        """
+        self._error = None
+        for bucket in buckets(self.copies):
+            self._run(bucket)
+        try:
+            raise_together(self._error, self._group)
+        except CollectiveBroken as caught:
+            raise self._broken(caught, None) from caught
+
+    def _run(self, bucket: Sequence[Copy]) -> None:
+        me = self._group.rank()
+        here = [one for one in bucket if one.source == one.target == me]
+        sent = _by_peer((one.target, one) for one in bucket if one.source == me != one.target)
+        received = _by_peer((one.source, one) for one in bucket if one.target == me != one.source)
+        outgoing = {peer: self._buffer(copies) for peer, copies in sent.items()}
+        incoming = {peer: self._buffer(copies) for peer, copies in received.items()}
+        for peer, copies in sent.items():
+            with self._noted():
+                for one, part in zip(copies, _parts(outgoing[peer], copies), strict=True):
+                    part.copy_(_bytes_of(self._source(one)))
+        # Kept beyond an error: what is in flight still reads and writes them.
+        self._buffers = [*outgoing.values(), *incoming.values()]
+        self._in_flight = self._begun(outgoing, incoming)
+        with self._noted():
+            for one in here:
+                self._target(one).copy_(self._source(one))
+        for partner, work in self._in_flight:
+            try:
+                work.wait()
+            except RuntimeError as caught:  # raised by the process group
+                raise self._broken(caught, partner) from caught
+        self._in_flight = []
+        for peer, copies in received.items():
+            with self._noted():
+                for one, part in zip(copies, _parts(incoming[peer], copies), strict=True):
+                    target = self._target(one)
+                    target.copy_(part.view(target.dtype).view(target.shape))
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep the first error of this rank: the other ranks wait for what it sends."""
+        try:
+            yield
+        except Exception as caught:
+            self._error = self._error or caught
+
+    def _begun(
+        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]
+    ) -> list[tuple[int | None, Any]]:
+        """Begin to send and to receive; return the pending works, with their peers if known."""
+        ends: list[tuple[Any, int, torch.Tensor]] = []
+        ends += [(dist.isend, peer, buffer) for peer, buffer in sorted(outgoing.items())]
+        ends += [(dist.irecv, peer, buffer) for peer, buffer in sorted(incoming.items())]
+        if not ends:
+            return []
+        if dist.get_backend(self._group) == "nccl":  # whose pairs must begin together
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(end, buffer, group=self._group, group_peer=peer)
+                    for end, peer, buffer in ends
+                ]
+            )
+            return [(None, one) for one in works]
+        begun: list[tuple[int | None, Any]] = []
+        for end, peer, buffer in ends:
+            where = {"group_dst" if end is dist.isend else "group_src": peer}
+            try:
+                begun.append((peer, end(buffer, group=self._group, **where)))
+            except RuntimeError as caught:  # raised by the process group
+                raise self._broken(caught, peer) from caught
+        return begun
+
+    def _broken(self, error: Exception, peer: int | None) -> CollectiveBroken:
+        """Return the error that names the rank which died or was too slow.
+
+        A rank whose connection broke tells the others, which may have waited for the wrong one.
+        """
+        culprit = peer
+        with suppress(Exception):  # the store may have been the dead rank's
+            store = _c10d._get_default_store()
+            key = f"resharding/{self._group.group_name}"
+            if peer is not None and "imed out" not in str(error):
+                culprit = int(store.compare_set(key, "", str(peer)))
+            elif store.check([key]):
+                culprit = int(store.get(key))
+        name = "a rank" if culprit is None else f"rank {culprit}"
+        return CollectiveBroken(
+            f"the weights could not be resharded, because {name} died or was too slow: {error}"
+        )
+
+    def _source(self, one: Copy) -> torch.Tensor:
+        held = self._sources[one.source_index]
+        return held.tensor[one.place.inside(held.place)]
+
+    def _target(self, one: Copy) -> torch.Tensor:
+        wanted = self._targets[one.target_index]
+        return wanted.tensor[one.place.inside(wanted.place)]
+
+    def _buffer(self, copies: Sequence[Copy]) -> torch.Tensor:
+        any_tensor = (self._sources or self._targets)[0].tensor
+        total = sum(one.nbytes for one in copies)
+        return torch.empty(total, dtype=torch.uint8, device=any_tensor.device)
+
+
+def _places(slices: Sequence[ParameterSlice]) -> Places:
+    return [(one.name, str(one.tensor.dtype).removeprefix("torch."), one.place) for one in slices]
+
+
+def _by_peer(copies: Iterable[tuple[int, Copy]]) -> dict[int, list[Copy]]:
+    found: dict[int, list[Copy]] = {}
+    for peer, one in copies:
+        found.setdefault(peer, []).append(one)
+    return found
+
+
+def _parts(buffer: torch.Tensor, copies: Sequence[Copy]) -> Sequence[torch.Tensor]:
+    """Return the bytes of each copy in a buffer."""
+    views: tuple[torch.Tensor, ...] = torch.split(buffer, [one.nbytes for one in copies])
+    return views
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,205 @@
+"""Rollout engine of a hybrid engine: generates on megatron-core, in the trainer's processes.
+
+Keys and values are in megatron-core's static inference context. The loop around it is this
+project's: megatron-core's own engines time every token with CUDA events, so they run on no CPU, and
+they draw from a generator's state, where a token here follows from its request alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby, islice
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+import torch
+
+from trinity_events.weights.tensors import Digesting, as_bytes, dtype_name
+from trinity_schemas import StepReady, StepRef
+
+from ..collectives import gather_bytes, raise_together
+from ..engines.megatron import HybridEngine
+from .base import Generation, GenerationRequest, NotServing, RolloutEngineError
+from .gate import Gate
+from .sampling import NoisySampler, turn_key
+from .turns import Turn, turn_limit
+
+
+class MegatronRolloutEngine:
+    """Engine that serves the weights of the trainer in its own processes.
+
+    All ranks make the same calls. Each brings requests of its own, and gets their answers: ranks
+    that bring equal requests, as those of one training replica do, get equal answers.
+
+    Args:
+        hybrid: The model in its rollout layout.
+        deterministic: Generate each ordinal by itself.
+        max_batch: Maximum number of turns that a replica generates at a time.
+    """
+
+    def __init__(
+        self, hybrid: HybridEngine, *, deterministic: bool = False, max_batch: int = 256
+    ) -> None:
+        self.serves: StepRef | None = None
+        self.deterministic = deterministic
+        self._hybrid = hybrid
+        self._max_batch = max_batch
+        self._gate = Gate()
+        self._generating = threading.Lock()
+
+    @property
+    def context_length(self) -> int | None:
+        """Maximum number of tokens of an episode, as the model's configuration says."""
+        length: int | None = getattr(self._hybrid.engine.config, "max_position_embeddings", None)
+        return length
+
+    @contextmanager
+    def serving(self, version: StepRef) -> Iterator[None]:
+        """Serve the training weights of now as a version, for the block. Collective.
+
+        Raises as :meth:`~trinity_workers.engines.megatron.HybridEngine.resharded`.
+        """
+        with self._hybrid.resharded():
+            self.serves = version
+            try:
+                yield
+            finally:
+                with self._generating:
+                    self.serves = None
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate in a worker thread; else as :meth:`generate_here`."""
+        return await anyio.to_thread.run_sync(self.generate_here, requests)
+
+    def generate_here(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Generate one turn for each request, in order. Collective.
+
+        The replicas of the rollout layout share the requests of all ranks.
+
+        Raises:
+            NotServing: outside of a block of :meth:`serving`.
+            RolloutEngineError: on all ranks, if a request of one leaves no room for a token.
+            PeerFailed: on the ranks that did not fail themselves.
+            CollectiveBroken: if a rank died or was too slow.
+        """
+        group = self._hybrid.group
+        mine = [msgspec.msgpack.encode(one) for one in requests]
+        told = (
+            msgspec.msgpack.decode(one, type=list[bytes])
+            for one in gather_bytes(msgspec.msgpack.encode(mine), group)
+        )
+        everyones = list(dict.fromkeys(one for theirs in told for one in theirs))
+        turns = [
+            Turn(request, turn_limit(request, self.context_length))
+            for request in (
+                msgspec.msgpack.decode(one, type=GenerationRequest) for one in everyones
+            )
+        ]
+        share = turns[self._hybrid.replica :: self._hybrid.replicas]
+        error: Exception | None = None
+        try:
+            with self._generating, self._gate.moving():
+                self._generate(share)
+        except Exception as caught:
+            error = caught
+        raise_together(error, group)
+        found = [one.generation() for one in share] if self._hybrid.is_first_of_replica else []
+        answers: dict[bytes, Generation] = {}
+        for one in gather_bytes(msgspec.msgpack.encode((self._hybrid.replica, found)), group):
+            replica, theirs = msgspec.msgpack.decode(one, type=tuple[int, list[Generation]])
+            # A replica's ranks but the first one say nothing.
+            answers |= zip(everyones[replica :: self._hybrid.replicas], theirs, strict=False)
+        return [answers[one] for one in mine]
+
+    async def pause(self, lease: float) -> None:
+        """Stand still between tokens for at most `lease` seconds; so do the replica's ranks."""
+        await anyio.to_thread.run_sync(self._gate.pause, lease)
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        self._gate.resume()
+
+    async def release(self) -> None:
+        """Return None: there are weights in a block of :meth:`serving` alone."""
+        return
+
+    async def install(self, ready: StepReady) -> None:
+        """Refuse: raises RolloutEngineError."""
+        raise RolloutEngineError(
+            f"step {ready.step} cannot be installed: the engine serves the weights of the trainer "
+            "in its processes, in a block of serving()"
+        )
+
+    async def prove(self) -> str:
+        """Return a digest of the full tensors that it serves, by Hugging Face name. Collective."""
+        return await anyio.to_thread.run_sync(self._prove)
+
+    def _prove(self) -> str:
+        with self._generating, self._gate.held():
+            self._version()
+            digests = {}
+            for name, tensor in self._hybrid.full_tensors():
+                found = Digesting()
+                found.update(f"{dtype_name(tensor.dtype)}:{tuple(tensor.shape)}:".encode())
+                found.update(as_bytes(tensor))
+                digests[name] = found.digest()
+        whole = Digesting()
+        whole.update(msgspec.json.encode(sorted(digests.items())))
+        return whole.digest()
+
+    # --- one replica -----------------------------------------------------------------------
+
+    def _generate(self, turns: Sequence[Turn]) -> None:
+        """Generate turns in batches of prompts of one length: without padding, without a mask."""
+
+        def batch(turn: Turn) -> tuple[int, ...]:
+            request = turn.request
+            own = (request.ordinal, request.turn) if self.deterministic else ()
+            return (len(request.tokens), *own)
+
+        for _, alike in groupby(sorted(turns, key=batch), key=batch):
+            while some := list(islice(alike, self._max_batch)):
+                self._generate_batch(some)
+
+    def _generate_batch(self, turns: Sequence[Turn]) -> None:
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        version = self._version()
+        device = self._hybrid.engine.device
+        requests = [one.request for one in turns]
+        end_tokens = self._hybrid.engine.end_tokens
+        tokens = torch.tensor([one.tokens for one in requests], device=device)
+        limits = torch.tensor([one.limit for one in turns], device=device)
+        longest = max(one.limit for one in turns)
+        ends = torch.tensor(
+            sorted(self._hybrid.engine.end_tokens), dtype=torch.int64, device=device
+        )
+        keys = [turn_key(one.sampling.seed, one.ordinal, one.sample, one.turn) for one in requests]
+        sampler = NoisySampler(keys, [one.sampling for one in requests], device)
+        context: Any = StaticInferenceContext(len(turns), tokens.shape[1] + longest)
+        is_over = torch.zeros(len(turns), dtype=torch.bool, device=device)
+        chosen, logprobs = [], []
+        for place in range(longest):
+            if not self.deterministic:
+                self._gate.stop_over()
+            found, of_found = sampler.choose(self._hybrid.logits(tokens, context), place)
+            chosen.append(found)
+            logprobs.append(of_found)
+            is_over |= torch.isin(found, ends) | (limits <= place + 1)
+            if bool(is_over.all()):
+                break
+            tokens = found[:, None]
+        rows = torch.stack(chosen, dim=1).tolist()
+        of_rows = torch.stack(logprobs, dim=1).tolist()
+        for turn, row, of_row in zip(turns, rows, of_rows, strict=True):
+            turn.extend(row, of_row, [version] * len(row), end_tokens)
+
+    def _version(self) -> StepRef:
+        if self.serves is None:
+            raise NotServing(
+                "the rollout engine serves no weight version: generate in a block of serving()"
+            )
+        return self.serves
