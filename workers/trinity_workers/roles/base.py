@@ -50,10 +50,13 @@ class RoleWorker(MegatronWorker, TrainingRank):
     def init_model(self) -> None:
         """Load the models of the role. All ranks have joined their process group."""
         if self._config.trainer.engine == "megatron":
-            from ..trainer.megatron_models import make_step
+            from ..trainer import megatron_models
+
+            self._step = megatron_models.make_step(self._config, self._device, self.models)
         else:
-            from ..trainer.fsdp_models import make_step
-        self._step = make_step(self._config, self._device, self.models)
+            from ..trainer import fsdp_models
+
+            self._step = fsdp_models.make_step(self._config, self._device, self.models)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str) -> None:
