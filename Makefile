@@ -21,7 +21,7 @@ VERL_VERSIONS ?= 0.9.1 0.8.0
 # The release of TRL whose losses ours are compared with, in the same environments.
 TRL_VERSION ?= 1.16.0
 
-.PHONY: setup demo test check slowest lowest oldest-server bench learn chaos crash simulate verl base-install \
+.PHONY: setup demo test check slowest lowest oldest-server bench learn chaos crash matrix simulate verl base-install \
 	schemas docs picture lint format clean
 
 setup: $(VENV)/installed
@@ -83,6 +83,11 @@ chaos: setup
 # Runs that are killed at random moments and resumed. make crash ARGS="--kills 5"
 crash: setup
 	$(BIN)/python -m tests.crashes $(ARGS)
+
+# Each sync method with each style, as whole runs, one at a time. It goes on where it was interrupted.
+# make matrix ARGS="--only megatron"
+matrix: setup
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 # make simulate SEEDS=100000; without it, 5,000 seeds or one minute, and the planted bugs.
 simulate: setup

@@ -12,6 +12,7 @@
         actor/                             files of model and optimizer
           huggingface/                     configuration, tokenizer and, if they were saved, weights
             XXH128SUMS                     digests of its files, which xxhsum -c reads too
+        critic/                            the same of the critic, if the algorithm has one
         trainer_state.json                 state of the trainer's loop
       .staging/
         epoch_EPOCH_step_STEP_TOKEN/       files of a step that is not ready yet

@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from stat import S_ISDIR
 
 import anyio
+import anyio.to_thread
 import redis.asyncio
 
 from trinity_schemas import check_run_id
 
-from .checkpoint_layout import final_name
+from .checkpoint_layout import MADE_FROM, final_name
+from .core import Promotion, plan_files
 from .error_text import ungrouped
 from .errors import CheckpointHeld, InvalidRunId, KeyConflict
-from .log import RedisEventLog, new_producer
+from .log import ORIGIN, RedisEventLog, new_producer
 from .log.retry import CONNECTION_ERRORS, is_transient
-from .server import connect, serving, trinity_home
+from .replay import current_state
+from .server import Deadline, connect, serving, trinity_home
 
 logger = logging.getLogger(__name__)
 
 LEASE = 60.0
 """Seconds after which the lease of a dead reader expires."""
+PROMOTED = 60.0
+"""Seconds for which a reader waits until the reducer gives a ready folder its final name."""
+_LONGEST_BLOCK = 5.0
+"""Seconds of one wait, after which a folder is looked for again: file servers may be late."""
 _RENEW_EVERY = LEASE / 4
 
 
 @asynccontextmanager
 async def hold_checkpoint(
-    run: str, step: int, *, redis_url: str | None = None, checkpoint_root: Path | str | None = None
+    run: str,
+    step: int,
+    *,
+    redis_url: str | None = None,
+    checkpoint_root: Path | str | None = None,
+    deadline: float = PROMOTED,
 ) -> AsyncIterator[Path]:
     """Hold a lease on a step's folder during the block, so that the reducer keeps the folder.
 
-    The lease tolerates a server that is away for a while: it lasts a minute after the last
-    renewal.
+    A step is announced before the reducer gives its folder the final name. A reader that comes in
+    between waits until the reducer notifies it. The lease tolerates a server that is away for a
+    while: it lasts a minute after the last renewal.
 
     Args:
         run: The run.
@@ -42,8 +56,10 @@ async def hold_checkpoint(
         redis_url: Server of the event log; the embedded server by default.
         checkpoint_root: Folder with one checkpoint directory for each run; below
             ``TRINITY_HOME`` by default.
+        deadline: Seconds to wait for the folder of a step that is ready.
 
     Raises:
+        DeadlineExceeded: if the step is ready, and its folder gets no final name in time.
         CheckpointHeld: if the checkpoint is being removed or is absent. The block is cancelled
             with this error if the lease is lost. The end of the block raises it if the folder was
             replaced meanwhile.
@@ -54,7 +70,7 @@ async def hold_checkpoint(
         raise InvalidRunId(str(error)) from None
     folder = Path(checkpoint_root or trinity_home() / "checkpoints") / run / final_name(step)
     with serving(redis_url) as url:
-        async with connect(url) as client, _held(client, run, step, folder):
+        async with connect(url) as client, _held(client, run, step, folder, deadline):
             yield folder
 
 
@@ -95,17 +111,12 @@ async def _leased(log: RedisEventLog, step: int, who: str) -> AsyncIterator[None
 
 @asynccontextmanager
 async def _held(
-    client: redis.asyncio.Redis, run: str, step: int, folder: Path
+    client: redis.asyncio.Redis, run: str, step: int, folder: Path, deadline: float
 ) -> AsyncIterator[None]:
     log, who = RedisEventLog(client, run), new_producer("reader").incarnation
     lost, failure = False, None
     async with _leased(log, step, who):
-        found = await _identity(folder)
-        if found is None:
-            raise CheckpointHeld(
-                f"there is no checkpoint {folder}: it was removed or is not ready yet; name "
-                "another step, or the folder of all runs with checkpoint_root"
-            )
+        found = await _promoted(log, step, folder, deadline)
         async with anyio.create_task_group() as tasks:
 
             async def keep() -> None:
@@ -132,6 +143,54 @@ async def _held(
             f"the checkpoint of step {step} of run {run} was replaced while it was read: its "
             "trainer saved that step again; read it once more"
         )
+
+
+async def _promoted(
+    log: RedisEventLog, step: int, folder: Path, deadline: float
+) -> tuple[int, int]:
+    """Wait until the folder has all that is ready of the step; return its identity.
+
+    Raises:
+        CheckpointHeld: The step is not ready, or its files are gone.
+        DeadlineExceeded: The reducer did not move the files in time.
+    """
+    wait = Deadline(
+        deadline,
+        f"step {step} of run {log.run_id} is ready, but its files did not become {folder}",
+        "does a reducer run, with this checkpoint root?",
+    )
+    plan = plan_files(await wait.ask(partial(current_state, log)))
+    promotions = [one for one in plan.promotions if one.step == step]
+    after = ORIGIN
+    while await anyio.to_thread.run_sync(_is_to_come, folder, promotions):
+        seconds = min(_LONGEST_BLOCK, wait.left())
+        after = await wait.ask(partial(log.promoted_after, after, seconds=seconds))
+    found = await _identity(folder)
+    if found is None:
+        raise CheckpointHeld(
+            f"there is no checkpoint {folder}: it was removed or is not ready yet; name "
+            "another step, or the folder of all runs with checkpoint_root"
+        )
+    return found
+
+
+def _is_to_come(folder: Path, promotions: Sequence[Promotion]) -> bool:
+    """Return True if the reducer has yet to make the folder of a staged one."""
+    for promotion in promotions:
+        if (folder.parent / promotion.staged).is_dir():
+            # A late writer may make a staged folder again, which then stays.
+            settled = folder.is_dir() and (
+                promotion.only_if_absent or _made_from(folder) == promotion.staged
+            )
+            if not settled:
+                return True
+    return False
+
+
+def _made_from(folder: Path) -> str | None:
+    with suppress(OSError, ValueError):
+        return (folder / MADE_FROM).read_text()
+    return None
 
 
 async def _identity(folder: Path) -> tuple[int, int] | None:

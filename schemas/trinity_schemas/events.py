@@ -367,28 +367,11 @@ class SaveGranted(_Event, frozen=True):
 # --- status --------------------------------------------------------------------------------
 
 
-class TrainerWait(Struct, frozen=True, kw_only=True):
-    """Wait of the trainer, with the processes that it waits for."""
-
-    what: Annotated[Name, Meta(description="Item that it waits for, such as experiences.")]
-    step: Step
-    have: Annotated[Count, Meta(description="Number of items that are there.")]
-    expected: Annotated[Count, Meta(description="Number of items that it needs.")]
-    missing: Annotated[
-        tuple[Name, ...],
-        Meta(max_length=16_384, description="Processes that items are missing from, as role-rank."),
-    ]
-    seconds: Annotated[Seconds, Meta(description="Seconds that it has waited so far.")]
-
-
 class TrainerStatusChanged(_Event, frozen=True):
-    """The trainer's status changed, or it has waited for some seconds (``waits_for``)."""
+    """The trainer's status changed."""
 
     status: Annotated[TrainerStatus, Meta(description="New status.")]
     step: Step = 0
-    waits_for: Annotated[
-        TrainerWait | None, Meta(description="Wait that has lasted for some seconds.")
-    ] = None
 
 
 class ExplorerStatusChanged(_Event, frozen=True):

@@ -28,6 +28,7 @@ class RunKeys(NamedTuple):
     identity: str
     folder: str
     rollouts: str
+    promoted: str
 
     @classmethod
     def of(cls, run_id: str) -> RunKeys:

@@ -6,7 +6,7 @@ from tests.support.pipeline import folded, publish_steps, reducer_task
 from tests.support.waits import until
 from trinity_events.archive import Archive
 from trinity_events.log import ORIGIN, Stream, list_runs, open_run
-from trinity_events.log.deletion import RunInUse, delete_run, last_event
+from trinity_events.log.deletion import RunInUse, delete_run
 from trinity_schemas import RunClosed, RunKeys, explorer_key, grant_key, heartbeat_key
 
 
@@ -76,7 +76,7 @@ async def test_it_asks_before_it_deletes(cli, client, closed_run):
 
 
 async def test_what_is_led_or_has_gone_on_meanwhile_stays(client, closed_run, log):
-    last = await last_event(client, closed_run)
+    last = await log.last_id()
     with pytest.raises(RunInUse, match="it has events after 0-0; nothing was deleted"):
         await delete_run(client, closed_run, ORIGIN)
     await client.set(log.keys.leader, "7")

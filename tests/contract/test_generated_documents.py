@@ -65,7 +65,6 @@ from trinity_schemas import (
     ThreadCountRegistered,
     TrainedLedger,
     TrainerStatusChanged,
-    TrainerWait,
     VersionRefused,
     VersionRetired,
     WaitEnded,
@@ -132,13 +131,7 @@ SAMPLES = [
         phases=AppliedPhases(fetch=0.5, pause=0.25),
     ),
     VersionRefused(version=AT, rank=0, chunk=3, reason="chunk 3 is not what was published"),
-    TrainerStatusChanged(
-        status="require_sync",
-        step=7,
-        waits_for=TrainerWait(
-            what="experiences", step=8, have=1, expected=2, missing=("explorer-1",), seconds=5.0
-        ),
-    ),
+    TrainerStatusChanged(status="require_sync", step=7),
     ExplorerStatusChanged(status="running"),
     SyncRequested(wanted=AT),
     ResendRequested(version=AT),

@@ -41,7 +41,6 @@ from trinity_events.core.limits import (
     KEPT_STEPS,
     KEPT_VERSIONS,
 )
-from trinity_events.core.state import TrainerWaits
 from trinity_schemas import (
     ANNOUNCEMENT_TYPES,
     EVENT_TYPES,
@@ -56,7 +55,6 @@ from trinity_schemas import (
     Producer,
     Registration,
     ResendRequested,
-    RunClosed,
     RunOpened,
     RunResumed,
     SaveGranted,
@@ -69,8 +67,6 @@ from trinity_schemas import (
     StepSuperseded,
     SyncRequested,
     ThreadCountRegistered,
-    TrainerStatusChanged,
-    TrainerWait,
     VersionRetired,
     WeightsApplied,
     decode_envelope,
@@ -1049,28 +1045,3 @@ def test_opening_a_run_again_makes_no_checkpoint_removable():
         history.add(committed(step, "checkpoint", registration("checkpoint", 1)))
     history.add(RunOpened(), epoch=2)
     assert removable_steps(history.fold()[0].state, dict.fromkeys([10, 20, 30, 40], 1), 3) == []
-
-
-def test_the_log_tells_for_whom_the_trainer_waits_until_it_has_it():
-    history = History()
-    wait = TrainerWait(
-        what="experiences", step=3, have=8, expected=16, missing=("explorer-1",), seconds=0.5
-    )
-    history.add(ExplorerStatusChanged(status="running"), by="explorer", rank=1)
-    history.add(TrainerStatusChanged(status="running", step=2, waits_for=wait))
-    state = history.fold()[0].state
-    assert state.trainer_waits == TrainerWaits(
-        what="experiences", step=3, have=8, expected=16, missing=("explorer-1",), since=502
-    )
-    assert state.explorers["explorer-1"].heard_at == 1001
-    assert state.trainer_step == 2
-    for comes in (
-        TrainerStatusChanged(status="running", step=2),
-        committed(3, "weights"),
-        RunClosed(reason="interrupted"),
-    ):
-        then = History()
-        then.entries = list(history.entries)
-        then._sequences = dict(history._sequences)
-        then.add(comes)
-        assert then.fold()[0].state.trainer_waits is None

@@ -18,10 +18,10 @@ from tests.support.saved_checkpoints import ready_checkpoints, tensors_of
 from tests.support.sessions import kill_session
 from tests.support.tensors import identical
 from tests.support.waits import PATIENCE
+from tests.support.whole_logs import ledger_faults
 from trinity_events.checkpoint_layout import final_name
-from trinity_events.core.audit import Auditor
 from trinity_events.server import connect_sync
-from trinity_schemas import RunKeys, decode_envelope
+from trinity_schemas import RunKeys
 from trinity_workers.launch.model import make_model
 
 PROMPTS = 4
@@ -125,26 +125,7 @@ class KilledRun:
 
     def faults(self, steps: int) -> list[str]:
         """Return what is wrong with the fates of its prompts, by two counts of the raw log."""
-        with connect_sync(self.redis_url) as client:
-            entries = [fields[b"e"] for _, fields in client.xrange(self._keys.events)]
-        [*_, count] = count_raw(entries)
-        auditor = Auditor(self.run_id)
-        for payload in entries:
-            auditor.add(decode_envelope(payload))
-        audit = auditor.audit()
-        [*_, books] = audit.lineages
-        expected = steps * PROMPTS
-        faults = [*count.wrong, *(str(one) for one in books.contradictions)]
-        for name, found, wanted in (
-            ("trained, by the counter", count.trained, expected),
-            ("trained, by the audit", books.trained, expected),
-            ("steps", books.steps, steps),
-            ("dispatched", books.dispatched, count.next),
-            ("open", books.open, len(count.open)),
-        ):
-            if found != wanted:
-                faults.append(f"{name}: {found}, not {wanted}")
-        return faults
+        return ledger_faults(self.redis_url, self.run_id, steps=steps, prompts=PROMPTS)
 
     def recomputed(self) -> int:
         """Return the number of requests beyond the first one of an ordinal."""

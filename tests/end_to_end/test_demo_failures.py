@@ -18,7 +18,7 @@ from tests.support.sessions import session_members
 from tests.support.waits import PATIENCE, wait_until
 from trinity_events.server import connect_sync
 from trinity_schemas import RunKeys, StepReady, decode_envelope
-from trinity_workers.launch.again import again_command
+from trinity_workers.launch.resume_command import resume_command
 
 DEADLINE = 3 * PATIENCE
 
@@ -189,9 +189,9 @@ def test_the_command_to_go_on_with_names_the_run_and_no_password(monkeypatch):
         "--weights-redis-url",
         "redis://:p@h",
     ]
-    assert again_command(given, "a") == (
+    assert resume_command(given, "a") == (
         "TRINITY_HOME='/my home' trinity-events demo --run a "
         "'--redis-url=redis://u:***@h' --weights-redis-url 'redis://:***@h'"
     )
-    assert again_command(["trainer", "--run=a-9", "--fresh"], "a-9").endswith("trainer --run=a-9")
-    assert again_command(["demo"], "demo-7").endswith("trinity-events demo --run demo-7")
+    assert resume_command(["trainer", "--run=a-9", "--fresh"], "a-9").endswith("trainer --run=a-9")
+    assert resume_command(["demo"], "demo-7").endswith("trinity-events demo --run demo-7")

@@ -1,6 +1,9 @@
 """Each sync style leaves a log with a property that every other style violates."""
 
+import copy
+import time
 from functools import partial
+from typing import ClassVar
 
 import anyio
 import msgspec
@@ -10,13 +13,23 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 
+from transformers import Qwen2ForCausalLM  # noqa: E402
+
 from tests.support.local_training import LocalEngine  # noqa: E402
 from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
+from tests.support.rollout_engines import logprobs_of  # noqa: E402
 from tests.support.style_properties import PROPERTIES, reissued, stalest  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
+from tests.support.whole_logs import in_order  # noqa: E402
 from trinity_events.error_text import ungrouped  # noqa: E402
-from trinity_events.log import Stream, open_run, position  # noqa: E402
-from trinity_schemas import RunResumed, StepRef, StepTrained, WeightsApplied, decode_envelope  # noqa: E402
+from trinity_events.log import Stream, open_run  # noqa: E402
+from trinity_schemas import (  # noqa: E402
+    Experience,
+    RunResumed,
+    StepRef,
+    StepTrained,
+    WeightsApplied,
+)
 from trinity_workers.explorer import Explorer  # noqa: E402
 from trinity_workers.trainer import Trainer  # noqa: E402
 
@@ -33,17 +46,13 @@ def threads():
 
 async def whole_log(log):
     """Return the run's events and announcements as one log, in the order of their ids."""
-    found = [
-        ((position(entry.id)[0], order, position(entry.id)), entry.payload)
-        for order, stream in enumerate((Stream.ANNOUNCEMENTS, Stream.EVENTS))
-        for entry in await log.read(stream=stream, limit=100_000)
-    ]
-    return [decode_envelope(payload) for _, payload in sorted(found)]
+    streams = (Stream.ANNOUNCEMENTS, Stream.EVENTS)
+    return in_order(*[await log.read(stream=stream, limit=100_000) for stream in streams])
 
 
-async def run(config, log):
+async def run(config, log, engine=LocalEngine):
     """Train with two explorers, and one that joins after two steps; return their results."""
-    trainer, results = Trainer(config, LocalEngine(config)), {}
+    trainer, results = Trainer(config, engine(config)), {}
 
     async def train():
         await trainer.prepare()
@@ -127,3 +136,58 @@ async def test_a_run_that_resumes_between_two_synchronisations_keeps_to_its_styl
     assert trained == [4, 5, 6, 7, 8]
     assert PROPERTIES[style](found)
     assert stalest(found) <= config.staleness_bound
+
+
+class Recording(LocalEngine):
+    """Engine that keeps the samples that it is trained on, and the policy of each version."""
+
+    samples: ClassVar[list[Experience]] = []
+    policies: ClassVar[dict[int, torch.nn.Module]] = {}
+
+    async def train_step(self, batch_exps):
+        self.samples.extend(one for group in batch_exps for one in group)
+        return await super().train_step(batch_exps)
+
+    def _publish(self):
+        self.policies[self.train_step_num] = copy.deepcopy(self._model)
+        super()._publish()
+
+
+async def test_answers_that_mix_versions_are_trained_with_the_version_of_each_token(
+    make_config, redis_url, run_id, log, monkeypatch
+):
+    monkeypatch.setattr(Recording, "samples", [])
+    monkeypatch.setattr(Recording, "policies", {})
+    # A forward pass takes so long that versions come amid answers.
+    forward = Qwen2ForCausalLM.forward
+
+    def slow(self, *args, **keywords):
+        time.sleep(0.005)
+        return forward(self, *args, **keywords)
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", slow)
+    sync = {"style": "fully_async", "max_staleness": 2, "timeout": PATIENCE}
+    config = small(make_config, steps=STEPS, checkpoints={"interval": 0}, sync=sync)
+    config = config.replaced("rollouts", on_update="recompute_cache", max_new_tokens=16)
+    async with reducer_task(redis_url, run_id):
+        await run(config, log, Recording)
+    mixed = [one for one in Recording.samples if len(one.turns[1].versions) > 1]
+    assert mixed, "a version came amid an answer"
+    others = 0
+    for sample in mixed:
+        prompt, answer = sample.turns
+        by_version = {
+            version: logprobs_of(Recording.policies[version.step], prompt, answer.tokens)
+            for version, _ in answer.versions
+        }
+        begin = 0
+        for version, count in answer.versions:
+            of_version = slice(begin, begin + count)
+            expected = by_version[version][of_version]
+            assert answer.logprobs[of_version] == pytest.approx(expected, abs=1e-4)
+            oldest = by_version[sample.oldest_version][of_version]
+            others += expected != pytest.approx(oldest, abs=1e-3)
+            begin += count
+    assert others, "the versions of one answer differ in their probabilities"
+    bounds = [one.event.staleness for one in await events_of(log, StepTrained)]
+    assert max(steps for one in bounds for steps in one) <= config.staleness_bound

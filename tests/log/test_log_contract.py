@@ -359,6 +359,23 @@ async def test_a_checkpoint_that_is_held_is_not_doomed_and_one_that_is_doomed_no
     assert await log.acquire_lease(2, "a reader", 60)
 
 
+async def test_a_reader_that_waits_for_folders_hears_of_each_promotion_since_it_looked(log):
+    assert await log.promoted_after(ORIGIN, seconds=0.01) == ORIGIN
+    heard = []
+
+    async def wait():
+        heard.append(await log.promoted_after(ORIGIN, seconds=PATIENCE))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await log.notify_promoted()
+    [first] = heard
+    assert await log.promoted_after(first, seconds=0.01) == first
+    await log.notify_promoted()
+    await log.notify_promoted()
+    assert position(await log.promoted_after(first, seconds=PATIENCE)) > position(first)
+
+
 async def test_dead_letters_are_bounded_and_the_newest_stay(log, monkeypatch):
     for where in ("redis_log", "memory_log"):
         monkeypatch.setattr(f"trinity_events.log.{where}.DEAD_LETTERS_KEPT", 500)

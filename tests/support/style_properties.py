@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from trinity_events.core.file_versions import WEIGHTS_SAVE, weights_save
 from trinity_schemas import (
     Envelope,
     RolloutsDispatched,
+    SaveStarted,
     StepReady,
     StepRef,
     StepTrained,
@@ -51,10 +53,10 @@ def versions_are_published_because_an_explorer_asked(log: Sequence[Envelope]) ->
     for event in _events(log):
         if isinstance(event, SyncRequested) and event.wanted is not None:
             wanted = max(wanted, event.wanted.step)
-        elif isinstance(event, VersionOpened) and event.step not in published:
-            if published and not published[-1] < wanted <= event.step:
-                unasked.append(event.step)
-            published.append(event.step)
+        elif (step := _begun_version(event)) is not None and step not in published:
+            if published and not published[-1] < wanted <= step:
+                unasked.append(step)
+            published.append(step)
     last = max(event.step for event in _events(log) if isinstance(event, StepTrained))
     return len(published) > 2 and set(unasked) <= {last}
 
@@ -90,6 +92,28 @@ def reissued(log: Sequence[Envelope]) -> Counter[str]:
     )
 
 
+def is_version(event: StepReady) -> bool:
+    """Return True if a version is ready, in memory or as files."""
+    return event.kind == "weights" or weights_save(event) is not None
+
+
+def announced_digest(event: StepReady) -> str | None:
+    """Return the digest of the version that is ready, in memory or as files; None of all else."""
+    if event.kind == "weights":
+        return event.version_digest
+    saved = weights_save(event)
+    return None if saved is None else saved.digest
+
+
+def _begun_version(event: object) -> int | None:
+    """Return the step of the version whose publication or save begins with an event."""
+    if isinstance(event, VersionOpened):
+        return event.step
+    if isinstance(event, SaveStarted) and event.slot.name == WEIGHTS_SAVE:
+        return event.slot.step
+    return None
+
+
 def _events(log: Sequence[Envelope]) -> Iterable[object]:
     return (envelope.event for envelope in log)
 
@@ -111,7 +135,7 @@ def _ready_when_first_named(log: Sequence[Envelope]) -> dict[int, bool]:
     ready: set[int] = set()
     found: dict[int, bool] = {}
     for event in _events(log):
-        if isinstance(event, StepReady) and event.kind == "weights":
+        if isinstance(event, StepReady) and is_version(event):
             ready.add(event.step)
         elif isinstance(event, RolloutsDispatched) and event.ordinals and event.oldest is not None:
             found.setdefault(event.oldest.step, event.oldest.step in ready)

@@ -17,7 +17,7 @@ from ..archive.segments import Archive
 from ..errors import TrinityError
 from ..liveness import abandoned_since
 from ..log import RedisEventLog, require_run
-from ..log.deletion import RunInUse, delete_run, last_event
+from ..log.deletion import RunInUse, delete_run
 from ..open_folder import OpenFolder
 from ..replay import SnapshotUnreadable, current_state
 from ..views.terminal import say, tell
@@ -60,7 +60,7 @@ async def _delete(redis_url: str | None, run: str, folder: Path | None, yes: boo
     """Delete a run's keys; return their number. A folder to be removed must be the run's own."""
     async with client_of(redis_url) as client:
         log = RedisEventLog(client, await require_run(client, run))
-        last = await last_event(client, run)
+        last = await log.last_id()
         await _require_over(client, log)
         if folder is not None:
             await _require_own(log, folder)

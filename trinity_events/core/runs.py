@@ -16,9 +16,9 @@ from trinity_schemas import (
 from .announcements import supersede
 from .completeness import staged_folder
 from .fold_state import FoldState, keep_last
-from .limits import KEPT_DETACHED, KEPT_EXPLORERS, KEPT_PENDING_PROMOTIONS
+from .limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS
 from .lineage import continued_lineage
-from .state import DetachedConsumer, ReadyPointer, TrainerWaits
+from .state import DetachedConsumer, ReadyPointer
 
 
 def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
@@ -67,7 +67,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
     state.trainer_step = step
     state.steps = {}
     state.forgotten_through = -1
-    state.closed = state.closed_error = state.closed_at = state.trainer_waits = None
+    state.closed = state.closed_error = state.closed_at = None
     state.waits, state.stacks, state.ledger = {}, {}, None
     if state.opened_at is None:
         state.opened_at = fold.now
@@ -77,26 +77,15 @@ def run_closed(fold: FoldState, event: RunClosed, _: Envelope) -> None:
     """Note that the epoch ended, and its reason."""
     state = fold.state
     state.closed, state.closed_error = event.reason, event.error
-    state.closed_at, state.trainer_waits, state.waits = fold.now, None, {}
+    state.closed_at, state.waits = fold.now, {}
     state.trainer = "stopped"
 
 
 def trainer_status_changed(fold: FoldState, event: TrainerStatusChanged, _: Envelope) -> None:
-    """Note the trainer's status, its step, and the wait that it reports."""
+    """Note the trainer's status and its step."""
     state = fold.state
     state.trainer = event.status
     state.trainer_step = max(state.trainer_step, event.step)
-    wait = event.waits_for
-    state.trainer_waits = None
-    if wait is not None:
-        state.trainer_waits = TrainerWaits(
-            what=wait.what,
-            step=wait.step,
-            have=wait.have,
-            expected=wait.expected,
-            missing=wait.missing[:KEPT_EXPLORERS],
-            since=fold.now - int(min(wait.seconds * 1000, fold.now)),
-        )
 
 
 def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> None:

@@ -230,9 +230,6 @@ def step_committed(fold: FoldState, event: StepCommitted, _: Envelope) -> None:
     if kind is None:
         return
     state.trainer_step = max(state.trainer_step, event.step)
-    waits = state.trainer_waits
-    if waits is not None and event.step >= waits.step:
-        state.trainer_waits = None
     for registration in event.registrations:
         _register(fold, event.step, registration)
     if kind.committed_at is None:

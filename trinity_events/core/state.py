@@ -167,18 +167,6 @@ class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str
 
 
-class TrainerWaits(Struct, frozen=True, kw_only=True):
-    """Wait of the trainer, as it last reported it."""
-
-    what: str
-    step: int
-    have: int
-    expected: int
-    missing: tuple[str, ...]
-    since: int
-    """Milliseconds at which the wait began."""
-
-
 class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Wait of a process that it has reported, and that has not ended."""
 
@@ -235,8 +223,6 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Milliseconds at which the current epoch was closed."""
     trainer: TrainerStatus | None = None
     trainer_step: int = 0
-    trainer_waits: TrainerWaits | None = None
-    """Wait of the trainer that it reports after some seconds."""
     waits: dict[str, OpenWait] = field(default_factory=dict)
     """Open waits by name, in the order of their reports."""
     stacks: dict[str, str] = field(default_factory=dict)

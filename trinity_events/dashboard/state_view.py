@@ -87,7 +87,7 @@ def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
     """Return the open waits, each followed by those of the processes that it names."""
     if state.closed is not None:
         return []
-    found: list[dict[str, Any]] = [
+    return [
         {
             "by": wait.by,
             "what": wait.what,
@@ -99,21 +99,6 @@ def _waits(state: MonitorState, now: int) -> list[dict[str, Any]]:
         }
         for wait, depth in chained_waits(state, now)[:_WAITS]
     ]
-    waits = state.trainer_waits
-    if waits is not None and not any(one["by"].startswith("trainer") for one in found):
-        found.insert(
-            0,
-            {
-                "by": "trainer-0",
-                "what": f"the {waits.what} of step {waits.step} ({waits.have} of {waits.expected})",
-                "for": list(waits.missing[:16]),
-                "unnamed": max(0, len(waits.missing) - 16),
-                "since": waits.since,
-                "left": None,
-                "depth": 0,
-            },
-        )
-    return found
 
 
 def _steps(state: MonitorState) -> list[dict[str, Any]]:

@@ -182,6 +182,17 @@ class EventLog(Protocol):
         """Return the server's clock in milliseconds, the time part of entry ids."""
         ...
 
+    async def notify_promoted(self) -> None:
+        """Wake the readers that wait for a folder to get its final name."""
+        ...
+
+    async def promoted_after(self, after: str, *, seconds: float) -> str:
+        """Return the position of the last promotion of a folder, once it is after a position.
+
+        Return ``after`` if there is none within the time.
+        """
+        ...
+
     async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
         """Take or extend a lease on a checkpoint, which the reducer then does not delete.
 

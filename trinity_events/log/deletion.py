@@ -10,7 +10,6 @@ from trinity_schemas import RUN_INDEX, RunKeys
 
 from ..errors import TrinityError
 from .key_errors import naming_wrong_type
-from .position import ORIGIN
 from .run_index import run_of_listing
 from .scripts import Scripts
 
@@ -58,9 +57,3 @@ async def delete_run(client: redis.asyncio.Redis, run_id: str, last: str) -> int
         if listings:
             await connection.xdel(RUN_INDEX, *listings)
     return deleted
-
-
-async def last_event(client: redis.asyncio.Redis, run_id: str) -> str:
-    """Return the id of a run's last event; the origin if there is none."""
-    found: Any = await client.xrevrange(RunKeys.of(run_id).events, count=1)
-    return found[0][0].decode() if found else ORIGIN

@@ -18,7 +18,9 @@ from .position import position
 C = TypeVar("C")
 
 _TYPES = {
-    **dict.fromkeys(("events", "announcements", "dead", "experiences", "rollouts"), "stream"),
+    **dict.fromkeys(
+        ("events", "announcements", "dead", "experiences", "rollouts", "promoted"), "stream"
+    ),
     **dict.fromkeys(
         ("position", "epoch", "fence", "leader", "snapshot", "identity", "folder"), "string"
     ),

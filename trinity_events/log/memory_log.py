@@ -74,6 +74,7 @@ class MemoryEventLog:
         self._granted: dict[str, float] = {}
         self._holds: dict[tuple[int, str], float] = {}
         self._doomed: set[int] = set()
+        self._promotions = 0
 
     async def append(self, payload: bytes) -> str:
         """Append an event; return its entry id."""
@@ -292,6 +293,25 @@ class MemoryEventLog:
             return self._granting.wait_for(
                 lambda: self._granted.get(save_id, 0.0) > self._timer(), seconds
             )
+
+    async def notify_promoted(self) -> None:
+        """Wake the readers that wait for a folder to get its final name."""
+        await anyio.lowlevel.checkpoint()
+        with self._lock:
+            self._promotions += 1
+            self._wake()
+
+    async def promoted_after(self, after: str, *, seconds: float) -> str:
+        """Return the position of the last promotion of a folder, once it is after a position.
+
+        Return ``after`` if there is none within the time.
+        """
+
+        def take() -> list[str]:
+            newest = f"{self._promotions}-0"
+            return [newest] if position(newest) > position(after) else []
+
+        return ([after] + await self._until_some(take, seconds))[-1]
 
     async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
         """Take or extend a lease on a checkpoint, which the reducer then does not delete.

@@ -193,6 +193,19 @@ class RedisEventLog(RedisGroups):
         """Return the server's clock in milliseconds, the time part of entry ids."""
         return int(await self._run("now", keys=[self.keys.events]))
 
+    async def notify_promoted(self) -> None:
+        """Wake the readers that wait for a folder to get its final name."""
+        await self._redis.xadd(self.keys.promoted, {FIELD: b""}, maxlen=1, approximate=False)
+
+    async def promoted_after(self, after: str, *, seconds: float) -> str:
+        """Return the position of the last promotion of a folder, once it is after a position.
+
+        Return ``after`` if there is none within the time.
+        """
+        block = max(1, int(seconds * 1000))
+        reply = await self._redis.xread({self.keys.promoted: after}, block=block)
+        return entries(reply[0][1])[-1].id if reply else after
+
     async def acquire_lease(self, step: int, who: str, seconds: float) -> bool:
         """Take or extend a lease on a checkpoint, which the reducer then does not delete.
 

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from ..checkpoint_layout import MADE_FROM, final_name, replaced_name
@@ -77,44 +78,52 @@ class CheckpointFiles:
         with self.opened(create=True):
             pass
 
-    def reconcile(self, plan: FilePlan) -> None:
-        """Promote folders, then write the iteration files, so that they name existing folders."""
+    def reconcile(self, plan: FilePlan) -> bool:
+        """Promote folders, then write the iteration files, so that they name existing folders.
+
+        Return True if any folder was promoted.
+        """
+        promoted = 0
         with self.lock:
             for promotion in plan.promotions:
-                self._attempt(promotion.staged, lambda p=promotion: self._promote(p))  # type: ignore[misc]
+                promoted += self._attempt(promotion.staged, partial(self._promote, promotion))
             for iteration in plan.iterations:
-                self._attempt(iteration.name, lambda i=iteration: self._point(i))  # type: ignore[misc]
+                self._attempt(iteration.name, partial(self._point, iteration))
+        return promoted > 0
 
-    def _attempt(self, what: str, act: Callable[[], None]) -> None:
+    def _attempt(self, what: str, act: Callable[[], bool]) -> bool:
+        """Return True if the act changed anything."""
         # A disk that is full for a while must not stop the run: the next call tries again.
         try:
-            act()
+            changed = act()
             self._reported.discard(what)
         except OSError as error:
             if what not in self._reported:
                 self._reported.add(what)
                 logger.error("%s of %s: %s", what, self.folder, error)
+            return False
+        return changed
 
-    def _promote(self, promotion: Promotion) -> None:
+    def _promote(self, promotion: Promotion) -> bool:
         *above, name = parts_of(promotion.staged, self.folder)
         try:
             with self.opened() as run, run.below(*above) as staging:
-                self._promote_in(run, staging, name, promotion)
+                return self._promote_in(run, staging, name, promotion)
         except FileNotFoundError:
-            pass  # promoted before
+            return False  # promoted before
 
     def _promote_in(
         self, run: OpenFolder, staging: OpenFolder, name: str, promotion: Promotion
-    ) -> None:
+    ) -> bool:
         if staging.is_link(name):
             raise leads_out(promotion.staged, self.folder)
         if not staging.is_folder(name):
-            return  # promoted before
+            return False  # promoted before
         final = final_name(promotion.step)
         there = run.stat(final) is not None
         # Promoted before: a late writer has made the staged folder again.
         if there and (promotion.only_if_absent or made_from(run, final) == promotion.staged):
-            return
+            return False
         added = self._added(run, staging, promotion)
         with staging.below(name) as staged:
             if added is not None:
@@ -129,6 +138,7 @@ class CheckpointFiles:
         if added is not None:
             staging.remove(old if added[0] is run else added[1])
         run.sync()
+        return True
 
     def _added(
         self, run: OpenFolder, staging: OpenFolder, promotion: Promotion
@@ -141,16 +151,18 @@ class CheckpointFiles:
             return staging, name
         return (run, final) if made_from(run, final) == promotion.adds else None
 
-    def _point(self, iteration: IterationFile) -> None:
+    def _point(self, iteration: IterationFile) -> bool:
         if iteration.needs is not None and not (self.folder / iteration.needs).is_dir():
             raise FileNotFoundError(
                 f"{iteration.needs} is not there, so {iteration.name} does not name it"
             )
         with self.opened(create=True) as run:
             step = str(iteration.step).encode()
-            if run.read(iteration.name, _LONGEST_STEP) != step:
-                run.remove_abandoned(iteration.name)
-                run.write(iteration.name, step)
+            if run.read(iteration.name, _LONGEST_STEP) == step:
+                return False
+            run.remove_abandoned(iteration.name)
+            run.write(iteration.name, step)
+            return True
 
 
 def made_from(folder: OpenFolder, name: str) -> str | None:

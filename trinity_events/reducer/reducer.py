@@ -118,6 +118,7 @@ class Reducer:
         self._unkept = 0
         self._keep_at = -math.inf
         self._reconciled_at = 0.0
+        self._unnotified = True
         self._stale = False
 
     async def run(self, *, until_closed: bool = False) -> bool:
@@ -338,7 +339,17 @@ class Reducer:
     def _submit_reconcile(self, state: MonitorState) -> None:
         self._reconciled_at, self._stale = anyio.current_time(), False
         if self._files is not None:
-            self._file_job.submit_latest(partial(_reconcile, self._files, state))
+            self._file_job.submit_latest(partial(self._reconcile, self._files, state))
+
+    async def _reconcile(self, files: CheckpointFiles, state: MonitorState) -> None:
+        # Plan here and not in the thread, because the fold changes the state meanwhile.
+        plan = plan_files(state)
+        promoted = await anyio.to_thread.run_sync(files.reconcile, plan)
+        # An earlier leader may have died between a promotion and its notification.
+        self._unnotified = promoted or (self._unnotified and bool(plan.promotions))
+        if self._unnotified:
+            await self._log.notify_promoted()
+            self._unnotified = False
 
 
 def _is_worth_a_snapshot(since: Work) -> bool:
@@ -348,8 +359,3 @@ def _is_worth_a_snapshot(since: Work) -> bool:
         or since.bytes >= SNAPSHOT_BYTES
         or since.seconds >= SNAPSHOT_SECONDS
     )
-
-
-async def _reconcile(files: CheckpointFiles, state: MonitorState) -> None:
-    # Plan here and not in the thread, because the fold changes the state meanwhile.
-    await anyio.to_thread.run_sync(files.reconcile, plan_files(state))

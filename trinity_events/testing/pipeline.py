@@ -269,9 +269,10 @@ class _Files(CheckpointFiles):
         super().__init__(folder.parent, folder.name)
         self.done: FilePlan | None = None
 
-    def reconcile(self, plan: FilePlan) -> None:
-        super().reconcile(plan)
+    def reconcile(self, plan: FilePlan) -> bool:
+        promoted = super().reconcile(plan)
         self.done = plan
+        return promoted
 
 
 def _decoded(entry: Entry) -> Envelope | None:

@@ -18,8 +18,6 @@ def state_as_json(state: MonitorState) -> dict[str, Any]:
     """Return the state as plain dictionaries and lists, with seconds for its milliseconds."""
     built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
     _in_seconds(built, *_OF_RUN)
-    if built.get("trainer_waits") is not None:
-        _in_seconds(built["trainer_waits"], "since")
     for wait in built.get("waits", {}).values():
         _in_seconds(wait, "since", "heard_at")
     for explorer in built.get("explorers", {}).values():

@@ -14,14 +14,12 @@ from trinity_schemas import Kind
 from ..checkpoint_layout import final_name
 from ..core import MonitorState, failures, unfinished
 from ..core.refusals import suspects, words_of_refusal
-from ..core.state import KINDS, ExplorerState, TrainerWaits
+from ..core.state import KINDS, ExplorerState
 from ..core.waits import chained_waits, culprits, seconds_left
 from ..log import position
 from .terminal import visible
 from .times import date_and_time
 
-_NAMED = 8
-"""Number of explorers that are named; the others are counted."""
 _TABLED = 16
 """Number of waits that the table shows; the others are counted."""
 _DEEPEST = 8
@@ -88,9 +86,6 @@ def status_panel(
     if state.ledger is not None:
         told = visible(state.ledger.in_words, lines=False)
         about.append(Text.assemble(("prompts ", "dim"), told))
-    if state.trainer_waits is not None and state.closed is None:
-        waits = _waits(state, state.trainer_waits, now)
-        about.append(Text(visible(waits, lines=False), style="yellow"))
     if state.closed_error is not None:
         about.append(Text(visible(state.closed_error, lines=False), style="red"))
     if silent:
@@ -207,33 +202,6 @@ def _abandoned(state: MonitorState, since: int | None) -> str:
         "The run seems abandoned: it is open, but no reducer leads it, and no process of it has "
         f"sent a sign of life since {date_and_time(since)}."
     )
-
-
-def _waits(state: MonitorState, waits: TrainerWaits, now: int | None) -> str:
-    """Return the processes that the trainer waits for, since when, and the last sign of each."""
-    named = ", ".join(_first_names(waits.missing)) or "its explorers"
-    heard = [f"{one} {_heard(state.explorers.get(one), now)}" for one in waits.missing[:_NAMED]]
-    return (
-        f"The trainer waits for the {waits.what} of step {waits.step} from {named} since "
-        f"{_moment(waits.since, now)}: {waits.have} of {waits.expected} were there in its last "
-        f"report. Last heard of: {', '.join(heard) or 'none'}."
-    )
-
-
-def _heard(explorer: ExplorerState | None, now: int | None) -> str:
-    at = None if explorer is None else explorer.heard_at
-    return "never" if at is None else f"at {_moment(at, now)}"
-
-
-def _first_names(names: tuple[str, ...]) -> list[str]:
-    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
-    return [*names[:_NAMED], *more]
-
-
-def _moment(milliseconds: int, now: int | None) -> str:
-    """Return a moment, and its age if ``now`` is known."""
-    age = "" if now is None else f" ({ago(now - milliseconds)})"
-    return f"{date_and_time(milliseconds)}{age}"
 
 
 def _next_step(state: MonitorState) -> str:

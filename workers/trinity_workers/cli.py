@@ -39,8 +39,8 @@ from .config import TrainConfig
 from .config_files import Reading, read_config, to_yaml, typed_setting
 from .config_options import overlaid, overlay_parameters
 from .convertible import source_of
-from .launch.again import again_command
 from .launch.results import Failure, Outcome, results_alone
+from .launch.resume_command import resume_command
 
 if TYPE_CHECKING:
     from .explorer import ExplorationResult
@@ -190,7 +190,7 @@ def _run_job(told: _Told, run: _Run, place: _Place, read: Callable[[], TrainConf
         fresh=place.fresh,
         health_file=place.health_file,
         ray_address=run.ray_address,
-        again=again_command(sys.argv[1:], run.run_id),
+        resume_command=resume_command(sys.argv[1:], run.run_id),
     )
     _interruptible(partial(run_job, report=told.summary), options, told.interrupted)
     if told.refusals:

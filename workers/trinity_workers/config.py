@@ -20,7 +20,13 @@ from .rollout_engines.base import OnUpdate
 from .section import Section
 from .sync_method import contradictions as method_contradictions
 from .sync_schedule import contradictions as sync_contradictions
-from .sync_schedule import last_step_served, oldest_usable, staleness_bound
+from .sync_schedule import (
+    last_step_served,
+    names_exact_version,
+    oldest_usable,
+    publishes_on_demand,
+    staleness_bound,
+)
 
 EngineName = Literal["fsdp", "megatron"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
@@ -443,7 +449,7 @@ def _of_updates(
             f"{asked} answers then depend on the moment at which weights arrive, which "
             f"{deterministic} rules out: {way_out} {deterministic} false",
         )
-    if sync.style == "fixed":
+    if names_exact_version(sync):
         style = named("sync.style")
         yield (
             ("rollouts.on_update", "sync.style"),
@@ -451,7 +457,7 @@ def _of_updates(
             f"amid an answer: {way_out} another {style}",
         )
         return
-    least = 1 if sync.style == "explorer_driven" else sync.interval
+    least = 1 if publishes_on_demand(sync) else sync.interval
     if config.staleness_bound < least:
         bound = named("sync.max_staleness")
         yield (

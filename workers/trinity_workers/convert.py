@@ -19,7 +19,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trinity_events.checkpoint_layout import FILE_DIGESTS
+from trinity_events.checkpoint_layout import FILE_DIGESTS, MODEL_FOLDER
 from trinity_events.errors import IncompatibleWeights
 from trinity_events.open_folder import partial_folder
 
@@ -128,7 +128,7 @@ def _to_megatron(source: Path, target: Path) -> list[int]:
         return outline.mapping.to_megatron(name, found)
 
     outline.save(target / "model", value)
-    write_description(target / "huggingface", description)
+    write_description(target / MODEL_FOLDER[-1], description)
     return [tensor.nbytes for _, tensor in _planned(outline)]
 
 
@@ -145,7 +145,7 @@ def _to_huggingface(
 
     write_model_folder(
         target,
-        lambda folder: copy_files(source / "huggingface", folder),
+        lambda folder: copy_files(source / MODEL_FOLDER[-1], folder),
         counted(),
         shard_bytes=shard_bytes,
     )
@@ -154,7 +154,7 @@ def _to_huggingface(
 
 def _of_megatron(source: Path) -> NamedTensors:
     # Use the checkpoint's dtypes: a model may be trained in another one than its configuration's.
-    outline = MetaModel(_description(source / "huggingface").config)
+    outline = MetaModel(_description(source / MODEL_FOLDER[-1]).config)
     for name, dtype in outline.saved_dtypes(source / "model"):
         outline.set_dtype([name], _checked([dtype], name, source))
     for name, whole in outline.load(source / "model"):
@@ -167,13 +167,13 @@ def _of_shards(source: Path) -> NamedTensors:
 
     make: Any = AutoModelForCausalLM  # its methods have no annotations
     with torch.device("meta"):
-        model = make.from_config(_description(source / "huggingface").config)
+        model = make.from_config(_description(source / MODEL_FOLDER[-1]).config)
     names = [name for name, _ in (*model.named_parameters(), *saved_buffers(model))]
     return tensors_of_shards(source, names)
 
 
 def _of_folder(source: Path) -> NamedTensors:
-    reader = _reader(source / "huggingface")
+    reader = _reader(source / MODEL_FOLDER[-1])
     for name in reader.names():
         yield name, reader.tensor(name)
         reader.forget()

@@ -12,13 +12,28 @@ STYLE_ALIASES = {"dynamic_by_trainer": "trainer_driven", "dynamic_by_explorer": 
 """Names that Trinity-RFT has for styles, and the styles."""
 
 
+def names_exact_version(sync: SyncConfig) -> bool:
+    """Return True if each request names the one version that may serve it."""
+    return sync.style == "fixed"
+
+
+def publishes_on_demand(sync: SyncConfig) -> bool:
+    """Return True if the trainer publishes once an explorer asks for a version."""
+    return sync.style == "explorer_driven"
+
+
+def asks_once_ready(sync: SyncConfig) -> bool:
+    """Return True if the trainer asks for the rollouts of a version once it is ready."""
+    return sync.style == "fully_async"
+
+
 def least_bound(sync: SyncConfig) -> int:
     """Return the least staleness that every step's rollouts can keep to.
 
     The newest version of the last step before a publication is ``interval - 1`` steps old. Under
     ``fixed``, explorers are ``offset`` steps further behind.
     """
-    behind = sync.offset if sync.style == "fixed" else 0
+    behind = sync.offset if names_exact_version(sync) else 0
     return sync.interval - 1 + behind
 
 
@@ -30,12 +45,12 @@ def staleness_bound(sync: SyncConfig) -> int:
     """
     if sync.max_staleness is not None:
         return sync.max_staleness
-    return least_bound(sync) if sync.style == "fixed" else 2 * sync.interval - 1
+    return least_bound(sync) if names_exact_version(sync) else 2 * sync.interval - 1
 
 
 def last_step_served(sync: SyncConfig, step: int) -> int:
     """Return the last training step that rollouts of the version of ``step`` are asked for."""
-    if sync.style == "fixed":  # A resumed run may publish between two steps of the schedule.
+    if names_exact_version(sync):  # A resumed run may publish between two steps of the schedule.
         return (step // sync.interval + 1) * sync.interval + sync.offset
     return step + staleness_bound(sync) + 1
 
@@ -55,7 +70,7 @@ def prompts_open(config: TrainConfig, *, begun: int, version: int, oldest_named:
         oldest_named: Oldest version that an open request names; None without one.
     """
     sync, prompts = config.sync, config.rollouts.prompts_per_step
-    if sync.when_stale == "drop" and sync.style != "fixed":
+    if sync.when_stale == "drop" and not names_exact_version(sync):
         return min(config.window, (config.steps - begun) * prompts)
     last = config.last_step_served(version)
     if (
@@ -78,7 +93,7 @@ def contradictions(
         named: Names a field, given by its path, in the sentences.
     """
     style, offset, bound = (named(f"sync.{name}") for name in ("style", "offset", "max_staleness"))
-    if sync.offset and sync.style != "fixed":
+    if sync.offset and not names_exact_version(sync):
         yield (
             ("sync.offset", "sync.style"),
             f"{offset} is {sync.offset}, and only {style} fixed has steps at which explorers "
@@ -86,15 +101,15 @@ def contradictions(
         )
     least = least_bound(sync)
     if sync.max_staleness is not None and sync.max_staleness < least:
-        fixed = sync.style == "fixed"
-        behind = f" with {offset} {sync.offset}" if fixed and sync.offset else ""
+        lags = names_exact_version(sync) and sync.offset
+        behind = f" with {offset} {sync.offset}" if lags else ""
         yield (
             ("sync.max_staleness", "sync.interval", "sync.offset", "sync.style"),
             f"{bound} is {sync.max_staleness}, and {named('sync.interval')} {sync.interval}"
             f"{behind} makes rollouts {least} optimizer steps old: choose at least {least}, or "
             "publish more often",
         )
-    if sync.style == "fully_async" and sync.method == "nccl":
+    if asks_once_ready(sync) and sync.method == "nccl":
         yield (
             ("sync.style", "sync.method"),
             f"a collective group makes the trainer wait for each explorer, and {style} "

@@ -24,7 +24,7 @@ from trinity_events.server import open_client  # noqa: E402
 from trinity_events.weights import model_digest  # noqa: E402
 from trinity_events.weights.transports.shared_memory import available  # noqa: E402
 from trinity_schemas import RunClosed, Sampling, StepRef, WeightsApplied, chunk_key  # noqa: E402
-from trinity_workers.beside import beside  # noqa: E402
+from trinity_workers.background_tasks import background_tasks  # noqa: E402
 from trinity_workers.explorer.installer import VersionInstaller  # noqa: E402
 from trinity_workers.explorer.prefetch import VersionPrefetcher  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded, VersionFollower  # noqa: E402
@@ -83,7 +83,7 @@ async def explorer_of(config):
     versions = VersionFollower(config.run_id, config.epoch, config.redis_url)
     prefetcher = VersionPrefetcher(config, synchronizer)
     with closing(synchronizer):
-        async with beside(versions.follow, prefetcher.follow):
+        async with background_tasks(versions.follow, prefetcher.follow):
             yield SimpleNamespace(
                 engine=engine,
                 versions=versions,

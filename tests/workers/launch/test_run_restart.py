@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from msgspec import structs
 
 from tests.support.event_histories import committed, finished, registration
 from tests.support.pipeline import events_of
@@ -12,7 +13,7 @@ from trinity_events.log import open_run
 from trinity_events.server import connect
 from trinity_schemas import RunOpened, StepRef, TrainerStatusChanged
 from trinity_workers.config import CheckpointsConfig, TrainConfig
-from trinity_workers.launch.resume import CannotResume, earlier_run
+from trinity_workers.launch.resume import CannotResume, earlier_run, held_checkpoint
 
 
 def command(name, run_id, redis_url, root, *more):
@@ -67,6 +68,17 @@ async def test_an_earlier_run_is_gone_on_from_only_where_its_lineage_stands(
         assert await open_run(client, run_id) == 3  # with --fresh
     with pytest.raises(CannotResume, match="of step 5 from before it was begun anew"):
         await earlier_run(log, tmp_path, 9, fresh=False)
+
+
+async def test_a_checkpoint_that_is_not_here_is_not_resumed_from(
+    publisher, make_config, run_id, tmp_path
+):
+    await saved(publisher, 5)
+    config = structs.replace(make_config(), resumed_step=5)
+    told = f"run {run_id} cannot resume from its checkpoint of step 5: there is no checkpoint "
+    with pytest.raises(CannotResume, match=told):
+        async with held_checkpoint(config, tmp_path):
+            pass
 
 
 def test_checkpoints_whose_log_is_gone_are_not_begun_over_either(cli, redis_url, run_id, tmp_path):

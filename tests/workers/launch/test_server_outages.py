@@ -33,7 +33,7 @@ from trinity_schemas import (
 )
 from trinity_workers.config import RunConfig, SyncConfig, TrainConfig
 from trinity_workers.launch import launcher, lifecycle, processes, ranks
-from trinity_workers.launch.openings import Openings
+from trinity_workers.launch.epochs import EpochFollower
 from trinity_workers.launch.processes import ReducerFailed, ReducerProcess
 from trinity_workers.launch.progress import ProgressView
 from trinity_workers.launch.ranks import RankLost, claimed_rank
@@ -174,32 +174,32 @@ async def test_a_view_that_fails_does_not_end_the_training(log, publisher, monke
         await publisher.publish(committed(1))
 
 
-# --- openings ---------------------------------------------------------------------------------
+# --- epochs ---------------------------------------------------------------------------------
 
 
 async def test_an_explorer_hears_of_an_opening_after_an_outage(server, client, log, tmp_path):
-    openings = Openings(log, Archive(tmp_path, RUN))
-    async with beside(openings.follow):
-        assert (await openings.opened(5)).epoch == 1
+    epochs = EpochFollower(log, Archive(tmp_path, RUN))
+    async with beside(epochs.follow):
+        assert (await epochs.opened(5)).epoch == 1
         await outage(server)
         await open_run(client, RUN)
-        await until(lambda: openings._newest.epoch == 2)
+        await until(lambda: epochs._newest.epoch == 2)
 
 
 async def test_openings_that_cannot_be_read_at_first_are_read_later(server, log, tmp_path):
-    openings = Openings(log, Archive(tmp_path, RUN))
-    async with beside(partial(outage, server), openings.follow):
-        assert (await openings.opened(10)).epoch == 1
+    epochs = EpochFollower(log, Archive(tmp_path, RUN))
+    async with beside(partial(outage, server), epochs.follow):
+        assert (await epochs.opened(10)).epoch == 1
 
 
 async def test_a_server_that_stays_away_is_named_as_the_cause_that_no_run_was_found(
     server, log, tmp_path
 ):
-    openings = Openings(log, Archive(tmp_path, RUN))
+    epochs = EpochFollower(log, Archive(tmp_path, RUN))
     server.kill()
-    async with beside(openings.follow):
+    async with beside(epochs.follow):
         with pytest.raises(RunNotFound, match=r"within 0.3 s: the server does not answer \(Error"):
-            await openings.opened(0.3)
+            await epochs.opened(0.3)
 
 
 # --- ranks ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import signal
 
 import anyio
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,8 +18,10 @@ import torch.distributed as dist  # noqa: E402
 from tests.support.experiences import make_groups  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_schemas import RunClosed, decode_envelope  # noqa: E402
+from trinity_workers.algorithms.settings import read_settings  # noqa: E402
 from trinity_workers.engines.megatron import ParallelLayout  # noqa: E402
 from trinity_workers.launch.lifecycle import closing  # noqa: E402
+from trinity_workers.learning.policy import create_policy  # noqa: E402
 from trinity_workers.trainer.fleet import RayTrainerFleet  # noqa: E402
 from trinity_workers.trainer.megatron import MegatronTrainWorker  # noqa: E402
 from trinity_workers.trainer.worker import TrainWorker  # noqa: E402
@@ -139,6 +142,26 @@ def test_several_updates_with_a_reference_on_megatron_are_those_on_fsdp(
         for mine, theirs in zip(metrics, expected, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-3, rel=1e-3)
         assert metrics[-1]["learning_rate"] < metrics[0]["learning_rate"]
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected_weights[name], atol=5e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    """A Hugging Face folder of a policy with other weights than the one that learns."""
+    folder = tmp_path_factory.mktemp("teacher")
+    create_policy(folder, seed=7)
+    return folder
+
+
+def test_a_teacher_on_megatron_teaches_what_it_teaches_on_fsdp(trained, run_id, teacher_folder):
+    steps = [make_groups(run_id, seed) for seed in (1, 2)]
+    asked = {"preset": "distillation", "teacher": {"path": str(teacher_folder)}}
+    algorithm = msgspec.to_builtins(read_settings(asked))
+    [(expected, expected_weights)] = trained(1, steps, algorithm=algorithm)
+    for metrics, weights in trained(2, steps, algorithm=algorithm, engine="megatron"):
+        for mine, theirs in zip(metrics, expected, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3, rel=1e-3)
         for name, value in weights.items():
             torch.testing.assert_close(value, expected_weights[name], atol=5e-4, rtol=0)
 

@@ -189,6 +189,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         return "proximal_logprobs" in self.needed_fields and (prepared or penalty)
 
     @property
+    def passes_proximal(self) -> bool:
+        """Return True if a pass before the updates computes the proximal log-probabilities."""
+        return self.updates > 1 or self.prepares_by_proximal
+
+    @property
     def has_own_loss(self) -> bool:
         """Return True if the loss is a user's, which may fail on one rank alone."""
         return self.loss not in POLICY_LOSSES

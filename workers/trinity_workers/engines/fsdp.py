@@ -35,6 +35,7 @@ from .reshard import (
     resharded_optimizer,
     saved_world,
     shard_file,
+    states_of_shards,
 )
 from .state_files import copied, make_folder, read_state, sync_tree, write_json, write_state
 
@@ -228,12 +229,12 @@ class FSDPEngine:
             return model_from_folder(FolderReader(whole), self.module)
         if world == dist.get_world_size():
             return read_state(folder / shard_name("model"))
-        return resharded_model(_every_shard(folder, "model", world), self.module)
+        return resharded_model(states_of_shards(folder, "model", world), self.module)
 
     def _read_training(self, folder: Path, world: int) -> dict[str, Any]:
         if world == dist.get_world_size():
             return read_state(folder / shard_name("optim"))
-        rank, found = dist.get_rank(), _every_shard(folder, "optim", world)
+        rank, found = dist.get_rank(), states_of_shards(folder, "optim", world)
         training: dict[str, Any] = {"scheduler": found[0]["scheduler"]}
         training["optimizer"] = resharded_optimizer(
             [one["optimizer"] for one in found], self.optimizer
@@ -241,11 +242,6 @@ class FSDPEngine:
         if rank < world:
             training["random"] = found[rank]["random"]
         return training
-
-
-def _every_shard(folder: Path, what: str, world: int) -> list[dict[str, Any]]:
-    files = (shard_file(folder, what, world, rank) for rank in range(world))
-    return [read_state(one, mapped=True) for one in files]
 
 
 def frozen_policy(

@@ -73,12 +73,17 @@ def tensors_of_shards(folder: Path, names: Iterable[str]) -> Iterator[tuple[str,
     if others:
         raise _several(folder, [world, *others])
     with _no_mesh_warnings():
-        files = [shard_file(folder, "model", world, rank) for rank in range(world)]
-        states = [read_state(one, mapped=True) for one in files]
+        states = states_of_shards(folder, "model", world)
     for name in names:
         if name not in states[0]:
             raise ReshardRefused(f"{folder} has no tensor {name}: is its config.json another's?")
         yield name, _joined([state[name] for state in states])
+
+
+def states_of_shards(folder: Path, what: str, world: int) -> list[dict[str, Any]]:
+    """Return the states of all ranks that saved, in mapped files."""
+    files = (shard_file(folder, what, world, rank) for rank in range(world))
+    return [read_state(one, mapped=True) for one in files]
 
 
 def _joined(values: Sequence[Any]) -> torch.Tensor:

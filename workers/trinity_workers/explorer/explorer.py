@@ -33,7 +33,7 @@ from trinity_schemas import (
     SyncRequested,
 )
 
-from ..beside import beside
+from ..background_tasks import background_tasks
 from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
@@ -41,6 +41,7 @@ from ..garbage import exempt_loaded_objects
 from ..learning.policy import load_tokenizer
 from ..placement import threads
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
+from ..sync_schedule import publishes_on_demand
 from ..user_task import start_rewards, task_of
 from .demand import VersionDemand
 from .evaluation import mean_reward
@@ -82,7 +83,7 @@ class Explorer:
         self._groups = 0
         self._exits = AsyncExitStack()
         self._demand: VersionDemand | None = None
-        if config.sync.style == "explorer_driven":
+        if publishes_on_demand(config.sync):
             self._demand = VersionDemand(config.sync.interval, config.rollouts.prompts_per_step)
         self._synchronizer = Synchronizer(
             config.run_id,
@@ -340,7 +341,7 @@ class Explorer:
         goes_on = self.config.rollouts.on_update != "finish" and not any(one.exact for one in asked)
         found: Sequence[list[Experience] | TrinityError]
         try:
-            async with beside(*[installer.keep_current] * goes_on):
+            async with background_tasks(*[installer.keep_current] * goes_on):
                 found = await self._episodes.answer_all(asked)
         except NotServing as error:  # a version was installed amid the answers, and is not whole
             found = [error] * len(asked)

@@ -15,6 +15,7 @@ from trinity_schemas import StepReady, StepRef, SyncRequested
 
 from ..config import RunConfig
 from ..rollout_engines import RolloutEngine
+from ..sync_schedule import publishes_on_demand
 from .prefetch import VersionPrefetcher
 from .versions import VersionFollower
 
@@ -78,8 +79,7 @@ class VersionInstaller:
             if newest == self._engine.serves:
                 return
             try:
-                async with self._prefetcher.paused():
-                    await self._engine.install(ready)
+                await self._install(ready)
             except (VersionUnavailable, CorruptVersion) as error:
                 logger.warning("the explorer waits for newer weights: %s", error)
                 reason = error
@@ -88,7 +88,6 @@ class VersionInstaller:
                 if self._serves(step):
                     return  # The trainer may wait for answers, and these weights will do.
             else:
-                self.installed += 1
                 return
 
     def _ask_for_another(self, failed: StepReady) -> None:
@@ -96,7 +95,7 @@ class VersionInstaller:
 
         A trainer that publishes on request may wait for this explorer.
         """
-        if self._config.sync.style == "explorer_driven":
+        if publishes_on_demand(self._config.sync):
             wanted = StepRef(failed.epoch, failed.step + 1)
             self._synchronizer.tell(SyncRequested(wanted=wanted))
         self._synchronizer.request_resend(failed)
@@ -119,14 +118,17 @@ class VersionInstaller:
         if ready is None:
             return False
         try:
-            async with self._prefetcher.paused():
-                await self._engine.install(ready)
+            await self._install(ready)
         except (VersionUnavailable, CorruptVersion):
             if newest.step == step and not self._versions.has(step + 1):
                 raise
             return False
-        self.installed += 1
         return True
+
+    async def _install(self, ready: StepReady) -> None:
+        async with self._prefetcher.paused():
+            await self._engine.install(ready)
+        self.installed += 1
 
     async def keep_current(self) -> None:
         """Install each newer version as it comes, beside a generation, up to the last one.

@@ -66,7 +66,7 @@ def fsdp_save_state_dict(
     def save() -> None:
         write_state(path, state)
         if first:
-            write_description(folder, engine.module, _tokenizer(engine))
+            write_description(folder, engine.module, tokenizer_of(engine))
 
     logger.info("step %d: saves %s in the background", global_step, path)
     coordinator.save_async(
@@ -136,7 +136,8 @@ def fsdp_sync_weight_nccl(engine: TrainEngine, model_update_group: UpdateGroup |
         broadcast_stream(full_tensors(engine), model_update_group)
 
 
-def _tokenizer(engine: Any) -> Any:
+def tokenizer_of(engine: Any) -> Any:
+    """Return the tokenizer of this project's engines and of veRL's; None if there is none."""
     own = getattr(engine, "tokenizer", None)
     if own is not None:
         return own

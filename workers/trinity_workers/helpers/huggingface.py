@@ -21,6 +21,7 @@ from ..collectives import CollectiveBroken, raise_together, rank_and_world
 from ..engines.base import NamedTensors, TrainEngine
 from ..engines.fsdp import write_huggingface
 from ..engines.model_folder import write_model_folder
+from .fsdp import tokenizer_of
 from .full_tensors import full_tensors
 from .publishing import drain
 
@@ -121,9 +122,7 @@ def _describe(engine: Any, folder: Path) -> None:
     if own is not None:
         own(folder)
         return
-    manager = getattr(engine, "checkpoint_manager", None)
-    tokenizer = getattr(engine, "tokenizer", None) or getattr(manager, "processing_class", None)
-    write_huggingface(folder, engine.module, tokenizer)
+    write_huggingface(folder, engine.module, tokenizer_of(engine))
 
 
 class TensorQueue:

@@ -22,8 +22,8 @@ from ..explorer import ExplorationResult, Explorer
 from ..explorer.versions import RunEnded
 from ..health import beating
 from ..sync_method import is_version
+from .epochs import EpochFollower, Opening
 from .lifecycle import interruptible
-from .openings import Opening, Openings
 from .ranks import claimed_rank
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,12 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
         log = RedisEventLog(client, options.run_id)
         await _tell_nearest(client, log, options.wait)
         folder = options.checkpoint_root / options.run_id
-        openings = Openings(log, Archive(folder, options.run_id))
+        epochs = EpochFollower(log, Archive(folder, options.run_id))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(openings.follow)
+            tasks.start_soon(epochs.follow)
             outcome: ExplorationResult | RunClosed | None = None
             while outcome is None:
-                opening = await openings.opened(options.wait)
+                opening = await epochs.opened(options.wait)
                 if isinstance(opening, RunClosed):
                     outcome = opening
                     continue
@@ -87,7 +87,7 @@ async def run_explorer(options: ExplorerOptions) -> ExplorationResult | None:
                     checkpoint_folder=folder,
                 )
                 async with claimed_rank(client, config, options.rank) as rank:
-                    outcome = await _epoch(config, rank, openings, opening)
+                    outcome = await _epoch(config, rank, epochs, opening)
                 if outcome is None:
                     logger.warning("run %s was opened anew: starting over", options.run_id)
             tasks.cancel_scope.cancel()
@@ -110,7 +110,7 @@ async def _tell_nearest(client: redis.asyncio.Redis, log: RedisEventLog, wait: f
 
 
 async def _epoch(
-    config: RunConfig, rank: int, openings: Openings, opening: Opening
+    config: RunConfig, rank: int, epochs: EpochFollower, opening: Opening
 ) -> ExplorationResult | RunClosed | None:
     """Explore one epoch; return None if another one has taken its place."""
     outcome: ExplorationResult | RunClosed | None = None
@@ -118,7 +118,7 @@ async def _epoch(
 
         async def watch() -> None:
             nonlocal outcome
-            outcome = await openings.ended(opening)
+            outcome = await epochs.ended(opening)
             if outcome is None or outcome.reason != "finished":
                 tasks.cancel_scope.cancel()
 
@@ -126,7 +126,7 @@ async def _epoch(
         try:
             result = await _explore(config, rank)
         except RunEnded:
-            outcome = await openings.ended(opening)
+            outcome = await epochs.ended(opening)
         else:
             outcome = result
         tasks.cancel_scope.cancel()

@@ -44,7 +44,6 @@ from ..placement import Needs, with_reserved_cpus
 from ..trainer import Trainer, TrainingResult
 from ..user_task import check_user_task
 from .actors import Actors, in_words
-from .again import shell_command
 from .cluster import Room, check_shared_memory, room_for
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
@@ -53,7 +52,8 @@ from .processes import ReducerProcess
 from .progress import ProgressView
 from .results import Outcome
 from .resume import earlier_run, held_checkpoint
-from .roots import hear_of_another_folder
+from .resume_command import shell_command
+from .roots import report_other_folder
 from .shared_storage import check_shared_storage
 from .summary import (
     TRANSPORTS,
@@ -94,7 +94,7 @@ class LaunchOptions(Struct, frozen=True, kw_only=True):
     """Ray cluster to join; None starts one on this host."""
     health_file: Path | None = None
     """Touched while the trainer answers."""
-    again: str | None = None
+    resume_command: str | None = None
     """Command that goes on with the run."""
 
 
@@ -198,7 +198,7 @@ async def _run(options: LaunchOptions, report: Report) -> None:
             here = config.explorer.count if alone else 0
             exits.callback(sweep)  # Ray may end its actors before they clear up
             room = await exits.enter_async_context(_room(config, here, options.ray_address, view))
-            async with _shown(view, log, partial(hear_of_another_folder, client, config, view.say)):
+            async with _shown(view, log, partial(report_other_folder, client, config, view.say)):
                 await _work(job, here, room)
                 if not alone:
                     await _last_weights_taken(log, config, view)
@@ -249,7 +249,7 @@ async def _summary(
                 FailedStep(step=step, kinds=sorted(kinds)) for step, kinds in failed.steps.items()
             ],
             newest_checkpoint=newest_checkpoint(await current_state(log), config),
-            next_command=None if outcome == "finished" else options.again,
+            next_command=None if outcome == "finished" else options.resume_command,
         ),
         metrics=job.training or metrics,
         exploration=job.exploration,

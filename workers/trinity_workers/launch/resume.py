@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 from msgspec import Struct
 
@@ -16,15 +15,12 @@ from trinity_events.checkpoint_layout import parse_final_name
 from trinity_events.checkpoint_lease import hold_checkpoint
 from trinity_events.core import MonitorState
 from trinity_events.core.lineage import stands
-from trinity_events.errors import TrinityError
+from trinity_events.errors import CheckpointHeld, DeadlineExceeded, TrinityError
 from trinity_events.log import EventLog, Stream
 from trinity_events.replay import current_state
 from trinity_schemas import StepRef
 
 from ..config import RunConfig
-
-_PROMOTED = 60.0
-"""Seconds for which the reducer may take to give a ready checkpoint its final name."""
 
 
 class CannotResume(TrinityError):
@@ -88,26 +84,17 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
     if config.resumed_step is None:
         yield
         return
-    folder = config.resumed_folder
-    if not await _appears(folder):
-        raise CannotResume(
-            f"the checkpoint of step {config.resumed_step} of run {config.run_id} is ready, but "
-            f"{folder} is not there after {_PROMOTED:g} s: is a reducer at work, and is this the "
-            "--checkpoint-root that the run was saved to? Begin anew with --fresh otherwise"
-        )
     step, url = config.resumed_step, config.redis_url
-    async with hold_checkpoint(config.run_id, step, redis_url=url, checkpoint_root=root):
+    async with AsyncExitStack() as exits:
+        held = hold_checkpoint(config.run_id, step, redis_url=url, checkpoint_root=root)
+        try:
+            await exits.enter_async_context(held)
+        except (CheckpointHeld, DeadlineExceeded) as error:
+            raise CannotResume(
+                f"run {config.run_id} cannot resume from its checkpoint of step {step}: {error} "
+                "(the checkpoint root is --checkpoint-root; --fresh begins anew)"
+            ) from None
         yield
-
-
-async def _appears(folder: Path) -> bool:
-    """Wait until the reducer has given a folder its final name; a rename tells no process of it."""
-    give_up = anyio.current_time() + _PROMOTED
-    while (  # noqa: ASYNC110 - there is no event to wait for
-        not (there := await anyio.Path(folder).is_dir()) and anyio.current_time() < give_up
-    ):
-        await anyio.sleep(0.1)
-    return there
 
 
 def _ready_checkpoint(state: MonitorState) -> StepRef | None:

@@ -22,17 +22,17 @@ _AGAIN = 2.0
 """Seconds for which a network's file system may show what was there before."""
 
 
-async def hear_of_another_folder(
+async def report_other_folder(
     client: redis.asyncio.Redis, config: RunConfig, say: Callable[[str], None]
 ) -> None:
     """Say once that the reducer uses another folder; whatever fails of it, the run goes on."""
     try:
-        await _hear(RedisEventLog(client, config.run_id), config, say)
+        await _report(RedisEventLog(client, config.run_id), config, say)
     except Exception as error:
         logger.warning("it is not known where the reducer of run %s is: %s", config.run_id, error)
 
 
-async def _hear(log: RedisEventLog, config: RunConfig, say: Callable[[str], None]) -> None:
+async def _report(log: RedisEventLog, config: RunConfig, say: Callable[[str], None]) -> None:
     heard = False
     async with subscribe(config.run_id, StepReady, redis_url=config.redis_url) as events:
         async for event in events:
@@ -40,15 +40,15 @@ async def _hear(log: RedisEventLog, config: RunConfig, say: Callable[[str], None
             if event.epoch != config.epoch or (heard and event.kind == "weights"):
                 continue
             heard = True
-            if await _told(log, config) is None:
+            if await _other_folder(log, config) is None:
                 continue
             await anyio.sleep(_AGAIN)
-            if (said := await _told(log, config)) is not None:
+            if (said := await _other_folder(log, config)) is not None:
                 say(f"warning: {said}")
                 return
 
 
-async def _told(log: RedisEventLog, config: RunConfig) -> str | None:
+async def _other_folder(log: RedisEventLog, config: RunConfig) -> str | None:
     told = await log.leaders_folder()
     folder, run_id = config.checkpoint_folder, config.run_id
     return await anyio.to_thread.run_sync(other_folder, told, folder, run_id)

@@ -11,7 +11,7 @@ from anyio import to_thread
 
 from trinity_events.trackers import TrackedRun, open_trackers, track_live, tracking_folder
 
-from ..beside import beside
+from ..background_tasks import background_tasks
 from ..config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ async def tracked(config: RunConfig) -> AsyncIterator[None]:
             ended.set()
 
     try:
-        async with beside(follow):
+        async with background_tasks(follow):
             try:
                 yield
             finally:

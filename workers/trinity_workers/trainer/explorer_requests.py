@@ -13,7 +13,7 @@ from trinity_events.errors import LogLost
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import ResendRequested, SyncRequested
 
-from ..beside import beside
+from ..background_tasks import background_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +40,19 @@ class ExplorerRequests:
         self._requested = requested
         self._publish = publish
         self._open = anyio.Event()
-        self._published = -1
+        self.published = -1
+        """Step of the newest version that was published."""
 
     @asynccontextmanager
     async def listening(self, start: str) -> AsyncIterator[None]:
         """Follow requests for the block, from a position of the log on."""
-        async with beside(partial(self._listen, start)):
+        async with background_tasks(partial(self._listen, start)):
             yield
 
     @asynccontextmanager
     async def allowed(self) -> AsyncIterator[None]:
         """Answer requests during the block; a publication that was begun then is completed."""
-        async with beside(self._answer):
+        async with background_tasks(self._answer):
             yield
 
     @property
@@ -66,7 +67,7 @@ class ExplorerRequests:
     def publishing(self, step: int) -> None:
         """Forget earlier requests: the version of ``step`` answers them."""
         self._open = anyio.Event()
-        self._published = step
+        self.published = step
 
     async def _listen(self, start: str) -> None:
         while True:
@@ -86,7 +87,7 @@ class ExplorerRequests:
     def _is_answered(self, event: ResendRequested | SyncRequested) -> bool:
         """Return True if an explorer asked for a version before it heard of it."""
         wanted = event.wanted if isinstance(event, SyncRequested) else None
-        return wanted is not None and wanted.step <= self._published
+        return wanted is not None and wanted.step <= self.published
 
     async def _answer(self) -> None:
         while True:

@@ -78,7 +78,7 @@ class RayTrainerFleet(TrainEngineWrapper):
 
     async def load_checkpoint(self, folder: Path, step: int) -> None:
         """Load the checkpoint of a step on every rank."""
-        await self._ask("load_checkpoint", str(folder / "actor"))
+        await self._ask("load_checkpoint", str(folder / MODEL_FOLDER[0]))
         self._step = step
 
     @property

@@ -14,7 +14,7 @@ from ..algorithms.filters import is_informative
 from ..algorithms.settings import FiltersConfig
 from ..config import RunConfig
 from ..sync_method import is_version
-from ..sync_schedule import prompts_open
+from ..sync_schedule import names_exact_version, prompts_open
 
 
 class RolloutSupply:
@@ -50,7 +50,7 @@ class RolloutSupply:
         await self._dispatcher.dispatch(
             max(wanted - self._dispatcher.asked_count, 0),
             StepRef(config.epoch, version),
-            exact=config.sync.style == "fixed",
+            exact=names_exact_version(config.sync),
         )
 
     async def ask_when_ready(self) -> None:

@@ -33,9 +33,10 @@ from trinity_schemas import (
     TrainerStatusChanged,
 )
 
-from ..beside import beside
+from ..background_tasks import background_tasks
 from ..config import RunConfig
 from ..garbage import exempt_loaded_objects
+from ..sync_schedule import asks_once_ready, publishes_on_demand
 from ..user_task import task_of
 from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
@@ -71,8 +72,6 @@ class Trainer:
         self._resends = ExplorerRequests(*run, ResendRequested, self.sync_weight)
         self._demands = ExplorerRequests(*run, SyncRequested, self.synchronize)
         self._publishing = anyio.Lock()
-        self._published = -1
-        """Step of the newest version that was published."""
         self._exits = AsyncExitStack()
         self._metrics: dict[str, float] = {}
 
@@ -144,7 +143,7 @@ class Trainer:
                 await exits.enter_async_context(self._resends.listening(self._began_at))
             if self._is_explorer_driven:
                 await exits.enter_async_context(self._demands.listening(self._began_at))
-            await exits.enter_async_context(beside(*tasks))
+            await exits.enter_async_context(background_tasks(*tasks))
             return await self._train()
         raise AssertionError("unreachable")
 
@@ -195,8 +194,8 @@ class Trainer:
                 await exits.enter_async_context(self._resends.allowed())
             if self._is_fully_async:
                 await self._supply.until_ready(step)
-            if self._is_explorer_driven and self._published < self.train_step_num:
-                if self._published < self.config.version_wanted(step):
+            if self._is_explorer_driven and self._demands.published < self.train_step_num:
+                if self._demands.published < self.config.version_wanted(step):
                     await self._publish_on_demand()
                 else:
                     await exits.enter_async_context(self._demands.allowed())
@@ -217,7 +216,7 @@ class Trainer:
         if not self._demands.is_open:
             raise DeadlineExceeded(
                 f"no explorer of run {run} asked within {timeout:g} s for weights after those of "
-                f"step {self._published}: see trinity-events status {run}"
+                f"step {self._demands.published}: see trinity-events status {run}"
             )
         await self.synchronize()
 
@@ -281,9 +280,8 @@ class Trainer:
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
         async with self._publishing:
-            self._published = self.train_step_num
             for requests in (self._resends, self._demands):
-                requests.publishing(self._published)
+                requests.publishing(self.train_step_num)
             if self._sends:
                 await self.engine.sync_weight_nccl(metrics)
             elif self.config.sync.method == "checkpoint":
@@ -313,11 +311,11 @@ class Trainer:
 
     @property
     def _is_explorer_driven(self) -> bool:
-        return self.config.sync.style == "explorer_driven"
+        return publishes_on_demand(self.config.sync)
 
     @property
     def _is_fully_async(self) -> bool:
-        return self.config.sync.style == "fully_async"
+        return asks_once_ready(self.config.sync)
 
     @property
     def train_step_num(self) -> int:

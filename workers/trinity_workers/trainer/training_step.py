@@ -181,7 +181,7 @@ class TrainingStep(ABC):
         """Return the batch with the fields that its preparation or several updates need."""
         settings = self._settings
         names = set(settings.needed_fields)
-        if settings.updates == 1 and not settings.prepares_by_proximal:
+        if not settings.passes_proximal:
             names.discard("proximal_logprobs")
         return replace(batch, **{name: self._pass(name, batch, division) for name in sorted(names)})
 

@@ -343,7 +343,7 @@ class MegatronEngine:
             def write() -> None:
                 with together(group):
                     if dist.get_rank() == 0:
-                        write_description(folder / "huggingface", self._description)
+                        write_description(folder / MODEL_FOLDER[-1], self._description)
                 write_model()
 
             writes["model"] = write

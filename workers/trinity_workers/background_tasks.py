@@ -1,4 +1,4 @@
-"""A task beside a block of code."""
+"""Tasks that run during a block of code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trinity_events.error_text import ungrouped
 
 
 @asynccontextmanager
-async def beside(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+async def background_tasks(*tasks: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
     """Run tasks during the block, and cancel them at its end; raise the first error alone."""
     with ungrouped():
         async with anyio.create_task_group() as group:

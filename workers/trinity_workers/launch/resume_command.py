@@ -1,4 +1,4 @@
-"""Commands that a run's summary tells a user to type next."""
+"""Commands in a run's summary that a user types next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trinity_events.server.url import redacted
 
 
-def again_command(arguments: Sequence[str], run_id: str) -> str:
+def resume_command(arguments: Sequence[str], run_id: str) -> str:
     """Return what to type to go on with a run, from its newest ready checkpoint.
 
     Args:

@@ -1,4 +1,4 @@
-"""Openings of a run's epochs, by which a process elsewhere finds the run that it serves."""
+"""Follower of a run's epochs, by which a process elsewhere finds the run that it serves."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Opening(Struct, frozen=True, kw_only=True):
     """The run's settings, as JSON."""
 
 
-class Openings:
-    """Follows a run's epochs: the newest, and how it was closed.
+class EpochFollower:
+    """Follower of a run's epochs: the newest, and how it was closed.
 
     Args:
         log: The run's log.
@@ -58,7 +58,7 @@ class Openings:
                 self._fold(entry)
 
     async def _read_all(self) -> str:
-        """Fold what there is; returns the position of the last entry."""
+        """Fold all entries; return the position of the last one."""
         after = ORIGIN
         async for entry in whole_stream(self._log, Stream.EVENTS, self._archive):
             after = entry.id
@@ -78,7 +78,7 @@ class Openings:
                 self._closed = closed
 
     async def opened(self, deadline: float) -> Opening | RunClosed:
-        """The newest epoch, once it is open; how it was closed if none is opened in time.
+        """Return the newest epoch once it is open; how it was closed if none is opened in time.
 
         Raises:
             RunNotFound: when the run is never opened.

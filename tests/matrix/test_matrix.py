@@ -1,0 +1,94 @@
+"""Combinations of ``make matrix``, and the faults that it finds in a log."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.matrix.combinations import Combination, combinations
+from tests.matrix.matrix_run import LATE, STEPS, judged
+from trinity_schemas import (
+    AppliedPhases,
+    Envelope,
+    Producer,
+    RolloutsDispatched,
+    StepReady,
+    StepRef,
+    StepTrained,
+    WeightsApplied,
+)
+
+DIGEST, OTHER = (f"sha256:{digit * 64}" for digit in "12")
+COMBINATION = Combination("fsdp", "memory", "fully_async")
+
+
+def log_of(*events):
+    """Return events of rank 0, or of the rank that they come with, as envelopes."""
+    pairs = [one if isinstance(one, tuple) else (one, 0) for one in events]
+    return [
+        Envelope(
+            run_id="run",
+            epoch=1,
+            producer=Producer(role="explorer", rank=rank, node="here", incarnation=f"of-{rank}"),
+            sequence=number,
+            occurred_at=1.0,
+            event=event,
+        )
+        for number, (event, rank) in enumerate(pairs, 1)
+    ]
+
+
+def ready(step, digest=DIGEST):
+    return StepReady(epoch=1, step=step, kind="weights", caused_by="1-0", version_digest=digest)
+
+
+def applied(step, rank, digest=DIGEST):
+    event = WeightsApplied(
+        version=StepRef(1, step),
+        digest=digest,
+        bytes=8,
+        verified_at=1.0,
+        phases=AppliedPhases(fetch=0.1, pause=0.1),
+    )
+    return event, rank
+
+
+def trained(step):
+    return StepTrained(step=step, trained=((step, step),), staleness={0: 4})
+
+
+SOUND = [
+    ready(0),
+    RolloutsDispatched(ordinals=((0, STEPS),), oldest=StepRef(1, 0), fingerprint=DIGEST),
+    *(trained(step) for step in range(1, STEPS + 1)),
+    ready(STEPS),
+    *(applied(STEPS, rank) for rank in range(LATE + 1)),
+]
+
+
+def faults_of(*events):
+    return judged(COMBINATION, log_of(*events), [], seconds=1.0).faults
+
+
+def test_each_allowed_combination_is_run_on_fsdp_and_each_method_on_megatron():
+    names = [one.name for one in combinations()]
+    assert len(set(names)) == len(names) == 14
+    assert "fsdp-nccl-fully_async" not in names
+    assert sum(name.startswith("megatron") for name in names) == 3
+
+
+def test_a_sound_log_has_no_fault_and_is_told_in_one_line():
+    found = judged(COMBINATION, log_of(*SOUND), [], seconds=1.0)
+    assert (found.faults, found.holds, found.steps) == ([], ["fully_async"], STEPS)
+    assert found.applied == {"explorer-0": 1, "explorer-1": 1, "explorer-2": 1}
+    assert f"joined at version {STEPS}" in found.line()
+
+
+def test_what_is_not_as_it_must_be_is_named():
+    assert faults_of(*SOUND[:-1], applied(STEPS, LATE, OTHER)) == [
+        f"explorer-{LATE} served other bytes of step {STEPS}"
+    ]
+    assert faults_of(*SOUND[:-1], applied(0, LATE)) == [
+        f"explorer-{LATE} ended with the version of step 0"
+    ]
+    assert faults_of(*SOUND[:-1]) == ["explorer-0, explorer-1 served versions"]
+    assert faults_of(*SOUND[1:], ready(0)) == ["the log has the properties of trainer_driven"]
