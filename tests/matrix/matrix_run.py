@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -184,14 +183,7 @@ def _started(*words: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "trinity_events", *words]
     with (
         output.open("wb") as file,
-        subprocess.Popen(
-            # Ray starts its workers at niceness 15: on a loaded machine they hardly get a turn.
-            command,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-            env=os.environ | {"RAY_worker_niceness": "0"},
-        ) as process,
+        subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True) as process,
     ):
         try:
             yield process

@@ -14,6 +14,7 @@ from tests.support.waits import PATIENCE  # noqa: E402
 from trinity_events.errors import DeadlineExceeded  # noqa: E402
 from trinity_schemas import Process  # noqa: E402
 from trinity_workers.launch.actors import ProcessDied, in_words, of_the_dead  # noqa: E402
+from trinity_workers.launch.processes import RayNotStarted, local_ray  # noqa: E402
 
 
 def told(cause):
@@ -75,3 +76,16 @@ def test_ray_starts_although_the_folder_of_temporary_files_has_a_long_name(tmp_p
         check=False,
     )
     assert shown.stdout == "started\n", shown.stderr
+
+
+async def test_a_host_too_busy_to_start_ray_is_told_in_one_sentence(monkeypatch):
+    def times_out(**_options):
+        raise Exception("The current node timed out during startup.\n")
+
+    monkeypatch.setattr("ray.init", times_out)
+    said = (
+        r"no Ray cluster started on this host \(The current node timed out .*\): start the command"
+    )
+    with pytest.raises(RayNotStarted, match=said):
+        async with local_ray(1):
+            pass

@@ -131,6 +131,10 @@ async def _stop(process: Process) -> None:
     await process.aclose()
 
 
+class RayNotStarted(TrinityError):
+    """Raised if no Ray cluster could be started on this host."""
+
+
 def _room_for_ray() -> str:
     """The folder of temporary files; another, where Ray's sockets would have too long names."""
     room = tempfile.gettempdir()
@@ -163,7 +167,14 @@ async def local_ray(cpus: int) -> AsyncIterator[None]:
         try:
             # Not on the main thread: there Ray would put a handler of its own in place of ours for
             # SIGTERM, one that ends the process wherever it is.
-            await anyio.to_thread.run_sync(start)
+            try:
+                await anyio.to_thread.run_sync(start)
+            except Exception as error:  # Ray has no class for it: its processes have 30 s to start
+                raise RayNotStarted(
+                    f"no Ray cluster started on this host ({' '.join(str(error).split())}): start "
+                    "the command again once the host is less busy, or join a cluster that runs, "
+                    "with RAY_ADDRESS"
+                ) from None
             yield
         finally:
             ray.shutdown()
