@@ -35,7 +35,8 @@ _COMMON: Settings = {
     # The clipped ratio is that of the trainer's own policies, and the distance from the policy that
     # sampled is left to the weights: without them, old samples are taken for new ones.
     "algorithm": {"importance_sampling": {"ratio_to": "proximal", "weights": "token"}},
-    "explorer": {"count": 1, "held_out_questions": 0},
+    "explorer": {"count": 1},
+    "evaluation": {"sets": {}},
     "rollouts": {"prompts_per_step": 16, "samples_per_prompt": 16},
     "checkpoints": {"interval": MEASURED_EVERY, "keep": 0},
 }

@@ -39,6 +39,7 @@ from .rollouts import (
     DropReason,
     Ordinal,
     OrdinalRanges,
+    Samples,
     TrainedLedger,
     check_ranges,
 )
@@ -455,6 +456,42 @@ class LedgerRestored(_Event, frozen=True):
     digest: Annotated[Digest, Meta(description="Digest of the encoded ledger.")]
 
 
+# --- evaluation --------------------------------------------------------------------------------
+
+
+class EvaluationStarted(_Event, frozen=True):
+    """The trainer asks explorers to answer a set of held-out questions with one weight version.
+
+    The version is not retired before the evaluation has finished or failed.
+    """
+
+    name: Annotated[Slug, Meta(description="Name of the set of questions.")]
+    version: Annotated[StepRef, Meta(description="Version that is evaluated.")]
+    questions: Annotated[Count, Meta(description="Questions of the set.")]
+    samples: Annotated[Samples, Meta(description="Answers that are sampled to each question.")] = 1
+    fingerprint: Annotated[Digest | None, Meta(description="Fingerprint of the questions.")] = None
+
+
+class EvaluationFinished(_Event, frozen=True):
+    """All answers of an evaluation are judged; it names the version that gave them."""
+
+    name: Annotated[Slug, Meta(description="Name of the set of questions.")]
+    version: Annotated[StepRef, Meta(description="Version that is evaluated.")]
+    metrics: Annotated[
+        dict[str, float], Meta(description="Mean reward and pass@k, with their intervals.")
+    ]
+    answers: Annotated[Count, Meta(description="Answers that were judged.")] = 0
+    seconds: Annotated[Seconds, Meta(description="Seconds from its start.")] = 0.0
+
+
+class EvaluationFailed(_Event, frozen=True):
+    """An evaluation was given up; training goes on."""
+
+    name: Annotated[Slug, Meta(description="Name of the set of questions.")]
+    version: Annotated[StepRef, Meta(description="Version that was to be evaluated.")]
+    reason: Annotated[Text, Meta(description="Reason, in words.")]
+
+
 # --- waits -------------------------------------------------------------------------------------
 
 
@@ -569,6 +606,9 @@ Event = (
     | RolloutsDispatched
     | StepTrained
     | LedgerRestored
+    | EvaluationStarted
+    | EvaluationFinished
+    | EvaluationFailed
     | WaitStarted
     | WaitEnded
     | StacksTaken
@@ -609,6 +649,9 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     RolloutsDispatched: "trainer",
     StepTrained: "trainer",
     LedgerRestored: "trainer",
+    EvaluationStarted: "trainer",
+    EvaluationFinished: "trainer",
+    EvaluationFailed: "trainer",
     WaitStarted: "worker",
     WaitEnded: "worker",
     StacksTaken: "worker",

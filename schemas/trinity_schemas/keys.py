@@ -28,6 +28,8 @@ class RunKeys(NamedTuple):
     identity: str
     folder: str
     rollouts: str
+    evaluations: str
+    judged: str
     promoted: str
 
     @classmethod

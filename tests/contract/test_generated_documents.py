@@ -34,6 +34,9 @@ from trinity_schemas import (
     Chunk,
     ConsumerDetached,
     DeadlineReached,
+    EvaluationFailed,
+    EvaluationFinished,
+    EvaluationStarted,
     ExpiredAttempt,
     ExplorerStatusChanged,
     LeaseExpired,
@@ -150,6 +153,9 @@ SAMPLES = [
         metrics={"loss": 0.5},
     ),
     LedgerRestored(ledger=LEDGER, digest=LEDGER.digest),
+    EvaluationStarted(name="hard", version=AT, questions=8, samples=4, fingerprint=DIGEST),
+    EvaluationFinished(name="hard", version=AT, metrics={"mean": 0.5}, answers=32, seconds=1.5),
+    EvaluationFailed(name="hard", version=AT, reason="no explorer answered"),
     WaitStarted(
         wait_id="a", what="rollouts", waits_for=("explorer-0",), seconds=5.0, deadline=60.0
     ),

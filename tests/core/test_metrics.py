@@ -83,3 +83,14 @@ def test_an_applied_version_tells_the_pause_and_the_time_since_it_was_opened():
     history.add(opened(1, 0))
     history.add(applied(1, pause=0.25), by="explorer")
     assert metrics_of(history) == [(1, {"perf/pause_seconds": 0.25, "perf/transfer_seconds": 0.5})]
+
+
+def test_a_version_that_an_explorer_goes_back_to_is_no_transfer():
+    history = History()
+    for step in (1, 2):
+        history.add(opened(step))
+    for step in (1, 2, 1, 2):  # the third for an evaluation, the fourth for training again
+        history.add(applied(step, pause=0.1), by="explorer")
+    history.add(applied(2, pause=0.1), by="explorer", rank=1)
+    told = ["perf/transfer_seconds" in values for _, values in metrics_of(history)]
+    assert told == [True, True, False, False, True]

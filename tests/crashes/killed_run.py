@@ -27,12 +27,14 @@ from trinity_workers.launch.model import make_model
 PROMPTS = 4
 ON_POLICY = {
     "sync": {"max_staleness": 0},
-    "explorer": {"deterministic": True, "held_out_questions": 0},
+    "explorer": {"deterministic": True},
+    "evaluation": {"sets": {}},
 }
 """Conditions under which a resumed run ends with the bits of an undisturbed one."""
 ASYNCHRONOUS = {
     "sync": {"max_staleness": 2},
-    "explorer": {"held_out_questions": 0, "groups_per_claim": 1},
+    "explorer": {"groups_per_claim": 1},
+    "evaluation": {"sets": {}},
     "rollouts": {"order": "arrival"},
 }
 MOMENTS = 150

@@ -52,7 +52,7 @@ def settings(**task) -> dict:
         "trainer": {"ranks": 2},
         "algorithm": {"preset": "dr_grpo", "kl": {"coefficient": 0.01}},
         "rollouts": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 8},
-        "explorer": {"held_out_questions": 4},
+        "evaluation": {"sets": {"held-out": {"count": 4}}},
         "checkpoints": {"interval": 0},
     }
 
@@ -89,14 +89,16 @@ def test_a_users_model_questions_reward_tools_and_engine_are_part_of_a_run(folde
     (folder / "engine.py").write_text(ENGINE)
     chosen = settings(environment="./tool.py:Tool")
     chosen["rollouts"] |= {"max_turns": 2, "max_new_tokens": 64, "on_update": "keep_cache"}
-    chosen["explorer"] |= {"engine": "./engine.py:make", "engine_options": {"max_batch": 7}}
+    chosen["explorer"] = {"engine": "./engine.py:make", "engine_options": {"max_batch": 7}}
     chosen["steps"] = 2
     done = run(folder, chosen, own_home)
     assert done.returncode == 0, done.stderr[-4000:]
     summary = msgspec.json.decode(done.stdout.splitlines()[-1])
     assert (summary["outcome"], summary["warm_up_steps"]) == ("finished", 0)
     assert 0.0 < summary["score_first_third"] <= 1.0, "finished turns were answered by the tool"
-    assert 0.0 <= summary["held_out_before"] <= 1.0
+    held_out = summary["evaluations"]["held-out"]
+    assert (held_out["first_step"], held_out["last_step"]) == (0, 2)
+    assert 0.0 <= held_out["first"]["mean"] <= 1.0
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_sentence(folder, own_home):

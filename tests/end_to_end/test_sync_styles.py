@@ -82,7 +82,8 @@ def small(make_config, **settings):
     """Return the configuration of a run that takes seconds."""
     return make_config(
         rollouts={"prompts_per_step": PROMPTS, "samples_per_prompt": 2, "claim_lease": PATIENCE},
-        explorer={"held_out_questions": 0, "groups_per_claim": 1},
+        explorer={"groups_per_claim": 1},
+        evaluation={"sets": {}},
         **settings,
     )
 

@@ -20,7 +20,7 @@ FEW = ("steps=2", "rollouts.prompts_per_step=2", "rollouts.samples_per_prompt=2"
 async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
     cli, log, redis_url, tmp_path, engine
 ):
-    settings = [word for one in (*FEW, "explorer.held_out_questions=0") for word in ("--set", one)]
+    settings = [word for one in (*FEW, "evaluation.sets={}") for word in ("--set", one)]
     place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
     said = cli("train", str(EXAMPLES / f"{engine}.yaml"), *settings, *place, "--json", timeout=500)
     assert said.returncode == 0, said.stderr
@@ -52,7 +52,7 @@ async def test_an_example_trains_and_its_configuration_is_in_log_and_folder(
 async def test_ppo_trains_a_critic_that_is_saved_and_not_published(
     cli, log, redis_url, tmp_path, policy_folder
 ):
-    few = (*FEW, "explorer.held_out_questions=0", "algorithm.critic.warmup_steps=1")
+    few = (*FEW, "evaluation.sets={}", "algorithm.critic.warmup_steps=1")
     settings = [word for one in (*few, f"model.path={policy_folder}") for word in ("--set", one)]
     place = ("--run", log.run_id, "--redis-url", redis_url, "--checkpoint-root", str(tmp_path))
     said = cli("train", str(EXAMPLES / "ppo.yaml"), *settings, *place, timeout=500)

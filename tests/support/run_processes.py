@@ -27,7 +27,7 @@ def small_run(folder: Path, model: Path, **sections: Any) -> Path:
     settings: dict[str, Any] = {
         "model": {"path": str(model)},
         "trainer": {"ranks": 1},
-        "explorer": {"held_out_questions": 0},
+        "evaluation": {"sets": {}},
         "rollouts": {"prompts_per_step": 4, "samples_per_prompt": 4},
         "checkpoints": {"interval": 0},
     }

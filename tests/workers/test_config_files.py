@@ -189,6 +189,52 @@ def test_an_algorithm_of_the_users_file_is_checked_before_the_run(tmp_path):
     assert "own.py has no 'cubed'" in problem
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{sets: {Hard: {}}}", 'evaluation.sets has "Hard", but a name there has only lower-case'),
+        ("{sets: {hard: 4}}", "evaluation.sets.hard is 4, but it is a section"),
+        (
+            "{sets: {hard: {samples: 0}}}",
+            "evaluation.sets.hard.samples is 0, but must be an integer",
+        ),
+        ("{sets: {hard: {sample: 4}}}", "no setting evaluation.sets.hard.sample: is evaluation"),
+        (
+            "{sets: {hard: {pass_at: 4}}}",
+            "evaluation.sets.hard.pass_at is 4, but must be a list, each",
+        ),
+        (
+            "{sets: {hard: {pass_at: [8]}}}",
+            "pass@8 of 4 answers: set evaluation.sets.hard.samples 8",
+        ),
+        ("{sets: {hard: {temperature: 0}}}", "all 4 answers to a question are then the same"),
+        ("{sets: {hard: {versions: [900]}}}", "has step 900, and the run has 300 steps"),
+        ("{sets: {a: {at_start: false, at_end: false}}}", "evaluation.sets.a is never asked"),
+        ("{timeout: 0}", "evaluation.timeout is 0, but must be a number above 0"),
+        ("{sets: {a: {interval: 5}}}\nsync: {method: nccl}", "sync.method nccl keeps none"),
+    ],
+)
+def test_a_mistake_in_a_set_of_held_out_questions_is_one_sentence(tmp_path, text, said):
+    [problem] = read_config(written(tmp_path, f"evaluation: {text}")).problems
+    assert said in problem and "\n" not in problem
+
+
+def test_sets_of_held_out_questions_have_the_users_names(tmp_path):
+    text = "evaluation: {sets: {b: {samples: 2, questions: ./b.jsonl}, a: }}"
+    config = read_config(written(tmp_path, text)).checked()
+    assert [*config.evaluation.sets] == ["b", "a"]
+    assert config.evaluation.sets["b"].passes == (1, 2)
+    assert config.evaluation.sets["b"].questions == str(tmp_path / "b.jsonl")
+    again = read_config(written(tmp_path, to_yaml(config), "copy.yaml")).checked()
+    assert again == config == TrainConfig.from_text(config.to_text())
+    overlaid = read_config(
+        tmp_path / "copy.yaml", [typed_setting("evaluation.sets.a.pass_at=[1, 3]")]
+    ).checked()
+    assert overlaid.evaluation.sets["a"].pass_at == (1, 3)
+    none = read_config(tmp_path / "copy.yaml", [typed_setting("evaluation.sets={}")]).checked()
+    assert none.evaluation.sets == {}
+
+
 def test_an_empty_file_is_the_defaults(tmp_path):
     assert read_config(written(tmp_path, "# nothing\n")).checked() == TrainConfig()
 

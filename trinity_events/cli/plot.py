@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,10 @@ DRAWN = (
     "perf/transfer_seconds",
     "perf/pause_seconds",
 )
-"""Metrics that are drawn unless others are asked for, as far as the run has them."""
+"""Metrics that are drawn unless others are asked for, as far as the run has them.
+
+The mean rewards of all sets of held-out questions are drawn beside them.
+"""
 
 
 def plot(
@@ -36,7 +40,7 @@ def plot(
             "--metric",
             "-m",
             help="Metric, or group of metrics such as perf; may be given several times. By "
-            "default reward, loss, staleness and times of synchronisation.",
+            "default reward, loss, staleness, times of synchronisation and mean held-out rewards.",
             show_default=False,
         ),
     ] = None,
@@ -54,7 +58,8 @@ def plot(
     Example: trinity-events plot demo-1 --output demo-1.png
     """
     run_id, curves = anyio.run(_curves, run, root, redis_url)
-    drawn = metrics or [name for name in DRAWN if name in curves.names]
+    usual = (*DRAWN, *fnmatch.filter(curves.names, "eval/*/mean"))
+    drawn = metrics or [name for name in usual if name in curves.names]
     if not drawn:
         raise PlotUnusable(f"run {run_id} has no metrics to draw yet")
     path = output or Path(f"{run_id}.svg")

@@ -25,8 +25,15 @@ from .completeness import (
     registered,
     staged_folder,
 )
+from .evaluations import open_versions
 from .fold_state import FoldState
-from .limits import KEPT_BASES, KEPT_COMPLETE_CHECKPOINTS, KEPT_VERSIONS, MOST_PROOFS
+from .limits import (
+    KEPT_BASES,
+    KEPT_COMPLETE_CHECKPOINTS,
+    KEPT_EVALUATED,
+    KEPT_VERSIONS,
+    MOST_PROOFS,
+)
 from .state import DeltaBases, ReadyPointer, StepState
 
 
@@ -125,7 +132,7 @@ def _announce_ready(fold: FoldState, at: StepRef, step_state: StepState, kind: K
         if bases:
             kept = tuple(sorted(bases)[:KEPT_BASES])
             fold.state.delta_bases.append(DeltaBases(version=at, bases=kept))
-        _retire_versions(fold)
+        retire_versions(fold)
     elif kind == "checkpoint":
         _note_complete_checkpoint(fold, at.step)
 
@@ -167,10 +174,13 @@ def supersede(fold: FoldState, epoch: int, step: int, kind: Kind, by: StepRef) -
         fold.announcements.append(VersionRetired(epoch=epoch, step=step))
 
 
-def _retire_versions(fold: FoldState) -> None:
-    """Keep the newest versions and their bases, and retire the others."""
+def retire_versions(fold: FoldState) -> None:
+    """Retire all versions but the newest ones, those of open evaluations, and their bases."""
     state = fold.state
     kept = set(state.versions[-KEPT_VERSIONS:])
+    if state.evaluations:
+        evaluated = open_versions(state).intersection(state.versions[:-KEPT_VERSIONS])
+        kept.update(sorted(evaluated)[:KEPT_EVALUATED])
     if state.delta_bases:
         state.delta_bases = [one for one in state.delta_bases if one.version in kept]
         kept.update(base for one in state.delta_bases for base in one.bases)

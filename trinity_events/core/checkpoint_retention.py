@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .evaluations import open_versions
 from .state import MonitorState
 
 
@@ -12,7 +13,8 @@ def removable_steps(state: MonitorState, made: Mapping[int, int | None], keep: i
 
     A checkpoint may go once a newer one is ready, but the last ``keep`` stay. A folder with only a
     state dict may go once a newer state dict or checkpoint is ready. Folders that a pointer names
-    stay. So do folders of epochs that the current epoch does not continue.
+    stay. So do those of versions under evaluation, and folders of epochs that the current epoch
+    does not continue.
 
     Args:
         state: The run's state.
@@ -27,7 +29,8 @@ def removable_steps(state: MonitorState, made: Mapping[int, int | None], keep: i
     newest = max(steps.values(), default=0)
     newest_checkpoint = steps.get("checkpoint", 0)
     whole = sorted(step for step in state.complete_checkpoints if step <= newest_checkpoint)
-    kept = {*whole[-keep:], *(at.step for at in pointers.values())}
+    evaluated = {one.step for one in open_versions(state) if one.epoch == state.epoch}
+    kept = {*whole[-keep:], *(at.step for at in pointers.values()), *evaluated}
     checkpoints = set(whole)
     return sorted(
         step

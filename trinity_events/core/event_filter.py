@@ -6,6 +6,9 @@ from msgspec import Struct
 
 from trinity_schemas import (
     Envelope,
+    EvaluationFailed,
+    EvaluationFinished,
+    EvaluationStarted,
     Event,
     LeaseExpired,
     LedgerRestored,
@@ -30,6 +33,13 @@ _OF_A_SLOT = (
     SaveProgressed,
     SaveFinished,
     SaveFailed,
+)
+_OF_A_VERSION = (
+    WeightsApplied,
+    ResendRequested,
+    EvaluationStarted,
+    EvaluationFinished,
+    EvaluationFailed,
 )
 _FIRST = (0, 0)
 _LAST = (2**64, 0)
@@ -76,8 +86,6 @@ class EventFilter(Struct, frozen=True, kw_only=True):
 def steps_of(event: Event) -> set[int]:
     """Return the training steps that an event is about."""
     match event:
-        case WeightsApplied(version=version) | ResendRequested(version=version):
-            return {version.step}
         case SyncRequested(wanted=wanted):
             return set() if wanted is None else {wanted.step}
         case LeaseExpired(attempts=attempts):
@@ -86,6 +94,8 @@ def steps_of(event: Event) -> set[int]:
             return {ledger.step}
         case _ if isinstance(event, _OF_A_SLOT):
             return {event.slot.step}
+        case _ if isinstance(event, _OF_A_VERSION):
+            return {event.version.step}
         case _:
             step = getattr(event, "step", None)
             return set() if step is None else {step}

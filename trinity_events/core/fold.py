@@ -9,6 +9,9 @@ from trinity_schemas import (
     ConsumerDetached,
     DeadlineReached,
     Envelope,
+    EvaluationFailed,
+    EvaluationFinished,
+    EvaluationStarted,
     ExplorerStatusChanged,
     LeaseExpired,
     LedgerRestored,
@@ -39,7 +42,7 @@ from trinity_schemas import (
     event_tag,
 )
 
-from . import rollouts, runs, saves, waits, weights
+from . import evaluation_events, rollouts, runs, saves, waits, weights
 from .compaction import drop_oldest_steps
 from .fold_state import FoldState, describe_producer, keep_last
 from .limits import KEPT_PRODUCERS, KEPT_STEPS, REORDERED_PRODUCERS
@@ -88,6 +91,9 @@ _HANDLERS: dict[type, Callable[[FoldState, Any, Envelope], None]] = {
     RolloutsDispatched: rollouts.rollouts_dispatched,
     StepTrained: rollouts.step_trained,
     LedgerRestored: rollouts.ledger_restored,
+    EvaluationStarted: evaluation_events.evaluation_started,
+    EvaluationFinished: evaluation_events.evaluation_finished,
+    EvaluationFailed: evaluation_events.evaluation_failed,
     WaitStarted: waits.wait_started,
     WaitEnded: waits.wait_ended,
     StacksTaken: waits.stacks_taken,

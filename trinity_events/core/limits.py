@@ -4,6 +4,12 @@ from __future__ import annotations
 
 KEPT_VERSIONS = 2
 """Ready weight versions that are not retired, besides their bases."""
+KEPT_EVALUATED = 2
+"""Versions that open evaluations keep from being retired, besides the newest ones."""
+KEPT_SETS = 64
+"""Sets of held-out questions whose evaluations are known."""
+KEPT_RESULTS = 64
+"""Metrics kept of the last evaluation of a set."""
 KEPT_BASES = 64
 """Distinct base versions stored for one delta version; ranks may have different bases."""
 KEPT_STEPS = 128

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from trinity_schemas import (
     Envelope,
+    EvaluationFinished,
     StepCommitted,
     StepRef,
     StepTrained,
@@ -17,6 +18,7 @@ from trinity_schemas import (
 )
 
 from .ordinal_ranges import count
+from .transfers import FirstApplications
 
 GROUPS = ("train", "rollout", "eval", "perf", "off_policy")
 """Groups of metrics; a metric's name is ``GROUP/NAME``."""
@@ -26,6 +28,7 @@ MEASURED = (
     VersionPartPublished,
     StepCommitted,
     WeightsApplied,
+    EvaluationFinished,
 )
 """Types of the events that tell metrics."""
 _OF_ROLLOUTS = frozenset({"reward", "score", "response_tokens", "response_length"})
@@ -55,6 +58,7 @@ class MetricsReader:
         self._trained_at: tuple[int, float] | None = None
         self._parts: dict[StepRef, list[VersionPartPublished]] = {}
         self._opened: dict[StepRef, float] = {}
+        self._first_applications = FirstApplications()
 
     def add(self, envelope: Envelope) -> StepMetrics | None:
         """Take an event; return the metrics that it tells, if it tells any."""
@@ -69,7 +73,9 @@ class MetricsReader:
             case VersionOpened(step=step):
                 self._opened[StepRef(epoch, step)] = envelope.occurred_at
             case WeightsApplied(version=version):
-                return self._of(envelope, version.step, self._applied(event))
+                return self._of(envelope, version.step, self._applied(envelope, event))
+            case EvaluationFinished(version=version):
+                return self._of(envelope, version.step, _evaluated(event))
             case _:
                 pass
         return None
@@ -103,10 +109,10 @@ class MetricsReader:
             "perf/published_bytes": float(sum(one.bytes for one in parts)),
         }
 
-    def _applied(self, event: WeightsApplied) -> dict[str, float]:
+    def _applied(self, envelope: Envelope, event: WeightsApplied) -> dict[str, float]:
         values = {"perf/pause_seconds": event.phases.pause}
         opened = self._opened.get(event.version)
-        if opened is not None:
+        if self._first_applications.add(envelope, event) and opened is not None:
             values["perf/transfer_seconds"] = max(0.0, event.verified_at - opened)
         return values
 
@@ -118,6 +124,12 @@ def grouped(name: str) -> str:
     if name.startswith(_OFF_POLICY):
         return f"off_policy/{name.removeprefix('rollout_corr/')}"
     return f"rollout/{name}" if name in _OF_ROLLOUTS else f"train/{name}"
+
+
+def _evaluated(event: EvaluationFinished) -> dict[str, float]:
+    """Return the results of a set as ``eval/SET/NAME``."""
+    named = {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
+    return named | {f"eval/{event.name}/seconds": event.seconds}
 
 
 def _staleness(samples: Mapping[int, int]) -> dict[str, float]:

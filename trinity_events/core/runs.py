@@ -15,6 +15,7 @@ from trinity_schemas import (
 
 from .announcements import supersede
 from .completeness import staged_folder
+from .evaluations import continue_evaluations
 from .fold_state import FoldState, keep_last
 from .limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS
 from .lineage import continued_lineage
@@ -60,6 +61,7 @@ def _open_epoch(fold: FoldState, epoch: int, step: int, opening: RunOpened | Run
         del state.pending_promotions[folder]
     state.lineage = continued_lineage(state, opening)
     state.epoch = epoch
+    continue_evaluations(state)
     state.strategy = opening.save_strategy
     state.transport = opening.transport
     state.attempts, state.queue, state.turns = {}, {}, {}

@@ -207,6 +207,29 @@ class Anomaly(Struct, frozen=True, kw_only=True):
     detail: str
 
 
+class Evaluation(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Evaluation of a weight version on a set of held-out questions."""
+
+    version: StepRef
+    since: int
+    """Milliseconds at which it started, or ended."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Results of an evaluation that has finished."""
+    failure: str | None = None
+    """Reason for which it was given up."""
+
+
+class EvaluatedSet(Struct, kw_only=True, omit_defaults=True):
+    """Evaluations of one set of held-out questions."""
+
+    open: list[Evaluation] = field(default_factory=list)
+    """Evaluations that have started and not ended, oldest first."""
+    last: Evaluation | None = None
+    """Evaluation that ended last."""
+    through: StepRef | None = None
+    """Newest version of the lineage that needs no evaluation any more."""
+
+
 class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """State of a run after ``position``. Only :class:`.Monitor` changes it."""
 
@@ -229,6 +252,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Process, as role and rank, to the entry with the stacks that were last taken of it."""
     ledger: Ledger | None = None
     """Fates of the ordinals of the current lineage, once some were dispatched or restored."""
+    evaluations: dict[str, EvaluatedSet] = field(default_factory=dict)
+    """Evaluations by the name of their set."""
     steps: dict[int, StepState] = field(default_factory=dict)
     forgotten_through: int = -1
     """Last step that was settled and dropped; earlier steps that ``steps`` lacks were too."""

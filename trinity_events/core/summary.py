@@ -30,6 +30,7 @@ from .file_versions import WEIGHTS_SAVE, weights_save
 from .limits import KEPT_REFUSALS
 from .refusals import refusal_of, suspects
 from .state import Refusal
+from .transfers import FirstApplications
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -85,7 +86,7 @@ class RunSummary(Struct, frozen=True, kw_only=True):
     stall: Spread
     """Time that a publication holds the training loop, on its slowest rank."""
     transfer: Spread
-    """Time from a version's opening to its last byte verified, for each time it is applied."""
+    """Time from a version's opening to its last byte verified, for each explorer."""
     pause: Spread
     """Time that an installation holds an explorer's engine."""
     events: int
@@ -126,6 +127,7 @@ class Summarizer:
         self._versions: dict[StepRef, _Version] = {}
         self._saving: dict[StepRef, float] = {}
         """Versions in files that are being saved, to the Unix seconds at which they began."""
+        self._first_applications = FirstApplications()
         self._transfers: list[float] = []
         self._pauses: list[float] = []
         self._first_steps: dict[int, int] = {}
@@ -157,7 +159,7 @@ class Summarizer:
             case WeightsApplied(version=ref):
                 version = self._version(ref.epoch, ref.step)
                 version.applied = True
-                if version.opened:
+                if self._first_applications.add(envelope, event) and version.opened:
                     self._transfers.append(max(0.0, event.verified_at - version.opened))
                 self._pauses.append(event.phases.pause)
             case VersionRefused(version=ref):

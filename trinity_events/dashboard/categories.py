@@ -8,6 +8,9 @@ from trinity_schemas import (
     EVENT_TYPES,
     ConsumerDetached,
     DeadlineReached,
+    EvaluationFailed,
+    EvaluationFinished,
+    EvaluationStarted,
     Event,
     ExplorerStatusChanged,
     LeaseExpired,
@@ -49,7 +52,14 @@ CATEGORIES = ("run", "train", "rollouts", "save", "publish", "apply", "wait", "f
 
 _OF: dict[str, tuple[type[Struct], ...]] = {
     "run": (RunOpened, RunResumed, RunClosed, ConsumerDetached),
-    "train": (StepCommitted, StepTrained, ThreadCountRegistered, TrainerStatusChanged),
+    "train": (
+        StepCommitted,
+        StepTrained,
+        ThreadCountRegistered,
+        TrainerStatusChanged,
+        EvaluationStarted,
+        EvaluationFinished,
+    ),
     "rollouts": (RolloutsDispatched, LedgerRestored),
     "save": (SaveRequested, SaveGranted, SaveStarted, SaveProgressed, SaveFinished),
     "publish": (VersionOpened, VersionPartPublished, VersionRetired),
@@ -62,7 +72,14 @@ _OF: dict[str, tuple[type[Struct], ...]] = {
         ResendRequested,
         ExplorerStatusChanged,
     ),
-    "failure": (SaveFailed, VersionRefused, LeaseExpired, DeadlineReached, StepFailed),
+    "failure": (
+        SaveFailed,
+        VersionRefused,
+        LeaseExpired,
+        DeadlineReached,
+        StepFailed,
+        EvaluationFailed,
+    ),
     "ready": (StepReady, StepSuperseded),
 }
 CATEGORY: dict[type, int] = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct, field
 
 from trinity_schemas import (
     Envelope,
+    EvaluationFinished,
     StepCommitted,
     StepReady,
     StepRef,
@@ -113,13 +114,20 @@ class Figures:
             take(self, at, envelope, envelope.event)
 
     def _metrics(self, _: float, envelope: Envelope, event: StepTrained | StepCommitted) -> None:
-        for name, value in event.metrics.items():
+        self._take_metrics(StepRef(envelope.epoch, event.step), event.metrics)
+
+    def _evaluated(self, _: float, __: Envelope, event: EvaluationFinished) -> None:
+        metrics = {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
+        self._take_metrics(event.version, metrics)
+
+    def _take_metrics(self, at: StepRef, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             series = self.metrics.get(name)
             if series is None:
                 if len(self.metrics) >= METRICS:
                     continue
                 series = self.metrics[name] = Series()
-            series.add(envelope.epoch, event.step, value)
+            series.add(at.epoch, at.step, value)
 
     def _trained(self, at: float, envelope: Envelope, event: StepTrained) -> None:
         self._metrics(at, envelope, event)
@@ -170,6 +178,7 @@ class Figures:
 _TAKES: dict[type, Callable[[Figures, float, Envelope, Any], None]] = {
     StepTrained: Figures._trained,
     StepCommitted: Figures._metrics,
+    EvaluationFinished: Figures._evaluated,
     VersionOpened: Figures._opened,
     VersionPartPublished: Figures._part,
     StepReady: Figures._ready,

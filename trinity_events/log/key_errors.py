@@ -18,6 +18,7 @@ from .position import position
 C = TypeVar("C")
 
 _TYPES = {
+    **dict.fromkeys(("evaluations", "judged"), "stream"),
     **dict.fromkeys(
         ("events", "announcements", "dead", "experiences", "rollouts", "promoted"), "stream"
     ),

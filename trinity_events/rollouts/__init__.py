@@ -4,6 +4,7 @@ from .client import Claim, RolloutClient
 from .dispatch_state import Group, HeldRequest
 from .dispatcher import RolloutDispatcher, RolloutsFailed
 from .settings import DispatchSettings
+from .streams import evaluation_keys
 
 __all__ = [
     "Claim",
@@ -13,4 +14,5 @@ __all__ = [
     "RolloutClient",
     "RolloutDispatcher",
     "RolloutsFailed",
+    "evaluation_keys",
 ]

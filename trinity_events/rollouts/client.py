@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 from msgspec import Struct
 
-from trinity_schemas import ContractError, Experience, RolloutRequest, encode
+from trinity_schemas import ContractError, Experience, RolloutRequest, RunKeys, encode
 from trinity_schemas.codec import decode_request
 
 from ..error_text import ungrouped
@@ -43,6 +43,7 @@ class RolloutClient:
             up what its name has claimed.
         lease: Seconds after which a claim that is not renewed lapses, as the dispatcher has it.
         deadline: Seconds for which a call waits for a server that is away.
+        keys: Keys with the streams; by default those of the run's rollouts.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class RolloutClient:
         *,
         lease: float,
         deadline: float = 300.0,
+        keys: RunKeys | None = None,
     ) -> None:
         self.name = name
         self.discarded = 0
         """Answers that came after another attempt had taken their place."""
         self._lease = lease
         self._deadline = deadline
-        self._streams = RolloutStreams(client, run_id, epoch)
+        self._streams = RolloutStreams(client, run_id, epoch, keys=keys)
         self._held: set[str] = set()
         """Entry ids of the claims that were handed out and are not answered."""
         self._claiming = anyio.Lock()

@@ -16,7 +16,9 @@ from trinity_schemas import (
     ReissuedRollout,
     RolloutRequest,
     RolloutsDispatched,
+    RunKeys,
     StepRef,
+    StepTrained,
     TrainedLedger,
     encode,
 )
@@ -69,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutsFailed(TrinityError):
-    """Raised if so many prompts in a row fail that no step can be expected."""
+    """Raised if prompts fail in each attempt: so many in a row, or one that may not be dropped."""
 
 
 def always(_: Group) -> bool:
@@ -85,23 +87,26 @@ class RolloutDispatcher:
 
     Args:
         client: Client of the server of the run's log.
-        publisher: Publisher of the trainer.
+        publisher: Publisher of the trainer; None tells the log nothing, as for evaluations, whose
+            requests have no fate.
         settings: Settings of the dispatch.
         ledger: Ledger of the checkpoint that the run resumes from; the dispatcher changes it.
             ``LedgerRestored`` must be in the log before the first dispatch.
         deadline: Seconds for which a write waits for a server that is away.
         waits: Reporter of the trainer's long waits for rollouts; by default none reports them.
+        keys: Keys with the streams; by default those of the run's rollouts.
     """
 
     def __init__(
         self,
         client: redis.asyncio.Redis,
-        publisher: AsyncPublisher,
+        publisher: AsyncPublisher | None,
         settings: DispatchSettings,
         ledger: Ledger | None = None,
         *,
         deadline: float = 300.0,
         waits: WaitReporter = NO_REPORTS,
+        keys: RunKeys | None = None,
     ) -> None:
         self.settings = settings
         self.ledger = Ledger() if ledger is None else ledger
@@ -112,7 +117,11 @@ class RolloutDispatcher:
         self._state = DispatchState(settings, self.ledger)
         self._publisher = publisher
         self._streams = RolloutStreams(
-            client, settings.run_id, settings.epoch, slow=max(_SLOW, settings.claim_lease / 4)
+            client,
+            settings.run_id,
+            settings.epoch,
+            slow=max(_SLOW, settings.claim_lease / 4),
+            keys=keys,
         )
         self._answers = AnswerReader(self._streams)
         self._deadline = deadline
@@ -165,7 +174,9 @@ class RolloutDispatcher:
     async def _lineage(self, wait: Deadline) -> Stands:
         """Return a function that tells if the lineage in the log holds a version."""
         try:
-            state = await wait.ask(lambda: current_state(self._publisher.log))
+            assert self._publisher is not None
+            log = self._publisher.log
+            state = await wait.ask(lambda: current_state(log))
         except SnapshotUnreadable as error:
             logger.warning("run %s: no answers are kept: %s", self.settings.run_id, error)
             return lambda _: False
@@ -281,7 +292,7 @@ class RolloutDispatcher:
             event = self._state.told(
                 step, ordinals, metrics=metrics or {}, staleness=staleness or {}
             )
-            await self._streams.timed(lambda: self._publisher.publish(event))
+            await self._publish(event)
             self._state.train(ordinals)
             self._step = step
             self._told = self.ledger.to_contract(step)
@@ -379,8 +390,13 @@ class RolloutDispatcher:
         )
         self._state.drop("attempts", due.ordinal)
         self._failed_in_a_row += 1
+        reason = self._last_failure if due.reason == "failed" else due.reason
+        if not self.settings.may_drop:
+            raise RolloutsFailed(
+                f"run {self.settings.run_id}: question {due.ordinal} failed in each of "
+                f"{self.settings.max_attempts} attempts, the last one: {reason}"
+            )
         if self._failed_in_a_row >= max(self.settings.prompts_per_step, _FAILED_IN_A_ROW):
-            reason = self._last_failure if due.reason == "failed" else due.reason
             raise RolloutsFailed(
                 f"run {self.settings.run_id}: {self._failed_in_a_row} prompts in a row failed in "
                 f"each of {self.settings.max_attempts} attempts, the last one: {reason}"
@@ -412,7 +428,11 @@ class RolloutDispatcher:
             exact=versions.exact,
             fingerprint=self.settings.fingerprint,
         )
-        await self._streams.timed(lambda: self._publisher.publish(event))
+        await self._publish(event)
+
+    async def _publish(self, event: RolloutsDispatched | StepTrained) -> None:
+        if (publisher := self._publisher) is not None:
+            await self._streams.timed(lambda: publisher.publish(event))
 
     def _row(self, request: Request) -> list[object]:
         """Return a request as the script that issues requests takes it."""

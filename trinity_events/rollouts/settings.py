@@ -30,6 +30,8 @@ class DispatchSettings(Struct, frozen=True, kw_only=True):
     """Seconds from its claim after which a request is issued again, however often renewed."""
     max_attempts: int = 3
     """Failed attempts after which an ordinal is dropped; a stale answer is no failed attempt."""
+    may_drop: bool = True
+    """False fails the dispatch with the first ordinal that would be dropped for its attempts."""
     when_stale: Literal["drop", "wait", "pace"] = "drop"
     """With ``wait``, a step of groups that arrive first takes those before that later steps could
     not use in time, and waits for them. Groups that are too old are asked for again in any case."""

@@ -35,6 +35,12 @@ _KEYS = {
 """Keys of the scripts that check the caller's epoch."""
 
 
+def evaluation_keys(run_id: str) -> RunKeys:
+    """Return the keys of a run whose requests and answers are those of its evaluations."""
+    keys = RunKeys.of(run_id)
+    return keys._replace(rollouts=keys.evaluations, experiences=keys.judged)
+
+
 class SeenClaim(NamedTuple):
     """Claim of a request, as the server holds it."""
 
@@ -73,15 +79,22 @@ class RolloutStreams:
         epoch: The epoch.
         slow: Seconds beyond which a call counts as an outage of the server. The client may have
             sent a command again, without a word of it.
+        keys: Keys with the streams; by default those of the run's rollouts.
     """
 
     def __init__(
-        self, client: redis.asyncio.Redis, run_id: str, epoch: int, *, slow: float = math.inf
+        self,
+        client: redis.asyncio.Redis,
+        run_id: str,
+        epoch: int,
+        *,
+        slow: float = math.inf,
+        keys: RunKeys | None = None,
     ) -> None:
         self.client: Any = client
         self.run_id = run_id
         self.epoch = epoch
-        self.keys = RunKeys.of(run_id)
+        self.keys = keys or RunKeys.of(run_id)
         self.group = f"explorers-{epoch}"
         self.answers_since = -math.inf
         """Time since which the server has answered without an outage."""

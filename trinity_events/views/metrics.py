@@ -7,11 +7,12 @@ metrics; no label names a process, a step or a version.
 from __future__ import annotations
 
 from collections import Counter as Count
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from trinity_schemas import (
+    EvaluationFinished,
     SaveFailed,
     SaveFinished,
     StepCommitted,
@@ -119,12 +120,17 @@ class RunMetrics:
                 self._durations["pause_seconds"].labels(run).observe(phases.pause)
                 self._applied.labels(run).inc(nbytes)
             case StepTrained(metrics=metrics) | StepCommitted(metrics=metrics):
-                for name, value in metrics.items():
-                    if name in self._training or len(self._training) < _METRICS:
-                        self._training.add(name)
-                        self._metric.labels(run, name).set(value)
+                self._take_metrics(metrics)
+            case EvaluationFinished(name=name, metrics=metrics):
+                self._take_metrics({f"eval/{name}/{one}": found for one, found in metrics.items()})
             case _:
                 pass
+
+    def _take_metrics(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name in self._training or len(self._training) < _METRICS:
+                self._training.add(name)
+                self._metric.labels(self._run, name).set(value)
 
     def _show(self, state: MonitorState, now: int) -> None:
         run = self._run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -98,6 +98,7 @@ def status_panel(
     ]
     tables = (
         *(Text(), _ready(state), Text(), _explorers(state, now, silent=silent)),
+        *_evaluations(state, now),
         *_waits_table(state, _moment_of(state, now)),
     )
     return Group(head, *about, *tables, *failed, *waiting, *_refusals(state), *_anomalies(state))
@@ -118,6 +119,23 @@ def _ready(state: MonitorState) -> Table:
             since = date_and_time(position(pointer.entry_id)[0])
             table.add_row(kind, ready_step(state, kind), since, (pointer.digest or "")[:20])
     return table
+
+
+def _evaluations(state: MonitorState, now: int | None) -> Iterator[RenderableType]:
+    """Yield the table of the evaluations on held-out questions, if there were any."""
+    if not state.evaluations:
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("EVALUATION", "STEP", "SINCE", "RESULT"):
+        table.add_column(column)
+    for name, evaluated in sorted(state.evaluations.items()):
+        shown = [] if evaluated.last is None else [evaluated.last]
+        for one in (*shown, *evaluated.open):
+            result = ", ".join(f"{key} {value:.3g}" for key, value in one.metrics.items())
+            told = visible(one.failure or result or "open", lines=False)
+            since = date_and_time(one.since) if now is None else ago(now - one.since)
+            table.add_row(name, str(one.version.step), since, told)
+    yield from (Text(), table)
 
 
 def _prompts(state: MonitorState) -> str:

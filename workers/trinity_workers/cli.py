@@ -43,7 +43,6 @@ from .launch.results import Failure, Outcome, results_alone
 from .launch.resume_command import resume_command
 
 if TYPE_CHECKING:
-    from .explorer import ExplorationResult
     from .launch.summary import DemoSummary
 
 T = TypeVar("T")
@@ -361,7 +360,7 @@ def explorer(
     else:
         say(
             f"explorer {result.rank} of run {run_id}: {result.groups} groups of answers, "
-            f"{result.applied} weight versions applied{_held_out(result)}"
+            f"{result.applied} weight versions applied"
         )
 
 
@@ -395,13 +394,6 @@ def convert(
             f"{done.source} converted to {done.to} in {done.target}: "
             f"{done.tensors} tensors, {done.bytes} bytes"
         )
-
-
-def _held_out(result: ExplorationResult) -> str:
-    if result.accuracy_after is None:
-        return ""
-    before = "" if result.accuracy_before is None else f"{result.accuracy_before:.2f} -> "
-    return f", held-out questions {before}{result.accuracy_after:.2f}"
 
 
 def _interruptible(

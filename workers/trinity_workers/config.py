@@ -15,6 +15,8 @@ from trinity_schemas import Sampling, SaveStrategy
 
 from .algorithms.settings import AlgorithmConfig
 from .algorithms.settings import contradictions as algorithm_contradictions
+from .evaluation.settings import EvaluationConfig
+from .evaluation.settings import contradictions as evaluation_contradictions
 from .offload import FrozenOffload, Offload
 from .rollout_engines.base import OnUpdate
 from .section import Section
@@ -134,8 +136,6 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     cpus: Cpus | None = None
     """CPUs that Ray reserves for each explorer, and its threads. Null reserves one; without
     RAY_ADDRESS the explorers then share the threads of the host."""
-    held_out_questions: NotNegative = 256
-    """Held-out questions of the measurement before and after training; 0 measures nothing."""
 
 
 class RolloutsConfig(Section, frozen=True, kw_only=True):
@@ -265,6 +265,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     explorer: ExplorerConfig = ExplorerConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     sync: SyncConfig = SyncConfig()
+    evaluation: EvaluationConfig = msgspec.field(default_factory=EvaluationConfig)
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     tracking: TrackingConfig = TrackingConfig()
 
@@ -350,6 +351,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         changed = structs.replace(getattr(self, section), **values)
         return structs.replace(self, **{section: changed})
 
+    @property
+    def keeps_versions(self) -> bool:
+        """Return True if versions can be installed later; a collective group keeps none."""
+        return self.sync.method != "nccl"
+
     def to_text(self) -> str:
         """Return the settings as JSON, for the event that opens the run."""
         values = {name: getattr(self, name) for name in TrainConfig.__struct_fields__}
@@ -431,6 +437,9 @@ def contradictions(
         )
     yield from method_contradictions(sync, named)
     yield from _of_updates(config, named)
+    yield from evaluation_contradictions(
+        config.evaluation, named, steps=config.steps, keeps_versions=config.keeps_versions
+    )
 
 
 def _of_updates(

@@ -16,6 +16,9 @@ from msgspec import inspect as types
 
 from .config import TrainConfig
 
+NAME = "NAME"
+"""Stands for the name of a section that users name, in paths such as those of the sets."""
+
 
 class Field(NamedTuple):
     """One field of the configuration."""
@@ -77,11 +80,36 @@ def fields() -> dict[str, Field]:
     return {one.path: one for one in found}
 
 
+@cache
+def collections() -> tuple[str, ...]:
+    """Return the paths of the fields that hold sections by name, such as ``evaluation.sets``."""
+    suffix = f".{NAME}"
+    return tuple(one.removesuffix(suffix) for one in sections() if one.endswith(suffix))
+
+
+def general_path(path: str) -> str:
+    """Return a path with NAME in the place of the name that a user gave to a section."""
+    for prefix in collections():
+        if path.startswith(f"{prefix}."):
+            _, *rest = path.removeprefix(f"{prefix}.").split(".")
+            return ".".join([prefix, NAME, *rest])
+    return path
+
+
 def _sections_of(struct: type[Struct], prefix: str) -> Iterator[tuple[str, type[Struct]]]:
     for one in _fields_of(struct):
         if isinstance(one.type, types.StructType):
             yield prefix + one.name, one.type.cls
             yield from _sections_of(one.type.cls, f"{prefix}{one.name}.")
+        elif (named := _named_sections(one.type)) is not None:
+            yield f"{prefix}{one.name}.{NAME}", named
+
+
+def _named_sections(kind: types.Type) -> type[Struct] | None:
+    """Return the type of the sections that a field holds by name; None for other fields."""
+    if isinstance(kind, types.DictType) and isinstance(kind.value_type, types.StructType):
+        return kind.value_type.cls
+    return None
 
 
 def _read(struct: type[Struct], prefix: str) -> list[Field]:
@@ -90,7 +118,7 @@ def _read(struct: type[Struct], prefix: str) -> list[Field]:
     return [
         Field(prefix + one.name, one.type, getattr(defaults, one.name), meanings[one.name])
         for one in _fields_of(struct)
-        if not isinstance(one.type, types.StructType)
+        if not isinstance(one.type, types.StructType) and _named_sections(one.type) is None
     ]
 
 
@@ -141,6 +169,8 @@ def _allowed(kind: types.Type) -> str:
             return "a number" + _bounds(kind)
         case types.BoolType():
             return "true or false"
+        case types.VarTupleType():
+            return f"a list, each {_allowed(kind.item_type)}"
         case types.DictType():
             return "a mapping of names to values"
     return "text"

@@ -18,7 +18,8 @@ from trinity_events.open_folder import OpenFolder
 from .algorithms.errors import AlgorithmError
 from .algorithms.settings import merged, preset_values
 from .config import BadSettings, TrainConfig, contradictions
-from .config_fields import fields, sections
+from .config_fields import collections, fields, general_path, sections
+from .evaluation.settings import NAME as SECTION_NAME
 from .sync_method import METHOD_ALIASES
 from .sync_schedule import STYLE_ALIASES
 from .tasks import absolute
@@ -33,6 +34,7 @@ _PATHS = (
 _SOURCES = (
     *("task.name", "task.questions", "task.reward", "task.environment"),
     *("explorer.engine", "algorithm.advantage", "algorithm.loss"),
+    "evaluation.sets.NAME.questions",
 )
 ALIASES: dict[str, dict[str, str]] = {
     "sync.method": METHOD_ALIASES,
@@ -133,7 +135,9 @@ class _Reader:
     def _read_section(self, prefix: str, found: Mapping[Any, Any]) -> None:
         for name, value in found.items():
             path = f"{prefix}{name}"
-            if path not in sections():
+            if path in collections() and isinstance(value, Mapping):
+                self._read_named_sections(path, value, str(self._file), self._file.parent)
+            elif general_path(path) not in (*sections(), *collections()):
                 self._take(path, value, str(self._file), self._file.parent)
             elif isinstance(value, Mapping):
                 self._read_section(f"{path}.", value)
@@ -143,10 +147,38 @@ class _Reader:
                     "fields below it"
                 )
 
+    def _read_named_sections(
+        self, path: str, found: Mapping[Any, Any], origin: str, base: Path
+    ) -> None:
+        """Take sections that the user names, in the place of all that were there."""
+        self._values = {
+            one: value for one, value in self._values.items() if not one.startswith(f"{path}.")
+        }
+        self._values[path] = {}
+        for name, section in found.items():
+            if not SECTION_NAME.fullmatch(str(name)):
+                self._problems.append(
+                    f"{origin}: {path} has {_shown(name)}, but a name there has only lower-case "
+                    "letters, digits, - and _"
+                )
+            elif section is not None and not isinstance(section, Mapping):
+                self._problems.append(
+                    f"{origin}: {path}.{name} is {_shown(section)}, but it is a section: write its "
+                    "fields below it"
+                )
+            else:
+                self._values[f"{path}.{name}"] = {}
+                for field_name, value in (section or {}).items():
+                    self._take(f"{path}.{name}.{field_name}", value, origin, base)
+
     def overlay(self, setting: Setting) -> None:
         """Take a value of the command line."""
         value = setting.value
-        if setting.text is not None and (one := fields().get(setting.path)) is not None:
+        if setting.path in collections() and isinstance(value, Mapping):
+            self._read_named_sections(setting.path, value, setting.origin, Path.cwd())
+            return
+        one = fields().get(general_path(setting.path))
+        if setting.text is not None and one is not None:
             try:
                 one.converted(value)
             except ValueError:
@@ -154,7 +186,7 @@ class _Reader:
         self._take(setting.path, value, setting.origin, Path.cwd())
 
     def _take(self, path: str, value: Any, origin: str, base: Path) -> None:
-        known = fields().get(path)
+        known = fields().get(general_path(path))
         if known is None:
             self._problems.append(f"{origin}: there is no setting {path}{_nearest(path)}")
             return
@@ -196,7 +228,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         section = found
         for name in names:
             section = section.setdefault(name, {})
-        section[last] = value
+        section[last] = dict(value) if isinstance(value, dict) else value
     return found
 
 
@@ -260,7 +292,7 @@ def _scalar(text: str) -> Any:
 
 def _fits(path: str, value: Any) -> bool:
     try:
-        fields()[path].converted(value)
+        fields()[general_path(path)].converted(value)
     except ValueError:
         return False
     return True
@@ -272,6 +304,7 @@ def _resolved(path: str, value: Any, base: Path) -> Any:
         return value | {"evaluation": absolute(value["evaluation"], base)}
     if not isinstance(value, str):
         return value
+    path = general_path(path)
     if path in _PATHS:
         return str((base / Path(value).expanduser()).resolve())
     return absolute(value, base) if path in _SOURCES else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 from transformers import PreTrainedTokenizerBase
@@ -103,6 +103,11 @@ class Episodes:
         The turns of all episodes are generated together. An environment or reward that fails
         spoils its own request alone; an engine that fails raises.
         """
+        played = await self.play_all(requests)
+        return await played.judged()
+
+    async def play_all(self, requests: Sequence[RolloutRequest]) -> Played:
+        """Play the episodes of requests; the engine has nothing more to do for them then."""
         failed: dict[int, TrinityError] = {}
         groups: list[list[_Episode]] = []
         for place, request in enumerate(requests):
@@ -119,11 +124,7 @@ class Episodes:
                         tasks.start_soon(self._environment_turns, place, group, failed)
             for place in failed:
                 groups[place] = []
-        answers: list[list[Experience]] = [[] for _ in requests]
-        async with anyio.create_task_group() as tasks:
-            for place, group in enumerate(groups):
-                tasks.start_soon(self._judged, place, group, answers, failed)
-        return [failed.get(place, answer) for place, answer in enumerate(answers)]
+        return Played(self, groups, failed)
 
     def _begin(self, place: int, request: RolloutRequest) -> list[_Episode]:
         if request.fingerprint != self.task.fingerprint:
@@ -226,13 +227,14 @@ class Episodes:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
-    async def _judged(
+    async def judge_group(
         self,
         place: int,
         group: Sequence[_Episode],
         answers: list[list[Experience]],
         failed: dict[int, TrinityError],
     ) -> None:
+        """Have the episodes of one request judged, and add its answer or the error."""
         if not group:
             return
         asked = [
@@ -268,6 +270,22 @@ class Episodes:
             reward_parts=rewarded.parts,
             finished=episode.finished,
         )
+
+
+class Played(NamedTuple):
+    """Episodes that were played to their end, or the errors of their requests."""
+
+    episodes: Episodes
+    groups: list[list[_Episode]]
+    failed: dict[int, TrinityError]
+
+    async def judged(self) -> list[list[Experience] | TrinityError]:
+        """Return the experiences of each request, or the error that it failed with."""
+        answers: list[list[Experience]] = [[] for _ in self.groups]
+        async with anyio.create_task_group() as tasks:
+            for place, group in enumerate(self.groups):
+                tasks.start_soon(self.episodes.judge_group, place, group, answers, self.failed)
+        return [self.failed.get(place, answer) for place, answer in enumerate(answers)]
 
 
 def continuation(

@@ -10,6 +10,7 @@ from trinity_events.waits import NO_REPORTS, WaitReporter
 
 from .config import BadSettings, TrainConfig
 from .environments import EnvironmentProcesses
+from .held_out_sets import held_out_sets
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from .rollout_engines.loading import ENGINES, find_engine
 from .tasks import Task, built_in_task, is_built_in, load_task
@@ -86,8 +87,7 @@ async def check_user_task(config: TrainConfig) -> None:
         )
     if config.reward_folder is not None:
         await anyio.to_thread.run_sync(_check_reward_model, config.reward_folder)
-    if not built_in:
-        await anyio.to_thread.run_sync(lambda: task_of(config).question(0))
+    await anyio.to_thread.run_sync(_check_questions, config)
     if config.explorer.engine not in ENGINES:
         await anyio.to_thread.run_sync(
             find_engine, config.explorer.engine, config.rollouts.on_update
@@ -98,6 +98,15 @@ async def check_user_task(config: TrainConfig) -> None:
         ):
             pass
     await (await start_rewards(config)).aclose()
+
+
+def _check_questions(config: TrainConfig) -> None:
+    """Read the questions, but those that only a built-in task draws."""
+    sources = [one.questions for one in config.evaluation.sets.values()]
+    if not is_built_in(config.task.name) or config.task.questions is not None or any(sources):
+        task = task_of(config)
+        task.question(0)
+        held_out_sets(config, task)
 
 
 def _check_teacher(folder: Path, policy: Path) -> None:

@@ -1,11 +1,7 @@
 """An explorer answers what it claims, gives back what it cannot answer, and ends with the run."""
 
 import json
-from contextlib import asynccontextmanager, closing
-from types import SimpleNamespace
 
-import anyio
-import anyio.to_thread
 import msgspec
 import pytest
 
@@ -15,27 +11,22 @@ pytest.importorskip("reasoning_gym")
 
 from tests.support.pipeline import events_of, reducer_task, until  # noqa: E402
 from tests.support.rollout_engines import Steps  # noqa: E402
+from tests.support.trainer_side import TrainerSide, exploring  # noqa: E402
 from tests.support.waits import PATIENCE  # noqa: E402
-from tests.support.weight_versions import publish, ready  # noqa: E402
-from trinity_events import Synchronizer  # noqa: E402
-from trinity_events.error_text import ungrouped  # noqa: E402
 from trinity_events.errors import CorruptVersion, DeadlineExceeded  # noqa: E402
 from trinity_events.log import open_run  # noqa: E402
-from trinity_events.rollouts import RolloutDispatcher  # noqa: E402
 from trinity_events.weights import version_reader  # noqa: E402
 from trinity_schemas import (  # noqa: E402
     ExplorerStatusChanged,
     RunClosed,
     RunKeys,
-    StepRef,
     WeightsApplied,
 )
 from trinity_workers.config import TaskConfig  # noqa: E402
 from trinity_workers.episodes import RequestRefused  # noqa: E402
 from trinity_workers.explorer import Explorer  # noqa: E402
 from trinity_workers.explorer.versions import RunEnded  # noqa: E402
-from trinity_workers.learning.policy import encode_prompt, load_policy, load_tokenizer  # noqa: E402
-from trinity_workers.trainer.trainer import dispatch_settings  # noqa: E402
+from trinity_workers.learning.policy import encode_prompt, load_tokenizer  # noqa: E402
 from trinity_workers.user_task import task_of  # noqa: E402
 
 STEPS = 3
@@ -56,65 +47,14 @@ async def config(make_config, redis_url, run_id):
         yield make_config(
             steps=STEPS,
             rollouts={"prompts_per_step": 2, "samples_per_prompt": 3},
-            explorer={"held_out_questions": 0},
+            evaluation={"sets": {}},
             sync={"timeout": PATIENCE},
         )
-
-
-class TrainerSide:
-    """Weight versions and requests of a run, as its trainer publishes and dispatches them."""
-
-    def __init__(self, client, publisher, log, config) -> None:
-        self.client, self.publisher, self.log, self.config = client, publisher, log, config
-
-    async def publish(self, step: int) -> None:
-        """Publish the weights of a step, and wait for their announcement."""
-        config = self.config
-        model, _ = load_policy(config.model_folder)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.01 * step)
-        urls = {"redis_url": config.redis_url, "weights_url": config.weights_url}
-        with closing(Synchronizer(config.run_id, config.epoch, **urls)) as synchronizer:
-            tensors = dict(model.named_parameters())
-            await anyio.to_thread.run_sync(publish, synchronizer, tensors, step)
-        await ready(self.log, step)
-
-    async def dispatcher(self, **changes) -> RolloutDispatcher:
-        fingerprint = task_of(self.config).fingerprint
-        settings = msgspec.structs.replace(dispatch_settings(self.config, fingerprint), **changes)
-        made = RolloutDispatcher(self.client, self.publisher, settings)
-        await made.start()
-        return made
-
-    def version(self, step: int) -> StepRef:
-        return StepRef(self.config.epoch, step)
-
-    async def served(self, step: int) -> bool:
-        """Return True if an explorer has said that it serves the version of a step."""
-        applied = [one.event.version for one in await events_of(self.log, WeightsApplied)]
-        return self.version(step) in applied
 
 
 @pytest.fixture
 def trainer(client, publisher, log, config):
     return TrainerSide(client, publisher, log, config)
-
-
-@asynccontextmanager
-async def exploring(*explorers):
-    """Explorers at work; after the block their results, once all of them have ended."""
-    found = SimpleNamespace(results=[None] * len(explorers))
-
-    async def explore(place, explorer):
-        await explorer.prepare()
-        found.results[place] = await explorer.explore()
-
-    with ungrouped():
-        async with anyio.create_task_group() as tasks:
-            for place, explorer in enumerate(explorers):
-                tasks.start_soon(explore, place, explorer)
-            yield found
 
 
 async def test_what_it_claims_is_answered_with_the_version_that_it_serves(config, trainer, log):
@@ -140,7 +80,6 @@ async def test_what_it_claims_is_answered_with_the_version_that_it_serves(config
     [result] = found.results
     assert (result.rank, result.groups, result.discarded) == (4, 2 * STEPS, 0)
     assert result.applied == STEPS + 1, "the last version is served too"
-    assert (result.accuracy_before, result.accuracy_after) == (None, None)
     told = [one.event.status for one in await events_of(log, ExplorerStatusChanged)]
     assert told == ["running", "stopped"]
 
@@ -218,19 +157,6 @@ async def test_explorers_share_the_requests_without_a_share_of_their_own(config,
     assert [one.groups for one in found.results] == counts
     assert sum(counts) == 12
     assert dispatcher.ledger.in_words == "12 trained, 0 dropped, 0 open"
-
-
-async def test_the_first_explorer_measures_before_and_after_on_held_out_questions(config, trainer):
-    config = config.replaced("explorer", held_out_questions=3)
-    await trainer.dispatcher()
-    await trainer.publish(0)
-    async with exploring(Explorer(config, 0), Explorer(config, 1)) as found:
-        await until(lambda: trainer.served(0))
-        await trainer.publish(STEPS)
-    first, second = found.results
-    assert 0.0 <= first.accuracy_before <= 1.0
-    assert 0.0 <= first.accuracy_after <= 1.0
-    assert (second.accuracy_before, second.accuracy_after) == (None, None)
 
 
 # --- versions that come amid answers ----------------------------------------------------------

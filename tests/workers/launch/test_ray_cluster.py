@@ -38,7 +38,7 @@ FEW = (
     "steps=2",
     "rollouts.prompts_per_step=2",
     "rollouts.samples_per_prompt=2",
-    "explorer.held_out_questions=0",
+    "evaluation.sets={}",
 )
 NEEDS = Needs(ranks=1, rank_cpus=1, explorers=0, explorer_cpus=1)
 JOINED = """

@@ -1,93 +1,135 @@
-"""Measurement of a policy on questions that are never trained on."""
+"""Answers to held-out questions, which an explorer gives while training asks for nothing."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import anyio
 
 from trinity_events.errors import TrinityError
-from trinity_schemas import RolloutRequest, Sampling
+from trinity_events.rollouts import Claim, RolloutClient
+from trinity_schemas import Experience, StepRef
 
-from ..config import RunConfig
 from ..episodes import Episodes
-from ..tasks import Question
+from ..held_out_sets import HeldOutSet
+from .installer import VersionInstaller
 
-SAMPLES = 4
-"""Answers that are sampled to each held-out question."""
-ATTEMPTS = 3
-"""Attempts at a question whose environment or reward fails."""
+logger = logging.getLogger(__name__)
 
-
-class EvaluationFailed(TrinityError):
-    """Raised if the answers to a held-out question cannot be made or judged."""
+LONGEST_WAIT = 20.0
+"""Seconds after which an evaluation has a turn although training always asks for something."""
+_CLAIM_BLOCK = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldOut:
-    """Held-out questions in the place of a task: their order is that of the list."""
+class EngineTurns:
+    """Turns at an engine: training has those that it needs, and evaluation the others."""
 
-    name: str
-    fingerprint: str
-    questions: Sequence[Question]
+    def __init__(self) -> None:
+        self.lock = anyio.Lock()
+        """Held by the side that chooses the version and generates."""
+        self._free = anyio.Event()
+        self._free.set()
 
-    def question(self, ordinal: int) -> Question:
-        """Return one of the questions."""
-        return self.questions[ordinal]
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Have the engine for training, as soon as what is being generated has ended."""
+        self._free = anyio.Event()
+        try:
+            async with self.lock:
+                yield
+        finally:
+            self._free.set()
 
-    def held_out(self, count: int) -> list[Question]:
-        """Return the first of the questions."""
-        return list(self.questions[:count])
+    async def left_over(self) -> None:
+        """Wait until training does not need the engine, or for the longest wait."""
+        with anyio.move_on_after(LONGEST_WAIT):
+            await self._free.wait()
 
 
-async def mean_reward(
-    config: RunConfig, episodes: Episodes, questions: Sequence[Question]
-) -> float:
-    """Return the mean reward of sampled answers, with weights that the engine serves now.
+class EvaluationAnswers:
+    """Answers of one explorer to the requests of evaluations.
 
-    Raises:
-        EvaluationFailed: A question failed in each of :data:`ATTEMPTS` attempts.
+    Each request names one version exactly. If the engine serves another one, the named version is
+    installed for the answers; training installs its own again before its next answer.
+
+    Args:
+        sets: Sets of held-out questions.
+        episodes: Player of episodes of the run's task, whose engine and judge are used.
+        requests: Client of the stream of evaluations.
+        installer: Installer of versions into the engine.
+        turns: Turns at the engine.
+        at_once: Requests that are claimed at a time.
     """
-    task = _HeldOut(episodes.task.name, episodes.task.fingerprint, questions)
-    player = replace(episodes, task=task)
-    open_requests = [_request(config, episodes, ordinal) for ordinal in range(len(questions))]
-    rewards: list[float] = []
-    for attempt in range(1, ATTEMPTS + 1):
-        answers = await player.answer_all(open_requests)
-        failed: list[tuple[RolloutRequest, TrinityError]] = []
-        for request, answer in zip(open_requests, answers, strict=True):
+
+    def __init__(
+        self,
+        sets: Sequence[HeldOutSet],
+        episodes: Episodes,
+        requests: RolloutClient,
+        installer: VersionInstaller,
+        turns: EngineTurns,
+        *,
+        at_once: int,
+    ) -> None:
+        self._players = {one.fingerprint: replace(episodes, task=one) for one in sets}
+        self._requests = requests
+        self._installer = installer
+        self._turns = turns
+        self._at_once = at_once
+        self.answered = 0
+        """Requests that were claimed so far, and answered or given back."""
+
+    async def run(self) -> None:
+        """Answer until cancelled.
+
+        Raises:
+            StaleEpoch: The run has a newer epoch.
+        """
+        while True:
+            await self._turns.left_over()
+            claims = await self._requests.claim(self._at_once, seconds=_CLAIM_BLOCK)
+            if not claims:
+                continue
+            async with self._requests.renewing(claims) as held:
+                for version in sorted({one.request.oldest for one in held}):
+                    await self._answer(version, [one for one in held if _asks(one, version)])
+            self.answered += len(claims)
+
+    async def _answer(self, version: StepRef, claims: Sequence[Claim]) -> None:
+        try:
+            found = await self._found(version, claims)
+        except TrinityError as error:  # the version is gone, or the engine refused it
+            found = [error] * len(claims)
+        answers: list[tuple[Claim, list[Experience]]] = []
+        for claim, answer in zip(claims, found, strict=True):
             if isinstance(answer, TrinityError):
-                failed.append((request, answer))
+                logger.warning("held-out question %d: %s", claim.request.ordinal, answer)
+                await self._requests.fail(claim, str(answer))
             else:
-                rewards += [one.reward for one in answer]
-        if not failed:
-            break
-        if attempt == ATTEMPTS:
-            raise EvaluationFailed(f"{failed[0][1]} (in each of {ATTEMPTS} attempts)")
-        open_requests = [request for request, _ in failed]
-    return sum(rewards) / len(rewards)
+                answers.append((claim, answer))
+        await self._requests.answer_all(answers)
+
+    async def _found(
+        self, version: StepRef, claims: Sequence[Claim]
+    ) -> Sequence[list[Experience] | TrinityError]:
+        fingerprint = claims[0].request.fingerprint
+        player = self._players.get(fingerprint)
+        if player is None:
+            raise TrinityError(
+                f"the explorer holds no set of questions with the fingerprint {fingerprint}: give "
+                "trainer and explorers the same questions"
+            )
+        ready = await self._installer.announcement(version)
+        await self._turns.left_over()
+        async with self._turns.lock:
+            await self._installer.install_again(ready)
+            played = await player.play_all([one.request for one in claims])
+        # Judged outside of the turn: a slow reward holds up no answer to training.
+        return await played.judged()
 
 
-def _request(config: RunConfig, episodes: Episodes, ordinal: int) -> RolloutRequest:
-    """Return a request of the measurement's own: it is on no stream, and has no fate."""
-    assert episodes.engine.serves is not None
-    return RolloutRequest(
-        run_id=config.run_id,
-        epoch=config.epoch,
-        ordinal=ordinal,
-        attempt=1,
-        samples=SAMPLES,
-        sampling=_sampling(config),
-        oldest=episodes.engine.serves,
-        fingerprint=episodes.task.fingerprint,
-        deadline=config.rollouts.request_deadline,
-    )
-
-
-def _sampling(config: RunConfig) -> Sampling:
-    """Return sampling at temperature 1 whose randomness is not that of training."""
-    digest = hashlib.sha256(f"held-out:{config.seed}".encode()).digest()
-    return Sampling(
-        max_new_tokens=config.rollouts.max_new_tokens,
-        seed=int.from_bytes(digest[:7], "big"),
-    )
+def _asks(claim: Claim, version: StepRef) -> bool:
+    return claim.request.oldest == version

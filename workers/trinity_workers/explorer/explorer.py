@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import redis.asyncio
 import torch
 from msgspec import Struct
 
@@ -22,7 +23,7 @@ from trinity_events.errors import (
     TrinityError,
     VersionUnavailable,
 )
-from trinity_events.rollouts import Claim, RolloutClient
+from trinity_events.rollouts import Claim, RolloutClient, evaluation_keys
 from trinity_events.server import connect
 from trinity_events.stacks import write_stacks_when_asked
 from trinity_schemas import (
@@ -30,6 +31,7 @@ from trinity_schemas import (
     ExplorerStatus,
     ExplorerStatusChanged,
     Process,
+    RunKeys,
     SyncRequested,
 )
 
@@ -38,13 +40,14 @@ from ..config import RunConfig
 from ..environments import EnvironmentProcesses
 from ..episodes import Episodes, RequestRefused
 from ..garbage import exempt_loaded_objects
+from ..held_out_sets import held_out_sets
 from ..learning.policy import load_tokenizer
 from ..placement import threads
 from ..rollout_engines import EngineOptions, NotServing, RolloutEngine, load_engine
 from ..sync_schedule import publishes_on_demand
 from ..user_task import start_rewards, task_of
 from .demand import VersionDemand
-from .evaluation import mean_reward
+from .evaluation import EngineTurns, EvaluationAnswers
 from .installer import VersionInstaller
 from .prefetch import VersionPrefetcher
 from .versions import RunEnded, VersionFollower
@@ -57,15 +60,15 @@ _CLAIM_BLOCK = 1.0
 
 
 class ExplorationResult(Struct, frozen=True, kw_only=True):
-    """Result of one explorer. Accuracies are mean rewards of answers to held-out questions."""
+    """Result of one explorer."""
 
     rank: int
     applied: int
     groups: int
     discarded: int = 0
     """Groups that came after another attempt had taken their place."""
-    accuracy_before: float | None
-    accuracy_after: float | None
+    evaluated: int = 0
+    """Requests of evaluations that it claimed."""
 
 
 class Explorer:
@@ -74,13 +77,14 @@ class Explorer:
     Args:
         config: The run.
         rank: Number of the explorer, which no other explorer of the run has; its name in events is
-            ``explorer-RANK``. Explorer 0 also measures on held-out questions.
+            ``explorer-RANK``.
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self.config = config
         self.rank = rank
         self._groups = 0
+        self._turns = EngineTurns()
         self._exits = AsyncExitStack()
         self._demand: VersionDemand | None = None
         if publishes_on_demand(config.sync):
@@ -131,6 +135,7 @@ class Explorer:
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._engine = self._make_engine()
         self._task = await anyio.to_thread.run_sync(task_of, config)
+        self._held_out = await anyio.to_thread.run_sync(held_out_sets, config, self._task)
         rewards = await start_rewards(config, self._synchronizer.waits)
         self._exits.push_async_callback(rewards.aclose)
         self._episodes = Episodes(
@@ -196,27 +201,43 @@ class Explorer:
             config, self._engine, self._synchronizer, versions, self._prefetcher
         )
         async with connect(config.redis_url) as client, anyio.create_task_group() as tasks:
-            requests = RolloutClient(
-                client,
-                config.run_id,
-                config.epoch,
-                self.name,
-                lease=config.rollouts.claim_lease,
-                deadline=config.sync.timeout,
+            requests = self._client_of(client)
+            evaluations = self._client_of(client, evaluation_keys(config.run_id))
+            answers = EvaluationAnswers(
+                self._held_out,
+                self._episodes,
+                evaluations,
+                installer,
+                self._turns,
+                at_once=config.groups_per_claim,
             )
             tasks.start_soon(versions.follow)
             tasks.start_soon(self._prefetcher.follow)
             await self._say("running")
             try:
-                return await self._explore(requests, versions, installer)
+                return await self._explore(requests, versions, installer, answers)
             except StaleEpoch as error:
                 raise RunEnded(str(error)) from None
             finally:
                 with anyio.CancelScope(shield=True):
                     await requests.leave()
+                    if self._held_out:
+                        await evaluations.leave()
                     await self._say("stopped")
                 tasks.cancel_scope.cancel()
         raise AssertionError("unreachable")
+
+    def _client_of(self, client: redis.asyncio.Redis, keys: RunKeys | None = None) -> RolloutClient:
+        config = self.config
+        return RolloutClient(
+            client,
+            config.run_id,
+            config.epoch,
+            self.name,
+            lease=config.rollouts.claim_lease,
+            deadline=config.sync.timeout,
+            keys=keys,
+        )
 
     async def _say(self, status: ExplorerStatus) -> None:
         await self._tell(ExplorerStatusChanged(status=status))
@@ -226,26 +247,41 @@ class Explorer:
             await anyio.to_thread.run_sync(self._synchronizer.tell, event)
 
     async def _explore(
-        self, requests: RolloutClient, versions: VersionFollower, installer: VersionInstaller
+        self,
+        requests: RolloutClient,
+        versions: VersionFollower,
+        installer: VersionInstaller,
+        answers: EvaluationAnswers,
     ) -> ExplorationResult:
         config = self.config
         first = await versions.wait(0, deadline=config.sync.timeout)
         await installer.refresh(first.step)
-        # The policy as it was before training is measured only by who saw it.
-        before = await self._measure() if first.step == 0 else None
-        while claims := await self._next_claims(requests, versions, installer):
-            await self._check_task_set(requests, claims)
-            async with requests.renewing(claims) as held:
-                await self._answer_with_weights(requests, held, installer)
-        await installer.refresh(config.steps)
+        async with background_tasks(*[answers.run] * bool(self._held_out)):
+            while claims := await self._next_claims(requests, versions, installer):
+                await self._check_task_set(requests, claims)
+                async with requests.renewing(claims) as held, self._turns.training():
+                    await self._answer_with_weights(requests, held, installer)
+            async with self._turns.training():
+                await installer.refresh(config.steps)
+            if self._held_out:
+                await self._evaluate_to_the_end(versions, answers)
         return ExplorationResult(
             rank=self.rank,
             applied=installer.installed,
             groups=self._groups,
             discarded=requests.discarded,
-            accuracy_before=before,
-            accuracy_after=await self._measure(),
+            evaluated=answers.answered,
         )
+
+    async def _evaluate_to_the_end(
+        self, versions: VersionFollower, answers: EvaluationAnswers
+    ) -> None:
+        """Answer evaluations until the trainer stops, or asks for none within their timeout."""
+        silence, before = self.config.evaluation.timeout + self.config.sync.timeout, -1
+        while answers.answered > before:
+            before = answers.answered
+            with anyio.move_on_after(silence):
+                return await versions.until_trainer_stops()
 
     async def _next_claims(
         self, requests: RolloutClient, versions: VersionFollower, installer: VersionInstaller
@@ -264,7 +300,8 @@ class Explorer:
                 claims := await requests.claim(config.groups_per_claim, seconds=_CLAIM_BLOCK)
             ):
                 if not installer.is_current:
-                    await installer.refresh(0)
+                    async with self._turns.training():
+                        await installer.refresh(0)
                     idle_since = anyio.current_time()
                 elif self._demand is not None and self._engine.serves is not None:
                     await self._tell(self._demand.idle(self._engine.serves))
@@ -356,10 +393,3 @@ class Explorer:
         if self._demand is not None and self._engine.serves is not None:
             ordinals = [claim.request.ordinal for claim, _ in answers]
             await self._tell(self._demand.answered(self._engine.serves, ordinals))
-
-    async def _measure(self) -> float | None:
-        count = self.config.explorer.held_out_questions
-        if self.rank != 0 or count == 0:
-            return None
-        questions = await anyio.to_thread.run_sync(self._task.held_out, count)
-        return await mean_reward(self.config, self._episodes, questions) if questions else None

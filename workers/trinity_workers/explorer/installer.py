@@ -125,6 +125,28 @@ class VersionInstaller:
             return False
         return True
 
+    async def announcement(self, version: StepRef) -> StepReady:
+        """Return the announcement of a version, which may be to come, or one of an earlier time.
+
+        Raises:
+            VersionUnavailable: It was never announced, or that is no longer in the log.
+            RunEnded: The run was closed before it was ready.
+            DeadlineExceeded: It was not ready in time.
+        """
+        await self._versions.wait(version.step, deadline=self._config.sync.timeout)
+        return await self._versions.find(version)
+
+    async def install_again(self, ready: StepReady) -> None:
+        """Install a version that may be older than the served one.
+
+        Raises:
+            VersionUnavailable: It cannot be read.
+            CorruptVersion: It is damaged.
+        """
+        if StepRef(ready.epoch, ready.step) != self._engine.serves:
+            async with self._prefetcher.paused():
+                await self._engine.install(ready)
+
     async def _install(self, ready: StepReady) -> None:
         async with self._prefetcher.paused():
             await self._engine.install(ready)

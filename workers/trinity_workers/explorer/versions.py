@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 
-from trinity_events.errors import DeadlineExceeded, TrinityError
+from trinity_events.errors import DeadlineExceeded, TrinityError, VersionUnavailable
 from trinity_events.subscriptions import subscribe
 from trinity_schemas import (
     RunClosed,
@@ -12,6 +12,7 @@ from trinity_schemas import (
     RunResumed,
     StepReady,
     StepRef,
+    TrainerStatusChanged,
     VersionPartPublished,
 )
 
@@ -50,6 +51,7 @@ class VersionFollower:
         self._skipped: StepRef | None = None
         self._closed: RunClosed | None = None
         self._newer_epoch: int | None = None
+        self._trainer_stopped = False
 
     async def follow(self) -> None:
         """Follow until cancelled."""
@@ -71,7 +73,7 @@ class VersionFollower:
     async def _follow_end(self) -> None:
         events = subscribe(
             self._run_id,
-            *(RunOpened, RunResumed, RunClosed),
+            *(RunOpened, RunResumed, RunClosed, TrainerStatusChanged),
             redis_url=self._redis_url,
             start="beginning",
         )
@@ -85,6 +87,8 @@ class VersionFollower:
                         self._newer_epoch = epoch
                     elif isinstance(event, RunClosed):
                         self._closed = event
+                    elif isinstance(event, TrainerStatusChanged):
+                        self._trainer_stopped = event.status == "stopped"
                     self._changed.notify_all()
 
     async def _follow_sent(self) -> None:
@@ -108,6 +112,40 @@ class VersionFollower:
     def announced(self, step: int) -> StepReady | None:
         """Return the version of a step, if it was announced and is among the newest ones."""
         return self._announced.get(step)
+
+    async def find(self, version: StepRef) -> StepReady:
+        """Return the announcement of a ready version of this epoch, however old.
+
+        Raises:
+            VersionUnavailable: The announcements that are left in the log do not have it.
+        """
+        known = self._announced.get(version.step)
+        if known is not None or self.newest is None:
+            return self._found(version, known)
+        events = subscribe(self._run_id, StepReady, redis_url=self._redis_url, start="beginning")
+        async with events:
+            async for delivered in events:
+                event = delivered.event
+                if event.epoch == self._epoch and is_version(event, self._method):
+                    if event.step == version.step:
+                        return event
+                    if event.step >= self.newest.step:
+                        break
+        return self._found(version, None)
+
+    def _found(self, version: StepRef, ready: StepReady | None) -> StepReady:
+        if ready is None:
+            raise VersionUnavailable(
+                f"the weights of step {version.step} of run {self._run_id} were not announced, or "
+                "their announcement is no longer in the log"
+            )
+        return ready
+
+    async def until_trainer_stops(self) -> None:
+        """Wait until the trainer has stopped, or the run was closed or opened anew."""
+        async with self._changed:
+            while not self._trainer_stopped and self._closed is None and self._newer_epoch is None:
+                await self._changed.wait()
 
     async def wait(self, step: int, *, deadline: float | None) -> StepReady:
         """Return the newest version once it is of ``step`` or later, and is not skipped.

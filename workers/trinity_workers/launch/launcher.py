@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from msgspec import Struct, field
+from msgspec import Struct
 
 from trinity_events.archive import Archive
 from trinity_events.archive.export import whole_stream
@@ -38,7 +38,7 @@ from trinity_schemas import ANNOUNCEMENT_TYPES, ContractError, StepRef, decode_e
 
 from ..config import RunConfig, TrainConfig
 from ..config_files import write_copy
-from ..explorer import ExplorationResult, Explorer
+from ..explorer import Explorer
 from ..health import beating
 from ..placement import Needs, with_reserved_cpus
 from ..trainer import Trainer, TrainingResult
@@ -60,6 +60,7 @@ from .summary import (
     DemoSummary,
     Ending,
     FailedStep,
+    LoggedEvaluations,
     LoggedMetrics,
     NewestCheckpoint,
     RunFacts,
@@ -111,7 +112,6 @@ class _Job(Struct, kw_only=True):
     reducer: ReducerProcess | None
     warm_up_steps: int = 0
     training: TrainingResult | None = None
-    exploration: list[ExplorationResult] = field(default_factory=list)
 
 
 async def run_job(options: LaunchOptions, report: Report) -> None:
@@ -229,7 +229,7 @@ async def _summary(
 ) -> DemoSummary:
     """Return the summary of the run, from its parts' results and its log."""
     config, options = job.config, job.options
-    summed, metrics, failed = await _summarize_log(log, config)
+    summed, metrics, evaluations, failed = await _summarize_log(log, config)
     facts = RunFacts(
         seconds=time.monotonic() - job.began,
         warm_up_steps=job.warm_up_steps,
@@ -252,7 +252,7 @@ async def _summary(
             next_command=None if outcome == "finished" else options.resume_command,
         ),
         metrics=job.training or metrics,
-        exploration=job.exploration,
+        evaluations=evaluations,
         log=summed,
     )
 
@@ -303,7 +303,7 @@ async def _work(job: _Job, explorers_here: int, room: Room) -> None:
 async def _train(job: _Job, actors: Actors, trainer: Any, explorers: Sequence[Any]) -> None:
     async with held_checkpoint(job.config, job.options.checkpoint_root):
         await actors.ask([trainer.prepare.remote(), *(one.prepare.remote() for one in explorers)])
-    job.training, *job.exploration = await actors.ask(
+    job.training, *_ = await actors.ask(
         [trainer.train.remote(), *(one.explore.remote() for one in explorers)]
     )
     await actors.ask([trainer.shutdown.remote()])
@@ -387,9 +387,10 @@ async def _shown(
 
 async def _summarize_log(
     log: RedisEventLog, config: RunConfig
-) -> tuple[RunSummary, LoggedMetrics, FailedSaves]:
+) -> tuple[RunSummary, LoggedMetrics, LoggedEvaluations, FailedSaves]:
     """Summarize the log of the epoch; entries that were trimmed come from the archive."""
     summarizer, metrics, failed = Summarizer(log.run_id), LoggedMetrics(), FailedSaves()
+    evaluations = LoggedEvaluations()
     archive = Archive(config.checkpoint_folder, config.run_id)
     for stream in Stream:
         begun = False
@@ -400,9 +401,10 @@ async def _summarize_log(
                 if begun:
                     summarizer.add(envelope, len(entry.payload))
                     metrics.add(envelope)
+                    evaluations.add(envelope)
                     if isinstance(envelope.event, ANNOUNCEMENT_TYPES):
                         failed.heard(envelope.event, [envelope.event])
-    return summarizer.summary(), metrics, failed
+    return summarizer.summary(), metrics, evaluations, failed
 
 
 def _replay_command(options: LaunchOptions) -> str:

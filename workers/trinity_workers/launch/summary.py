@@ -10,9 +10,8 @@ from rich.text import Text
 
 from trinity_events.core import RunSummary
 from trinity_events.core.summary import Spread
-from trinity_schemas import Envelope, StepTrained
+from trinity_schemas import Envelope, EvaluationFailed, EvaluationFinished, StepTrained
 
-from ..explorer import ExplorationResult
 from ..trainer import TrainingResult
 from .results import Outcome
 
@@ -53,6 +52,45 @@ class Ending(Struct, frozen=True, kw_only=True):
     """Command that goes on with a run that did not finish."""
 
 
+class EvaluatedSet(Struct, frozen=True, kw_only=True):
+    """First and last results of a set of held-out questions."""
+
+    first_step: int
+    first: dict[str, float]
+    last_step: int
+    last: dict[str, float]
+    finished: int = 1
+    """Evaluations that finished."""
+    failed: int = 0
+    """Evaluations that were given up."""
+
+
+class LoggedEvaluations(Struct):
+    """Evaluations, as far as the log tells them."""
+
+    sets: dict[str, EvaluatedSet] = field(default_factory=dict)
+
+    def add(self, envelope: Envelope) -> None:
+        """Add an evaluation that ended."""
+        event = envelope.event
+        if isinstance(event, EvaluationFinished):
+            known, step = self.sets.get(event.name), event.version.step
+            self.sets[event.name] = EvaluatedSet(
+                first_step=known.first_step if known and known.first else step,
+                first=known.first if known and known.first else event.metrics,
+                last_step=step,
+                last=event.metrics,
+                finished=known.finished + 1 if known else 1,
+                failed=known.failed if known else 0,
+            )
+        elif isinstance(event, EvaluationFailed):
+            step = event.version.step
+            known = self.sets.get(event.name) or EvaluatedSet(
+                first_step=step, first={}, last_step=step, last={}, finished=0
+            )
+            self.sets[event.name] = structs.replace(known, failed=known.failed + 1)
+
+
 class LoggedMetrics(Struct):
     """Metrics of the training steps, as far as the log tells them."""
 
@@ -82,8 +120,8 @@ class DemoSummary(Struct, frozen=True, kw_only=True):
     reward_last_third: float
     score_first_third: float
     score_last_third: float
-    held_out_before: float | None
-    held_out_after: float | None
+    evaluations: dict[str, EvaluatedSet]
+    """First and last results by set of held-out questions."""
     staleness_mean: float
     training_seconds: float | None
     """None where the run did not come to the end of its training."""
@@ -125,13 +163,12 @@ def summarize(
     *,
     ending: Ending,
     metrics: TrainingResult | LoggedMetrics,
-    exploration: Sequence[ExplorationResult],
+    evaluations: LoggedEvaluations,
     log: RunSummary,
 ) -> DemoSummary:
     """Put what the parts returned and what the log says together."""
     reward_first, reward_last = thirds(metrics.rewards)
     score_first, score_last = thirds(metrics.scores)
-    measured = next((one for one in exploration if one.accuracy_before is not None), None)
     return DemoSummary(
         run_id=log.run_id,
         outcome=ending.outcome,
@@ -140,8 +177,7 @@ def summarize(
         reward_last_third=reward_last,
         score_first_third=score_first,
         score_last_third=score_last,
-        held_out_before=measured.accuracy_before if measured else None,
-        held_out_after=measured.accuracy_after if measured else None,
+        evaluations=evaluations.sets,
         staleness_mean=sum(metrics.staleness) / max(1, len(metrics.staleness)),
         training_seconds=metrics.seconds if isinstance(metrics, TrainingResult) else None,
         log=log,
@@ -170,14 +206,7 @@ def summary_table(summary: DemoSummary) -> Table:
         ),
         ("verifier's score", f"{summary.score_first_third:.2f} -> {summary.score_last_third:.2f}"),
     ]
-    if summary.held_out_before is not None and summary.held_out_after is not None:
-        rows.append(
-            (
-                "held-out questions",
-                f"{summary.held_out_before:.2f} -> {summary.held_out_after:.2f} "
-                "of sampled answers right",
-            )
-        )
+    rows += [(f"evaluation {name}", _evaluated(one)) for name, one in summary.evaluations.items()]
     rows += [
         (
             "weight versions",
@@ -224,6 +253,21 @@ def summary_table(summary: DemoSummary) -> Table:
     for name, text in rows:
         table.add_row(name, Text(text))
     return table
+
+
+def _evaluated(one: EvaluatedSet) -> str:
+    """Return the first and the last mean reward of a set, with their intervals."""
+    failed = f"{one.failed} failed" if one.failed else ""
+    if not one.finished:
+        return failed
+    first = f"{_mean(one.first)} at step {one.first_step}"
+    last = f" -> {_mean(one.last)} at step {one.last_step}" if one.finished > 1 else ""
+    return f"mean reward {first}{last}{failed and f', {failed}'}"
+
+
+def _mean(metrics: Mapping[str, float]) -> str:
+    low, high = (metrics.get(f"mean_{end}", 0.0) for end in ("low", "high"))
+    return f"{metrics.get('mean', 0.0):.2f} ({low:.2f} to {high:.2f})"
 
 
 def _staleness(summary: DemoSummary) -> str:

@@ -15,9 +15,11 @@ from msgspec import Struct
 
 from trinity_events import publishing
 from trinity_events.coordinator import this_process
+from trinity_events.core.evaluations import evaluated_through
 from trinity_events.core.ledger import Ledger
 from trinity_events.errors import DeadlineExceeded
 from trinity_events.log import AsyncPublisher, RedisEventLog, new_producer
+from trinity_events.replay import current_state
 from trinity_events.rollouts import DispatchSettings, Group, RolloutDispatcher
 from trinity_events.server import connect
 from trinity_events.stacks import write_stacks_when_asked
@@ -36,8 +38,10 @@ from trinity_schemas import (
 from ..background_tasks import background_tasks
 from ..config import RunConfig
 from ..garbage import exempt_loaded_objects
+from ..held_out_sets import held_out_sets
 from ..sync_schedule import asks_once_ready, publishes_on_demand
 from ..user_task import task_of
+from .evaluator import Evaluator
 from .explorer_requests import ExplorerRequests
 from .state import TrainerState, read_trainer_state
 from .supply import RolloutSupply
@@ -111,6 +115,11 @@ class Trainer:
             waits=self._waits,
         )
         self._supply = RolloutSupply(config, self._dispatcher, self._waits)
+        sets = await anyio.to_thread.run_sync(held_out_sets, config, task)
+        through = evaluated_through(await current_state(log)) if sets else {}
+        self._evaluator = Evaluator(
+            config, client, self._publisher, sets, through, waits=self._waits
+        )
         await self._dispatcher.start()
         running = TrainerStatusChanged(status="running", step=self.train_step_num)
         await self._publisher.publish(running)
@@ -131,7 +140,7 @@ class Trainer:
 
     async def train(self) -> TrainingResult:
         """Train to the last step; publish that the trainer stopped, also after an error."""
-        tasks: list[Callable[[], Any]] = []
+        tasks: list[Callable[[], Any]] = [self._evaluator.run]
         if self.config.rollouts.keep_answers == "checkpoint":
             tasks.append(self._free_covered_answers)
         if self.config.sync.method == "checkpoint":
@@ -161,6 +170,7 @@ class Trainer:
                 if self.need_save():
                     await self.save_checkpoint()
             await self.engine.wait_for_save()
+            await self._evaluator.drain()
         finally:
             stopped = TrainerStatusChanged(status="stopped", step=self.train_step_num)
             await self._publisher.publish(stopped)
@@ -280,6 +290,7 @@ class Trainer:
     async def sync_weight(self, metrics: dict[str, float] | None = None) -> None:
         """Publish the present weights as a version."""
         async with self._publishing:
+            await self._evaluator.publishing(self.train_step_num)
             for requests in (self._resends, self._demands):
                 requests.publishing(self.train_step_num)
             if self._sends:

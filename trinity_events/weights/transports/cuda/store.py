@@ -24,8 +24,8 @@ from .sink import CudaSink
 from .source import CudaSource
 
 CHUNK_BYTES = 16 << 20
-MOST_ROOMS = 4
-"""Maximum parts of one publisher: two are kept, one is written, and a fourth is being read."""
+MOST_ROOMS = 6
+"""Maximum parts of one publisher: two kept, two for evaluations, one written, one being read."""
 
 
 class CudaStore:

@@ -34,8 +34,8 @@ CHUNK_BYTES = 1 << 20
 """Bytes of a chunk."""
 OBJECT_BYTES = 64 << 20
 """Bytes of an object: smaller objects cost Ray more per byte, larger ones take more memory."""
-MOST_KEPT = 4
-"""Maximum parts of one publisher: two are kept and one is put; more if no reducer retires them."""
+MOST_KEPT = 6
+"""Maximum parts of one publisher: two are kept, two more for evaluations, and one is put."""
 
 
 class RayStore:

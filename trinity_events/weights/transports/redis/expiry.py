@@ -19,8 +19,8 @@ ORPHANED_AFTER = 6 * 3600
 """Seconds after which chunks expire whose publisher ended without deleting them."""
 SHARE = 3
 """Renewals per expiry time."""
-MOST = 4
-"""Newest parts of a rank that are renewed; the reducer, which retires parts, may be down."""
+MOST = 6
+"""Newest parts of a rank that are renewed: two, two more for evaluations, and those to retire."""
 
 
 class _RenewedPart(NamedTuple):

@@ -42,8 +42,8 @@ from .segments import SHARED_MEMORY, Owner, Segment, owned, sweep, users_folder
 CHUNK_BYTES = 512 << 10
 """Bytes of a chunk; small enough to be digested while it is in the processor's cache."""
 MOST_SEGMENTS = 8
-"""Maximum segments of one publisher: two versions are kept, one is written, others are being read.
-"""
+"""Maximum segments of one publisher: two versions are kept, two more for evaluations, one is
+written, and others are being read."""
 
 
 class SharedMemoryStore:

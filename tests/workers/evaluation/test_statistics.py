@@ -1,0 +1,62 @@
+"""Results of an evaluation: pass@k by its definition, and intervals that hold what they promise."""
+
+import random
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+
+from trinity_workers.evaluation.settings import EvaluationSet
+from trinity_workers.evaluation.statistics import CONFIDENCE, estimate, pass_at_k, results
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_a_right_one(samples):
+    for right in range(samples + 1):
+        answers = [place < right for place in range(samples)]
+        for k in range(1, samples + 1):
+            share = fmean(any(chosen) for chosen in combinations(answers, k))
+            assert pass_at_k(samples, right, k) == pytest.approx(share)
+
+
+def test_pass_at_k_is_unbiased_where_the_share_of_right_answers_is_not():
+    drawn, chance, k = random.Random(0), 0.3, 4
+    counts = [sum(drawn.random() < chance for _ in range(8)) for _ in range(20_000)]
+    true = 1 - (1 - chance) ** k
+    assert fmean(pass_at_k(8, right, k) for right in counts) == pytest.approx(true, abs=0.005)
+    plugged_in = fmean(1 - (1 - right / 8) ** k for right in counts)
+    assert abs(plugged_in - true) > 0.02
+
+
+def test_pass_at_k_of_more_answers_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="pass@5"):
+        pass_at_k(4, 1, 5)
+
+
+def test_the_interval_holds_the_mean_as_often_as_it_says():
+    drawn, within, trials = random.Random(1), 0, 2_000
+    for _ in range(trials):
+        of_questions = []
+        for _ in range(60):
+            chance = drawn.random()  # questions differ, and their answers hang together
+            of_questions.append(fmean(drawn.random() < chance for _ in range(4)))
+        found = estimate(of_questions)
+        within += found.low <= 0.5 <= found.high
+    assert within / trials == pytest.approx(CONFIDENCE, abs=0.02)
+
+
+def test_one_question_has_no_interval():
+    assert estimate([0.25]) == (0.25, 0.25, 0.25)
+
+
+def test_the_results_of_a_set_are_mean_and_passes_with_their_ends():
+    settings = EvaluationSet(samples=4, correct_from=0.5)
+    found = results(settings, [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.4], [0.0] * 4])
+    assert found["mean"] == pytest.approx((0.25 + 0.475 + 0) / 3)
+    assert found["pass_at_1"] == pytest.approx((0.25 + 0.75) / 3)
+    assert found["pass_at_4"] == pytest.approx(2 / 3)
+    for name in ("mean", "pass_at_1", "pass_at_4"):
+        assert found[f"{name}_low"] < found[name] <= found[f"{name}_high"]
+    ends = [found[f"pass_at_4_{end}"] for end in ("low", "high")]
+    assert min(ends) >= 0 and max(ends) == 1, "the interval of a share ends at 1"
+    assert len(found) == 9

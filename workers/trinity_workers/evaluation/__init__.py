@@ -1,0 +1,1 @@
+"""Evaluation while training: sets of held-out questions, when each is due, and its results."""

@@ -1,0 +1,124 @@
+"""Settings of evaluation while training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..section import Section
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+"""Names that a set may have; they stand in the names of metrics."""
+
+
+class EvaluationSet(Section, frozen=True, kw_only=True):
+    """A set of held-out questions, its sampling, and the versions that it is asked of."""
+
+    questions: str | None = None
+    """Source of the questions, as of `task.questions`. Null takes the task's held-out ones."""
+    count: Positive = 256
+    """Maximum number of questions; the first ones of the set are asked."""
+    samples: Positive = 4
+    """Answers that are sampled to each question."""
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """Temperature of sampling; 0 takes the most likely token."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Probability mass of the most likely tokens that are sampled from."""
+    top_k: NotNegative = 0
+    """Number of the most likely tokens that are sampled from; 0 samples from all."""
+    max_new_tokens: Positive | None = None
+    """Tokens after which an answer is cut off. Null is `rollouts.max_new_tokens`."""
+    pass_at: tuple[Positive, ...] | None = None
+    """Numbers k of answers of which pass@k asks whether one is right. Null is 1 and `samples`."""
+    correct_from: float = 1.0
+    """Reward from which an answer counts as right, for pass@k."""
+    interval: NotNegative = 0
+    """Steps between two evaluations; the first version from each multiple on is evaluated. 0 leaves
+    them out."""
+    versions: tuple[NotNegative, ...] = ()
+    """Steps whose weights are evaluated, or else the next version after them."""
+    at_start: bool | None = None
+    """Evaluate the weights that the run begins with. Null does, if the sync method keeps them."""
+    at_end: bool = True
+    """Evaluate the weights of the last step."""
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """Numbers k of pass@k, ascending."""
+        return tuple(sorted({1, self.samples} if self.pass_at is None else set(self.pass_at)))
+
+
+class EvaluationConfig(Section, frozen=True, kw_only=True):
+    """Evaluation of weight versions on held-out questions, beside training."""
+
+    sets: dict[str, EvaluationSet] = msgspec.field(
+        default_factory=lambda: {"held-out": EvaluationSet()}
+    )
+    """Sets by name; `{}` evaluates nothing. The default is one set `held-out`, at start and end."""
+    timeout: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds without all answers to the 64 questions asked, after which an evaluation fails."""
+
+
+Contradiction = tuple[tuple[str, ...], str]
+
+
+def contradictions(
+    config: EvaluationConfig, named: Callable[[str], str], *, steps: int, keeps_versions: bool
+) -> Iterator[Contradiction]:
+    """Yield what contradicts itself: the fields' paths, and a sentence.
+
+    Args:
+        config: The section.
+        named: Names a field, given by its path, in the sentences.
+        steps: Training steps of the run.
+        keeps_versions: False if the sync method sends versions and keeps none.
+    """
+    for name, one in config.sets.items():
+        yield from _of_set(f"evaluation.sets.{name}", one, named, steps)
+        if not keeps_versions and (one.interval or one.versions or one.at_start):
+            path = next(
+                field for field in ("interval", "versions", "at_start") if getattr(one, field)
+            )
+            method = named("sync.method")
+            field = named(f"evaluation.sets.{name}.{path}")
+            yield (
+                (f"evaluation.sets.{name}.{path}", "sync.method"),
+                f"{field} asks for a version while training goes on, and {method} nccl keeps none: "
+                f"leave it out, for the last version is evaluated, or set {method} memory",
+            )
+
+
+def _of_set(
+    prefix: str, one: EvaluationSet, named: Callable[[str], str], steps: int
+) -> Iterator[Contradiction]:
+    samples = named(f"{prefix}.samples")
+    if one.passes and one.passes[-1] > one.samples:
+        yield (
+            (f"{prefix}.pass_at", f"{prefix}.samples"),
+            f"{named(f'{prefix}.pass_at')} asks for pass@{one.passes[-1]} of {one.samples} "
+            f"answers: set {samples} {one.passes[-1]} or more",
+        )
+    if one.temperature == 0 and one.samples > 1:
+        yield (
+            (f"{prefix}.temperature", f"{prefix}.samples"),
+            f"{named(f'{prefix}.temperature')} is 0, and all {one.samples} answers to a question "
+            f"are then the same: set {samples} 1, or another temperature",
+        )
+    if one.versions and max(one.versions) > steps:
+        yield (
+            (f"{prefix}.versions", "steps"),
+            f"{named(f'{prefix}.versions')} has step {max(one.versions)}, and the run has "
+            f"{steps} {named('steps')}: leave it out",
+        )
+    if not (one.at_end or one.interval or one.versions) and one.at_start is False:
+        yield (
+            (f"{prefix}.at_end", f"{prefix}.at_start"),
+            f"{named(prefix)} is never asked: set {named(f'{prefix}.at_end')} true, or give it an "
+            "interval or versions",
+        )

@@ -1,0 +1,66 @@
+"""Results of an evaluation: mean reward and pass@k, each with an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, fsum, sqrt
+from statistics import NormalDist
+from typing import NamedTuple
+
+from .settings import EvaluationSet
+
+CONFIDENCE = 0.95
+_QUANTILE = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+
+
+class Estimate(NamedTuple):
+    """Mean over questions, and the ends of its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Return the unbiased estimate of pass@k of one question.
+
+    It is the probability that one of ``k`` answers is right that are drawn without replacement from
+    ``samples`` answers, of which ``right`` are: 1 - C(n - c, k) / C(n, k), equation 1 of Chen et
+    al., "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374, 2021).
+    """
+    if not 1 <= k <= samples or not 0 <= right <= samples:
+        raise ValueError(f"there is no pass@{k} of {right} right answers among {samples}")
+    return 1.0 - comb(samples - right, k) / comb(samples, k)
+
+
+def estimate(of_questions: Sequence[float]) -> Estimate:
+    """Return the mean over questions, with its interval of 95 % by the normal approximation.
+
+    Questions are the independent units: answers to one question hang together. So the standard
+    error is that of the questions' own means, clustered by question (Miller, "Adding Error Bars to
+    Evals", arXiv 2411.00640, 2024). One question alone has no interval: both ends are its value.
+    """
+    count = len(of_questions)
+    mean = fsum(of_questions) / count
+    if count == 1:
+        return Estimate(mean, mean, mean)
+    variance = fsum((one - mean) ** 2 for one in of_questions) / (count - 1)
+    half = _QUANTILE * sqrt(variance / count)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def results(one: EvaluationSet, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the metrics of a set from the rewards of each question's answers."""
+    found = _named("mean", estimate([fsum(of_one) / len(of_one) for of_one in rewards]))
+    for k in one.passes:
+        passed = [
+            pass_at_k(len(of_one), sum(reward >= one.correct_from for reward in of_one), k)
+            for of_one in rewards
+        ]
+        mean, low, high = estimate(passed)
+        found |= _named(f"pass_at_{k}", Estimate(mean, max(low, 0.0), min(high, 1.0)))
+    return found
+
+
+def _named(name: str, found: Estimate) -> dict[str, float]:
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
