@@ -19,6 +19,8 @@
         FOLDER.replaced_global_step_STEP/  earlier files of a step that FOLDER replaced
       .trash/
         FOLDER.NANOSECONDS.FENCE/          folder that the reducer is about to remove
+      profiles/
+        step_STEP_ROLE_RANK.json.gz        trace of a training step on one rank
       log/
         STREAM.FIRST.LAST.COUNT.jsonl      archive segment
 """
@@ -61,6 +63,11 @@ _FINAL = re.compile(r"global_step_(\d+)")
 _STAGED = re.compile(r"epoch_(\d+)_step_(\d+)_[0-9a-f]+(?:\.replaced_global_step_(\d+))?")
 _TRASHED = re.compile(rf"(?:{_FINAL.pattern}|{_STAGED.pattern})\.\d+\.(?P<fence>\d+)")
 _MADE_FROM = re.compile(rf"{re.escape(STAGING)}/epoch_(\d{{1,18}})_step_(\d{{1,18}})_[0-9a-f]+")
+
+
+def profile_path(step: int, role: str, rank: int) -> str:
+    """Return the path of a training step's trace on one rank, relative to the run's directory."""
+    return f"profiles/step_{step}_{role}_{rank}.json.gz"
 
 
 def final_name(step: int) -> str:

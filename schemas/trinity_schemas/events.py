@@ -456,6 +456,14 @@ class LedgerRestored(_Event, frozen=True):
     digest: Annotated[Digest, Meta(description="Digest of the encoded ledger.")]
 
 
+class ProfileWritten(_Event, frozen=True):
+    """The sender wrote a trace of a training step, in a format that Perfetto reads."""
+
+    step: Step
+    path: RelativePath
+    bytes: Annotated[Bytes, Meta(description="Size of the file.")] = 0
+
+
 # --- evaluation --------------------------------------------------------------------------------
 
 
@@ -606,6 +614,7 @@ Event = (
     | RolloutsDispatched
     | StepTrained
     | LedgerRestored
+    | ProfileWritten
     | EvaluationStarted
     | EvaluationFinished
     | EvaluationFailed
@@ -649,6 +658,7 @@ SENT_BY: dict[type[Struct], SenderRole] = {
     RolloutsDispatched: "trainer",
     StepTrained: "trainer",
     LedgerRestored: "trainer",
+    ProfileWritten: "worker",
     EvaluationStarted: "trainer",
     EvaluationFinished: "trainer",
     EvaluationFailed: "trainer",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.event_histories import committed, failed, finished, registration, started
 from trinity_events.log import AsyncPublisher, new_producer
-from trinity_schemas import RunClosed, StacksTaken
+from trinity_schemas import ProfileWritten, RunClosed, StacksTaken
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ async def waiting_run(publisher, log, run_id):
     await publisher.publish(committed(3, "state_dict", registration(expected=2)))
     await actor.publish(finished(3, "a", rank=0))
     await actor.publish(started(3, "b", rank=1))
+    await actor.publish(ProfileWritten(step=3, path="profiles/step_3_actor_0.json.gz", bytes=9))
     return run_id
 
 
@@ -26,6 +27,7 @@ async def test_it_says_what_a_step_waits_for_by_name_and_since_when(cli, waiting
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.startswith("Step 3 state_dict waits for 1 of 2 saves: model of actor-1")
     assert "s ago" in shown.stdout
+    assert "actor-0 profiled step 3: profiles/step_3_actor_0.json.gz (open it" in shown.stdout
 
 
 async def test_status_counts_to_now_while_a_run_is_open(cli, waiting_run, publisher):

@@ -33,11 +33,13 @@ from trinity_events.core import (
 )
 from trinity_events.core.completeness import slot_key
 from trinity_events.core.current import OF_AN_EPOCH, is_current, newest_subjects
+from trinity_events.core.explain import profiles_of
 from trinity_events.core.fold import _HANDLERS, MONITOR
 from trinity_events.core.limits import (
     KEPT_ATTEMPTS,
     KEPT_DETACHED,
     KEPT_EXPLORERS,
+    KEPT_PROFILES,
     KEPT_STEPS,
     KEPT_VERSIONS,
 )
@@ -53,6 +55,7 @@ from trinity_schemas import (
     LeaseExpired,
     PartDelta,
     Producer,
+    ProfileWritten,
     Registration,
     ResendRequested,
     RunOpened,
@@ -868,6 +871,23 @@ def test_a_detached_consumer_is_remembered_whatever_the_epoch():
     [(name, found)] = monitor.state.detached.items()
     assert name == "announcements/eval"
     assert (found.entry_id, found.pending, found.idle) == (last, 3, 900.0)
+
+
+def test_the_last_profiles_are_kept_with_their_ranks_and_told_of_their_step():
+    history = History()
+    for step in range(1, KEPT_PROFILES + 3):
+        for rank in (0, 1):
+            path = f"profiles/{step}-actor-{rank}.json.gz"
+            history.add(ProfileWritten(step=step, path=path), by="actor", rank=rank)
+    state = history.fold()[0].state
+    assert len(state.profiles) == KEPT_PROFILES
+    last = KEPT_PROFILES + 2
+    assert [(one.step, one.path) for one in state.profiles[-2:]] == [
+        (last, f"profiles/{last}-actor-0.json.gz"),
+        (last, f"profiles/{last}-actor-1.json.gz"),
+    ]
+    assert profiles_of(state, 1) == []
+    assert all(f"profiled step {last}: profiles/{last}-" in one for one in profiles_of(state, last))
 
 
 def test_detached_consumers_are_bounded():

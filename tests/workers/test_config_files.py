@@ -60,8 +60,56 @@ MISTAKES = [
     ("sync: {method: [nccl]}", "must be one of memory, nccl, checkpoint"),
     ("checkpoints: {strategy: none}", "must be one of "),
     ("task: {options: 3}", "task.options is 3, but must be a mapping"),
-    ("trainer: {tensor_parallel: 2}", "trainer.pipeline_parallel are for Megatron only"),
+    ("trainer: {tensor_parallel: 2}", "trainer.tensor_parallel is for Megatron only"),
     ("trainer: {engine: megatron, tensor_parallel: 3}", "cannot be divided into groups of 3"),
+    (
+        "trainer: {expert_parallel: 2, virtual_pipeline: 2}",
+        "trainer.virtual_pipeline and trainer.expert_parallel are for Megatron only: leave them",
+    ),
+    ("trainer: {distributed_optimizer: true}", "trainer.distributed_optimizer is for Megatron"),
+    ("trainer: {virtual_pipeline: 1}", "must be an integer of at least 2 or null"),
+    ("trainer: {context_parallel: 2}", "context parallelism is not supported: its attention runs"),
+    ("trainer: {sequence_parallel: true}", "sequence parallelism is not supported: its layer"),
+    (
+        "trainer: {engine: megatron, virtual_pipeline: 2}",
+        "trainer.virtual_pipeline is 2, and there is no pipeline: set trainer.pipeline_parallel 2",
+    ),
+    (
+        "trainer: {engine: megatron, expert_parallel: 2, tensor_parallel: 2, ranks: 4}",
+        "trainer.expert_parallel and trainer.tensor_parallel are both above 1",
+    ),
+    (
+        "trainer: {engine: megatron, expert_parallel: 2, pipeline_parallel: 2}",
+        "the 1 ranks of a pipeline stage cannot be divided into groups of 2",
+    ),
+    (
+        "trainer: {engine: megatron, distributed_optimizer: true}",
+        "cannot load its state, so that no checkpoint of it resumes: set checkpoints.interval 0",
+    ),
+    (
+        "trainer: {cpu_offload: true, critic_offload: {param_offload: true}}",
+        "trainer.cpu_offload keeps the models in the host's memory already: leave trainer.critic",
+    ),
+    ("trainer: {engine: megatron, packing: true}", "trainer.packing is for FSDP only"),
+    ("trainer: {engine: megatron, cpu_offload: true}", "trainer.cpu_offload is for FSDP only"),
+    (
+        "{model: {dtype: bfloat16}, sync: {dtype: float32}}",
+        "sync.dtype is float32, and the policy computes in bfloat16",
+    ),
+    ("checkpoints: {save_hf_checkpoint: first}", "must be one of never, last, always"),
+    (
+        "checkpoints: {save_hf_checkpoint: last, interval: 0}",
+        "checkpoints.save_hf_checkpoint is last, and checkpoints.interval 0 writes no checkpoints",
+    ),
+    ("{steps: 3, trainer: {profile_steps: [2, 4]}}", "names step 4, and the run has 3"),
+    ("trainer: {profile_steps: 2}", "must be a list, each an integer of at least 1"),
+    ("trainer: {profile_steps: [0]}", "must be a list, each an integer of at least 1"),
+    (
+        "trainer: {profile_steps: [1], profile_ranks: [2]}",
+        "names rank 2, and the last of 2 trainers is rank 1",
+    ),
+    ("trainer: {profile_ranks: [1]}", "no step is profiled: set trainer.profile_steps"),
+    ("explorer: {dtype: float8}", "must be one of float32, bfloat16 or null"),
     ("sync: {style: random}", "must be one of fixed, trainer_driven, explorer_driven, fully_async"),
     ("sync: {offset: 1}", "only sync.style fixed has steps at which explorers synchronise"),
     ("sync: {interval: 4, max_staleness: 2}", "rollouts 3 optimizer steps old: choose at least 3"),
@@ -301,12 +349,25 @@ def test_an_overlay_of_options_equals_a_file(tmp_path):
     assert rest == {"a": 1}
 
 
+def test_trinitys_names_of_the_settings_of_checkpoints_are_read(tmp_path):
+    text = "trainer: {max_checkpoints_to_keep: 0, save_hf_checkpoint: always}"
+    found = read_config(written(tmp_path, text)).checked().checkpoints
+    assert (found.keep, found.save_hf_checkpoint) == (0, "always")
+
+
+@pytest.mark.parametrize(
+    ("which", "steps"), [("never", set()), ("last", {9}), ("always", set(range(1, 10)))]
+)
+def test_the_configuration_says_which_checkpoints_have_a_hugging_face_folder(which, steps):
+    config = TrainConfig(steps=9).replaced("checkpoints", save_hf_checkpoint=which)
+    assert {step for step in range(1, 10) if config.is_hf_save_step(step)} == steps
+
+
 def test_options_are_named_in_messages_about_them():
     options = {option.removeprefix("--").replace("-", "_"): None for option in OPTIONS}
     [problem] = overlaid(options | {"tensor_parallel": 2})[0].problems
     assert problem == (
-        "--tensor-parallel and --pipeline-parallel are for Megatron only: leave them out, or add "
-        "--engine megatron"
+        "--tensor-parallel is for Megatron only: leave it out, or add --engine megatron"
     )
 
 

@@ -17,6 +17,7 @@ from ..archive import Archive, ArchiveMissing
 from ..archive.export import whole_stream
 from ..core import MonitorState, unfinished
 from ..core import explain as in_words
+from ..core.explain import profiles_of
 from ..core.outcomes import Outcome, ended_in, outcome_of, outcomes_in_words
 from ..core.proof import Proof, ProofEntry, proof_line
 from ..core.waits import chains_of_waits, words_of_stacks
@@ -115,6 +116,7 @@ def _lines_of_step(known: _Known, step: int) -> list[str]:
     lines = [] if found is None else in_words(state, step, now=known.now, named=None).splitlines()
     lines += outcomes_in_words(step, known.outcomes)
     lines += ended_in(state, step)
+    lines += profiles_of(state, step)
     if not lines:
         raise StepNotFound(_not_found(state, step))
     if found is not None and not all(kind.settled for kind in found.kinds.values()):

@@ -43,6 +43,15 @@ def _explained(state: MonitorState, step: int, now: int | None, named: int | Non
     return "\n".join(_explain_kind(state, step, kind, _until(state, now), named) for kind in kinds)
 
 
+def profiles_of(state: MonitorState, step: int) -> list[str]:
+    """Return one line for each rank that wrote a profile of the step."""
+    return [
+        f"{one.by} profiled step {step}: {one.path} (open it at https://ui.perfetto.dev)."
+        for one in state.profiles
+        if one.step == step
+    ]
+
+
 def unfinished(state: MonitorState, *, now: int | None = None) -> list[str]:
     """Return one line for each kind of a step that is neither ready nor failed, as `explain`."""
     at = _until(state, now)

@@ -30,6 +30,8 @@ KEPT_EXPLORERS = 4096
 """Explorers whose status is known; the one that was silent longest is dropped first."""
 KEPT_DETACHED = 32
 """Detached consumer groups that are remembered."""
+KEPT_PROFILES = 64
+"""Last profiles of training steps that the state keeps."""
 KEPT_REFUSALS = 64
 """Refusals kept with their details; all are counted."""
 KEPT_COMPLETE_CHECKPOINTS = 1024

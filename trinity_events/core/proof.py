@@ -103,8 +103,9 @@ class Proof:
                 yield "weights", "expects", f"a part of each of {len(ranks)} ranks", ""
             case StepCommitted(step=self.step, kind=kind):
                 yield kind, "commits", "the step", ""
-            case VersionPartPublished(step=self.step, rank=rank, manifest_digest=digest):
-                yield "weights", "finishes", f"the part of rank {rank}: {digest}", digest
+            case VersionPartPublished(step=self.step, rank=rank, manifest_digest=digest) as part:
+                what = f"the part of rank {rank}, {part.bytes} bytes: {digest}"
+                yield "weights", "finishes", what, digest
             case SaveStarted(slot=slot, save_id=name) if slot.step == self.step:
                 yield slot.kind, "starts", describe_slot(slot), name
             case SaveFinished(slot=slot, save_id=name) as saved if slot.step == self.step:

@@ -6,6 +6,7 @@ from trinity_schemas import (
     ConsumerDetached,
     Envelope,
     Kind,
+    ProfileWritten,
     RunClosed,
     RunOpened,
     RunResumed,
@@ -16,10 +17,10 @@ from trinity_schemas import (
 from .announcements import supersede
 from .completeness import staged_folder
 from .evaluations import continue_evaluations
-from .fold_state import FoldState, keep_last
-from .limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS
+from .fold_state import FoldState, describe_producer, keep_last
+from .limits import KEPT_DETACHED, KEPT_PENDING_PROMOTIONS, KEPT_PROFILES
 from .lineage import continued_lineage
-from .state import DetachedConsumer, ReadyPointer
+from .state import DetachedConsumer, Profile, ReadyPointer
 
 
 def run_opened(fold: FoldState, event: RunOpened, envelope: Envelope) -> None:
@@ -88,6 +89,14 @@ def trainer_status_changed(fold: FoldState, event: TrainerStatusChanged, _: Enve
     state = fold.state
     state.trainer = event.status
     state.trainer_step = max(state.trainer_step, event.step)
+
+
+def profile_written(fold: FoldState, event: ProfileWritten, envelope: Envelope) -> None:
+    """Keep the profile among the last few."""
+    profiles = fold.state.profiles
+    by = describe_producer(envelope.producer)
+    profiles.append(Profile(step=event.step, by=by, path=event.path))
+    del profiles[:-KEPT_PROFILES]
 
 
 def consumer_detached(fold: FoldState, event: ConsumerDetached, _: Envelope) -> None:

@@ -188,6 +188,16 @@ class OpenWait(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Milliseconds of its last report."""
 
 
+class Profile(Struct, frozen=True, kw_only=True):
+    """Trace of a training step that a rank wrote."""
+
+    step: int
+    by: str
+    """The rank's role and rank."""
+    path: str
+    """Path below the run's folder."""
+
+
 class DetachedConsumer(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Consumer group that no longer keeps the log from being trimmed, since ``entry_id``."""
 
@@ -285,6 +295,8 @@ class MonitorState(Struct, kw_only=True, omit_defaults=True):
     """Last refusals."""
     detached: dict[str, DetachedConsumer] = field(default_factory=dict)
     """Last detached consumer groups, by stream and group."""
+    profiles: list[Profile] = field(default_factory=list)
+    """Last profiles of training steps."""
     sequences: dict[str, int] = field(default_factory=dict)
     """Producer's incarnation to its last sequence."""
     entries: int = 0

@@ -29,6 +29,7 @@ from .sync_schedule import (
     publishes_on_demand,
     staleness_bound,
 )
+from .trainer_limits import contradictions as trainer_contradictions
 
 EngineName = Literal["fsdp", "megatron"]
 SyncMethod = Literal["memory", "nccl", "checkpoint"]
@@ -41,6 +42,7 @@ PublishedForm = Literal["shards", "snapshot", "full"]
 PublishName = Literal["auto", PublishedForm]
 SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 WhenStale = Literal["drop", "wait", "pace"]
+DtypeName = Literal["float32", "bfloat16"]
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -58,9 +60,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     path: str | None = None
     """Hugging Face folder of the policy. Null makes a small policy, and warms it up on the
     built-in task that the run has."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which the policy computes, and is published and served. The optimizer works on
-    float32 copies of the parameters."""
+    dtype: DtypeName = "float32"
+    """Data type in which the policy computes while it is trained. The optimizer works on float32
+    copies of the parameters."""
 
 
 class TaskConfig(Section, frozen=True, kw_only=True):
@@ -102,6 +104,26 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """On Megatron, ranks that share every layer. By default all of a pipeline stage do."""
     pipeline_parallel: Positive = 1
     """On Megatron, number of pipeline stages."""
+    virtual_pipeline: Annotated[int, Meta(ge=2)] | None = None
+    """On Megatron, chunks of the model on each pipeline stage. Null is one."""
+    expert_parallel: Positive = 1
+    """On Megatron, ranks that share the experts of a layer."""
+    context_parallel: Positive = 1
+    """Ranks that share a sequence. More than 1 is refused: its attention runs on no CPU, so that
+    no test could check it."""
+    sequence_parallel: bool = False
+    """Share activations between tensor-parallel ranks. It is refused, as `context_parallel`."""
+    distributed_optimizer: bool = False
+    """On Megatron, keep a part of the optimizer's state on each data-parallel rank. Its state does
+    not load, so `checkpoints.interval` must be 0."""
+    recompute: bool = False
+    """Compute each layer's activations again in the backward pass instead of storing them: less
+    memory, and about a third more time."""
+    cpu_offload: bool = False
+    """On FSDP, keep parameters, gradients and optimizer state in the host's memory; a layer's
+    parameters are on the GPU while it computes."""
+    packing: bool = False
+    """On FSDP, compute the rows of a micro-batch as one row without padding."""
     learning_rate: Annotated[float, Meta(ge=0)] = 5e-4
     """Learning rate of AdamW after the warm-up."""
     ramp_steps: NotNegative = 20
@@ -112,6 +134,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch_rows: Positive | None = None
     """Maximum rows of a forward and backward pass on a rank; gradients add up over the passes, and
     are those of all rows at once. Null takes all."""
+    profile_steps: tuple[Positive, ...] = ()
+    """Training steps that torch.profiler traces, such as `[3, 4]`. Each rank writes a file for
+    Perfetto below `profiles` in the run's folder, and an event names it."""
+    profile_ranks: tuple[NotNegative, ...] | None = None
+    """Ranks that trace these steps. Null is all."""
     gradient_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
     policy_offload: Offload = Offload()
@@ -128,6 +155,8 @@ class ExplorerConfig(Section, frozen=True, kw_only=True):
     """Rollout engine: `huggingface`, an entry point, `module:attribute`, `./file.py:attribute`."""
     engine_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Options that are given to the rollout engine by name."""
+    dtype: DtypeName | None = None
+    """Data type in which explorers serve the policy. Null is `model.dtype`."""
     deterministic: bool = False
     """Generate each prompt's samples by themselves, so that they depend on no other prompt and on
     no number of explorers. It is slower."""
@@ -203,6 +232,9 @@ class SyncConfig(Section, frozen=True, kw_only=True):
     """Published form of the weights: shards, each from the rank that holds it, while training
     waits; a snapshot of the shards, while training continues; or full tensors, from rank 0. Auto
     is shards if there are several ranks."""
+    dtype: DtypeName | None = None
+    """Data type in which weights are published. Null is the one that explorers serve in, or
+    `model.dtype` if that is narrower."""
     full_every: Positive = 1
     """Weight versions from one published in full to the next; versions between them are deltas
     where these are smaller. 1 publishes all in full."""
@@ -220,11 +252,18 @@ class CheckpointsConfig(Section, frozen=True, kw_only=True):
     """Steps between two checkpoints, and one after the last step; 0 writes none."""
     keep: NotNegative = 2
     """Number of the newest ready checkpoints to keep; 0 keeps all. A reducer that the command does
-    not start has its own."""
+    not start has its own. Trinity-RFT's name max_checkpoints_to_keep is read too; there, 0 is the
+    default."""
+    save_hf_checkpoint: Literal["never", "last", "always"] = "never"
+    """Checkpoints whose model is a Hugging Face folder with weights, which other programs load and
+    a resume too: none, that of the last step, or all."""
     strategy: SaveStrategy = "unrestricted"
     """Strategy that limits concurrent saves."""
     root: str | None = None
     """Folder with one checkpoint directory per run. Null is `checkpoints` below TRINITY_HOME."""
+    mirror: str | None = None
+    """URL of object storage for fsspec, such as `s3://bucket/path`. Each ready checkpoint is copied
+    there, and a resume fetches one that is not below `root`. Null copies none."""
 
 
 class TrackingConfig(Section, frozen=True, kw_only=True):
@@ -282,6 +321,17 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     def algorithm_of_step(self) -> AlgorithmConfig:
         """Return the algorithm with the run's limit of tokens where it has none of its own."""
         return self.algorithm.with_limit(self.rollouts.max_new_tokens)
+
+    @property
+    def served_dtype(self) -> DtypeName:
+        """Return the data type in which explorers serve the policy."""
+        return self.explorer.dtype or self.model.dtype
+
+    @property
+    def published_dtype(self) -> DtypeName:
+        """Return the data type in which weights are published."""
+        narrow = "bfloat16" in (self.model.dtype, self.served_dtype)
+        return self.sync.dtype or ("bfloat16" if narrow else "float32")
 
     @property
     def teacher_folder(self) -> Path | None:
@@ -346,6 +396,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         interval = self.checkpoints.interval
         return interval > 0 and (step % interval == 0 or step == self.steps)
 
+    def is_hf_save_step(self, step: int) -> bool:
+        """Return True if a checkpoint of the step has its model as a Hugging Face folder."""
+        which = self.checkpoints.save_hf_checkpoint
+        return which == "always" or (which == "last" and step == self.steps)
+
     def replaced(self, section: str, **values: Any) -> Self:
         """Return the configuration with other values in one section, which are not checked."""
         changed = structs.replace(getattr(self, section), **values)
@@ -404,25 +459,23 @@ def contradictions(
         config: The configuration.
         named: Names a field, given by its path, in the sentences.
     """
-    engine, ranks = named("trainer.engine"), named("trainer.ranks")
-    tensor, pipeline = named("trainer.tensor_parallel"), named("trainer.pipeline_parallel")
-    trainer, sync = config.trainer, config.sync
-    parts = (trainer.tensor_parallel or 1) * trainer.pipeline_parallel
-    sizes = ("trainer.engine", "trainer.tensor_parallel", "trainer.pipeline_parallel")
-    if trainer.engine != "megatron" and parts > 1:
+    sync = config.sync
+    yield from trainer_contradictions(config, named)
+    if config.checkpoints.save_hf_checkpoint != "never" and not config.checkpoints.interval:
+        interval, saved = named("checkpoints.interval"), named("checkpoints.save_hf_checkpoint")
         yield (
-            sizes,
-            f"{tensor} and {pipeline} are for Megatron only: leave them out, or add "
-            f"{engine} megatron",
-        )
-    elif trainer.ranks % parts:
-        yield (
-            (*sizes, "trainer.ranks"),
-            f"{trainer.ranks} trainers cannot be divided into groups of {parts} "
-            f"({tensor} times {pipeline}): choose {ranks} as a multiple",
+            ("checkpoints.save_hf_checkpoint", "checkpoints.interval"),
+            f"{saved} is {config.checkpoints.save_hf_checkpoint}, and {interval} 0 writes no "
+            f"checkpoints: set {interval}, or {saved} never",
         )
     yield from _of_the_algorithm(config, named)
     yield from sync_contradictions(sync, named)
+    if sync.dtype == "float32" and config.model.dtype == "bfloat16":
+        yield (
+            ("sync.dtype", "model.dtype"),
+            f"{named('sync.dtype')} is float32, and the policy computes in bfloat16: leave it out, "
+            f"or set {named('model.dtype')} float32",
+        )
     if config.window < config.prompts_in_flight:
         yield (
             ("rollouts.window", "rollouts.prompts_per_step", "sync.interval", "sync.max_staleness"),
@@ -572,7 +625,11 @@ class RunConfig(TrainConfig, frozen=True, kw_only=True):
     def resumed_folder(self) -> Path:
         """Return the folder of the checkpoint that the trainer loads first."""
         assert self.resumed_step is not None
-        return self.checkpoint_folder / final_name(self.resumed_step)
+        return self.folder_of(self.resumed_step)
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a ready step."""
+        return self.checkpoint_folder / final_name(step)
 
     @property
     def transport(self) -> WeightsPath:

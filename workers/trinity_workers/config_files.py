@@ -43,6 +43,17 @@ ALIASES: dict[str, dict[str, str]] = {
 """Names that Trinity-RFT has for the values of fields, and our values."""
 
 
+FIELD_ALIASES = {
+    f"{section}.{name}": f"checkpoints.{ours}"
+    for section in ("trainer", "checkpoints")
+    for name, ours in (
+        ("max_checkpoints_to_keep", "keep"),
+        ("save_hf_checkpoint", "save_hf_checkpoint"),
+    )
+}
+"""Names that Trinity-RFT has for fields, and our names."""
+
+
 class Setting(Struct, frozen=True):
     """Value that is laid over the file's."""
 
@@ -186,6 +197,7 @@ class _Reader:
         self._take(setting.path, value, setting.origin, Path.cwd())
 
     def _take(self, path: str, value: Any, origin: str, base: Path) -> None:
+        path = FIELD_ALIASES.get(path, path)
         known = fields().get(general_path(path))
         if known is None:
             self._problems.append(f"{origin}: there is no setting {path}{_nearest(path)}")

@@ -11,6 +11,7 @@ from trinity_events.waits import NO_REPORTS, WaitReporter
 from .config import BadSettings, TrainConfig
 from .environments import EnvironmentProcesses
 from .held_out_sets import held_out_sets
+from .object_store import ObjectStore
 from .rewards import RewardPool, Rewards, RewardSource, TaskRewards
 from .rollout_engines.loading import ENGINES, find_engine
 from .tasks import Task, built_in_task, is_built_in, load_task
@@ -92,6 +93,8 @@ async def check_user_task(config: TrainConfig) -> None:
         await anyio.to_thread.run_sync(
             find_engine, config.explorer.engine, config.rollouts.on_update
         )
+    if config.checkpoints.mirror is not None:
+        await anyio.to_thread.run_sync(_check_mirror, config.checkpoints.mirror)
     if config.task.environment is not None:
         async with EnvironmentProcesses(
             config.task.environment, deadline=config.task.environment_deadline
@@ -113,6 +116,10 @@ def _check_teacher(folder: Path, policy: Path) -> None:
     from .learning.teacher import checked_teacher
 
     checked_teacher(folder, policy)
+
+
+def _check_mirror(url: str) -> None:
+    ObjectStore(url).check()
 
 
 def _check_reward_model(folder: Path) -> None:

@@ -115,6 +115,21 @@ def goes_on(ranks, count: int) -> list[float]:
     return next(losses for losses in ranks(at.train, batches(count)) if any(losses))
 
 
+def test_bfloat16_with_float32_masters_goes_on_to_the_bit_at_its_layout(engine_ranks, tmp_path):
+    bfloat16 = {"dtype": torch.bfloat16, "recompute": True}
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED, bfloat16)
+    ranks(at.train, batches(2))
+    ranks(save, tmp_path / "checkpoint")
+    losses = goes_on(ranks, 2)
+    expected, _ = ranks(optimizer_state)[0]
+
+    ranks = engine_ranks("qwen3", 2, TENSOR, TRAINED, bfloat16, load_weights=False)
+    ranks(load, tmp_path / "checkpoint")
+    assert goes_on(ranks, 2) == losses
+    found, _ = ranks(optimizer_state)[0]
+    at.assert_same(found, expected)
+
+
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at"),
     [

@@ -96,7 +96,11 @@ def trained(rank_processes, make_config):
 
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [(2, {}), (2, {"pipeline_parallel": 2}), (4, {"tensor_parallel": 2})],
+    [
+        (2, {}),
+        (2, {"pipeline_parallel": 2, "recompute": True}),
+        (4, {"tensor_parallel": 2, "distributed_optimizer": True}),
+    ],
 )
 def test_training_on_megatron_is_training_on_fsdp(trained, run_id, world, settings):
     steps = [make_groups(run_id, seed) for seed in (1, 2, 3)]

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
@@ -23,8 +26,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trinity_events.checkpoint_layout import MODEL_FOLDER
 
 from ..collectives import together
+from ..learning.packing import check_isolation
 from ..offload import FrozenOffload, Offload
 from .buffers import saved_buffers
+from .fsdp_options import FSDPOptions
 from .learning_rate import LearningRate, learning_rate_of
 from .model_folder import FolderReader, has_weights
 from .model_memory import ALL, ModelMemory, Part, holding, optimizer_tensors
@@ -56,8 +61,13 @@ class FSDPEngine:
         dtype: Data type in which the model computes and is published. Parameters and optimizer
             are float32: in bfloat16, an update of less than 0.4% of a parameter would be lost.
         load: Returns model and tokenizer of the folder in that data type; by default the policy's.
+        options: Recomputation, offload to the host's memory, and packing.
         offload: Parts that leave the device while no method needs them. Hold them with
             :meth:`resident` over several calls, and where the module itself computes.
+
+    Raises:
+        RecomputeRefused: if the model cannot compute its activations again.
+        PackingRefused: if the model does not keep packed samples apart.
     """
 
     def __init__(
@@ -69,6 +79,7 @@ class FSDPEngine:
         gradient_norm: float = 1.0,
         dtype: str = "float32",
         load: Callable[[Path, str], tuple[Any, Any]] | None = None,
+        options: FSDPOptions = FSDPOptions(),  # noqa: B008  # frozen
         offload: Offload = Offload(),  # noqa: B008  # frozen
     ) -> None:
         from ..learning.policy import load_policy
@@ -77,7 +88,11 @@ class FSDPEngine:
         model, self.tokenizer = loaded
         self._device = device
         self.published_dtypes = {name: one.dtype for name, one in model.named_parameters()}
-        self.module: Any = _shard(model, device, getattr(torch, dtype))
+        options.prepare(model)
+        self.module: Any = _shard(model, device, getattr(torch, dtype), options)
+        if options.packing and load is None:  # other models than the policy have its layers
+            check_isolation(self.module, device)
+            self.module.reshard()  # the optimizer is of the shards
         self._sharded_by_layers = _is_large(model)
         self._gradient_norm = gradient_norm
         rate = learning_rate_of(learning_rate)
@@ -250,6 +265,7 @@ def frozen_policy(
     device: torch.device,
     dtype: str = "float32",
     load: Callable[[Path, str], tuple[Any, Any]] | None = None,
+    options: FSDPOptions = FSDPOptions(),  # noqa: B008  # frozen
     offload: FrozenOffload = FrozenOffload(),  # noqa: B008  # frozen
 ) -> Any:
     """Return the folder's policy without gradients, sharded as the engine's. Collective.
@@ -261,7 +277,9 @@ def frozen_policy(
 
     model, _ = (load or load_policy)(folder, dtype)
     model.requires_grad_(False)
-    module = _shard(model, device, getattr(torch, dtype)).eval()
+    # A model of another kind may have other layers than the policy, which was checked.
+    replace(options, recompute=False, packing=options.packing and load is None).prepare(model)
+    module = _shard(model, device, getattr(torch, dtype), options).eval()
     memory = ModelMemory(offload, lambda: _settled_parameters(module))
     memory.guard(module)
     module.resident = memory.resident
@@ -313,17 +331,20 @@ def _is_large(model: Any) -> bool:
     return count >= _SHARD_LAYERS_FROM
 
 
-def _shard(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    model.to(device)
+def _shard(model: Any, device: torch.device, dtype: torch.dtype, options: FSDPOptions) -> Any:
+    if not options.cpu_offload:  # else one layer at a time goes to the device
+        model.to(device)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32
     )
+    away = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    offload = away if options.cpu_offload else OffloadPolicy()
     # veRL's merger requires this name.
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     if _is_large(model):
         layers = set(model._no_split_modules or ())
         for layer in [one for one in model.modules() if type(one).__name__ in layers]:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -154,7 +154,7 @@ class Explorer:
         config = self.config
         options = EngineOptions(
             model_folder=config.model_folder,
-            dtype=config.model.dtype,
+            dtype=config.served_dtype,
             synchronizer=self._synchronizer,
             deterministic=config.explorer.deterministic,
             on_update=config.rollouts.on_update,

@@ -32,6 +32,12 @@ def full_tensors(engine: TrainEngine) -> NamedTensors:
     )
 
 
+def in_dtype(tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
+    """Yield tensors with those of floating point converted; every tensor is still gathered."""
+    for name, tensor in tensors:
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _summoned(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     prefixes = {id(one): name for name, one in module.named_modules()}
     for unit in FullyShardedDataParallel.fsdp_modules(module):

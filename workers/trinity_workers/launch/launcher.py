@@ -47,6 +47,7 @@ from .actors import Actors, in_words
 from .cluster import Room, check_shared_memory, room_for
 from .failed_saves import FailedSaves
 from .lifecycle import closing, interruptible
+from .mirror import mirrored
 from .model import make_model
 from .processes import ReducerProcess
 from .progress import ProgressView
@@ -191,7 +192,12 @@ async def _run(options: LaunchOptions, report: Report) -> None:
         view.say(
             f"run {options.run_id}: weights travel by {TRANSPORTS[transport]}: {chosen.reason}"
         )
-        async with _summarized(job, log, report), tracked(config), closing(client, config):
+        async with (
+            _summarized(job, log, report),
+            mirrored(config),
+            tracked(config),
+            closing(client, config),
+        ):
             await claim()  # a log that is new has its first entry by now
             write_copy(folder, settings)
             view.say(f"run {options.run_id}: {_ray(options)}, and {_first_work(config)}")

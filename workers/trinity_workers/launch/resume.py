@@ -21,6 +21,7 @@ from trinity_events.replay import current_state
 from trinity_schemas import StepRef
 
 from ..config import RunConfig
+from .mirror import restore
 
 
 class CannotResume(TrinityError):
@@ -84,6 +85,7 @@ async def held_checkpoint(config: RunConfig, root: Path) -> AsyncIterator[None]:
     if config.resumed_step is None:
         yield
         return
+    await restore(config)
     step, url = config.resumed_step, config.redis_url
     async with AsyncExitStack() as exits:
         held = hold_checkpoint(config.run_id, step, redis_url=url, checkpoint_root=root)

@@ -33,6 +33,11 @@ class ValueModel(nn.Module):
         self._no_split_modules = unsplit
         self.score = head
 
+    @property
+    def base_model(self) -> Any:
+        """Layers without the head, as models of transformers name them."""
+        return self.model
+
     def forward(self, **inputs: Any) -> Tensor:
         """Return the value after each token: [B, S, 1]. FSDP takes no view for an output."""
         values: Tensor = self.score(self.model(**inputs).last_hidden_state)

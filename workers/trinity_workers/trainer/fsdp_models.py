@@ -11,6 +11,7 @@ import torch
 from ..config import RunConfig
 from ..engines import FSDPEngine
 from ..engines.fsdp import frozen_policy
+from ..engines.fsdp_options import FSDPOptions
 from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, load_reward_model, reward_tokenizer
 from ..learning.teacher import checked_teacher
@@ -38,14 +39,15 @@ def load_models(
     common: dict[str, Any] = {
         "device": device,
         "dtype": config.model.dtype,
-        "gradient_norm": config.trainer.gradient_norm,
+        "options": fsdp_options(config),
     }
     folder = config.model_folder
     trainer = config.trainer
+    clipped = common | {"gradient_norm": trainer.gradient_norm}
     policy = critic = None
     if "policy" in wanted:
         policy = FSDPEngine(
-            folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **common
+            folder, learning_rate=policy_rate(config), offload=trainer.policy_offload, **clipped
         )
     if "critic" in wanted:
         critic = FSDPEngine(
@@ -53,17 +55,11 @@ def load_models(
             learning_rate=critic_rate(config),
             load=load_critic,
             offload=trainer.critic_offload,
-            **common,
+            **clipped,
         )
 
     def frozen(path: Path, **options: Any) -> Any:
-        return frozen_policy(
-            path,
-            device=device,
-            dtype=config.model.dtype,
-            offload=trainer.reference_offload,
-            **options,
-        )
+        return frozen_policy(path, offload=trainer.reference_offload, **common, **options)
 
     reference = frozen(folder) if "reference" in wanted else None
     teacher = judge = None
@@ -85,4 +81,12 @@ def make_step(
         temperature=config.rollouts.temperature,
         micro_batch_rows=config.trainer.micro_batch_rows,
         reward_weight=config.reward.weight,
+    )
+
+
+def fsdp_options(config: RunConfig) -> FSDPOptions:
+    """Return the options of the models on FSDP, as the configuration names them."""
+    trainer = config.trainer
+    return FSDPOptions(
+        recompute=trainer.recompute, cpu_offload=trainer.cpu_offload, packing=trainer.packing
     )

@@ -15,12 +15,12 @@ from ..engines.megatron import (
     MegatronRewardModel,
     ModelOptions,
     OptimizerOptions,
-    ParallelLayout,
 )
 from ..learning.policy import load_tokenizer
 from ..learning.reward_model import RewardModel, RewardTokens, reward_tokenizer
 from ..learning.teacher import checked_teacher
 from ..offload import FrozenOffload, Offload
+from .megatron_layout import parallel_layout
 from .megatron_step import MegatronTrainingStep
 from .rates import critic_rate, policy_rate
 from .training_step import ModelName, Models, needed_models
@@ -44,19 +44,25 @@ def load_models(
     """
     wanted = needed_models(config) if wanted is None else wanted
     trainer, folder = config.trainer, config.model_folder
-    pipeline = trainer.pipeline_parallel
-    tensor = trainer.tensor_parallel or max(1, trainer.ranks // pipeline)
     common: dict[str, Any] = {
         "device": device,
-        "layout": ParallelLayout(tensor=tensor, pipeline=pipeline),
+        "layout": parallel_layout(trainer),
         "seed": config.seed,
     }
 
     def options(offload: Offload | FrozenOffload) -> ModelOptions:
-        return ModelOptions(dtype=getattr(torch, config.model.dtype), offload=offload)
+        return ModelOptions(
+            dtype=getattr(torch, config.model.dtype),
+            recompute=trainer.recompute,
+            offload=offload,
+        )
 
     def optimizer(rate: LearningRate) -> OptimizerOptions:
-        return OptimizerOptions(learning_rate=rate, gradient_norm=trainer.gradient_norm)
+        return OptimizerOptions(
+            learning_rate=rate,
+            gradient_norm=trainer.gradient_norm,
+            distributed=trainer.distributed_optimizer,
+        )
 
     policy = critic = None
     if "policy" in wanted:

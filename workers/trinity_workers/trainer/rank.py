@@ -51,7 +51,7 @@ class TrainingRank(Worker):
         if self._store is None:
             self._store = TCPStore(host, port, timeout=self._timeout)
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            process_group_backend(self._device, cpu_offload=config.trainer.cpu_offload),
             store=self._store,
             rank=self._rank,
             world_size=config.trainer.ranks,
@@ -64,3 +64,10 @@ def compute_device(own_gpu: bool) -> torch.device:
     """The GPU that Ray gave this rank alone, else the CPU: NCCL takes no two ranks on one GPU."""
     cuda = own_gpu and torch.cuda.is_available()
     return torch.device("cuda", 0) if cuda else torch.device("cpu")
+
+
+def process_group_backend(device: torch.device, *, cpu_offload: bool) -> str:
+    """Return the backend of the ranks' group; offloaded gradients are reduced on the CPU too."""
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"

@@ -168,7 +168,8 @@ class Trainer:
                 if self.need_sync():
                     await self.synchronize()
                 if self.need_save():
-                    await self.save_checkpoint()
+                    as_hf = self.config.is_hf_save_step(self.train_step_num)
+                    await self.save_checkpoint(save_as_hf=as_hf)
             await self.engine.wait_for_save()
             await self._evaluator.drain()
         finally:

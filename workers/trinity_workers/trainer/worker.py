@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from trinity_events import CheckpointCoordinator, Synchronizer
@@ -19,6 +20,7 @@ from trinity_schemas import Experience
 
 from ..algorithms.collate import collate, padding_row
 from ..collectives import together
+from ..config import RunConfig
 from ..engines.base import NamedTensors
 from ..engines.fsdp import shard_name
 from ..engines.state_files import write_state
@@ -31,9 +33,11 @@ from ..helpers import (
     save_huggingface,
     strategy_for,
 )
+from ..helpers.full_tensors import full_tensors, in_dtype
 from ..worker_group.dispatch import Dispatch
 from ..worker_group.registered import register
 from .fsdp_models import make_step
+from .profiling import StepProfiler
 from .rank import TrainingRank
 from .training_step import Models
 
@@ -48,6 +52,11 @@ class TrainWorker(TrainingRank):
     But for process() and address(), which are not collective.
     """
 
+    def __init__(self, config: RunConfig, rank: int, *, own_gpu: bool = False) -> None:
+        super().__init__(config, rank, own_gpu=own_gpu)
+        self._taken = config.resumed_step or 0
+        """Training steps taken."""
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, host: str, port: int) -> None:
         """Join the process group and load the model."""
@@ -58,6 +67,7 @@ class TrainWorker(TrainingRank):
         self._models: Models = self._step.models
         self._log = SyncEventLog(open_client(config.redis_url), config.run_id)
         self._publisher = Publisher(self._log, config.epoch, new_producer(ROLE, self._rank))
+        self._profiler = StepProfiler(config, ROLE, self._rank, self._publisher.publish)
         self._coordinator = CheckpointCoordinator(
             self._publisher, config.checkpoint_folder, strategy=config.checkpoints.strategy
         )
@@ -71,9 +81,19 @@ class TrainWorker(TrainingRank):
             rank=self._rank,
             full_every=config.sync.full_every,
             tensor_digests=config.sync.tensor_digests,
+            dtype=self._published_dtype,
         )
         self._strategy = strategy_for(config.published_form, config.sync.timeout)
         exempt_loaded_objects()
+
+    @property
+    def _published_dtype(self) -> torch.dtype | None:
+        """Data type to convert published weights to; None to publish those of the engine."""
+        name = self._config.published_dtype
+        if name == self._config.model.dtype:
+            return None
+        published: torch.dtype = getattr(torch, name)
+        return published
 
     def _make_step(self) -> Any:
         return make_step(self._config, self._device)
@@ -96,7 +116,9 @@ class TrainWorker(TrainingRank):
         padding = self._engine.tokenizer.pad_token_id
         with together():  # a rank with bad groups must not leave the others
             batch = collate(groups, padding) if groups else padding_row(padding)
-        metrics: dict[str, float] = self._step.learn(batch.to(self._device))
+        self._taken += 1
+        with self._profiler.step(self._taken):
+            metrics: dict[str, float] = self._step.learn(batch.to(self._device))
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -129,6 +151,9 @@ class TrainWorker(TrainingRank):
             is_state_dict: True for a state dict, False for a part of a checkpoint.
             masters: Save the optimizer's copies of the parameters, for a checkpoint to rest on.
         """
+        tensors = self._master_params() if masters else None
+        if not masters and self._published_dtype is not None:
+            tensors = in_dtype(full_tensors(self._engine), self._published_dtype)
         save_huggingface(
             self._engine,
             local_path,
@@ -136,7 +161,7 @@ class TrainWorker(TrainingRank):
             self._coordinator,
             logger,
             target=SaveTarget(name, is_state_dict),
-            tensors=self._master_params() if masters else None,
+            tensors=tensors,
             deadline=self._config.sync.timeout,
         )
 

@@ -1,0 +1,60 @@
+"""Workers of a trainer in the session's rank processes: made, asked together, and shut down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.rank_processes import Rank, RankProcesses
+from trinity_workers.config import RunConfig
+
+
+class WorkerRanks:
+    """Ranks of one trainer, whose workers stay from one call to the next.
+
+    Args:
+        processes: Processes that the ranks are.
+        config: The run; it has the number of ranks and the engine.
+    """
+
+    def __init__(self, processes: RankProcesses, config: RunConfig) -> None:
+        processes.leave()
+        self._processes = processes
+        self._world = config.trainer.ranks
+        processes.start(self._world)
+        [place, *_] = [processes.ask(rank, _make, config)() for rank in range(self._world)]
+        if isinstance(place, Exception):
+            raise place
+        self(_set_up, *place)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What the function returns on each rank, given its worker; raises what one raised."""
+        asked = [self._processes.ask(rank, _call, function, args) for rank in range(self._world)]
+        answers = [answer() for answer in asked]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        """Shut the workers down."""
+        self(_shut_down)
+
+
+def _make(rank: Rank, config: RunConfig) -> tuple[str, int] | None:
+    from trinity_workers.trainer.fleet import _worker_class
+
+    rank.held.worker = _worker_class(config)(config, rank.number)
+    return rank.held.worker.address() if rank.number == 0 else None
+
+
+def _call(rank: Rank, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(rank.held.worker, *args)
+
+
+def _set_up(worker: Any, host: str, port: int) -> None:
+    worker.setup(host, port)
+
+
+def _shut_down(worker: Any) -> None:
+    worker.shutdown()

@@ -1,0 +1,28 @@
+"""The layout on Megatron is the one that the configuration names."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from trinity_workers.config import TrainerConfig
+from trinity_workers.engines.megatron import ParallelLayout
+from trinity_workers.trainer.megatron_layout import parallel_layout
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        ({"ranks": 1}, {}),
+        ({"ranks": 4}, {"tensor": 4}),
+        ({"ranks": 4, "pipeline_parallel": 2}, {"tensor": 2, "pipeline": 2}),
+        (
+            {"ranks": 4, "tensor_parallel": 1, "pipeline_parallel": 2, "virtual_pipeline": 2},
+            {"pipeline": 2, "virtual": 2},
+        ),
+        ({"ranks": 4, "expert_parallel": 2}, {"expert": 2}),
+    ],
+)
+def test_sizes_of_the_configuration_are_those_of_the_layout(settings, layout):
+    found = parallel_layout(TrainerConfig(engine="megatron", **settings))
+    assert found == ParallelLayout(**layout)
+    found.check(settings["ranks"])

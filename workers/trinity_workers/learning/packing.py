@@ -1,0 +1,88 @@
+"""Packing: rows of a batch go through a model as one row without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trinity_events.errors import TrinityError
+
+_ISOLATION = 0.01
+"""Largest share of a logit by which one sample may change another's; rounding is far below it."""
+
+
+class PackingRefused(TrinityError):
+    """Raised if a model does not keep packed samples apart."""
+
+
+def pack_rows(model: Any) -> None:
+    """Let the layers of a model compute padded rows as one packed row.
+
+    Positions begin at 0 with each sample, and no attention mask is given: by that, the models of
+    transformers know where a sample begins, and let no token attend to another sample. The hidden
+    states that the model's head gets are those of padded rows, 0 on padding. Passes that use a
+    cache are not packed.
+    """
+    packing = _Packing()
+    model.base_model.register_forward_pre_hook(packing.pack, with_kwargs=True)
+    model.base_model.register_forward_hook(packing.unpack)
+
+
+def check_isolation(module: nn.Module, device: torch.device) -> None:
+    """Compute two packed samples twice, with another first one. Collective if it is sharded.
+
+    Raises PackingRefused if the second sample's logits depend on the first.
+    """
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]], device=device)
+    found = []
+    was_training = module.training
+    module.eval()
+    for token in (1, 2):
+        rows = torch.tensor([[token] * 3, [1, 2, 0]], device=device)
+        with torch.no_grad():
+            output: Any = module(input_ids=rows, attention_mask=mask, use_cache=False)
+        found.append(output.logits[1, :2].float())
+    module.train(was_training)
+    if (found[0] - found[1]).abs().max() > _ISOLATION * found[0].abs().max():
+        raise PackingRefused(
+            f"{type(module).__name__} lets packed samples attend to one another: set "
+            "trainer.packing false"
+        )
+
+
+class _Packing:
+    """State of one forward pass: True where a token is, or None if the pass is not packed."""
+
+    def __init__(self) -> None:
+        self._mask: Tensor | None = None
+
+    def pack(
+        self, module: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs without padding, as one row."""
+        del module
+        self._mask = None
+        if inputs.get("use_cache", True):
+            return args, inputs
+        self._mask = mask = inputs["attention_mask"].bool()
+        positions = inputs.get("position_ids")
+        if positions is None:
+            positions = mask.long().cumsum(dim=-1) - 1
+        packed = {
+            "input_ids": inputs["input_ids"][mask][None],
+            "position_ids": positions[mask][None],
+            "attention_mask": None,
+        }
+        return args, inputs | packed
+
+    def unpack(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the output with hidden states [B, S, H] of padded rows."""
+        del module, args
+        if self._mask is not None:
+            packed = output.last_hidden_state[0]
+            hidden = packed.new_zeros(*self._mask.shape, packed.shape[-1])
+            hidden[self._mask] = packed
+            output.last_hidden_state = hidden
+        return output

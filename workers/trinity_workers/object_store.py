@@ -1,0 +1,168 @@
+"""Checkpoints on object storage, by fsspec: whole or invisible, as local ones are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from trinity_events.checkpoint_layout import ITERATION_FILES, final_name, parse_final_name
+from trinity_events.errors import TrinityError
+
+SUMS = "SHA256SUMS"
+"""Object of a checkpoint with the digest of each of its files, which sha256sum -c reads. It is
+written last and removed first: a checkpoint without it is not there."""
+_PIECE = 8 << 20
+"""Bytes of a file that are held at once."""
+
+
+class ObjectStoreUnusable(TrinityError):
+    """Raised if checkpoints cannot be read from, or written to, object storage."""
+
+
+class ObjectStore:
+    """Checkpoints of runs below a URL, in the folders and with the names of local ones.
+
+    Args:
+        url: Such as ``s3://bucket/checkpoints``. Credentials come from the environment, as the
+            library of the protocol reads them.
+
+    Raises:
+        ObjectStoreUnusable: if there is no such protocol, or its library is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._url = url.rstrip("/")
+        with self._told_as("cannot be used"):
+            self._files, root = fsspec.core.url_to_fs(self._url)
+        self._root = PurePosixPath(root)
+
+    def check(self) -> None:
+        """Write an object, and remove it. Raises ObjectStoreUnusable if that fails."""
+        probe = str(self._root / ".writable")
+        with self._told_as("cannot be written to"):
+            self._files.makedirs(str(self._root), exist_ok=True)
+            self._files.pipe_file(probe, b"")
+            self._files.rm_file(probe)
+
+    def upload(self, run: str, step: int, folder: Path) -> None:
+        """Copy a step's folder; it is there once all of it is, and is then the newest."""
+        target = self._folder(run, step)
+        with self._told_as(f"did not take the checkpoint of step {step} of run {run}"):
+            self._remove(target)
+            sums = []
+            for file in sorted(one for one in folder.rglob("*") if one.is_file()):
+                name = file.relative_to(folder).as_posix()
+                sums.append(f"{self._put(file, target / name)}  {name}\n")
+            self._files.pipe_file(str(target / SUMS), "".join(sums).encode())
+            self._files.pipe_file(str(self._pointer(run)), str(step).encode())
+
+    def newest(self, run: str) -> int | None:
+        """Return the step that was copied last; None if there is none that is whole."""
+        with self._told_as("cannot be read"):
+            self._files.invalidate_cache()
+            try:
+                step = int(self._files.cat_file(str(self._pointer(run))))
+            except FileNotFoundError:
+                return None
+            return step if self._is_whole(run, step) else None
+
+    def steps(self, run: str) -> list[int]:
+        """Return the steps of whole checkpoints, in order."""
+        with self._told_as("cannot be read"):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(str(self._root / run), detail=False)
+            except FileNotFoundError:
+                return []
+            steps = (parse_final_name(PurePosixPath(one).name) for one in found)
+            return sorted(one for one in steps if one is not None and self._is_whole(run, one))
+
+    def prune(self, run: str, keep: int) -> None:
+        """Remove all but the newest checkpoints up to the last one; ``keep`` 0 removes none."""
+        newest = self.newest(run)
+        if not keep or newest is None:
+            return
+        with self._told_as("cannot be written to"):
+            for step in [one for one in self.steps(run) if one <= newest][:-keep]:
+                self._remove(self._folder(run, step))
+
+    def fetch(self, run: str, step: int, folder: Path) -> bool:
+        """Copy a checkpoint into a local folder, verified; return False if it is not there.
+
+        Raises ObjectStoreUnusable if the storage fails, or a file is not what was copied.
+        """
+        source = self._folder(run, step)
+        unfinished = folder.with_name(f".{folder.name}.fetched")
+        with self._told_as(f"did not give the checkpoint of step {step} of run {run}"):
+            try:
+                sums = self._files.cat_file(str(source / SUMS)).decode()
+            except FileNotFoundError:
+                return False
+            shutil.rmtree(unfinished, ignore_errors=True)
+            for line in sums.splitlines():
+                digest, _, name = line.partition("  ")
+                self._get(source, name, unfinished, digest)
+            unfinished.replace(folder)
+        return True
+
+    def _put(self, file: Path, target: PurePosixPath) -> str:
+        """Write a file as an object; return its digest."""
+        self._files.makedirs(str(target.parent), exist_ok=True)
+        with file.open("rb") as source, self._files.open(str(target), "wb") as sink:
+            digest = _copy(source, sink)
+        if self._files.size(str(target)) != file.stat().st_size:
+            raise OSError(f"{target} has not the size of {file}")
+        return digest
+
+    def _get(self, source: PurePosixPath, name: str, folder: Path, digest: str) -> None:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise OSError(f"{name!r} is not a path inside a checkpoint")
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self._files.open(str(source / name), "rb") as stored, target.open("wb") as sink:
+            found = _copy(stored, sink)
+            sink.flush()
+            os.fsync(sink.fileno())
+        if found != digest:
+            raise OSError(f"{source / name} is not the file that was copied")
+
+    def _remove(self, target: PurePosixPath) -> None:
+        self._files.invalidate_cache()
+        if self._files.exists(str(target / SUMS)):
+            self._files.rm_file(str(target / SUMS))
+        if self._files.exists(str(target)):
+            self._files.rm(str(target), recursive=True)
+
+    def _is_whole(self, run: str, step: int) -> bool:
+        return bool(self._files.exists(str(self._folder(run, step) / SUMS)))
+
+    def _folder(self, run: str, step: int) -> PurePosixPath:
+        return self._root / run / final_name(step)
+
+    def _pointer(self, run: str) -> PurePosixPath:
+        return self._root / run / ITERATION_FILES["checkpoint"]
+
+    @contextmanager
+    def _told_as(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the libraries' errors have no common class
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ObjectStoreUnusable(f"{self._url} {what}: {reason}") from error
+
+
+def _copy(source: IO[bytes], sink: IO[bytes] | Any) -> str:
+    """Copy to the end; return the digest of what was copied."""
+    digest = hashlib.sha256()
+    while piece := source.read(_PIECE):
+        digest.update(piece)
+        sink.write(piece)
+    return digest.hexdigest()
